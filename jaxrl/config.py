@@ -1,0 +1,453 @@
+"""The config: every option once, with its default, unit and meaning.
+
+`SCHEMA` is the single list of options. `default_config()` turns it into a locked `ConfigDict`; a config file under
+`configs/` changes what it needs in `get_config(arg)`; `--config.group.option=value` changes it again on the command
+line. `None` means "decide for me": an algorithm option takes its preset's value, others as their text says.
+
+Counts are global over all hosts unless the text says "per data shard". Times are seconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import config_dict
+
+
+class ConfigError(ValueError):
+    """A config that cannot work. The message names the field, its value and the remedy."""
+
+
+class Option(NamedTuple):
+    """One option. `kind` is needed only where the default is None; `choices` bounds a string."""
+
+    default: Any
+    doc: str
+    kind: type | None = None
+    choices: tuple | None = None
+
+
+O = Option
+TRIGGER = "0 = never"
+
+SCHEMA: dict[str, dict[str, Any]] = {
+    "run": {
+        "recipe": O("rl", "the job", choices=("rl", "sft")),
+        "mode": O("train", "what to do with the job", choices=("train", "eval")),
+        "dir": O("", "run directory; empty = runs/<name of the config file>"),
+        "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
+        "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
+        "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
+                            " model.path; empty = none"),
+        "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
+        "deterministic": O(False, "ask XLA for deterministic GPU operations (slower there; CPU and TPU already are)"),
+        "matmul_precision": O("auto", "auto: highest for fp32 compute, the platform's default otherwise",
+                              choices=("auto", "default", "high", "highest")),
+    },
+    "model": {
+        "path": O("", "HF folder or hub id: weights, config and tokenizer"),
+        "revision": O(None, "hub revision", str),
+        "init": O("pretrained", "pretrained: load weights; random: initialise from run.seed",
+                  choices=("pretrained", "random")),
+        "config": O({}, "HF config entries (model_type, hidden_size, ...) for init=random without a folder, or to override it"),
+        "tokenizer": O("", "tokenizer folder or hub id; empty = model.path"),
+        "chat_template": O("", "Jinja file replacing the tokenizer's chat template"),
+        "pad_token": O("", "overrides the tokenizer's pad token"),
+        "eos_tokens": O((), "tokens (text) that end an answer; empty = the model's and tokenizer's own"),
+        "scan_layers": O("auto", "auto: scan over layers, unroll up to 8 on the CPU", choices=("auto", "true", "false")),
+        "remat": O("auto", "what the backward pass recomputes; auto: none under 50 M parameters, else full",
+                   choices=("auto", "none", "full", "dots")),
+        "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "reference", "blockwise")),
+        "trainable": O((".*",), "patterns of parameter names that train"),
+        "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
+        "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
+    },
+    "mesh": {
+        "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
+        "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
+        "tp": O(1, "shards of heads, MLP width and vocabulary"),
+    },
+    "data": {
+        "path": O((), "one or several files (.jsonl .json .csv .parquet), folders or hub ids"),
+        "subset": O("", "hub configuration name"),
+        "split": O(("train",), "hub split, or several to be concatenated"),
+        "revision": O(None, "hub revision", str),
+        "prompt_column": O("prompt", "text, or a list of chat messages"),
+        "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
+        "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
+        "completion_column": O("completion", "target text for SFT (ignored by rl)"),
+        "system_prompt": O("", "system message put before the prompt"),
+        "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
+        "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
+        "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
+        "response_prefix": O("", "text the answer is made to start with (part of the prompt, seen by rewards)"),
+        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT"),
+        "max_prompt_tokens": O(512, "longest prompt in tokens"),
+        "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
+                             choices=("filter", "truncate_left", "error")),
+        "epochs": O(0, "passes over the data; 0 = as many as train.steps need"),
+        "shuffle": O(True, "global shuffle, anew in each epoch"),
+        "seed": O(None, "seed of the shuffle; None = run.seed", int),
+        "max_rows": O(0, "use only the first rows; 0 = all"),
+        "eval_fraction": O(0.0, "share of the rows carved out (by seed) as eval set 'heldout'"),
+        "bad_rows": O("error", "a row that cannot be read: stop with file and line, or count and skip",
+                      choices=("error", "skip")),
+        "workers": O(0, "threads that prepare rows ahead"),
+        "prefetch": O(2, "steps of rows prepared ahead when workers > 0"),
+    },
+    "rollout": {
+        "engine": O("auto", "auto: the embedded sampler", choices=("auto", "jax")),
+        "group_size": O(8, "samples per prompt"),
+        "max_new_tokens": O(1024, "longest answer in tokens"),
+        "min_new_tokens": O(0, "end tokens are forbidden before this many"),
+        "temperature": O(1.0, "0 = greedy"),
+        "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this"),
+        "top_k": O(-1, "keep this many tokens; -1 = all"),
+        "min_p": O(0.0, "keep tokens with at least this share of the best token's probability"),
+        "repetition_penalty": O(1.0, "divides (positive) or multiplies (negative) logits of tokens seen in prompt or answer"),
+        "frequency_penalty": O(0.0, "subtracted from a token's logit per time it was sampled"),
+        "penalties_in_training": O(False, "allow the two penalties in training rollouts (they bend the ratio)"),
+        "stop": O((), "strings that end an answer"),
+        "keep_stop": O(True, "keep the tokens of the stop string in the answer"),
+        "stop_token_ids": O((), "token ids that end an answer besides the end-of-text tokens"),
+        "slots": O(0, "sequences decoded at once over all devices; 0 = from the batch, at most 256"),
+        "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
+        "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer only"),
+        "decode_steps": O(16, "most decode steps between two looks of the host"),
+        "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
+                   choices=("auto", "bf16", "fp16", "fp32")),
+        "timeout_seconds": O(3600.0, "longest wait for one batch of answers"),
+    },
+    "reward": {
+        "functions": O(("math",), "names (math exact boxed choice format), package.module:function or ./file.py:function"),
+        "weights": O((), "one weight per function; empty = all 1"),
+        "column": O("", "data column that names the function per row; empty = all functions for all rows"),
+        "format_pattern": O("", "regex the whole answer must match (reward `format`)"),
+        "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
+        "workers": O(2, "worker processes"),
+        "timeout_seconds": O(10.0, "wall-clock limit per item; the worker is killed"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's rewards failed"),
+        "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
+        "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
+        "bias": O(0.0, "added after scale"),
+        "clip": O(None, "bound on the absolute value after bias", float),
+        "overlong_buffer": O(0, "DAPO: penalty grows linearly over the last tokens before max_new_tokens; 0 = off"),
+        "overlong_penalty": O(1.0, "largest DAPO length penalty (subtracted after clip)"),
+    },
+    "algorithm": {
+        "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None",
+                    choices=("grpo", "grpo_paper")),
+        "advantage_mean": O(None, "baseline: group mean or none", str, ("group", "none")),
+        "advantage_std": O(None, "scale: group standard deviation (ddof 1) or none", str, ("group", "none")),
+        "clip_low": O(None, "ratio is clipped below 1 - clip_low", float),
+        "clip_high": O(None, "ratio is clipped above 1 + clip_high", float),
+        "aggregation": O(None, "how token losses become one number", str, ("token_mean", "sequence_mean")),
+        "kl": {
+            "coef": O(None, "weight of the KL to the reference in the loss; 0 loads no reference", float),
+            "estimator": O(None, "KL estimator in the loss", str, ("k2", "k3", "k3_unbiased")),
+        },
+        "entropy_coef": O(None, "entropy bonus, token mean", float),
+        "ppo_epochs": O(None, "passes over one batch", int),
+        "num_minibatches": O(None, "optimizer steps per pass", int),
+        "old_logprobs": O("auto", "auto: no scoring pass when a batch gets one optimizer step; recompute: always score;"
+                                  " rollout: clip around the sampler's log-probs",
+                          choices=("auto", "recompute", "rollout")),
+        "mismatch": {
+            "correction": O("auto", "weight on the policy loss for sampler-trainer differences; auto: token_tis unless the"
+                                    " sampler decodes in fp32 without truncated support", choices=("auto", "none", "token_tis")),
+            "cap": O(2.0, "largest mismatch weight"),
+        },
+        "mask_truncated": O(False, "answers cut by the length limit add no loss (they stay in the denominators)"),
+    },
+    "reference": {
+        "path": O("", "HF folder or hub id; empty = the policy as it starts"),
+        "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
+    },
+    "optimizer": {
+        "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),
+        "lr": O(1e-6, "peak learning rate"),
+        "b1": O(0.9, "first-moment decay"),
+        "b2": O(0.999, "second-moment decay"),
+        "eps": O(1e-8, "added to the root of the second moment"),
+        "weight_decay": O(0.01, "decoupled; not applied to norms, biases and other vectors"),
+        "max_grad_norm": O(1.0, "global norm the gradient is clipped to; 0 = off"),
+        "schedule": O("constant", "after warm-up; counts optimizer updates", choices=("constant", "linear", "cosine", "wsd")),
+        "warmup_steps": O(10, "updates of linear warm-up"),
+        "warmup_fraction": O(0.0, "the same as a share of all updates; wins over warmup_steps when > 0"),
+        "warmup_start": O(0.0, "learning rate at update 0 as a share of lr"),
+        "decay_steps": O(0, "updates of decay (wsd: at the end); 0 = all after warm-up (wsd: the last tenth)"),
+        "floor": O(0.0, "lowest learning rate as a share of lr"),
+        "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
+        "max_nonfinite": O(5, "a non-finite update is skipped; stop after this many in a row"),
+    },
+    "train": {
+        "steps": O(100, "steps of the job (RL steps, or SFT updates)"),
+        "max_samples": O(0, "end after this many samples; 0 = no limit"),
+        "tokens_per_microbatch": O(16384, "rows x row length held at once, per data shard"),
+        "row_lengths": O((), "static lengths of packed rows, at most 2; empty = from the longest sequence"),
+        "max_sequence_tokens": O(0, "bound on prompt + answer; 0 = max_prompt_tokens + max_new_tokens"),
+        "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
+        "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
+        "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
+        "logprob_chunk": O(1024, "scored tokens whose logits exist at once, per data shard"),
+        "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
+    },
+    "eval": {
+        "sets": O((), "held-out sets, each 'name=path' (read with data.* columns and templates)"),
+        "every_steps": O(10, f"evaluate every this many steps; {TRIGGER}"),
+        "every_epochs": O(0.0, f"evaluate every this many epochs; {TRIGGER}"),
+        "every_seconds": O(0.0, f"evaluate every this many seconds; {TRIGGER}"),
+        "before": O(True, "evaluate before the first step"),
+        "after": O(True, "evaluate after the last step"),
+        "max_rows": O(0, "first rows of each set; 0 = all"),
+        "samples": O(1, "answers per row for mean@k and pass@k"),
+        "temperature": O(0.0, "0 = greedy"),
+        "top_p": O(1.0, "as rollout.top_p"),
+        "top_k": O(-1, "as rollout.top_k"),
+        "min_p": O(0.0, "as rollout.min_p"),
+        "repetition_penalty": O(1.0, "as rollout.repetition_penalty"),
+        "frequency_penalty": O(0.0, "as rollout.frequency_penalty"),
+        "max_new_tokens": O(0, "0 = rollout.max_new_tokens"),
+        "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
+        "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
+    },
+    "checkpoint": {
+        "every_steps": O(20, f"save every this many steps; {TRIGGER}"),
+        "every_minutes": O(30.0, f"save every this many minutes; {TRIGGER}"),
+        "every_epochs": O(0.0, f"save every this many epochs; {TRIGGER}"),
+        "at_end": O(True, "save after the last step"),
+        "keep": O(3, "newest checkpoints kept"),
+        "asynchronous": O(True, "write in the background"),
+        "export_every_steps": O(0, f"HF export every this many steps; {TRIGGER}"),
+        "export_at_end": O(True, "HF export after the last step, in <run.dir>/export"),
+        "export_dtype": O("auto", "auto: the source's dtype (fp32 for random init)", choices=("auto", "bf16", "fp16", "fp32")),
+        "shard_gb": O(5.0, "largest exported safetensors file in GB"),
+    },
+    "log": {
+        "console": O("auto", "auto: live table on a terminal, plain lines elsewhere", choices=("auto", "table", "plain", "off")),
+        "tensorboard": O(True, "write <run.dir>/tensorboard"),
+        "wandb": O(False, "log to Weights & Biases (extra `wandb`)"),
+        "wandb_project": O("jaxrl", "W&B project"),
+        "wandb_group": O("", "W&B group"),
+        "wandb_name": O("", "W&B run name; empty = name of the run directory"),
+        "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
+        "sinks": O((), "further metric sinks, import paths to a class with write(step, scalars) and close()"),
+        "print_samples": O(1, "sampled conversations shown at each evaluation"),
+        "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
+        "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
+    },
+    "profile": {
+        "steps": O((), "(first, last) step traced with the JAX profiler into <run.dir>/profile"),
+    },
+    "faults": {
+        "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit'"),
+    },
+    "user": {},
+}
+
+
+def _build(tree: dict) -> config_dict.ConfigDict:
+    out = config_dict.ConfigDict()
+    for name, node in tree.items():
+        if isinstance(node, Option):
+            if node.default is None:
+                out[name] = config_dict.placeholder(node.kind)
+            elif isinstance(node.default, dict):
+                out[name] = config_dict.ConfigDict(node.default)
+            else:
+                out[name] = node.default
+        else:
+            out[name] = _build(node)
+    return out
+
+
+def default_config() -> config_dict.ConfigDict:
+    """The whole schema at its defaults, locked except `user` and the free-form tables (`model.config`, ...)."""
+    cfg = _build(SCHEMA)
+    cfg.lock()
+    for path in free_tables():
+        get(cfg, path).unlock()
+    return cfg
+
+
+def options(tree: dict | None = None, prefix: str = "") -> dict[str, Option]:
+    """Flat view of the schema: dotted name -> Option."""
+    out = {}
+    for name, node in (SCHEMA if tree is None else tree).items():
+        if isinstance(node, Option):
+            out[prefix + name] = node
+        else:
+            out.update(options(node, f"{prefix}{name}."))
+    return out
+
+
+def free_tables() -> list[str]:
+    """Dotted names of the tables a user may add keys to."""
+    return ["user"] + [name for name, opt in options().items() if isinstance(opt.default, dict)]
+
+
+def get(cfg, dotted: str):
+    for part in dotted.split("."):
+        cfg = cfg[part]
+    return cfg
+
+
+def put(cfg, dotted: str, value) -> None:
+    """Sets a dotted option. Unknown names raise ConfigError naming the nearest known one."""
+    *groups, leaf = dotted.split(".")
+    known = options()
+    table = next((t for t in free_tables() if dotted.startswith(t + ".")), None)
+    if table is None and dotted not in known:
+        raise ConfigError(unknown_option(dotted))
+    node = cfg
+    for part in groups:
+        if table is not None and part not in node:
+            node[part] = config_dict.ConfigDict()
+        node = node[part]
+    if table is not None:
+        node[leaf] = value
+        return
+    try:
+        node[leaf] = _coerce(dotted, value, known[dotted])
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"{dotted}={value!r}: {e}") from None
+
+
+def _coerce(name: str, value, opt: Option):
+    kind = opt.kind or type(opt.default)
+    if isinstance(opt.default, tuple):
+        if isinstance(value, str):
+            value = tuple(v for v in value.split(",") if v)
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def unknown_option(dotted: str) -> str:
+    """The message for an option that does not exist: nearest names by whole path and by leaf."""
+    names = list(options())
+    leaf = dotted.rsplit(".", 1)[-1]
+    near = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
+    leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
+    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves]
+    near = list(dict.fromkeys(near))[:3]
+    hint = f"did you mean {' or '.join(near)}?" if near else "`--help` lists every option."
+    return f"config has no option {dotted!r}; {hint}"
+
+
+def find_config(spec: str) -> tuple[Path, str | None]:
+    """'configs/grpo.py:tiny' or 'grpo:tiny' -> (path, 'tiny'). Bare names are looked up among the shipped configs."""
+    name, _, arg = spec.partition(":")
+    here = Path(__file__).parent
+    stem = name if name.endswith(".py") else name + ".py"
+    for path in (Path(name), here / "configs" / Path(stem).name, here.parent / "configs" / Path(stem).name):
+        if path.is_file():
+            return path, arg or None
+    shipped = sorted(p.stem for d in (here / "configs", here.parent / "configs") if d.is_dir() for p in d.glob("*.py"))
+    raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped)}")
+
+
+def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
+    """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
+
+    `spec` is a path or the bare name of a shipped config, optionally with ':arg'. An empty `run.dir` becomes
+    `runs/<file name>`.
+    """
+    path, arg = find_config(spec)
+    module_spec = importlib.util.spec_from_file_location(f"jaxrl_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"--config={spec}: {path} defines no get_config(arg)")
+    cfg = module.get_config(arg)
+    for name, value in (overrides or {}).items():
+        put(cfg, name, value)
+    if not cfg.run.dir:
+        cfg.run.dir = f"runs/{path.stem}" + (f"_{arg}" if arg else "")
+    return cfg
+
+
+def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """['--config=FILE', '--config.optimizer.lr=1e-5', ...] -> (FILE, {'optimizer.lr': 1e-5}).
+
+    Values are read by the option's type. Raises ConfigError on anything else, with the right flag in the message.
+    """
+    spec, overrides, args = None, {}, list(argv)
+    while args:
+        arg = args.pop(0)
+        name, eq, text = arg.partition("=")
+        if not name.startswith("--config"):
+            guess = name.lstrip("-")
+            if guess in options() or guess.split(".")[0] in SCHEMA:
+                raise ConfigError(f"{arg}: options are given as --config.{guess}{eq}{text}")
+            raise ConfigError(f"{arg}: unknown argument; use --config=FILE and --config.group.option=value")
+        if not eq:
+            if not args:
+                raise ConfigError(f"{name}: a value is missing")
+            text = args.pop(0)
+        if name == "--config":
+            spec = text
+        else:
+            dotted = name[len("--config."):]
+            overrides[dotted] = parse_value(dotted, text)
+    return spec, overrides
+
+
+def parse_value(dotted: str, text: str):
+    """Reads the text of a flag as the type the option has; free tables take Python literals, else text."""
+    opt = options().get(dotted)
+    if opt is None:
+        if not any(dotted.startswith(t + ".") for t in free_tables()):
+            raise ConfigError(unknown_option(dotted))
+        return _literal(text)
+    kind = opt.kind or type(opt.default)
+    try:
+        if isinstance(opt.default, tuple):
+            value = _literal(text)
+            if isinstance(value, str):
+                value = tuple(_literal(v) for v in text.split(",") if v)
+            return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        if text in ("None", "none", "null") and opt.default is None:
+            return None
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text) if kind in (int, float, str) else _literal(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"--config.{dotted}={text}: expected {kind.__name__}; {opt.doc}") from None
+
+
+def _literal(text: str):
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+_SECRET = re.compile(r"token$|api_?key|secret|password|credential", re.I)
+
+
+def redacted(cfg) -> dict:
+    """The config as plain dicts with the values of secret-looking keys replaced."""
+    def walk(node):
+        return {k: "<redacted>" if isinstance(v, str) and v and _SECRET.search(k) and k != "pad_token" else
+                walk(v) if isinstance(v, dict) else v for k, v in node.items()}
+    return walk(json.loads(cfg.to_json_best_effort()))
+
+
+def help_text() -> str:
+    """Every option with default and meaning, for `--help`."""
+    lines = []
+    for name, opt in options().items():
+        choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
+        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}")
+    return "\n".join(lines)
