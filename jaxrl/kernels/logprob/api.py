@@ -1,0 +1,38 @@
+"""Public entry of the op.
+
+Legend: R rows, S scored tokens per row, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxrl.kernels.logprob import chunked, reference
+
+
+def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS=None, *, temperature=1.0, softcap=0.0,
+                        chunk=1024, implementation="chunked"):
+    """Log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) / temperature).
+
+    Args:
+      hidden_RxSxD: hidden states that predict the targets, compute dtype.
+      head_DxV: output matrix; cast to the compute dtype, its gradient is accumulated in fp32 or better.
+      targets_RxS: int token ids.
+      valid_RxS: bool; where False both results and gradients are 0. None = all valid. Where valid tokens stand first
+        in every row, whole chunks are skipped.
+      temperature: positive number (may be traced); no gradient flows to it.
+      softcap: Gemma-style cap on the logits, 0 = none (static).
+      chunk: tokens over all rows whose logits exist at once (static); memory is O(chunk * V).
+      implementation: "chunked", or "reference" (full logits).
+
+    Returns:
+      (logprob_RxS, entropy_RxS) in nats, fp32 (float64 for float64 input).
+    """
+    if valid_RxS is None:
+        valid_RxS = jnp.ones(targets_RxS.shape, bool)
+    temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
+    if implementation == "reference":
+        return reference.logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, temperature, softcap)
+    rows, scored = targets_RxS.shape
+    per_row = min(max(1, chunk // rows), scored)
+    return chunked.logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, temperature, softcap, per_row)
