@@ -1,0 +1,160 @@
+"""Where every sequence goes: minibatch, microbatch, row. Computed from lengths alone, the same on every process.
+
+A row holds blocks. A block is one copy of a prompt followed by answers of its group (one answer when prompts are not
+shared). A sequence never crosses a row, a row never crosses a microbatch, a microbatch never crosses an optimizer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Sequences of one group that share a copy of their prompt, in a row."""
+
+    sequences: tuple[int, ...]
+    tokens: int  # prompt once + all answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    row_length: int
+    rows: tuple[tuple[Block, ...], ...]  # padded with empty rows to a static count
+
+
+@dataclasses.dataclass(frozen=True)
+class Minibatch:
+    """The microbatches of one optimizer step and the sequences in them."""
+
+    sequences: np.ndarray
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    minibatches: tuple[Minibatch, ...]
+    used_tokens: int
+    total_tokens: int
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the packed positions that hold a token."""
+        return self.used_tokens / max(self.total_tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShapes:
+    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int) -> RowShapes:
+    """Static row shapes from the config.
+
+    Args:
+      row_lengths: train.row_lengths; empty = one length, the longest sequence rounded up to a multiple of 8.
+      longest: bound on prompt + answer in tokens.
+      tokens_per_microbatch: per data shard; raised to one row where it is smaller.
+      shards: data shards; row counts are multiples of it.
+
+    Each length has two row counts, whole and a quarter, so that a last microbatch wastes little.
+    """
+    lengths = tuple(sorted(row_lengths)) or (-(-longest // 8) * 8,)
+    if len(lengths) > 2:
+        raise ConfigError(f"train.row_lengths={lengths}: at most 2 lengths (each is compiled)")
+    if lengths[-1] < longest:
+        raise ConfigError(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last"
+                          " length or lower train.max_sequence_tokens")
+    counts = []
+    for length in lengths:
+        per_shard = max(1, tokens_per_microbatch // length)
+        quarter = max(1, per_shard // 4)
+        counts.append(tuple(c * shards for c in sorted({per_shard, quarter}, reverse=True)))
+    return RowShapes(lengths, tuple(counts))
+
+
+def make_layout(prompt_lengths, answer_lengths, groups, shapes: RowShapes, *, num_minibatches=1, share_prompts=True,
+                seed=0) -> Layout:
+    """Places sequences.
+
+    Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows by
+    first-fit decreasing, and rows are cut into microbatches of static row counts.
+
+    Args:
+      prompt_lengths, answer_lengths, groups: [N]; sequences of a group have equal prompts where prompts are shared.
+      shapes: static row shapes.
+      num_minibatches: optimizer steps per pass.
+      share_prompts: one prompt copy per block instead of one per answer.
+      seed: decides the minibatches; unused with one.
+    """
+    ids, first = np.unique(groups, return_index=True)
+    order = ids[np.argsort(first)]
+    if num_minibatches > len(order):
+        raise ConfigError(f"algorithm.num_minibatches={num_minibatches}: the batch has only {len(order)} groups")
+    if num_minibatches > 1:
+        order = np.random.default_rng(seed).permutation(order)
+    members = {g: np.flatnonzero(np.asarray(groups) == g) for g in order}
+    minibatches, used, total = [], 0, 0
+    for part in np.array_split(order, num_minibatches):
+        blocks = [b for g in part for b in _blocks(members[g], prompt_lengths, answer_lengths, shapes.lengths[-1], share_prompts)]
+        micro = _microbatches(blocks, shapes)
+        minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
+        used += sum(b.tokens for b in blocks)
+        total += sum(m.row_length * len(m.rows) for m in micro)
+    return Layout(tuple(minibatches), used, total)
+
+
+def _blocks(members, prompt_lengths, answer_lengths, row_length, share_prompts):
+    """Cuts one group into blocks that fit a row, in order of (sample)."""
+    blocks, current, size = [], [], 0
+    for i in members:
+        prompt, answer = int(prompt_lengths[i]), int(answer_lengths[i])
+        if prompt + answer > row_length:
+            raise ValueError(f"sequence {i} has {prompt + answer} tokens, rows have {row_length}")
+        if current and (not share_prompts or size + answer > row_length):
+            blocks.append(Block(tuple(current), size))
+            current, size = [], 0
+        size += answer if current else prompt + answer
+        current.append(int(i))
+    blocks.append(Block(tuple(current), size))
+    return blocks
+
+
+def _microbatches(blocks, shapes: RowShapes):
+    """First-fit decreasing into rows of each block's smallest length, then static microbatches."""
+    out = []
+    lower = 0
+    for length, counts in zip(shapes.lengths, shapes.counts, strict=True):
+        mine = [b for b in blocks if lower < b.tokens <= length]
+        lower = length
+        rows = _fit_rows(mine, length)
+        while rows:
+            count = next((c for c in counts if c <= len(rows)), counts[-1])
+            if len(rows) > counts[-1] * (counts[0] // counts[-1] - 1):
+                count = counts[0]  # the large program with few empty rows beats several small ones
+            taken, rows = rows[:count], rows[count:]
+            out.append(Microbatch(length, tuple(taken) + ((),) * (count - len(taken))))
+    return tuple(out)
+
+
+def _fit_rows(blocks, length):
+    """First-fit decreasing (stable); returns rows as tuples of blocks."""
+    order = sorted(range(len(blocks)), key=lambda k: (-blocks[k].tokens, k))
+    rows, free = [], []
+    for k in order:
+        block = blocks[k]
+        slot = next((r for r, f in enumerate(free) if f >= block.tokens), None)
+        if slot is None:
+            rows.append([block])
+            free.append(length - block.tokens)
+        else:
+            rows[slot].append(block)
+            free[slot] -= block.tokens
+    return [tuple(r) for r in rows]

@@ -1,0 +1,100 @@
+"""optax optimizers and schedules from the config. Schedules count optimizer updates."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import optax
+
+from jaxrl.config import ConfigError
+
+
+def make_schedule(config, total_updates: int):
+    """Learning rate as a function of the number of updates applied.
+
+    Linear warm-up from warmup_start * lr to lr, then constant, linear, cosine (to floor * lr over decay_steps, by
+    default all remaining updates), or wsd: constant and a linear decay over the last decay_steps.
+    """
+    c = config
+    warmup = round(c.warmup_fraction * total_updates) if c.warmup_fraction > 0 else c.warmup_steps
+    rest = max(total_updates - warmup, 1)
+    floor = c.floor * c.lr
+    if c.schedule == "constant":
+        after = optax.constant_schedule(c.lr)
+    elif c.schedule == "linear":
+        after = optax.linear_schedule(c.lr, floor, c.decay_steps or rest)
+    elif c.schedule == "cosine":
+        after = optax.cosine_decay_schedule(c.lr, c.decay_steps or rest, alpha=c.floor)
+    else:
+        decay = c.decay_steps or max(total_updates // 10, 1)
+        after = optax.linear_schedule(c.lr, floor, decay, transition_begin=max(rest - decay, 0))
+    if not warmup:
+        return after
+    # The first update already moves: update i of the warm-up uses (i + 1) / warmup of the way.
+    start = c.warmup_start * c.lr
+    ramp = lambda i: start + (c.lr - start) * (i + 1) / warmup  # noqa: E731
+    return optax.join_schedules([ramp, after], [warmup])
+
+
+_NAMED = {
+    "adamw": lambda c: optax.scale_by_adam(c.b1, c.b2, c.eps),
+    "adam": lambda c: optax.scale_by_adam(c.b1, c.b2, c.eps),
+    "sgd": lambda c: optax.trace(c.b1) if c.b1 else optax.identity(),
+    "lion": lambda c: optax.scale_by_lion(c.b1, c.b2),
+    "adafactor": lambda c: optax.scale_by_factored_rms(),
+}
+_DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
+
+
+def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
+    """(optax transformation over a flat dict of parameters, schedule).
+
+    Weight decay is decoupled (adamw, lion, adafactor) and spares vectors: parameters with at most one axis beside
+    "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match wins.
+
+    Args:
+      config: config.optimizer.
+      total_updates: updates of the whole run, for schedules.
+      logical_axes: parameter name -> logical axis names.
+    """
+    schedule = make_schedule(config, total_updates)
+    groups = [(p, dict(g)) for p, g in config.groups.items()]
+    for pattern, group in groups:
+        extra = set(group) - {"lr", "weight_decay"}
+        if extra:
+            raise ConfigError(f"optimizer.groups[{pattern!r}]: unknown keys {sorted(extra)}; known are lr and weight_decay")
+        if not any(re.search(pattern, name) for name in logical_axes):
+            raise ConfigError(f"optimizer.groups: pattern {pattern!r} matches no trainable parameter")
+
+    def chain(multiplier=1.0, decay=config.weight_decay):
+        if config.name not in _NAMED:
+            return _imported(config.name)(learning_rate=lambda i: multiplier * schedule(i))
+        parts = [_NAMED[config.name](config)]
+        if config.name in _DECOUPLED_DECAY and decay:
+            parts.append(optax.add_decayed_weights(decay, mask=lambda params: {k: _decays(logical_axes[k]) for k in params}))
+        return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
+
+    if not groups:
+        return chain(), schedule
+    transforms = {"default": chain()}
+    for pattern, group in groups:
+        transforms[pattern] = chain(group.get("lr", 1.0), group.get("weight_decay", config.weight_decay))
+
+    def label(name):
+        return next((p for p, _ in groups if re.search(p, name)), "default")
+
+    return optax.partition(transforms, lambda params: {k: label(k) for k in params}), schedule
+
+
+def _decays(axes) -> bool:
+    return len([a for a in axes if a != "layers"]) > 1
+
+
+def _imported(path: str):
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        raise ConfigError(f"optimizer.name={path!r}: not one of {', '.join(_NAMED)} and not an importable optax factory"
+                          " such as optax.contrib.muon") from None

@@ -1,0 +1,48 @@
+"""Parameters as two disjoint flat dicts (trainable, frozen), and the state an update changes."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxrl.config import ConfigError
+from jaxrl.types import TrainState
+
+
+def partition(tree, trainable_patterns, frozen_patterns):
+    """Nested parameter tree -> (trainable, frozen), flat dicts keyed by 'layer_0/attn/q/kernel'.
+
+    A name trains if a trainable pattern matches it (re.search) and no frozen pattern does. Raises ConfigError for a
+    pattern that matches nothing, or when nothing trains.
+    """
+    flat = flatten_dict(tree, sep="/", is_leaf=lambda _, x: not isinstance(x, dict))
+    for option, patterns in (("model.trainable", trainable_patterns), ("model.frozen", frozen_patterns)):
+        for p in patterns:
+            if not any(re.search(p, name) for name in flat):
+                raise ConfigError(f"{option}: pattern {p!r} matches no parameter; names look like {', '.join(list(flat)[:3])}")
+
+    def trains(name):
+        return any(re.search(p, name) for p in trainable_patterns) and not any(re.search(p, name) for p in frozen_patterns)
+
+    trainable = {k: v for k, v in flat.items() if trains(k)}
+    if not trainable:
+        raise ConfigError("model.trainable and model.frozen together leave no parameter to train")
+    return trainable, {k: v for k, v in flat.items() if not trains(k)}
+
+
+def merge(trainable, frozen):
+    """The nested parameter tree of two flat dicts."""
+    return unflatten_dict({**trainable, **frozen}, sep="/")
+
+
+def init_state(trainable, frozen, optimizer, seed: int, fp16: bool = False) -> TrainState:
+    """State before the first update. Pure, so it can be jitted with out_shardings or given to eval_shape."""
+    stats = {"skipped": jnp.zeros((), jnp.int32), "nonfinite_streak": jnp.zeros((), jnp.int32)}
+    if fp16:
+        stats |= {"loss_scale": jnp.asarray(2.0**15, jnp.float32), "finite_streak": jnp.zeros((), jnp.int32)}
+    return TrainState(
+        trainable=trainable, frozen=frozen, opt_state=optimizer.init(trainable), step=jnp.zeros((), jnp.int32),
+        version=jnp.zeros((), jnp.int32), rng=jax.random.key_data(jax.random.key(seed)), stats=stats)
