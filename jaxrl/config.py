@@ -82,7 +82,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
         "completion_column": O("completion", "target text for SFT (ignored by rl)"),
-        "system_prompt": O("", "system message put before the prompt"),
+        "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
         "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
@@ -100,6 +100,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                       choices=("error", "skip")),
         "workers": O(0, "threads that prepare rows ahead"),
         "prefetch": O(2, "steps of rows prepared ahead when workers > 0"),
+        "drop_last": O(True, "with epochs > 0: leave out a last step that is not full"),
     },
     "rollout": {
         "engine": O("auto", "auto: the embedded sampler", choices=("auto", "jax")),
@@ -119,6 +120,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "slots": O(0, "sequences decoded at once over all devices; 0 = from the batch, at most 256"),
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer only"),
+        "compaction": O(True, "the tail of a batch goes on in fewer slots (a half, an eighth); False: one slot count, so that a"
+                              " sample is bitwise independent of its neighbours"),
         "decode_steps": O(16, "most decode steps between two looks of the host"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
@@ -199,7 +202,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
     },
     "eval": {
-        "sets": O((), "held-out sets, each 'name=path' (read with data.* columns and templates)"),
+        "sets": O((), "held-out sets, each 'name=path', or 'name=path@split' for folders and hub ids (default split: test);"
+                      " read with data.* columns and templates"),
         "every_steps": O(10, f"evaluate every this many steps; {TRIGGER}"),
         "every_epochs": O(0.0, f"evaluate every this many epochs; {TRIGGER}"),
         "every_seconds": O(0.0, f"evaluate every this many seconds; {TRIGGER}"),

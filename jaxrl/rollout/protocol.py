@@ -1,0 +1,178 @@
+"""What every rollout engine promises, at the level of single requests.
+
+An engine takes requests, works on them, and hands back each result once. Several samples of a prompt are several
+requests of one group; a turn of a conversation is a request. `generate` is the batch call on top.
+
+Only numpy here: a process without an accelerator can speak this protocol.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one answer is sampled. Truncations act in the order min_p, top_k, top_p, after penalties and temperature.
+
+    temperature: 0 = greedy (log-probs are then those of temperature 1).
+    top_p: keep the smallest set of most likely tokens whose share of the mass left by min_p and top_k reaches this.
+    top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last one kept are kept.
+    min_p: keep tokens with at least this share of the best token's probability.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer so far.
+    frequency_penalty: subtracted from a token's logit once per earlier occurrence in the answer.
+    min_new_tokens: end tokens cannot be drawn, and stop strings do not count, before this many tokens.
+    stop: strings that end an answer at the token that completes one; `keep_stop` False removes every token that
+      holds a character of the string.
+    stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the answer.
+
+    Raises ValueError naming the field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    keep_stop: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name, ok, need in (
+            ("temperature", self.temperature >= 0, "at least 0 (0 = greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
+            ("frequency_penalty", np.isfinite(self.frequency_penalty), "finite"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of non-empty strings"),
+        ):
+            if not ok:
+                raise ValueError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {need}")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the support is cut, so that `Result.kept` can be below 0."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0)
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One answer to be sampled. Requests with equal prompts share one prefill where they stand together."""
+
+    id: str
+    prompt: np.ndarray  # [P] int32
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0       # uint32; token i of the answer uses random bits of (seed, i) only
+    group: int = 0      # for the caller's book-keeping
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One finished (or aborted) answer of n tokens.
+
+    The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; with
+    penalties off its log-prob is `logprobs - kept`.
+    """
+
+    id: str
+    tokens: np.ndarray    # [n] int32, the end token included
+    logprobs: np.ndarray  # [n] float32: log softmax(logits / temperature) over the whole vocabulary, no penalties
+    kept: np.ndarray      # [n] float32: log of the mass inside the support (top-p, top-k, min-p, forbidden end tokens)
+    versions: np.ndarray  # [n] int32: weight version each token was drawn from
+    finish: str           # "stop" | "length" | "abort"
+    seed: int
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A rollout engine. One thread drives it.
+
+    Weights must have been published before the first `poll` that works.
+    """
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queues requests in order. Raises ValueError, queueing none, naming the request that cannot be served."""
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        """Results finished since the last poll; waits until something has finished or the deadline has passed."""
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        """Ends requests (None = all): the next poll returns each with what it has and finish "abort"."""
+
+    def pause(self) -> None:
+        """No further token is sampled until `resume`; what is unfinished keeps its place."""
+
+    def publish(self, params: Any, version: int) -> None:
+        """Makes these weights the ones sampled from. Unfinished answers go on under the new version."""
+
+    def resume(self) -> None: ...
+
+    def health(self) -> dict: ...
+
+    def counters(self) -> dict: ...
+
+    def close(self) -> None:
+        """Frees everything; any later call raises RuntimeError."""
+
+
+def generate(engine: Engine, requests: Sequence[Request], timeout: float) -> list[Result]:
+    """Submits requests to an idle engine and waits for all of them; results in request order.
+
+    Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
+    RuntimeError when the engine is paused or returns an answer that nobody here asked for.
+    """
+    if engine.health()["paused"]:
+        raise RuntimeError("the rollout engine is paused: call resume() before generate()")
+    end = time.monotonic() + timeout
+    engine.submit(list(requests))
+    missing = {r.id for r in requests}
+    done: dict[str, Result] = {}
+    while missing:
+        left = end - time.monotonic()
+        if left <= 0:
+            engine.abort(sorted(missing))
+            engine.poll(0.0)
+            raise TimeoutError(
+                f"rollout: {len(missing)} of {len(requests)} answers are missing after {timeout:g} s; raise "
+                "rollout.timeout_seconds, or ask for fewer or shorter answers")
+        for result in engine.poll(left):
+            if result.id not in missing:
+                raise RuntimeError(f"rollout: the engine returned {result.id!r}, which is not part of this batch")
+            missing.discard(result.id)
+            done[result.id] = result
+    return [done[r.id] for r in requests]
+
+
+def request_seed(root_seed: int, name: str, step: int, prompt: int, sample: int) -> int:
+    """Seed (uint32) of one sample: a hash of where it stands in the run, the same on every host and every retry."""
+    key = "\0".join((str(int(root_seed)), name, str(int(step)), str(int(prompt)), str(int(sample))))
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+
+
+def sampling_params(config, evaluation: bool = False) -> SamplingParams:
+    """The config's sampling for training rollouts or for evaluation (stop conditions are shared)."""
+    source = config.eval if evaluation else config.rollout
+    limit = source.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(
+        temperature=float(source.temperature), top_p=float(source.top_p), top_k=int(source.top_k),
+        min_p=float(source.min_p), repetition_penalty=float(source.repetition_penalty),
+        frequency_penalty=float(source.frequency_penalty), max_new_tokens=int(limit),
+        min_new_tokens=min(int(config.rollout.min_new_tokens), int(limit)), stop=tuple(config.rollout.stop),
+        keep_stop=bool(config.rollout.keep_stop), stop_token_ids=tuple(config.rollout.stop_token_ids))

@@ -1,0 +1,240 @@
+"""From logits to a token: pure functions over slots, one program for every mix of options.
+
+Every option is an array with one entry per slot. Work that no slot asks for is skipped (`lax.cond` on the whole
+batch), arranged so that a slot's numbers never depend on what its neighbours ask for: the skipped branch and the
+taken one give bitwise the same values to a slot that does not use the option.
+
+Legend: S slots, V vocabulary, L history length, E end-token columns, N lanes, M = V / N rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NEG_INF = -jnp.inf
+INT_MIN = jnp.iinfo(jnp.int32).min
+INT_MAX = jnp.iinfo(jnp.int32).max
+
+
+class Controls(NamedTuple):
+    """Sampling options per slot; see `protocol.SamplingParams`."""
+
+    temperature: jax.Array  # [S] float32, 0 = greedy
+    top_p: jax.Array        # [S] float32
+    top_k: jax.Array        # [S] int32, -1 = all
+    min_p: jax.Array        # [S] float32
+    repetition: jax.Array   # [S] float32
+    frequency: jax.Array    # [S] float32
+    minimum: jax.Array      # [S] int32, tokens before an end token may be drawn
+    end_ids: jax.Array      # [S, E] int32, -1 = unused
+    seed: jax.Array         # [S] uint32
+
+
+def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
+    """Draws one token per slot.
+
+    Args:
+      logits_SxV: float32 logits of the policy, soft-cap applied.
+      produced_S: tokens the answer has so far; picks the random bits and ends the ban on end tokens.
+      position_S: position of the newest token of prompt and answer.
+      history_SxL: tokens by position; read only where a slot has a penalty.
+      controls: options.
+
+    Returns:
+      token_S int32.
+      logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
+      kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
+        nothing is cut off, and for greedy slots.
+    """
+    greedy_S = controls.temperature == 0
+    scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
+    peak_S = jnp.max(scaled_SxV, axis=-1)
+    mass_SxN = lane_mass(scaled_SxV, peak_S)
+    logz_S = peak_S + jnp.log(jnp.sum(mass_SxN, axis=-1))
+
+    barred_S = produced_S < controls.minimum
+    penal_S = (controls.repetition != 1) | (controls.frequency != 0)
+    cut_S = ~greedy_S & ((controls.top_p < 1) | (controls.top_k > 0) | (controls.min_p > 0))
+    special_S = barred_S | penal_S | cut_S
+
+    def processed(_):
+        q_SxV = jnp.where(penal_S[:, None],
+                          penalise(logits_SxV, produced_S, position_S, history_SxL, controls), logits_SxV)
+        q_SxV = bar_end_tokens(q_SxV, barred_S, controls.end_ids)
+        q_SxV = q_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
+        floor_S = jnp.where(cut_S, support_floor(q_SxV, controls), NEG_INF)
+        q_SxV = jnp.where(q_SxV >= floor_S[:, None], q_SxV, NEG_INF)
+        inside_SxV = jnp.where(q_SxV > NEG_INF, scaled_SxV, NEG_INF)
+        kept_S = peak_S + jnp.log(jnp.sum(lane_mass(inside_SxV, peak_S), axis=-1)) - logz_S
+        kept_S = jnp.where(barred_S | cut_S, jnp.minimum(kept_S, 0.0), 0.0)
+        own_SxN = lane_mass(q_SxV, jnp.max(q_SxV, axis=-1))
+        return q_SxV, jnp.where(special_S[:, None], own_SxN, mass_SxN), kept_S
+
+    def plain(_):
+        return scaled_SxV, mass_SxN, jnp.zeros_like(peak_S)
+
+    q_SxV, draw_SxN, kept_S = lax.cond(jnp.any(special_S), processed, plain, None)
+    drawn_S = draw(q_SxV, draw_SxN, random_words(controls.seed, produced_S))
+    best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
+    token_S = jnp.where(greedy_S, best_S, drawn_S)
+    logprob_S = jnp.take_along_axis(scaled_SxV, token_S[:, None], axis=-1)[:, 0] - logz_S
+    return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S)
+
+
+# ---- the support ----------------------------------------------------------------------------------------------
+
+
+def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
+    """Repetition penalty (tokens of prompt and answer), then frequency penalty (tokens of the answer, by count)."""
+    slots, vocab = logits_SxV.shape
+    column_L = jnp.arange(history_SxL.shape[1])[None, :]
+    seen_SxL = column_L <= position_S[:, None]
+    own_SxL = seen_SxL & (column_L > (position_S - produced_S)[:, None])
+    row_Sx1 = jnp.arange(slots)[:, None]
+    seen_SxV = jnp.zeros((slots, vocab), bool).at[row_Sx1, jnp.where(seen_SxL, history_SxL, vocab)].set(
+        True, mode="drop")
+    count_SxV = jnp.zeros((slots, vocab), logits_SxV.dtype).at[row_Sx1, jnp.where(own_SxL, history_SxL, vocab)].add(
+        1.0, mode="drop")
+    factor_Sx1 = controls.repetition[:, None]
+    repeated_SxV = jnp.where(logits_SxV > 0, logits_SxV / factor_Sx1, logits_SxV * factor_Sx1)
+    return jnp.where(seen_SxV, repeated_SxV, logits_SxV) - controls.frequency[:, None] * count_SxV
+
+
+def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
+    """Sets the logits of end tokens to -inf in the slots that may not end yet."""
+    slots, vocab = q_SxV.shape
+    column_SxE = jnp.where(barred_S[:, None] & (end_ids_SxE >= 0), end_ids_SxE, vocab)
+    return q_SxV.at[jnp.arange(slots)[:, None], column_SxE].set(NEG_INF, mode="drop")
+
+
+def support_floor(q_SxV, controls: Controls):
+    """Smallest scaled logit that stays under min_p, then top_k, then top_p of what is left; ties with it stay.
+
+    Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found by
+    bisection over the ordered bits of a float32: 32 passes, exact, no sort.
+    """
+    peak_S = jnp.max(q_SxV, axis=-1)
+    floor_S = jnp.where(controls.min_p > 0, peak_S + jnp.log(controls.min_p), NEG_INF)
+    limits_k = controls.top_k > 0
+
+    def by_count(floor_S):
+        key_SxV = ordered_bits(q_SxV)
+        found_S = largest_true(
+            lambda t_S: jnp.sum(key_SxV >= t_S[:, None], axis=-1, dtype=jnp.int32) >= controls.top_k, peak_S)
+        return jnp.where(limits_k, jnp.maximum(floor_S, found_S), floor_S)
+
+    def by_mass(floor_S):
+        p_SxV = jnp.where(q_SxV >= floor_S[:, None], jnp.exp(q_SxV - peak_S[:, None]), 0.0)
+        key_SxV = ordered_bits(q_SxV)
+        target_S = controls.top_p * jnp.sum(p_SxV, axis=-1)
+        found_S = largest_true(
+            lambda t_S: jnp.sum(jnp.where(key_SxV >= t_S[:, None], p_SxV, 0.0), axis=-1) >= target_S, peak_S)
+        return jnp.where(controls.top_p < 1, jnp.maximum(floor_S, found_S), floor_S)
+
+    floor_S = lax.cond(jnp.any(limits_k), by_count, lambda f: f, floor_S)
+    return lax.cond(jnp.any(controls.top_p < 1), by_mass, lambda f: f, floor_S)
+
+
+def ordered_bits(x):
+    """int32 whose order is the order of the float32 (-0 just below +0)."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return bits ^ ((bits >> 31) & INT_MAX)
+
+
+def from_ordered_bits(key):
+    """Inverse of `ordered_bits`."""
+    return lax.bitcast_convert_type(key ^ ((key >> 31) & INT_MAX), jnp.float32)
+
+
+def largest_true(holds, peak_S):
+    """Largest float32 threshold per slot at which `holds(ordered bits)` is true, -inf where it never is.
+
+    `holds` must be decreasing in the threshold. It changes only at values that occur, so the result is one of them.
+    The highest threshold tried is `peak_S`.
+    """
+    low_S = jnp.full(peak_S.shape, INT_MIN, jnp.int32)
+    high_S = ordered_bits(peak_S) + 1
+
+    def halve(_, bounds):
+        low_S, high_S = bounds
+        mid_S = (low_S & high_S) + ((low_S ^ high_S) >> 1)  # mean without overflow
+        ok_S = holds(mid_S) & (mid_S > low_S)
+        return jnp.where(ok_S, mid_S, low_S), jnp.where(ok_S, high_S, jnp.maximum(mid_S, low_S + 1))
+
+    low_S, _ = lax.fori_loop(0, 32, halve, (low_S, high_S))
+    return jnp.where(low_S == INT_MIN, NEG_INF, from_ordered_bits(low_S))
+
+
+def first_argmax(q_SxV):
+    """Index of the first largest entry (a plain min-reduction, which vectorises where argmax does not)."""
+    column_V = lax.iota(jnp.int32, q_SxV.shape[-1])
+    at_peak_SxV = q_SxV == jnp.max(q_SxV, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(at_peak_SxV, column_V, q_SxV.shape[-1] - 1), axis=-1)
+
+
+# ---- the draw -------------------------------------------------------------------------------------------------
+
+
+def lanes_for(vocab: int) -> int:
+    """Lanes the vocabulary is folded into: a power of two near its root that divides it, or 128 with padding."""
+    for lanes in (512, 256, 128, 64):
+        if vocab % lanes == 0 and (lanes * lanes <= 2 * vocab or lanes == 64):
+            return lanes
+    return 128
+
+
+def fold_lanes(q_SxV):
+    """[S, V] -> [S, M, N]; lane n holds the tokens n, n + N, n + 2 N ...; padding is -inf."""
+    slots, vocab = q_SxV.shape
+    lanes = lanes_for(vocab)
+    rows = -(-vocab // lanes)
+    if rows * lanes != vocab:
+        q_SxV = jnp.pad(q_SxV, ((0, 0), (0, rows * lanes - vocab)), constant_values=NEG_INF)
+    return q_SxV.reshape(slots, rows, lanes)
+
+
+def lane_mass(q_SxV, peak_S):
+    """Sum of exp(q - peak) over each lane, [S, N]."""
+    return jnp.sum(jnp.exp(fold_lanes(q_SxV) - peak_S[:, None, None]), axis=1)
+
+
+def random_words(seed_S, index_S):
+    """Two uint32 per slot from fold_in(key(seed), index), whatever PRNG jax is set to."""
+    def words(seed, index):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+        return jax.random.bits(key, (2,), jnp.uint32)
+
+    return jax.vmap(words)(seed_S, index_S)
+
+
+def draw(q_SxV, mass_SxN, words_Sx2):
+    """A token by inverse distribution function in two stages: a lane by its mass, then a token within the lane.
+
+    Two uniforms instead of one per token; no running sum is longer than a lane or the number of lanes.
+    """
+    lane_S = invert(mass_SxN, words_Sx2[:, 0])
+    folded_SxMxN = fold_lanes(q_SxV)
+    column_SxM = jnp.take_along_axis(folded_SxMxN, lane_S[:, None, None], axis=2)[..., 0]
+    column_SxM = jnp.exp(column_SxM - jnp.max(column_SxM, axis=-1, keepdims=True))
+    row_S = invert(column_SxM, words_Sx2[:, 1])
+    return row_S * folded_SxMxN.shape[2] + lane_S
+
+
+def invert(weight_SxN, word_S):
+    """First index whose running sum exceeds u * total, u = word / 2^32. An index of weight 0 is never returned.
+
+    Rounding cannot break that promise: an index is eligible only if its weight is positive, and if none passes (u
+    rounds to 1) the last eligible one is taken.
+    """
+    running_SxN = jnp.cumsum(weight_SxN, axis=-1)
+    target_S = word_S.astype(jnp.float32) * jnp.float32(2.0 ** -32) * running_SxN[:, -1]
+    positive_SxN = weight_SxN > 0
+    column_N = lax.iota(jnp.int32, weight_SxN.shape[-1])
+    past_SxN = positive_SxN & (running_SxN > target_S[:, None])
+    first_S = jnp.min(jnp.where(past_SxN, column_N, INT_MAX), axis=-1)
+    last_S = jnp.max(jnp.where(positive_SxN, column_N, 0), axis=-1)
+    return jnp.minimum(first_S, last_S)

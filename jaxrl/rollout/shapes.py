@@ -1,0 +1,97 @@
+"""Every static shape of the sampler, decided once from the config."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrl.config import ConfigError
+
+DEFAULT_SLOTS = 256
+PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Slots, lengths and widths, all multiples of the data shards where they count slots or rows.
+
+    slot_counts: ascending; the last one is all slots, smaller ones are for the tail of a batch.
+    prompt_lengths, cache_lengths: ascending. The cache is allocated at the last length; a shorter one is what a decode
+      program looks at while every active sequence fits.
+    prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
+    insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while requests
+      wait.
+    """
+
+    slot_counts: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
+    cache_lengths: tuple[int, ...]
+    prefill_rows: int
+    insert_width: int
+    decode_steps: int
+    end_columns: int
+    max_total: int
+
+    @property
+    def slots(self) -> int:
+        return self.slot_counts[-1]
+
+    @property
+    def stash_rows(self) -> int:
+        return self.prefill_rows * len(self.prompt_lengths)
+
+
+def from_config(config, data_shards: int, num_eos: int) -> Shapes:
+    """Reads `config.rollout`, `config.data`, `config.eval` and `config.train.max_sequence_tokens`.
+
+    Raises ConfigError for lengths that cannot hold what the config asks for.
+    """
+    roll, data = config.rollout, config.data
+    answer = max(roll.max_new_tokens, config.eval.max_new_tokens)
+    total = data.max_prompt_tokens + answer
+    if config.train.max_sequence_tokens:
+        total = min(total, config.train.max_sequence_tokens)
+    slots = roll.slots or min(data.prompts_per_step * roll.group_size, DEFAULT_SLOTS)
+    slots = -(-slots // data_shards) * data_shards
+    prompts = _prompt_lengths(roll.prompt_lengths, data.max_prompt_tokens)
+    caches = _cache_lengths(roll.cache_lengths, total)
+    rows = min(max(1, slots // max(1, roll.group_size)), max(1, PREFILL_TOKENS // prompts[-1]))
+    return Shapes(
+        slot_counts=_slot_counts(slots, data_shards) if roll.compaction else (slots,),
+        prompt_lengths=prompts, cache_lengths=caches,
+        prefill_rows=-(-rows // data_shards) * data_shards,
+        insert_width=max(1, slots // 16), decode_steps=max(1, roll.decode_steps),
+        end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]))
+
+
+def _slot_counts(slots: int, shards: int) -> tuple[int, ...]:
+    """All, a half and an eighth, where the smaller ones divide over the shards and save something."""
+    return tuple(sorted({slots} | {slots // d for d in (2, 8) if slots // d >= 4 and (slots // d) % shards == 0}))
+
+
+def _prompt_lengths(given, longest: int) -> tuple[int, ...]:
+    """The given lengths, or a quarter and a half (in whole 16s) and all of the longest prompt."""
+    if not given:
+        parts = (-(-longest // (16 * d)) * 16 for d in (4, 2))
+        return tuple(sorted({longest} | {p for p in parts if p < longest}))
+    lengths = _ascending("rollout.prompt_lengths", given)
+    if lengths[-1] < longest:
+        raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: the longest is below "
+                          f"data.max_prompt_tokens={longest}; add that length or lower data.max_prompt_tokens")
+    return lengths
+
+
+def _cache_lengths(given, total: int) -> tuple[int, ...]:
+    if not given:
+        return (total,)
+    lengths = _ascending("rollout.cache_lengths", given)
+    if lengths[-1] < total:
+        raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt and "
+                          "answer; add that length, or lower rollout.max_new_tokens or train.max_sequence_tokens")
+    return lengths
+
+
+def _ascending(name: str, given) -> tuple[int, ...]:
+    lengths = tuple(sorted({int(n) for n in given}))
+    if len(lengths) > 3 or lengths[0] < 1:
+        raise ConfigError(f"{name}={tuple(given)}: at most 3 positive lengths (each is a compiled program)")
+    return lengths
