@@ -1,0 +1,251 @@
+"""Cross-field checks and derived numbers. Runs before jax touches a device; all problems are reported at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jaxrl.algorithms.presets import PRESETS, resolve
+from jaxrl.config import ConfigError, get, options
+
+
+def check(cfg) -> None:
+    """Raises ConfigError listing every problem: field, value, remedy."""
+    problems = _types(cfg)
+    if not problems:
+        for rule in (_ranges, _mesh, _model, _data, _batch, _rollout, _rewards, _algorithm, _optimizer, _eval, _misc):
+            problems += rule(cfg)
+    if problems:
+        raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _types(cfg):
+    out = []
+    for name, opt in options().items():
+        value = get(cfg, name)
+        if isinstance(opt.default, dict) or (value is None and opt.default is None):
+            continue
+        if opt.choices and value not in opt.choices:
+            out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}")
+    return out
+
+
+POSITIVE = ("data.prompts_per_step", "data.max_prompt_tokens", "rollout.group_size", "rollout.max_new_tokens",
+            "rollout.decode_steps", "rollout.timeout_seconds", "reward.timeout_seconds", "reward.workers", "train.steps",
+            "train.tokens_per_microbatch", "train.logprob_chunk", "eval.samples", "checkpoint.keep", "checkpoint.shard_gb",
+            "optimizer.lr", "algorithm.mismatch.cap", "optimizer.max_nonfinite", "rollout.repetition_penalty",
+            "eval.repetition_penalty", "data.prefetch")
+NOT_NEGATIVE = ("rollout.temperature", "rollout.min_new_tokens", "rollout.slots", "eval.temperature", "eval.every_steps",
+                "eval.every_epochs", "eval.every_seconds", "eval.max_rows", "eval.max_new_tokens", "checkpoint.every_steps",
+                "checkpoint.every_minutes", "checkpoint.every_epochs", "checkpoint.export_every_steps", "optimizer.weight_decay",
+                "optimizer.max_grad_norm", "optimizer.warmup_steps", "optimizer.decay_steps", "train.max_samples",
+                "train.max_sequence_tokens", "data.epochs", "data.max_rows", "data.workers", "reward.overlong_buffer",
+                "reward.overlong_penalty", "log.print_samples", "optimizer.eps")
+FRACTIONS = ("data.eval_fraction", "reward.max_failed_fraction", "optimizer.warmup_fraction", "optimizer.warmup_start",
+             "optimizer.floor", "rollout.min_p", "eval.min_p")
+
+
+def _ranges(cfg):
+    out = [f"{n}={get(cfg, n)}: must be above 0" for n in POSITIVE if get(cfg, n) <= 0]
+    out += [f"{n}={get(cfg, n)}: must not be negative" for n in NOT_NEGATIVE if get(cfg, n) < 0]
+    out += [f"{n}={get(cfg, n)}: must lie in 0..1" for n in FRACTIONS if not 0 <= get(cfg, n) <= 1]
+    for group in ("rollout", "eval"):
+        top_p, top_k = cfg[group].top_p, cfg[group].top_k
+        if not 0 < top_p <= 1:
+            out.append(f"{group}.top_p={top_p}: must lie above 0 and at most at 1 (1 = off)")
+        if top_k == 0 or top_k < -1:
+            out.append(f"{group}.top_k={top_k}: must be positive, or -1 for all tokens")
+    return out
+
+
+def _mesh(cfg):
+    sizes = {a: cfg.mesh[a] for a in ("dp", "fsdp", "tp")}
+    bad = [f"mesh.{a}={s}: sizes are positive, or -1 for the rest" for a, s in sizes.items() if s == 0 or s < -1]
+    if list(sizes.values()).count(-1) > 1:
+        bad.append(f"mesh={sizes}: only one axis can be -1")
+    return bad
+
+
+def _model(cfg):
+    out = []
+    if cfg.model.init == "pretrained" and not cfg.model.path and not cfg.run.warm_start:
+        out.append("model.path is empty: give an HF folder or hub id, or model.init=random with model.config")
+    if cfg.model.init == "random" and not cfg.model.path and "model_type" not in cfg.model.config:
+        out.append("model.init=random needs an architecture: set model.path (its config.json) or model.config.model_type")
+    if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start:
+        out.append("model.tokenizer is empty and there is no model.path to take one from")
+    if cfg.model.chat_template and not Path(cfg.model.chat_template).is_file():
+        out.append(f"model.chat_template={cfg.model.chat_template!r}: no such file")
+    for name in ("model.trainable", "model.frozen"):
+        out += _regexes(name, get(cfg, name))
+    return out
+
+
+def _regexes(name, patterns):
+    out = []
+    for p in patterns:
+        try:
+            re.compile(p)
+        except re.error as e:
+            out.append(f"{name}: {p!r} is not a regular expression ({e})")
+    return out
+
+
+def _data(cfg):
+    out = []
+    if cfg.run.mode == "train" and not cfg.data.path:
+        out.append("data.path is empty: name at least one file, folder or hub id")
+    if cfg.run.mode == "eval" and not cfg.eval.sets and not cfg.data.eval_fraction:
+        out.append("run.mode=eval needs eval.sets ('name=path') or data.eval_fraction")
+    if cfg.data.answer_pattern:
+        out += _regexes("data.answer_pattern", (cfg.data.answer_pattern,))
+        if not out and re.compile(cfg.data.answer_pattern).groups < 1:
+            out.append(f"data.answer_pattern={cfg.data.answer_pattern!r}: needs a group (...) around what is the answer")
+    return out
+
+
+def _batch(cfg):
+    limit = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    out = []
+    if cfg.train.max_sequence_tokens and cfg.run.recipe == "rl" and cfg.train.max_sequence_tokens > limit:
+        out.append(f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens +"
+                   f" rollout.max_new_tokens = {limit}; lower it or set 0")
+    longest = cfg.train.max_sequence_tokens or limit
+    lengths = cfg.train.row_lengths
+    if len(lengths) > 2:
+        out.append(f"train.row_lengths={lengths}: at most 2 (each is compiled)")
+    if lengths and max(lengths) < longest:
+        out.append(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last length")
+    return out
+
+
+def _rollout(cfg):
+    r, out = cfg.rollout, []
+    if r.min_new_tokens > r.max_new_tokens:
+        out.append(f"rollout.min_new_tokens={r.min_new_tokens}: above rollout.max_new_tokens={r.max_new_tokens}")
+    if cfg.run.recipe == "rl" and cfg.run.mode == "train" and r.temperature == 0:
+        out.append("rollout.temperature=0: greedy samples of a group are all equal, nothing can be learnt; use 1.0")
+    if (r.repetition_penalty != 1 or r.frequency_penalty != 0) and not r.penalties_in_training and cfg.run.recipe == "rl":
+        out.append(f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: penalties"
+                   " bend the policy ratio; use eval.* penalties, or allow them with rollout.penalties_in_training=true")
+    for name, most in (("prompt_lengths", cfg.data.max_prompt_tokens), ("cache_lengths", None)):
+        lengths = r[name]
+        if len(lengths) > 3:
+            out.append(f"rollout.{name}={lengths}: at most 3 (each is compiled)")
+        if any(not isinstance(x, int) or x <= 0 for x in lengths):
+            out.append(f"rollout.{name}={lengths}: lengths are positive integers")
+        elif most and lengths and max(lengths) < most:
+            out.append(f"rollout.{name}={lengths}: the longest must reach data.max_prompt_tokens={most}")
+    return out
+
+
+def _rewards(cfg):
+    r, out = cfg.reward, []
+    if cfg.run.recipe != "rl":
+        return out
+    if r.weights and len(r.weights) != len(r.functions):
+        out.append(f"reward.weights={r.weights}: {len(r.weights)} weights for {len(r.functions)} functions {r.functions}")
+    if "format" in r.functions and not r.format_pattern:
+        out.append("reward.format_pattern is empty: the reward `format` needs a regular expression")
+    out += _regexes("reward.format_pattern", (r.format_pattern,))
+    if r.overlong_buffer > cfg.rollout.max_new_tokens:
+        out.append(f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}")
+    if r.clip is not None and r.clip <= 0:
+        out.append(f"reward.clip={r.clip}: must be above 0, or None for no clipping")
+    named = set(r.functions) | set(cfg.eval.rewards)
+    if cfg.eval.accuracy_from and cfg.eval.accuracy_from not in named:
+        out.append(f"eval.accuracy_from={cfg.eval.accuracy_from!r}: not among the rewards {sorted(named)}")
+    return out
+
+
+def _algorithm(cfg):
+    if cfg.run.recipe != "rl":
+        return []
+    a, out = cfg.algorithm, []
+    v = resolved_algorithm(cfg)
+    if v["advantage_mean"] == "group" and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
+        out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
+    if v["num_minibatches"] < 1 or v["ppo_epochs"] < 1:
+        out.append(f"algorithm.ppo_epochs={v['ppo_epochs']}, algorithm.num_minibatches={v['num_minibatches']}: both at least 1")
+    elif cfg.data.prompts_per_step % v["num_minibatches"]:
+        size = cfg.data.prompts_per_step / v["num_minibatches"]
+        out.append(f"algorithm.num_minibatches={v['num_minibatches']}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
+                   f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}")
+    if not 0 < v["clip_low"] < 1 or v["clip_high"] <= 0:
+        out.append(f"algorithm.clip_low={v['clip_low']}, algorithm.clip_high={v['clip_high']}: need 0 < clip_low < 1 and clip_high > 0")
+    if v["kl.coef"] < 0:
+        out.append(f"algorithm.kl.coef={v['kl.coef']}: must not be negative")
+    if v["kl.coef"] == 0 and a.kl.estimator is not None:
+        out.append(f"algorithm.kl.estimator={a.kl.estimator!r} has no effect while algorithm.kl.coef is 0; set a coefficient")
+    if v["kl.coef"] == 0 and cfg.reference.path:
+        out.append(f"reference.path={cfg.reference.path!r} has no effect while algorithm.kl.coef is 0; set a coefficient")
+    if a.mismatch.correction == "token_tis" and a.old_logprobs == "rollout":
+        out.append("algorithm.mismatch.correction=token_tis with algorithm.old_logprobs=rollout: the clip already is around the"
+                   " sampler's log-probs; use one of them")
+    return out
+
+
+def _optimizer(cfg):
+    o, out = cfg.optimizer, []
+    for name in ("b1", "b2"):
+        if not 0 <= o[name] < 1:
+            out.append(f"optimizer.{name}={o[name]}: must lie in [0, 1)")
+    out += _regexes("optimizer.groups", tuple(o.groups.keys()))
+    return out
+
+
+def _eval(cfg):
+    out, seen = [], set()
+    for entry in cfg.eval.sets:
+        name, eq, path = entry.partition("=")
+        if not eq or not name or not path:
+            out.append(f"eval.sets entry {entry!r}: expected 'name=path'")
+        elif name in seen:
+            out.append(f"eval.sets: the name {name!r} is used twice")
+        seen.add(name)
+    if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
+        out.append(f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy answers are all equal; set a temperature")
+    return out
+
+
+def _misc(cfg):
+    out = []
+    steps = cfg.profile.steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        out.append(f"profile.steps={steps}: expected (first, last)")
+    if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():
+        out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")
+    return out
+
+
+def resolved_algorithm(cfg) -> dict:
+    """Algorithm options with the preset's values filled in: dotted name below `algorithm` -> value."""
+    given = {name: get(cfg.algorithm, name) for name in PRESETS[cfg.algorithm.preset]}
+    return {name: value for name, (value, _) in resolve(cfg.algorithm.preset, given).items()}
+
+
+def origins(cfg) -> dict:
+    """Dotted name below `algorithm` -> (value, origin), for printing."""
+    return resolve(cfg.algorithm.preset, {name: get(cfg.algorithm, name) for name in PRESETS[cfg.algorithm.preset]})
+
+
+def derived(cfg) -> dict[str, float]:
+    """Numbers that follow from the config, printed at start."""
+    out = {}
+    if cfg.run.recipe == "rl":
+        v = resolved_algorithm(cfg)
+        out["sequences per step"] = cfg.data.prompts_per_step * cfg.rollout.group_size
+        out["optimizer steps per step"] = v["ppo_epochs"] * v["num_minibatches"]
+        out["sequences per optimizer step"] = out["sequences per step"] // v["num_minibatches"]
+        out["longest sequence"] = longest_sequence(cfg)
+    else:
+        out["sequences per step"] = cfg.data.prompts_per_step
+        out["longest sequence"] = longest_sequence(cfg)
+    out["tokens per microbatch (per data shard)"] = max(cfg.train.tokens_per_microbatch, out["longest sequence"])
+    out["optimizer updates in all"] = cfg.train.steps * out.get("optimizer steps per step", 1)
+    return out
+
+
+def longest_sequence(cfg) -> int:
+    """Bound on prompt + answer in tokens."""
+    return cfg.train.max_sequence_tokens or cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens

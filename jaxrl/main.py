@@ -1,0 +1,38 @@
+"""Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5
+
+Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from jaxrl.config import ConfigError, help_text, load_config, parse_flags
+
+USAGE = """usage: python -m jaxrl.main --config=FILE[:ARG] [--config.group.option=value ...]
+
+FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).
+`--help` lists every option with its default."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if any(a in ("-h", "--help", "--helpfull") for a in argv):
+        print(USAGE + "\n\noptions (name=default):\n" + help_text())
+        return 0
+    try:
+        spec, overrides = parse_flags(argv)
+        if spec is None:
+            raise ConfigError("--config=FILE is missing\n" + USAGE)
+        config = load_config(spec, overrides)
+        from jaxrl.recipes import train  # imports jax: only after the config could be read
+
+        train(config)
+    except ConfigError as e:
+        print(f"jaxrl: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

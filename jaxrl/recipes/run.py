@@ -1,0 +1,283 @@
+"""The life of a run around its steps: start, resume, count, evaluate, save, stop, export."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import jax
+import numpy as np
+
+from jaxrl import data as data_room
+from jaxrl import models, training
+from jaxrl.checkpoint import Checkpointer, Every, GracefulStop, config_changes
+from jaxrl.config import ConfigError, redacted
+from jaxrl.faults import Faults
+from jaxrl.recipes import setup
+from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.rewards import RewardPool
+from jaxrl.rollout import make_engine
+from jaxrl.telemetry import Phases, Telemetry
+
+log = logging.getLogger("jaxrl")
+
+
+class NothingFinite(RuntimeError):
+    """Too many updates in a row were not finite."""
+
+
+class Run:
+    """A context manager around one job. The recipe calls prepare, before_first_step, then per step advance and
+    after_step, and close_run. `state`, `step`, `cursor`, `samples` are the run; everything else can be rebuilt.
+    """
+
+    def __init__(self, config, rewards=None, with_engine=True):
+        self.config = config
+        self.step = self.cursor = self.samples = 0
+        self.state = None
+        self.eval_before = self.last_eval = None
+        self.started = time.monotonic()
+        self.stop = GracefulStop()
+        self.faults = Faults(config.faults.plan)
+        self._rewards_given = rewards
+        self._with_engine = with_engine
+        self._saved_step = None
+        self._closers = []
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        try:
+            return self._open()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _open(self):
+        c = self.config
+        self._enter(self.stop)
+        if self._with_engine:  # workers start while the model loads
+            self.rewards = self._own(RewardPool(c, functions=self._rewards_given))
+            self.eval_rewards = self.rewards
+            if c.eval.rewards:
+                self.eval_rewards = self._own(RewardPool(c, names=c.eval.rewards))
+        self.job = setup.open_job(c)
+        self.phases = Phases()
+        train_set, self.eval_sets = self._load_data()
+        self.stream = None
+        if train_set is not None:
+            seed = c.run.seed if c.data.seed is None else c.data.seed
+            self.stream = data_room.Stream(train_set, c.data.prompts_per_step, seed, c.data.shuffle, c.data.epochs,
+                                           workers=c.data.workers, prefetch=c.data.prefetch)
+            self.total_steps = min(c.train.steps, self.stream.total_steps or c.train.steps)
+        else:
+            self.total_steps = c.train.steps
+        self.checkpointer = self._own(Checkpointer(self.job.run_dir, c, self.faults))
+        self.engine = None
+        if self._with_engine:
+            self.engine = self._own(make_engine(c, self.job.model, self.job.tokenizer, self.job.mesh, self.job.eos_ids))
+        return self
+
+    def _load_data(self):
+        c, job = self.config, self.job
+        eos = job.eos_ids[0]
+        if c.run.mode == "eval":
+            return None, data_room.load_eval_sets(c, job.tokenizer, eos)
+        return data_room.load_train(c, job.tokenizer, eos), data_room.load_eval_sets(c, job.tokenizer, eos)
+
+    def _own(self, thing):
+        self._closers.append(thing.close)
+        return thing
+
+    def _enter(self, context):
+        context.__enter__()
+        self._closers.append(lambda: context.__exit__(None, None, None))
+
+    def __exit__(self, *exc):
+        while self._closers:
+            self._closers.pop()()
+
+    def prepare(self, updates_per_step: int, loss) -> None:
+        """Optimizer, state (restored or new), update program, telemetry; publishes the first weights."""
+        c, job = self.config, self.job
+        axes = job.flat_axes()
+        total = max(1, self.total_steps * updates_per_step)
+        self.optimizer, self.schedule = training.make_optimizer(c.optimizer, total, axes)
+        abstract = setup.abstract_state(job, self.optimizer)
+        restored = self.checkpointer.restore(abstract, c.run.resume)
+        if restored is None:
+            self.state = setup.new_state(job, self.optimizer, abstract, setup.initial_params(job))
+        else:
+            self._take_over(restored)
+        self.faults.fire("resume", self.step)
+        self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None))
+        self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
+        self.say(setup.describe(job, self._data_numbers()))
+        if restored is not None:
+            self.say(f"resumed   step {self.step} from {restored.path}")
+        self._triggers()
+        if self.engine is not None:
+            self.publish()
+            self._show_first_prompt()
+
+    def _take_over(self, restored):
+        host = restored.host
+        refused, taken = config_changes(host["config"], redacted(self.config))
+        if refused:
+            raise ConfigError(f"resuming {restored.path}: these options would change the past: " + "; ".join(refused)
+                              + ". Use another run.dir, or run.resume=never")
+        for change in taken:
+            log.info("changed since the checkpoint: %s", change)
+        self.state = restored.arrays
+        self.step, self.cursor, self.samples = host["step"], host["cursor"], host["samples"]
+        self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
+        self._saved_step = self.step
+
+    def _data_numbers(self):
+        return {"training rows": len(self.stream.dataset)} if self.stream is not None else {}
+
+    def _show_first_prompt(self):
+        if self.stream is not None and self.step == 0:
+            (_, example), *_ = self.stream.take(0)[0]
+            self.say(f"first prompt ({len(example.prompt_ids)} tokens): {example.prompt_text!r}")
+
+    def _triggers(self):
+        c = self.config
+        self.eval_due = Every(steps=c.eval.every_steps, epochs=c.eval.every_epochs, seconds=c.eval.every_seconds)
+        self.save_due = Every(steps=c.checkpoint.every_steps, epochs=c.checkpoint.every_epochs,
+                              seconds=60 * c.checkpoint.every_minutes)
+        self.export_due = Every(steps=c.checkpoint.export_every_steps)
+
+    # -- during a step --------------------------------------------------------------------------------------------
+
+    def phase(self, name: str):
+        return self.phases(name)
+
+    def fault(self, component: str, phase: str = "") -> None:
+        self.faults.fire(component, self.step + 1, phase)
+
+    def say(self, text: str) -> None:
+        setup.say(text, self.config)
+
+    def stopping(self) -> bool:
+        return self.stop.requested
+
+    def finished(self) -> bool:
+        c = self.config
+        return (self.stopping() or self.step >= self.total_steps or bool(c.train.max_samples and self.samples >= c.train.max_samples))
+
+    def publish(self) -> None:
+        """Gives the engine the current weights under the version = completed steps."""
+        self.engine.publish(training.merge(self.state.trainable, self.state.frozen), self.step)
+
+    def advance(self, cursor: int, samples: int) -> None:
+        """The update of this step is done: the step counts."""
+        self.step += 1
+        self.cursor = cursor
+        self.samples += samples
+
+    def check_finite(self) -> None:
+        streak = int(np.asarray(self.state.stats["nonfinite_streak"]))
+        if streak >= self.config.optimizer.max_nonfinite:
+            raise NothingFinite(
+                f"{streak} updates in a row had a non-finite loss or gradient (optimizer.max_nonfinite={self.config.optimizer.max_nonfinite});"
+                f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {self.job.run_dir / 'rollouts'}")
+
+    def stream_metrics(self) -> dict[str, float]:
+        return {"data/epoch": self.stream.epoch(self.cursor), "data/samples": float(self.samples),
+                "rollout/compiled_programs": float(self.engine.counters()["compiled"]) if self.engine else 0.0}
+
+    # -- around steps ---------------------------------------------------------------------------------------------
+
+    def before_first_step(self, evaluate) -> None:
+        if self.step >= self.total_steps:
+            self.say(f"this run has finished its {self.total_steps} steps; extend it with --config.train.steps="
+                     f"{2 * self.total_steps}, or start another with --config.run.dir=...")
+            return
+        if self.step == 0 and self.config.eval.before and self.eval_sets and self.engine:
+            with self.phase("eval"):
+                metrics = self._evaluate(evaluate)
+            self.eval_before = summary(metrics)
+            self.telemetry.step(0, metrics, self.phases.take())
+
+    def after_step(self, metrics: dict, evaluate) -> None:
+        """Evaluates, logs and saves as the triggers say. One line of metrics per step, written before its checkpoint."""
+        epoch = self.stream.epoch(self.cursor)
+        last = self.step >= self.total_steps
+        if self.eval_sets and self.engine and (self.eval_due(self.step, epoch) or (last and self.config.eval.after)):
+            with self.phase("eval"):
+                metrics = metrics | self._evaluate(evaluate)
+        self.telemetry.step(self.step, metrics, self.phases.take())
+        if self.save_due(self.step, epoch):
+            self.save()
+        if self.export_due(self.step, epoch):
+            self.export(self.job.run_dir / f"export_{self.step:08d}")
+
+    def _evaluate(self, evaluate) -> dict:
+        metrics, rows = evaluate(self)
+        write_rows(self.job.run_dir, self.step, rows)
+        self.last_eval = {"step": self.step, **summary(metrics)}
+        self.telemetry.samples(self.step, rows)
+        return metrics
+
+    def save(self) -> None:
+        if self._saved_step == self.step:
+            return
+        with self.phase("checkpoint"):
+            self.telemetry.flush()
+            host = {"step": self.step, "cursor": self.cursor, "samples": self.samples, "eval_before": self.eval_before,
+                    "last_eval": self.last_eval, "config": redacted(self.config)}
+            self.checkpointer.save(self.step, self.state, host)
+        self._saved_step = self.step
+
+    def export(self, folder) -> None:
+        c = self.config
+        dtype = None if c.checkpoint.export_dtype == "auto" else setup.DTYPES[c.checkpoint.export_dtype]
+        with self.phase("export"):
+            models.hf.export(self.job.model, training.merge(self.state.trainable, self.state.frozen), folder, self.job.hf_config,
+                             dtype, tokenizer=self.job.tokenizer, shard_gb=c.checkpoint.shard_gb)
+
+    def close_run(self, evaluate) -> dict:
+        """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint."""
+        c = self.config
+        stopped = self.stopping() and self.step < self.total_steps
+        if not stopped and c.eval.after and self.eval_sets and self.engine and (self.last_eval or {}).get("step") != self.step:
+            with self.phase("eval"):
+                self.telemetry.step(self.step, self._evaluate(evaluate), self.phases.take())
+        if (stopped or c.checkpoint.at_end) and self.step > 0:
+            self.save()
+        self.checkpointer.wait()
+        out = {"steps": self.step, "finished": not stopped, "samples": self.samples, "seconds": self.phases.totals(),
+               "wall_seconds": time.monotonic() - self.started, "run_dir": str(self.job.run_dir),
+               "checkpoints": str(self.job.run_dir / "checkpoints"), "metrics": str(self.job.run_dir / "metrics.jsonl"),
+               "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}
+        if self.eval_before:
+            out["eval_before"] = self.eval_before
+        if self.last_eval and not stopped:
+            out["eval_after"] = self.last_eval
+        if not stopped and c.checkpoint.export_at_end:
+            self.export(self.job.run_dir / "export")
+            out["export"] = str(self.job.run_dir / "export")
+        self.telemetry.summary(out)
+        if stopped:
+            self.say(f"stopped at step {self.step} of {self.total_steps}; everything is saved, the same command goes on from here")
+        return out
+
+    def evaluate_only(self, evaluate=None) -> dict:
+        """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
+        from jaxrl.recipes.evaluate import evaluate as evaluate_sets
+
+        c, job = self.config, self.job
+        optimizer, _ = training.make_optimizer(c.optimizer, 1, job.flat_axes())
+        restored = self.checkpointer.restore(setup.abstract_state(job, optimizer), c.run.resume)
+        params = setup.initial_params(job) if restored is None else training.merge(restored.arrays.trainable, restored.arrays.frozen)
+        self.step = 0 if restored is None else restored.host["step"]
+        self.engine.publish(params, self.step)
+        self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True))
+        metrics, rows = evaluate_sets(job, self.engine, self.eval_rewards, self.eval_sets, self.step)
+        write_rows(job.run_dir, self.step, rows)
+        where = restored.path if restored else (c.model.path or "random initialisation")
+        self.say(f"evaluation of {where}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
+        out = {"evaluated": str(where), "eval": summary(metrics)}
+        self.telemetry.summary(out)
+        return out

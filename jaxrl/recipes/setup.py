@@ -1,0 +1,217 @@
+"""What every job needs before its first step: mesh, tokenizer, model, state, and how batches reach the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxrl import data as data_room
+from jaxrl import models, sharding, training
+from jaxrl.config import ConfigError
+from jaxrl.config_checks import derived, longest_sequence, origins
+from jaxrl.types import TrainState
+
+log = logging.getLogger("jaxrl")
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
+
+
+@dataclasses.dataclass
+class Job:
+    """The fixed parts of a run. Parameters live in TrainState, not here."""
+
+    config: Any
+    run_dir: Path
+    mesh: Any
+    tokenizer: Any
+    hf_config: dict
+    model: Any
+    eos_ids: tuple[int, ...]
+    compute_dtype: Any
+    row_shapes: Any
+
+    def put(self, batch):
+        """Host PackedBatch -> devices, rows over dp x fsdp."""
+        return jax.device_put(batch, sharding.batch_sharding(self.mesh))
+
+    def flat_axes(self) -> dict[str, tuple]:
+        """Parameter name -> logical axis names."""
+        return flatten_dict(self.model.logical_axes(), sep="/", is_leaf=lambda _, x: isinstance(x, tuple))
+
+
+def start_jax(config) -> None:
+    """Process-wide jax settings; called once before the first device use."""
+    if config.run.deterministic:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    if config.run.compile_cache:
+        cache = config.run.compile_cache
+        path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def resolve_dtype(name: str):
+    """'auto' -> bf16 on TPUs and GPUs from Ampere on, fp16 on older GPUs, fp32 on the CPU."""
+    if name != "auto":
+        return DTYPES[name]
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return jnp.float32
+    if device.platform == "gpu":
+        return jnp.bfloat16 if float(getattr(device, "compute_capability", 8.0)) >= 8 else jnp.float16
+    return jnp.bfloat16
+
+
+def open_job(config) -> Job:
+    """Reads tokenizer and model description, makes the mesh. Loads no weights.
+
+    Raises ConfigError when tokenizer and model do not fit each other.
+    """
+    run_dir = Path(config.run.dir)
+    mesh = sharding.make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    compute_dtype = resolve_dtype(config.train.compute_dtype)
+    precision = config.run.matmul_precision
+    if precision == "auto":
+        precision = "highest" if compute_dtype == jnp.float32 else "default"
+    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
+
+    tokenizer = data_room.load_tokenizer(config)
+    overrides = config.model.config.to_dict()
+    if config.model.path:
+        hf_config = models.hf.load_config(data_room.resolve(config.model.path), config.model.revision, overrides)
+    else:
+        hf_config = overrides
+    model = build_model(config, hf_config, compute_dtype)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ConfigError(f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {model.config.vocab_size};"
+                          " use the model's own tokenizer or set model.config.vocab_size")
+    shapes = training.row_shapes(config.train.row_lengths, longest_sequence(config), config.train.tokens_per_microbatch,
+                                 sharding.data_shards(mesh))
+    if config.train.tokens_per_microbatch < shapes.lengths[-1]:
+        log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
+                    config.train.tokens_per_microbatch, shapes.lengths[-1])
+    return Job(config, run_dir, mesh, tokenizer, hf_config, model, eos_ids(config, hf_config, tokenizer), compute_dtype, shapes)
+
+
+def build_model(config, hf_config, compute_dtype):
+    scan = config.model.scan_layers
+    layers = hf_config.get("num_hidden_layers", 0)
+    if scan == "auto":
+        scan = "false" if jax.devices()[0].platform == "cpu" and layers <= 8 else "true"
+    build = lambda remat: models.build(hf_config, compute_dtype=compute_dtype, scan_layers=scan == "true",  # noqa: E731
+                                       remat=remat, attention=config.model.attention)
+    if config.model.remat != "auto":
+        return build(config.model.remat)
+    model = build("none")
+    small = model.num_parameters < SMALL_MODEL or jax.devices()[0].platform == "cpu"
+    return model if small else build("full")
+
+
+def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
+    """Token ids that end an answer: model.eos_tokens, else those of the model and its tokenizer.
+
+    Raises ConfigError for an unknown token or when there is none.
+    """
+    if config.model.eos_tokens:
+        ids = []
+        for token in config.model.eos_tokens:
+            i = tokenizer.convert_tokens_to_ids(token)
+            if i is None or (i == tokenizer.unk_token_id and token != tokenizer.unk_token):
+                raise ConfigError(f"model.eos_tokens: {token!r} is not one token of the tokenizer")
+            ids.append(int(i))
+        return tuple(ids)
+    path = data_room.resolve(config.model.path) if config.model.path else None
+    ids = models.hf.eos_token_ids(path, hf_config, tokenizer)
+    if not ids:
+        raise ConfigError("model.eos_tokens is empty and neither model nor tokenizer names an end-of-text token")
+    return ids
+
+
+def param_shardings(job: Job, rules=sharding.TRAIN_RULES):
+    shapes = jax.eval_shape(job.model.init, jax.random.key(0))
+    return sharding.param_shardings(job.mesh, job.model.logical_axes(), shapes, rules)
+
+
+def initial_params(job: Job, path: str = "", dtype=None):
+    """The parameters the run starts from (nested tree, sharded): from `path` or model.path, or random from run.seed."""
+    c = job.config.model
+    dtype = dtype or DTYPES[job.config.train.param_dtype]
+    shardings = param_shardings(job)
+    source = path or (c.path if c.init == "pretrained" else "")
+    if source:
+        revision = c.revision if not path else None
+        return models.hf.load_params(job.model, data_room.resolve(source), revision, shardings, dtype)
+    init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
+
+
+def abstract_state(job: Job, optimizer) -> TrainState:
+    """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation."""
+    c = job.config
+    dtype = DTYPES[c.train.param_dtype]
+    params = jax.eval_shape(job.model.init, jax.random.key(0))
+    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, param_shardings(job))
+    trainable, frozen = training.partition(params, c.model.trainable, c.model.frozen)
+    fp16 = job.compute_dtype == jnp.float16
+    state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16), trainable, frozen)
+    known = {**trainable, **frozen}
+    everywhere = sharding.replicated(job.mesh)
+
+    def place(path, leaf):
+        # Moments carry their parameter's name as the last key of their path.
+        param = known.get(getattr(path[-1], "key", None)) if path else None
+        same = param is not None and param.shape == leaf.shape
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def new_state(job: Job, optimizer, abstract: TrainState, params) -> TrainState:
+    """TrainState at step 0 around `params` (whose buffers are taken over)."""
+    c = job.config
+    trainable, frozen = training.partition(params, c.model.trainable, c.model.frozen)
+    shardings = jax.tree.map(lambda s: s.sharding, abstract)
+    fp16 = job.compute_dtype == jnp.float16
+    create = lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16)  # noqa: E731
+    return jax.jit(create, out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
+
+
+def describe(job: Job, extra: dict | None = None) -> str:
+    """What a person should know before the first step."""
+    c = job.config
+    device = jax.devices()[0]
+    lines = [
+        f"jaxrl {c.run.recipe}: {job.run_dir}",
+        f"devices   {jax.device_count()} x {device.device_kind} ({device.platform}), mesh "
+        + " x ".join(f"{a}={n}" for a, n in job.mesh.shape.items()),
+        f"model     {job.hf_config.get('model_type')}, {job.model.num_parameters / 1e6:.2f} M parameters, compute "
+        f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
+    ]
+    if c.run.recipe == "rl":
+        row = ", ".join(f"{k}={v} ({o})" if o == "config" else f"{k}={v}" for k, (v, o) in origins(c).items())
+        lines.append(f"algorithm {c.algorithm.preset}: {row}")
+    numbers = derived(c) | (extra or {})
+    lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
+    return "\n".join(lines)
+
+
+def say(text: str, config) -> None:
+    """A message to the person at the console (not a log record), unless the console is off."""
+    if config.log.console != "off":
+        print(text, file=sys.stderr if config.log.console == "plain" else sys.stdout, flush=True)
+
+
+def host_scalars(metrics) -> dict[str, float]:
+    """Device scalars -> Python floats, in one transfer."""
+    return {k: float(np.asarray(v)) for k, v in jax.device_get(metrics).items()}

@@ -1,0 +1,84 @@
+"""Supervised fine-tuning: next-token loss on demonstrations, end-of-text included, packed like RL batches."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import training
+from jaxrl.recipes.evaluate import evaluate
+from jaxrl.recipes.rl import loss_weights
+from jaxrl.recipes.run import Run
+from jaxrl.recipes.setup import host_scalars
+from jaxrl.types import Trajectories
+
+
+def run(config, rewards=None) -> dict:
+    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
+    held_out = bool(config.eval.sets or config.data.eval_fraction)
+    with Run(config, rewards, with_engine=held_out) as r:
+        if config.run.mode == "eval":
+            return r.evaluate_only()
+        r.prepare(updates_per_step=1, loss=training.LossConfig(
+            kind="nll", chunk=config.train.logprob_chunk, max_grad_norm=config.optimizer.max_grad_norm,
+            fp16=r.job.compute_dtype == jnp.float16))
+        r.before_first_step(answers_by_engine)
+        pending = []
+        while not r.finished():
+            with r.phase("data"):
+                batch, cursor = r.stream.take(r.cursor)
+                traj = demonstrations([e for _, e in batch], [p for p, _ in batch], config.train.loss_on_prompt)
+            r.fault("update")
+            with r.phase("update"):
+                metrics, efficiency = one_update(r, traj)
+            r.advance(cursor, samples=traj.num_sequences)
+            pending.append((metrics, traj, efficiency))
+            if r.step % config.log.every_steps == 0 or r.step >= r.total_steps:
+                with r.phase("update"):
+                    line = averaged(pending)
+                    r.check_finite()
+                r.after_step(line | r.stream_metrics(), publish_and_answer)
+                pending = []
+        return r.close_run(publish_and_answer)
+
+
+def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
+    """Prompt + target as trajectories: each sequence its own group, loss on the target (end-of-text included)."""
+    tokens = [np.concatenate([e.prompt_ids, e.target_ids]).astype(np.int32) for e in examples]
+    prompts = np.array([len(e.prompt_ids) for e in examples], np.int32)
+    offsets = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int64)
+    mask = np.concatenate([np.arange(len(t)) >= (0 if loss_on_prompt else p) for t, p in zip(tokens, prompts, strict=True)])
+    flat, n = np.concatenate(tokens), len(examples)
+    zeros = np.zeros(len(flat), np.float32)
+    return Trajectories(
+        tokens=flat, offsets=offsets, loss_mask=mask, logprobs=zeros, versions=zeros.astype(np.int32) - 1, prompt_lengths=prompts,
+        group=np.array(positions, np.int64), sample=np.zeros(n, np.int32), seed=np.zeros(n, np.uint32),
+        finish=np.zeros(n, np.int8), turns=np.ones(n, np.int32))
+
+
+def one_update(r: Run, traj: Trajectories):
+    """One optimizer step on all sequences; metrics stay on the device."""
+    job = r.job
+    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=False)
+    weights = loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    batches = (job.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
+    r.state, metrics = r.update(r.state, batches)
+    return metrics, layout.efficiency
+
+
+def averaged(pending) -> dict[str, float]:
+    """Means over the updates since the last line; one transfer per update."""
+    steps = [host_scalars(m) for m, _, _ in pending]
+    out = {k: float(np.mean([s[k] for s in steps])) for k in steps[0]}
+    lengths = np.concatenate([t.answer_lengths for _, t, _ in pending])
+    return out | {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()),
+                  "rollout/tokens": float(lengths.sum()), "packing/efficiency": float(np.mean([e for _, _, e in pending]))}
+
+
+def answers_by_engine(r: Run):
+    return evaluate(r.job, r.engine, r.eval_rewards, r.eval_sets, r.step)
+
+
+def publish_and_answer(r: Run):
+    r.publish()
+    return answers_by_engine(r)
