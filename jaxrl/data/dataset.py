@@ -1,0 +1,343 @@
+"""From rows to examples: columns, templates, token ids, length limits, the held-out share, named eval sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import ConfigError
+from jaxrl.data.sources import BadRows, DataError, Tables, read
+from jaxrl.data.tokenizer import PromptError, Template, check_messages
+
+log = logging.getLogger(__name__)
+RESERVED = ("prompt", "completion", "prompts", "completions", "token_ids", "finish", "group", "sample", "user")
+CHUNK = 1024  # rows tokenised in one call
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+    """One row, ready to use.
+
+    prompt_ids: [P] int32, P <= data.max_prompt_tokens. prompt_text: what they spell. prompt: the row's own text or
+    messages. columns: what rewards receive by name: every column of the row but the prompt and the completion, and
+    `answer`. target_ids: SFT only, [C] int32, the completion tokenised on its own, ending with the end token.
+    """
+
+    prompt_ids: np.ndarray
+    prompt_text: str
+    prompt: Any
+    answer: Any
+    columns: dict[str, Any]
+    where: str
+    target_ids: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    prompt: Any
+    text: str
+    answer: Any
+    columns: dict[str, Any]
+    completion: str | None
+
+
+class _Reader:
+    """Reads one row by `data.*`. targets: 'none', 'optional' or 'required' (a completion to train on)."""
+
+    def __init__(self, config, tokenizer, targets: str):
+        data = config.data
+        self.template, self.targets = Template(config, tokenizer), targets
+        self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
+        self.pattern = None
+        if data.answer_pattern:
+            try:
+                self.pattern = re.compile(data.answer_pattern)
+            except re.error as e:
+                raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} is no regex: {e}") from None
+            if self.pattern.groups < 1:
+                raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} has no group: put what is to be cut "
+                                  "out in parentheses, e.g. '#### (.*)'")
+
+    def __call__(self, row: dict[str, Any]) -> _Row:
+        """Raises PromptError saying what is wrong with the row."""
+        prompt = self._column(row, self.prompt, "data.prompt_column")
+        if not isinstance(prompt, str):
+            prompt = check_messages(prompt)
+        context, completion = self._completion(row, prompt)
+        if isinstance(context, list) and context[-1]["role"] == "assistant":
+            raise PromptError("the messages end with an assistant turn, but a prompt ends before it "
+                              "(data.response_prefix starts an answer; run.recipe=sft trains on such rows)")
+        answer = self._answer(row)
+        columns = {k: v for k, v in row.items() if k not in (self.prompt, self.completion, *RESERVED)}
+        if self.answer:
+            columns["answer"] = answer
+        return _Row(context, self.template.render(context), answer, columns, completion)
+
+    def _column(self, row, name, option):
+        if row.get(name) is None:
+            state = "is empty in" if name in row else "is missing in"
+            raise PromptError(f"column {name!r} {state} this row; columns found: {', '.join(map(str, row))}; "
+                              f"{option} names the column to read")
+        return row[name]
+
+    def _completion(self, row, prompt):
+        """(prompt without the target, target text or None)."""
+        if self.targets == "none":
+            return prompt, None
+        if row.get(self.completion) is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            if len(prompt) == 1:
+                raise PromptError("the messages hold an assistant turn and nothing before it")
+            return prompt[:-1], prompt[-1]["content"]
+        if self.targets == "optional" and row.get(self.completion) is None:
+            return prompt, None
+        completion = self._column(row, self.completion, "data.completion_column")
+        if isinstance(completion, list):
+            completion = check_messages(completion)[-1]["content"]
+        if not isinstance(completion, str):
+            raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text")
+        return prompt, completion
+
+    def _answer(self, row):
+        if not self.answer or (self.targets != "none" and row.get(self.answer) is None):
+            return None
+        try:
+            answer = self._column(row, self.answer, "data.answer_column")
+        except PromptError as e:
+            raise PromptError(f"{e} (data.answer_column='' where there are no answers)") from None
+        if self.pattern is None:
+            return answer
+        match = self.pattern.search(str(answer))
+        if match is None or match.group(1) is None:
+            raise PromptError(f"data.answer_pattern={self.pattern.pattern!r} finds nothing in column {self.answer!r}: "
+                              f"{str(answer)[-80:]!r}")
+        return match.group(1).strip()
+
+
+class Dataset:
+    """Examples by index: `len(ds)`, `ds[i]`. Ids are made once, at the start; the rest of a row when it is asked for.
+
+    name; bad: BadRows of what could not be read; filtered: places ("file:line") left out for their length;
+    filtered_rows: their row numbers; truncated: how many prompts were cut on the left; heldout: the carved-out eval
+    set or None; fingerprint: hash of all ids in order (equal data and options <=> equal fingerprint).
+    """
+
+    def __init__(self, name: str, tables: Tables, reader: _Reader, bad: BadRows):
+        self.name, self.bad, self.heldout = name, bad, None
+        self._tables, self._reader = tables, reader
+        self.filtered: list[str] = []
+        self.filtered_rows: list[int] = []
+        self.truncated = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Example:
+        at = int(self._rows[i])
+        row, where = self._reader(self._tables.row(at)), self._tables.where(at)
+        ids, text = self._prompts[i], row.text
+        if self._cut[i]:
+            text = self._reader.template.tokenizer.decode(ids)
+        return Example(ids, text, row.prompt, row.answer, row.columns, where, self._targets[i])
+
+    def _fill(self, kept, limit) -> None:
+        """kept: list of (row number, prompt ids, target ids or None); `limit` is the longest prompt."""
+        self._rows = np.array([row for row, _, _ in kept], np.int64)
+        self._cut = np.array([len(p) > limit for _, p, _ in kept], bool)
+        self.truncated = int(self._cut.sum())
+        self._prompts = _Ragged([p[-limit:] for _, p, _ in kept])
+        targets = [t for _, _, t in kept]
+        self._targets = _Ragged([() if t is None else t for t in targets], [t is None for t in targets])
+        digest = hashlib.sha256(self._rows.tobytes())
+        for part in (self._prompts, self._targets):
+            digest.update(part.ids.tobytes() + part.offsets.tobytes())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """[N] tokens of each prompt."""
+        return np.diff(self._prompts.offsets)
+
+    @property
+    def target_lengths(self) -> np.ndarray:
+        """[N] tokens of each target, 0 where there is none."""
+        return np.diff(self._targets.offsets)
+
+    def describe(self) -> str:
+        """One line: rows, lengths, and what was left out or cut."""
+        n = self.prompt_lengths
+        text = f"{self.name}: {len(self)} rows, prompts {n.min()} to {n.max()} tokens (mean {n.mean():.1f})"
+        for count, what in ((len(self.filtered), "left out for their length"), (self.truncated, "cut on the left"),
+                            (self.bad.count, "bad rows skipped")):
+            text += f", {count} {what}" if count else ""
+        return text
+
+
+class _Ragged:
+    """Rows of ids in one flat array."""
+
+    def __init__(self, rows, absent=None):
+        lengths = np.fromiter((len(r) for r in rows), np.int64, len(rows))
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.ids = np.fromiter((t for r in rows for t in r), np.int32, int(self.offsets[-1]))
+        self.absent = absent
+
+    def __getitem__(self, i):
+        if self.absent is not None and self.absent[i]:
+            return None
+        return self.ids[self.offsets[i]:self.offsets[i + 1]]
+
+
+def load_train(config, tokenizer, eos_id: int | None = None) -> Dataset:
+    """The training set of `data.*`. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
+
+    With `data.eval_fraction` a share of the rows becomes `.heldout` instead; rows with equal prompts stay on one
+    side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
+    """
+    data = config.data
+    if not data.path:
+        raise ConfigError("data.path is empty: name a file, a folder or a hub id")
+    if not 0.0 <= data.eval_fraction < 1.0:
+        raise ConfigError(f"data.eval_fraction={data.eval_fraction}: must lie in [0, 1)")
+    sft = config.run.recipe == "sft"
+    bad = BadRows(data.bad_rows)
+    tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
+                  limit=data.max_rows)
+    rows = range(len(tables))
+    if data.eval_fraction:
+        rows, heldout = _carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
+    train = _load("train", config, tokenizer, eos_id, tables, rows, "required" if sft else "none", bad)
+    if data.eval_fraction:
+        if config.eval.max_rows:
+            heldout = heldout[:config.eval.max_rows]
+        train.heldout = _load("heldout", config, tokenizer, eos_id, tables, heldout, "optional" if sft else "none",
+                              BadRows(data.bad_rows))
+    return train
+
+
+def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None) -> dict[str, Dataset]:
+    """The sets of `eval.sets`, and 'heldout' if `data.eval_fraction` > 0 (taken from `train`, or read for it).
+
+    Rows keep their order and none is left out or repeated, except as `data.overlong_prompt` says (counted and
+    reported). In SFT a set's completion column is read where there is one.
+    """
+    out: dict[str, Dataset] = {}
+    targets = "optional" if config.run.recipe == "sft" else "none"
+    for entry in config.eval.sets:
+        name, eq, path = entry.partition("=")
+        if not eq or not path or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"eval.sets: {entry!r} is not 'name=path' (name: letters, digits, '_', '.', '-')")
+        if name in out or (name == "heldout" and config.data.eval_fraction):
+            raise ConfigError(f"eval.sets: the name {name!r} is used twice"
+                              + (" (data.eval_fraction makes a set of that name)" if name == "heldout" else ""))
+        path, _, split = path.rpartition("@") if re.search(r"@[\w\[\]:%+-]+$", path) else (path, "", "test")
+        bad = BadRows(config.data.bad_rows)
+        tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=config.data.subset,
+                      revision=config.data.revision, limit=config.eval.max_rows)
+        out[name] = _load(name, config, tokenizer, eos_id, tables, range(len(tables)), targets, bad)
+    if config.data.eval_fraction:
+        out["heldout"] = (train or load_train(config, tokenizer, eos_id)).heldout
+    return out
+
+
+def data_seed(config) -> int:
+    """Seed of the shuffle and of the carve-out."""
+    return config.run.seed if config.data.seed is None else config.data.seed
+
+
+def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share is met."""
+    groups: dict[str, list[int]] = {}
+    for i in range(len(tables)):
+        groups.setdefault(json.dumps(tables.row(i).get(prompt_column), sort_keys=True), []).append(i)
+    keys, wanted, taken = list(groups), round(fraction * len(tables)), set()
+    if not 0 < wanted < len(tables) or len(keys) < 2:
+        raise ConfigError(f"data.eval_fraction={fraction} of {len(tables)} rows ({len(keys)} different prompts) leaves "
+                          "nothing on one side")
+    for k in np.random.default_rng([seed, 0x68656C64]).permutation(len(keys))[:-1]:
+        if len(taken) >= wanted:
+            break
+        taken.update(groups[keys[k]])
+    return [i for i in range(len(tables)) if i not in taken], sorted(taken)
+
+
+def _load(name, config, tokenizer, eos_id, tables, rows, targets, bad) -> Dataset:
+    if targets != "none" and eos_id is None:
+        raise ValueError("eos_id is needed to end SFT targets")
+    ds = Dataset(name, tables, _Reader(config, tokenizer, targets), bad)
+    kept, rows = [], list(rows)
+    for start in range(0, len(rows), CHUNK):
+        kept += _chunk(ds, config, rows[start:start + CHUNK], eos_id)
+    if not kept:
+        why = (bad.messages + [f"{w}: too long" for w in ds.filtered])[:3]
+        raise DataError(f"{name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
+    ds._fill(kept, config.data.max_prompt_tokens)
+    _report(ds, config, len(rows))
+    return ds
+
+
+def _chunk(ds: Dataset, config, numbers: list[int], eos_id) -> list:
+    """Reads and tokenises some rows; applies the length limits. Returns (row number, prompt ids, target ids)."""
+    read_rows = []
+    for i in numbers:
+        try:
+            read_rows.append((i, ds._reader(ds._tables.row(i))))
+        except PromptError as e:
+            ds.bad.add(ds._tables.where(i), str(e))
+    template = ds._reader.template
+    prompts = template.encode_prompts([row.text for _, row in read_rows])
+    with_target = [row.completion for _, row in read_rows if row.completion is not None]
+    encoded = iter(template.encode(with_target))
+    kept = []
+    for (i, row), prompt in zip(read_rows, prompts, strict=True):
+        target = None
+        if row.completion is not None:
+            target = next(encoded)
+            target = target if target[-1:] == [eos_id] else [*target, eos_id]
+        if not prompt:
+            ds.bad.add(ds._tables.where(i), "the prompt has no tokens")
+        elif (problem := _overlong(config, prompt, target)) is None:
+            kept.append((i, prompt, target))
+        elif config.data.overlong_prompt == "error":
+            raise DataError(f"{ds._tables.where(i)}: {problem}; raise the limit, or set data.overlong_prompt to "
+                            "'filter' or 'truncate_left'")
+        else:
+            ds.filtered.append(ds._tables.where(i))
+            ds.filtered_rows.append(i)
+    return kept
+
+
+def _overlong(config, prompt, target) -> str | None:
+    """Why the row is too long, or None. A target is never cut: an answer without its end would be learnt."""
+    limit = config.data.max_prompt_tokens
+    if len(prompt) > limit and config.data.overlong_prompt != "truncate_left":
+        return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={limit}"
+    if target is None:
+        return None
+    if len(target) > config.rollout.max_new_tokens:
+        return f"the completion has {len(target)} tokens, rollout.max_new_tokens={config.rollout.max_new_tokens}"
+    total, bound = min(len(prompt), limit) + len(target), config.train.max_sequence_tokens
+    if 0 < bound < total:
+        return f"prompt and completion have {total} tokens, train.max_sequence_tokens={bound}"
+    return None
+
+
+def _report(ds: Dataset, config, rows: int) -> None:
+    if ds.bad.count:
+        log.warning("%s: %d of %d rows are bad and skipped; the first: %s", ds.name, ds.bad.count, rows,
+                    "; ".join(ds.bad.messages[:3]))
+    shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
+    limit = config.data.max_prompt_tokens
+    if len(ds.filtered) > 0.05 * rows:
+        log.warning("%s: %d of %d rows (%.0f %%) are too long and left out (data.max_prompt_tokens=%d): %s; a higher "
+                    "limit keeps them", ds.name, len(ds.filtered), rows, 100 * len(ds.filtered) / rows, limit, shown)
+    elif ds.filtered:
+        log.info("%s: %d of %d rows are too long and left out: %s", ds.name, len(ds.filtered), rows, shown)
+    if ds.truncated > 0.05 * rows:
+        log.warning("%s: %d of %d prompts are cut on the left to data.max_prompt_tokens=%d; a cut question is another "
+                    "question", ds.name, ds.truncated, rows, limit)

@@ -1,0 +1,320 @@
+"""Reading rows: JSONL, JSON, CSV, Parquet, and data sets in the Hugging Face formats.
+
+Every reader gives a `Table`: random access to rows as plain dicts, and for each row the place it came from
+("file:line"; Parquet and HF data sets have no lines, there it is the 1-based row). A row that cannot be read goes to
+`BadRows`, which stops or counts as `data.bad_rows` says.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from jaxrl.config import ConfigError
+
+log = logging.getLogger(__name__)
+EMBEDDED = Path(__file__).parent / "embedded"
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+class DataError(ConfigError):
+    """Data that cannot be used. The message names the file and line, or the option, and the remedy."""
+
+
+def resolve(path: str) -> str:
+    """The path a data file or tokenizer folder really has.
+
+    'jaxrl://x' means the file x that ships inside the package. A path that exists as written wins, everything else
+    (hub ids, gs:// and s3:// URLs, files that are missing) comes back unchanged.
+    """
+    if not path.startswith("jaxrl://") or Path(path).exists():
+        return path
+    found = (EMBEDDED / path[len("jaxrl://"):]).resolve()
+    if not found.is_relative_to(EMBEDDED.resolve()) or not found.exists():
+        shipped = sorted(str(p.relative_to(EMBEDDED)) for p in EMBEDDED.glob("*/*") if not p.name.startswith("_"))
+        raise DataError(f"{path}: no such file in the package; shipped: {', '.join(shipped) or 'nothing'}")
+    return str(found)
+
+
+class BadRows:
+    """Collects rows that cannot be used. mode 'error': `add` raises DataError; 'skip': it counts.
+
+    `messages` holds the first `KEEP` texts, `count` all of them.
+    """
+
+    KEEP = 100
+
+    def __init__(self, mode: str):
+        self.mode, self.count, self.messages = mode, 0, []
+
+    def add(self, where: str, problem: str) -> None:
+        message = f"{where}: {problem}"
+        if self.mode == "error":
+            raise DataError(f"{message} (data.bad_rows='skip' leaves such rows out and counts them)")
+        self.count += 1
+        if len(self.messages) < self.KEEP:
+            self.messages.append(message)
+
+
+class Table:
+    """Rows held as Python dicts (JSON and CSV)."""
+
+    def __init__(self, rows: list[dict], wheres: list[str]):
+        self._rows, self._wheres = rows, wheres
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, i: int) -> dict[str, Any]:
+        return self._rows[i]
+
+    def where(self, i: int) -> str:
+        return self._wheres[i]
+
+
+class ArrowTable:
+    """Rows of an Arrow table (Parquet, HF data sets); a row becomes Python values only when it is asked for.
+
+    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out.
+    """
+
+    def __init__(self, table: pa.Table, name: str):
+        binary = [f.name for f in table.schema if _holds_binary(f.type)]
+        if binary:
+            log.warning("%s: binary columns are left out: %s", name, ", ".join(binary))
+        self._table, self._name = table.drop_columns(binary), name
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, i: int) -> dict[str, Any]:
+        return {c: _plain(self._table.column(c)[i].as_py()) for c in self._table.column_names}
+
+    def where(self, i: int) -> str:
+        return f"{self._name}:{i + 1}"
+
+
+def _holds_binary(kind: pa.DataType) -> bool:
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        return True
+    return any(_holds_binary(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _plain(value):
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return str(value)
+
+
+class Tables:
+    """Several tables, one after the other."""
+
+    def __init__(self, parts: list):
+        self._parts = parts
+        self._starts = [0]
+        for part in parts:
+            self._starts.append(self._starts[-1] + len(part))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _find(self, i: int):
+        for part, start in zip(self._parts, self._starts, strict=False):
+            if i < start + len(part):
+                return part, i - start
+        raise IndexError(i)
+
+    def row(self, i: int) -> dict[str, Any]:
+        part, j = self._find(i)
+        return part.row(j)
+
+    def where(self, i: int) -> str:
+        part, j = self._find(i)
+        return part.where(j)
+
+
+def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
+         limit: int = 0) -> Tables:
+    """Reads several sources into one table, in order. `limit` > 0 keeps the first rows of the whole.
+
+    `splits`, `subset` and `revision` apply to folders and hub ids. `field` names the option in messages.
+    """
+    parts, left = [], limit or sys.maxsize
+    for path in (paths,) if isinstance(paths, str) else paths:
+        if left <= 0:
+            break
+        part = _read_one(resolve(path), path, bad, field, splits, subset, revision, left)
+        parts.append(part)
+        left -= len(part)
+    return Tables(parts)
+
+
+def _read_one(path, shown, bad, field, splits, subset, revision, limit):
+    suffix = Path(path).suffix.lower()
+    local = Path(path)
+    if "://" not in path and local.is_dir():
+        return _read_hf(path, shown, field, splits, subset, revision, limit)
+    if suffix in SUFFIXES and ("://" in path or local.is_file()):
+        with _open(path, field) as f:
+            if suffix == ".parquet":
+                return ArrowTable(_parquet(f, shown).slice(0, limit), shown)
+            reader = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[suffix]
+            return reader(f, shown, bad, limit)
+    if "://" in path or local.is_file():
+        raise DataError(f"{field}={shown}: unknown kind of file {suffix!r}; known: {', '.join(SUFFIXES)}")
+    if suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise DataError(f"{field}={shown}: no such file or folder (relative to {Path.cwd()})")
+    return _read_hf(path, shown, field, splits, subset, revision, limit)
+
+
+def _open(path: str, field: str):
+    if "://" not in path:
+        return open(path, "rb")
+    import fsspec
+    try:
+        return fsspec.open(path, "rb").open()
+    except ImportError as e:
+        raise DataError(f"{field}={path}: {e}") from None
+    except (OSError, ValueError) as e:
+        raise DataError(f"{field}={path}: cannot be opened: {e}") from None
+
+
+def _parquet(f, shown: str) -> pa.Table:
+    import pyarrow.parquet
+    try:
+        return pyarrow.parquet.read_table(f)
+    except (pa.ArrowInvalid, OSError) as e:
+        raise DataError(f"{shown}: not a readable Parquet file: {e}") from None
+
+
+def _read_jsonl(f, shown: str, bad: BadRows, limit: int) -> Table:
+    rows, wheres = [], []
+    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
+        if len(rows) >= limit:
+            break
+        if not line.strip():
+            continue
+        where = f"{shown}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+            bad.add(where, f"not JSON: {e}")
+            continue
+        if not isinstance(row, dict):
+            bad.add(where, f"a row must be a JSON object, not {type(row).__name__}")
+            continue
+        rows.append(row)
+        wheres.append(where)
+    return Table(rows, wheres)
+
+
+def _read_json(f, shown: str, bad: BadRows, limit: int) -> Table:
+    """A list of objects, an object that holds one such list, or JSON lines under another name."""
+    data = f.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise DataError(f"{shown}: not UTF-8: {e}") from None
+    start = re.match(r"\s*", text).end()
+    if text[start:start + 1] == "{":
+        try:
+            whole = json.loads(text)
+        except json.JSONDecodeError:
+            return _read_jsonl(io.BytesIO(data), shown, bad, limit)
+        lists = [k for k, v in whole.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
+        rows, name = (whole[lists[0]], f":{lists[0]}") if len(lists) == 1 else ([whole], "")
+        return _objects(((row, f"{shown}{name}[{i}]") for i, row in enumerate(rows)), bad, limit)
+    if text[start:start + 1] != "[":
+        raise DataError(f"{shown}:1: expected a JSON list of objects")
+    return _objects(_json_list(text, start + 1, shown), bad, limit)
+
+
+def _json_list(text: str, at: int, shown: str):
+    """Yields (element, "file:line") of the list that opens before `at`."""
+    decoder, skip, line, counted = json.JSONDecoder(), re.compile(r"[\s,]*"), 1, 0
+    while True:
+        at = skip.match(text, at).end()
+        line, counted = line + text.count("\n", counted, at), at
+        if text[at:at + 1] == "]":
+            return
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as e:
+            raise DataError(f"{shown}:{e.lineno}: not JSON: {e.msg}; nothing after it can be read") from None
+        yield value, f"{shown}:{line}"
+
+
+def _objects(values, bad: BadRows, limit: int) -> Table:
+    rows, wheres = [], []
+    for value, where in values:
+        if len(rows) >= limit:
+            break
+        if isinstance(value, dict):
+            rows.append(value)
+            wheres.append(where)
+        else:
+            bad.add(where, f"a row must be a JSON object, not {type(value).__name__}")
+    return Table(rows, wheres)
+
+
+def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", newline=""), strict=True)
+    rows, wheres = [], []
+    while len(rows) < limit:
+        where = f"{shown}:{reader.line_num + 1}"
+        try:
+            row = next(reader, None)
+        except csv.Error as e:
+            bad.add(where, f"not CSV: {e}")
+            continue
+        except UnicodeDecodeError as e:
+            raise DataError(f"{where}: not UTF-8: {e}") from None
+        if row is None:
+            break
+        if None in row or None in row.values():
+            found = len(reader.fieldnames) + len(row.get(None, ())) - list(row.values()).count(None)
+            bad.add(where, f"{found} fields, but the header has {len(reader.fieldnames)}")
+            continue
+        rows.append(row)
+        wheres.append(f"{shown}:{reader.line_num}" if "\n" not in "".join(row.values()) else where)
+    return Table(rows, wheres)
+
+
+def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
+    """A `save_to_disk` folder, a folder of data files, or a hub id, through `datasets`."""
+    import datasets
+    local = Path(path)
+    parts = []
+    for split in (splits,) if isinstance(splits, str) else splits:
+        try:
+            if local.is_dir() and any((local / n).is_file() for n in ("state.json", "dataset_dict.json")):
+                loaded = datasets.load_from_disk(path)
+            else:
+                loaded = datasets.load_dataset(path, subset or None, split=split, revision=revision)
+        except Exception as e:  # the library raises many kinds; each one means "this source cannot be read"
+            remedy = "check the path, data.subset and the split" if local.is_dir() else (
+                "no such file or folder here, and as a hub id it cannot be loaded: check the name, data.subset, "
+                "the split, data.revision and the network")
+            raise DataError(f"{field}={shown} (split {split}): {remedy}: {type(e).__name__}: {e}") from None
+        if isinstance(loaded, datasets.DatasetDict):
+            if split not in loaded:
+                raise DataError(f"{field}={shown}: no split {split!r}; it has {', '.join(loaded)}")
+            loaded = loaded[split]
+        name = f"{shown}[{split}]" if len(splits) > 1 or split != "train" else shown
+        table = loaded.with_format("arrow")[:]
+        parts.append(ArrowTable(table.slice(0, limit), name))
+        limit -= len(parts[-1])
+    return Tables(parts)

@@ -1,0 +1,73 @@
+"""The order of training data: one global shuffle, addressed by one global cursor."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from jaxrl.config import ConfigError
+from jaxrl.data.dataset import Dataset, Example, data_seed
+
+
+class Stream:
+    """Rows in training order. Position p (an integer >= 0) means row p of one endless sequence of epochs.
+
+    Epoch e is positions [e n, (e + 1) n), each row once, in an order drawn anew from (seed, e) by Grain's index
+    shuffle: any position is found without walking there, so a cursor alone resumes exactly. Steps run across the
+    edges of epochs. With `epochs` > 0 the stream ends at epochs * n; what is then left over for the last step is
+    dropped (`drop_last`) or a smaller step. `workers` > 0 threads prepare the next `prefetch` steps ahead; the rows
+    are the same.
+    """
+
+    def __init__(self, dataset: Dataset, per_step: int, seed: int, shuffle: bool = True, epochs: int = 0,
+                 drop_last: bool = True, workers: int = 0, prefetch: int = 2):
+        import grain
+        self.rows, self.per_step = len(dataset), per_step
+        self.end = epochs * self.rows if epochs else sys.maxsize
+        if epochs and drop_last:
+            self.end -= self.end % per_step
+        if self.end == 0:
+            raise ConfigError(f"data.prompts_per_step={per_step} is more than data.epochs={epochs} x {self.rows} rows: "
+                              "lower it, or set data.drop_last=false")
+        order = grain.MapDataset.range(self.rows)
+        if shuffle:
+            # Grain adds the epoch to the seed: spread seeds out, or seed 1 would begin with the second epoch of seed 0.
+            order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        self._examples = order.repeat(None).map(lambda row: dataset[int(row)])
+        self._read_ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=max(1, prefetch * per_step))
+        self._workers, self._iterator, self._at = workers, None, -1
+
+    @classmethod
+    def from_config(cls, config, dataset: Dataset) -> Stream:
+        d = config.data
+        return cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
+                   d.prefetch)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps from position 0 to the end, None if endless."""
+        return None if self.end == sys.maxsize else -(-self.end // self.per_step)
+
+    def take(self, cursor: int) -> tuple[list[tuple[int, Example]], int]:
+        """The step that starts at `cursor`: [(position, example)] and the next cursor. Empty when exhausted."""
+        stop = min(cursor + self.per_step, self.end)
+        if self._workers == 0:
+            return [(p, self._examples[p]) for p in range(cursor, stop)], max(cursor, stop)
+        if self._at != cursor:
+            self.close()
+            self._iterator = iter(self._examples.to_iter_dataset(self._read_ahead))
+            self._iterator.set_state({"next_index": cursor})
+        out = [(p, next(self._iterator)) for p in range(cursor, stop)]
+        self._at = max(cursor, stop)
+        return out, self._at
+
+    def epoch(self, cursor: int) -> float:
+        """Passes over the data up to `cursor`, e.g. 1.5."""
+        return cursor / self.rows
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
