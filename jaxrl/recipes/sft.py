@@ -47,7 +47,8 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
     tokens = [np.concatenate([e.prompt_ids, e.target_ids]).astype(np.int32) for e in examples]
     prompts = np.array([len(e.prompt_ids) for e in examples], np.int32)
     offsets = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int64)
-    mask = np.concatenate([np.arange(len(t)) >= (0 if loss_on_prompt else p) for t, p in zip(tokens, prompts, strict=True)])
+    first = np.where(loss_on_prompt, 1, np.maximum(prompts, 1))  # nothing predicts the very first token
+    mask = np.concatenate([np.arange(len(t)) >= f for t, f in zip(tokens, first, strict=True)])
     flat, n = np.concatenate(tokens), len(examples)
     zeros = np.zeros(len(flat), np.float32)
     return Trajectories(
