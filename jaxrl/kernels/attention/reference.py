@@ -1,0 +1,50 @@
+"""The truth for `attention`: all scores at once, grouped einsum without repeating keys or values.
+
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, R = H / G queries per key head,
+K head size.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def visible(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window):
+    """The mask of api.attention: bool [B, L, S], True where the query sees the key."""
+    q_pos, k_pos = q_positions_BxL[:, :, None], k_positions_BxS[:, None, :]
+    mask = k_pos <= q_pos
+    if window:
+        mask &= q_pos - k_pos < window
+    if q_segments_BxL is not None:
+        k_seg = k_segments_BxS[:, None, :]
+        same = k_seg == q_segments_BxL[:, :, None]
+        if q_prefixes_BxL is not None:
+            prefix = q_prefixes_BxL[:, :, None]
+            same |= (k_seg == prefix) & (prefix != 0)
+        mask &= same
+    return mask
+
+
+def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
+    """Masked scores [B, G, R, L, S] in fp32 or better; hidden keys get a large negative finite number."""
+    acc = jnp.promote_types(q_BxLxGxRxK.dtype, jnp.float32)
+    scores = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k_BxSxGxK, preferred_element_type=acc) * scale
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    return jnp.where(mask_BxLxS[:, None, None], scores, jnp.finfo(acc).min / 2)
+
+
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
+              q_prefixes_BxL, *, window, softcap, scale, chosen=True):
+    """See api.attention. Memory grows with L * S."""
+    del chosen
+    batch, length, heads, size = q_BxLxHxK.shape
+    groups = k_BxSxGxK.shape[2]
+    q = q_BxLxHxK.reshape(batch, length, groups, heads // groups, size)
+    mask = visible(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window)
+    scores = capped_scores(q, k_BxSxGxK, mask, softcap, scale)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(v_BxSxGxK.dtype)
+    acc = jnp.promote_types(v_BxSxGxK.dtype, jnp.float32)
+    out = jnp.einsum("bgrls,bsgk->blgrk", weights, v_BxSxGxK, preferred_element_type=acc)
+    return out.astype(v_BxSxGxK.dtype).reshape(batch, length, heads, size)

@@ -1,0 +1,244 @@
+"""The decoder: one linen module for every family, in three modes (packed rows, prefill, one token against a cache).
+
+Parameters keep the dtype they are given and are cast to the compute dtype where they are used. Norms, rotary angles
+and softmax run in fp32 (float64 where the compute dtype is).
+
+Legend: B rows, L tokens per row, D hidden size, H query heads, G key-value heads, K head size, S cache slots, C cache
+length, N repetitions of the repeating block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.attention import attention
+from jaxrl.models.config import Layer, ModelConfig
+from jaxrl.models.rope import rotate, rotations
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Norm(nn.Module):
+    """RMS norm over the last axis, times offset + scale."""
+
+    eps: float
+    offset: float
+
+    @nn.compact
+    def __call__(self, x):
+        acc = jnp.promote_types(x.dtype, jnp.float32)
+        scale = self.param("scale", nn.initializers.constant(1.0 - self.offset), (x.shape[-1],))
+        y = x.astype(acc)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.offset:
+            return (y * (self.offset + scale.astype(acc))).astype(x.dtype)
+        return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """Contracts the last axes of x with the leading axes of `kernel` [*inputs, *outputs]."""
+
+    outputs: tuple[int, ...]
+    inputs: int = 1
+    bias: bool = False
+    std: float = 0.02
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(self.std), x.shape[-self.inputs:] + self.outputs)
+        axes = tuple(range(x.ndim - self.inputs, x.ndim)), tuple(range(self.inputs))
+        y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, self.outputs).astype(x.dtype)
+        return y
+
+
+class Attention(nn.Module):
+    """Self-attention over packed rows, or of one new token per slot over the cache. See Block for `shared`."""
+
+    config: ModelConfig
+    layer: Layer
+    implementation: str
+
+    @nn.compact
+    def __call__(self, x_BxLxD, shared, cache, index):
+        cfg = self.config
+
+        def project(name, heads):
+            return Linear((heads, cfg.head_dim), bias=cfg.qkv_bias, std=cfg.init_std, name=name)(x_BxLxD)
+
+        q, k, v = project("query", cfg.num_heads), project("key", cfg.num_kv_heads), project("value", cfg.num_kv_heads)
+        if cfg.qk_norm:
+            q = Norm(cfg.norm_eps, cfg.norm_offset, name="query_norm")(q)
+            k = Norm(cfg.norm_eps, cfg.norm_offset, name="key_norm")(k)
+        rotation = shared["rotations"][distinct_ropes(cfg).index(self.layer.rope)]
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        options = dict(window=self.layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale)
+        positions = shared["positions"]
+        if cache is None:
+            kv = {"k": k, "v": v}
+            out = attention(q, k, v, positions, positions, shared["segments"], shared["segments"], shared["prefixes"],
+                            implementation=self.implementation, **options)
+        else:
+            kv = _write(cache, {"k": k, "v": v}, positions[:, 0], index)
+            now = kv if index is None else jax.tree.map(lambda a: a[index], kv)
+            k_positions = jnp.arange(now["k"].shape[1], dtype=positions.dtype)[None]
+            out = attention(q, now["k"].astype(q.dtype), now["v"].astype(q.dtype), positions, k_positions,
+                            implementation="reference", **options)
+        out = Linear((cfg.hidden_size,), inputs=2, bias=cfg.out_bias, std=cfg.init_std, name="out")(out)
+        return out, kv
+
+
+def _write(cache, kv, positions_S, index):
+    """Puts one token per slot at its position, in place inside a jitted loop. Positions beyond the cache are dropped."""
+    slots = jnp.arange(positions_S.shape[0])
+    where = (slots, positions_S) if index is None else (index, slots, positions_S)
+    return {name: cache[name].at[where].set(kv[name][:, 0].astype(cache[name].dtype), mode="drop",
+                                            unique_indices=True) for name in cache}
+
+
+class MLP(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x):
+        cfg = self.config
+
+        def linear(name, width):
+            return Linear((width,), bias=cfg.mlp_bias, std=cfg.init_std, name=name)
+
+        gate = ACTIVATIONS[cfg.activation](linear("gate", cfg.mlp_size)(x))
+        return linear("down", cfg.hidden_size)(gate * linear("up", cfg.mlp_size)(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added."""
+
+    config: ModelConfig
+    layer: Layer
+    implementation: str
+
+    @nn.compact
+    def __call__(self, x, shared, cache, index):
+        cfg = self.config
+
+        def norm(name, y):
+            return Norm(cfg.norm_eps, cfg.norm_offset, name=name)(y)
+
+        y, kv = Attention(cfg, self.layer, self.implementation, name="attention")(
+            norm("attention_norm", x), shared, cache, index)
+        x = x + (norm("attention_post_norm", y) if cfg.post_norms else y)
+        y = MLP(cfg, name="mlp")(norm("mlp_norm", x))
+        return x + (norm("mlp_post_norm", y) if cfg.post_norms else y), kv
+
+
+class Block(nn.Module):
+    """The repeating block, the body of the scan. Carry: (x, whole stacked cache or None); index: repetition.
+
+    `shared` holds what all layers read: positions, segments, prefixes [B, L] and rotations per distinct rotary
+    embedding. Returns the carry and, where `keep_kv`, the keys and values of its layers.
+    """
+
+    config: ModelConfig
+    implementation: str
+    remat: str
+    keep_kv: bool
+
+    @nn.compact
+    def __call__(self, carry, index, shared):
+        x, cache = carry
+        kept = {}
+        for j in range(self.config.period):
+            name = f"sub_{j}"
+            layer = _layer_class(self.remat, scanned=True)(
+                self.config, self.config.layers[j], self.implementation, name=name)
+            x, kv = layer(x, shared, None if cache is None else cache[name], index)
+            if cache is not None:
+                cache = {**cache, name: kv}
+            elif self.keep_kv:
+                kept[name] = kv
+        return (x, cache), kept
+
+
+def _layer_class(remat, scanned):
+    if remat == "none":
+        return DecoderLayer
+    return nn.remat(DecoderLayer, policy=POLICIES[remat], prevent_cse=not scanned)
+
+
+def distinct_ropes(config: ModelConfig) -> list:
+    return list(dict.fromkeys(layer.rope for layer in config.layers))
+
+
+def repetitions(config: ModelConfig, scan_layers: bool) -> int:
+    """How often the scan repeats the block; 0 = every layer unrolled (also where nothing would repeat)."""
+    count = config.num_layers // config.period
+    return count if scan_layers and count > 1 else 0
+
+
+class Decoder(nn.Module):
+    """tokens -> hidden states after the final norm, and keys and values (fresh ones, or the updated cache)."""
+
+    config: ModelConfig
+    dtype: Any
+    scan_layers: bool
+    remat: str
+    implementation: str
+
+    @nn.compact
+    def __call__(self, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False):
+        cfg = self.config
+        acc = jnp.promote_types(self.dtype, jnp.float32)
+        embedding = Embedding(cfg, name="embed")()
+        x = jnp.take(embedding, tokens_BxL, axis=0).astype(self.dtype) * jnp.asarray(cfg.embed_scale, self.dtype)
+        shared = {"positions": positions_BxL, "segments": segments_BxL, "prefixes": prefixes_BxL,
+                  "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]}
+        out = {}
+        repeats = repetitions(cfg, self.scan_layers)
+        if repeats:
+            block = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True},
+                            in_axes=(0, nn.broadcast), length=repeats)
+            stacked = None if cache is None else cache["layers"]
+            (x, stacked), kept = block(cfg, self.implementation, self.remat, keep_kv, name="layers")(
+                (x, stacked), jnp.arange(repeats), shared)
+            out["layers"] = kept if cache is None else stacked
+        for i in range(repeats * cfg.period, cfg.num_layers):
+            name = f"layer_{i}"
+            x, kv = _layer_class(self.remat, scanned=False)(cfg, cfg.layers[i], self.implementation, name=name)(
+                x, shared, None if cache is None else cache[name], None)
+            if keep_kv or cache is not None:
+                out[name] = kv
+        x = Norm(cfg.norm_eps, cfg.norm_offset, name="final_norm")(x)
+        if not cfg.tied and self.is_initializing():
+            Head(cfg, name="head")()
+        return x, out
+
+
+class Embedding(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self):
+        return self.param("embedding", nn.initializers.normal(self.config.init_std),
+                          (self.config.vocab_size, self.config.hidden_size))
+
+
+class Head(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self):
+        return self.param("kernel", nn.initializers.normal(self.config.init_std),
+                          (self.config.hidden_size, self.config.vocab_size))

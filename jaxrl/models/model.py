@@ -1,0 +1,206 @@
+"""Model: the pure functions every other room calls.
+
+Legend: B rows, L tokens per row, P prompt length, D hidden size, V vocabulary, S cache slots, C cache length, G
+key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config import ConfigError
+from jaxrl.models import parameters
+from jaxrl.models.config import ModelConfig, model_config
+from jaxrl.models.decoder import POLICIES, Decoder, repetitions
+
+
+def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", attention: str = "auto") -> Model:
+    """The model an HF config describes.
+
+    Args:
+      hf_config: a config.json as a dict (see hf.load_config).
+      compute_dtype: dtype of activations; parameters are cast to it where they are used.
+      scan_layers: scan over the model's repeating block (compile time flat in depth) instead of unrolling.
+      remat: what the backward pass recomputes: none, full (each layer), dots (all but matrix products).
+      attention: implementation, see kernels.attention.
+
+    Raises ConfigError for configs no family here serves.
+    """
+    if remat not in ("none", *POLICIES):
+        raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(POLICIES)}")
+    return Model(model_config(hf_config), jnp.dtype(compute_dtype), bool(scan_layers), remat, attention)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder as pure functions of its parameters: plain nested dicts of arrays, of any float dtype.
+
+    Frozen and hashable, so it can be closed over or passed as a static argument of jit.
+    """
+
+    config: ModelConfig
+    compute_dtype: np.dtype
+    scan_layers: bool
+    remat: str
+    attention: str
+
+    @functools.cached_property
+    def _module(self):
+        return Decoder(self.config, self.compute_dtype, self.scan_layers, self.remat, self.attention)
+
+    def _apply(self, params, *args, **kwargs):
+        return self._module.apply({"params": params}, *args, **kwargs)
+
+    @functools.cached_property
+    def entries(self) -> tuple[parameters.Entry, ...]:
+        """The parameter table: our path, shape, logical axes and HF names of every array."""
+        row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+        tree = jax.eval_shape(lambda t: self._module.init(jax.random.key(0), t, t, t, t), row)["params"]
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in flat}
+        return tuple(parameters.entries(self.config, shapes))
+
+    def tree(self, function):
+        """The parameter tree with `function(entry)` at every leaf."""
+        out = {}
+        for entry in self.entries:
+            *groups, leaf = entry.path
+            node = out
+            for name in groups:
+                node = node.setdefault(name, {})
+            node[leaf] = function(entry)
+        return out
+
+    def init(self, key):
+        """Random fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one.
+
+        Pure. Each array depends on `key` and its HF name only, so scanned and unrolled models start equal.
+        """
+        def values(entry):
+            shape = entry.shape[1:] if entry.stacked else entry.shape
+            if entry.path[-1] == "scale":
+                return jnp.full(entry.shape, 1.0 - self.config.norm_offset, jnp.float32)
+            if entry.path[-1] == "bias":
+                return jnp.zeros(entry.shape, jnp.float32)
+            keys = jnp.stack([jax.random.fold_in(key, zlib.crc32(name.encode())) for name in entry.hf_names])
+            draws = jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))(keys) * self.config.init_std
+            return draws if entry.stacked else draws[0]
+
+        return self.tree(values)
+
+    def logical_axes(self):
+        """Tree of tuples of logical axis names, one per dimension."""
+        return self.tree(lambda entry: entry.axes)
+
+    def hidden(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL):
+        """Hidden states after the final norm, [B, L, D] in the compute dtype.
+
+        A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
+        windows compare positions. Padding (segment 0) returns finite values without meaning.
+        """
+        return self._apply(params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL)[0]
+
+    def head(self, params):
+        """The output matrix [D, V] in the compute dtype; the embedding transposed where the model ties them."""
+        weights = params["embed"]["embedding"].T if self.config.tied else params["head"]["kernel"]
+        return weights.astype(self.compute_dtype)
+
+    def logits(self, params, hidden):
+        """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""
+        acc = jnp.promote_types(self.compute_dtype, jnp.float32)
+        contract = (((hidden.ndim - 1,), (0,)), ((), ()))
+        logits = jax.lax.dot_general(hidden, self.head(params), contract, preferred_element_type=acc)
+        cap = self.config.final_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+    def init_cache(self, slots: int, length: int, dtype):
+        """Zeroed cache: per layer k and v [slots, length, G, K], with the repetitions in front where scanned."""
+        self.check_length(length)
+        cfg = self.config
+        shape = (slots, length, cfg.num_kv_heads, cfg.head_dim)
+        repeats = repetitions(cfg, self.scan_layers)
+
+        def layer(*lead):
+            return {"k": jnp.zeros((*lead, *shape), dtype), "v": jnp.zeros((*lead, *shape), dtype)}
+
+        cache = {f"layer_{i}": layer() for i in range(repeats * cfg.period, cfg.num_layers)}
+        if repeats:
+            cache["layers"] = {f"sub_{j}": layer(repeats) for j in range(cfg.period)}
+        return cache
+
+    def prefill(self, params, tokens_BxP, lengths_B):
+        """Runs right-padded prompts at positions 0...
+
+        Returns:
+          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G, K] per layer.
+        """
+        positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
+        segments = (positions < lengths_B[:, None]).astype(jnp.int32)
+        hidden, kv = self._apply(params, tokens_BxP, positions, segments, keep_kv=True)
+        last = jnp.take_along_axis(hidden, (lengths_B - 1)[:, None, None], axis=1)
+        return last[:, 0], kv
+
+    def insert(self, cache, kv, rows_K, slots_K):
+        """Copies prefilled rows into slots, at positions 0..P-1; slots outside the cache are dropped.
+
+        Raises ValueError where the prompts are longer than the cache.
+        """
+        def copy(path, into, values):
+            stacked = path[0].key == "layers"
+            prompt, room = values.shape[-3], into.shape[-3]
+            if prompt > room:
+                raise ValueError(f"prompts of {prompt} tokens do not fit a cache of length {room}")
+            if stacked:
+                return into.at[:, slots_K, :prompt].set(values[:, rows_K].astype(into.dtype), mode="drop")
+            return into.at[slots_K, :prompt].set(values[rows_K].astype(into.dtype), mode="drop")
+
+        return jax.tree_util.tree_map_with_path(copy, cache, kv)
+
+    def take(self, cache, slots_K):
+        """A cache of the given slots, in their order (to continue with fewer of them)."""
+        def rows(path, values):
+            return values[:, slots_K] if path[0].key == "layers" else values[slots_K]
+
+        return jax.tree_util.tree_map_with_path(rows, cache)
+
+    def decode(self, params, tokens_S, positions_S, cache):
+        """One token per slot: writes its key and value at its position, attends to cache positions up to it.
+
+        Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache is updated
+        in place.
+
+        Returns (hidden_SxD, cache).
+        """
+        hidden, cache = self._apply(params, tokens_S[:, None], positions_S[:, None], cache=cache)
+        return hidden[:, 0], cache
+
+    def check_length(self, tokens: int) -> None:
+        """ConfigError where a sequence of this many tokens needs a rotary scaling that depends on its length."""
+        for layer in self.config.layers:
+            if layer.rope.kind == "dynamic" and tokens > layer.rope.original_max:
+                raise ConfigError(
+                    f"rope_type=dynamic serves sequences up to its original window of {layer.rope.original_max} tokens, "
+                    f"{tokens} are asked for; set rope_type=yarn with a factor in model.config, or shorten the limit")
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.entries)
+
+    def flops_per_token(self, context: int) -> int:
+        """Floating-point operations of the forward pass for one token that sees `context` tokens (itself included).
+
+        Matrix products only, the head included, the embedding lookup not; a multiply and an add count as two. The
+        backward pass costs twice as much.
+        """
+        cfg = self.config
+        matrices = sum(math.prod(e.shape) for e in self.entries if e.inputs and e.path[0] != "head")
+        head = cfg.hidden_size * cfg.vocab_size
+        seen = sum(min(layer.window or context, context) for layer in cfg.layers)
+        return 2 * (matrices + head) + 4 * cfg.num_heads * cfg.head_dim * seen

@@ -1,0 +1,105 @@
+"""Rotary position embedding and its scalings.
+
+Legend: B rows, L tokens per row, H heads, K head size, F = K / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """One rotary embedding. `kind`: default, linear, dynamic, yarn or llama3; the other fields as in HF's configs.
+
+    `dynamic` equals `default` inside the original window; `Model.check_length` refuses lengths beyond it.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max: int = 0                  # window before scaling (yarn, llama3, dynamic)
+    low_freq_factor: float = 1.0           # llama3
+    high_freq_factor: float = 4.0          # llama3
+    beta_fast: float = 32.0                # yarn
+    beta_slow: float = 1.0                 # yarn
+    truncate: bool = True                  # yarn: round the ramp's ends to whole dimensions
+    attention_factor: float | None = None  # yarn: factor on cos and sin; None = from mscale, else 0.1 ln(factor) + 1
+    mscale: float = 0.0                    # yarn
+    mscale_all_dim: float = 0.0            # yarn
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Angle per position for each pair of dimensions: [F] float32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = 1.0 / np.float32(rope.theta) ** exponents
+    return _SCALINGS[rope.kind](rope, head_dim, plain).astype(np.float32)
+
+
+def _linear(rope, head_dim, plain):
+    return plain / np.float32(rope.factor)
+
+
+def _llama3(rope, head_dim, plain):
+    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    turns = rope.original_max * plain / np.float32(2 * math.pi)  # rotations over the original window
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return (1 - blend) * plain / np.float32(rope.factor) + blend * plain
+
+
+def _yarn(rope, head_dim, plain):
+    """YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions between interpolation and extrapolation."""
+    def dimension(turns):
+        return head_dim * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    ramp = np.clip(ramp, 0.0, 1.0)
+    return plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)
+
+
+_SCALINGS = {
+    "default": lambda rope, head_dim, plain: plain,
+    "dynamic": lambda rope, head_dim, plain: plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+KINDS = tuple(_SCALINGS)
+
+
+def magnitude(rope: Rope) -> float:
+    """Factor on cos and sin: 1 but for yarn."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scaled(mscale):
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scaled(rope.mscale) / scaled(rope.mscale_all_dim)
+    return scaled(1.0)
+
+
+def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
+    """cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`."""
+    angles = positions_BxL[:, :, None, None].astype(dtype) * jnp.asarray(frequencies(rope, head_dim), dtype)
+    return jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)
+
+
+def rotate(x_BxLxHxK, rotation):
+    """Turns dimension pairs (i, i + K/2) by their angle, in the rotation's dtype; returns x's dtype."""
+    cos, sin = rotation
+    first, second = jnp.split(x_BxLxHxK.astype(cos.dtype), 2, axis=-1)
+    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return out.astype(x_BxLxHxK.dtype)
