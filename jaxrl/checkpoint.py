@@ -1,0 +1,469 @@
+"""Checkpoints: everything that resuming needs in one atomic Orbax commit.
+
+On disk, below `<run_dir>/checkpoints`:
+
+    00000020/               one checkpoint, visible only when complete (Orbax renames the finished directory)
+      arrays/               the array leaves, under their path in the tree ("trainable/layer_0/attn/q")
+      host/                 JSON: format, jaxrl version, step, table of the arrays, the caller's dict
+      manifest.json         size and CRC-32 of every file above; restoring checks it before anything is read
+    00000040.orbax-checkpoint-tmp    leftover of a killed save; removed before the next save
+    00000060.set-aside      damaged, or later than the checkpoint a run went back to; never read again, never deleted
+
+Life of a save, with the points where `faults.plan` can act: *before* | disk check, copy to host memory, return if
+asynchronous | tensors are written in the background | *tensors* | `before_commit`, manifest | *commit* | rename |
+*after* | checkpoints beyond `checkpoint.keep` are deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import jaxrl
+from jaxrl.config import ConfigError
+from jaxrl.faults import Faults
+
+log = logging.getLogger("jaxrl")
+
+FORMAT = 1          # raised when an older jaxrl could not read what a newer one writes
+MAX_FAILURES = 3    # failed saves in a row that end the run
+MANIFEST = "manifest.json"
+LATE_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these after the manifest
+LEFTOVER, DELETING, SET_ASIDE = ".orbax-checkpoint-tmp", ".deleting", ".set-aside"
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be written or used. The message names the path and the remedy."""
+
+
+class Damaged(Exception):
+    """A checkpoint whose files are not what its manifest says."""
+
+
+class Restored(NamedTuple):
+    step: int
+    arrays: Any   # the structure that was asked for, every leaf bitwise as saved
+    host: dict
+    path: Path
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run directory.
+
+    Args:
+      run_dir: the run directory; nothing is created before the first save.
+      config: the whole config; reads the group `checkpoint`.
+      faults: planned faults, for tests.
+      before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes
+        visible: whatever must not be older than the checkpoint is flushed here.
+    """
+
+    def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None):
+        self.directory = Path(run_dir).absolute() / "checkpoints"
+        self._options = config.checkpoint
+        self._faults = faults or Faults()
+        self._before_commit = before_commit
+        self._manager: ocp.CheckpointManager | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._failures = 0
+        self._saving = -1
+        self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
+
+    # ---- what is there
+
+    def steps(self) -> list[int]:
+        """Steps of the visible checkpoints, oldest first. Visible means complete when it was committed."""
+        return [int(p.name) for p in _checkpoints(self.directory)]
+
+    # ---- saving
+
+    def require_space(self, arrays) -> None:
+        """Raises OSError(ENOSPC) unless the disk has room for twice the arrays (a tree of arrays or abstract ones).
+
+        Twice, because the new checkpoint is written before the oldest is deleted and the file system needs slack.
+        """
+        size = sum(_nbytes(leaf) for leaf in jax.tree.leaves(arrays))
+        folder = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        free = shutil.disk_usage(folder).free
+        if free < 2 * size:
+            raise OSError(errno.ENOSPC, f"{self.directory}: {_size(free)} free, {_size(2 * size)} needed (twice the "
+                          "checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
+
+    def save(self, step: int, arrays, host: dict) -> bool:
+        """Saves one checkpoint. Returns False when the disk refused it or `step` is saved already.
+
+        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them;
+        what then fails is reported by the log, and by the next call. Synchronous: returns after the commit.
+        One save runs at a time; a second waits for the first.
+
+        Args:
+          arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
+          host: JSON-able dict with string keys. Tuples come back as lists.
+        Raises:
+          CheckpointError: the third failed save in a row. TypeError: a leaf that cannot be saved, by name.
+          Whatever else went wrong in the background since the last call.
+        """
+        self.wait()
+        self._set_aside_stale()
+        if step in self.steps():
+            return False
+        leaves = flatten(arrays)
+        _check_json(host, "host")
+        envelope = {"format": FORMAT, "jaxrl": jaxrl.__version__, "step": int(step), "host": host,
+                    "arrays": {k: [str(v.dtype), list(v.shape)] for k, v in leaves.items()}}
+        # Orbax refuses arrays without elements; their shape in the table is all there is to keep.
+        stored = {k: np.array(v) if isinstance(v, np.ndarray | np.generic) else v for k, v in leaves.items() if v.size}
+        items = {"host": ocp.args.JsonSave(envelope)}
+        if stored:
+            items["arrays"] = ocp.args.PyTreeSave(stored)
+        self._saving = step
+        try:
+            self._faults.fire("checkpoint", step, "before")
+            manager = self._open()
+            self.require_space(leaves)
+            manager.save(step, args=ocp.args.Composite(**items), force=True)
+        except Exception as e:
+            self._failed(step, e)
+            self.check()
+            return False
+        self._thread = threading.Thread(target=self._finish, args=(step,), name="checkpoint")
+        self._thread.start()
+        if not self._options.asynchronous:
+            self.wait()
+            return step in self.steps()
+        return True
+
+    def wait(self) -> None:
+        """Blocks until a running save is committed or has failed. Raises as `save` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def close(self) -> None:
+        """Waits for a running save and frees Orbax's threads. Raises as `save` does."""
+        try:
+            self.wait()
+        finally:
+            self._drop_manager()
+
+    def check(self) -> None:
+        """Raises what went wrong in the background, if anything did. Costs nothing; call it every step."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Removes what killed saves left behind and returns Orbax's manager."""
+        if self._manager is None:
+            # Orbax explains every failed save with a traceback; `_failed` says it in one line.
+            logging.getLogger("absl").addFilter(_not_orbax)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.directory)
+            # Always asynchronous inside (a synchronous save waits): only then has Orbax a documented hook between
+            # the last tensor and the rename.
+            self._manager = ocp.CheckpointManager(self.directory, options=ocp.CheckpointManagerOptions(
+                step_format_fixed_length=8, save_root_metadata=False, enable_async_checkpointing=True,
+                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._commit)))
+        return self._manager
+
+    def _commit(self) -> None:
+        """Orbax calls this in its thread when all items are written, just before it renames the directory."""
+        name = f"{self._saving:08d}"
+        (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(name + LEFTOVER)]
+        self._faults.fire("checkpoint", self._saving, "tensors")
+        self._before_commit()
+        (folder / MANIFEST).write_text(json.dumps(_manifest(folder), indent=1))
+        self._faults.fire("checkpoint", self._saving, "commit")
+
+    def _finish(self, step: int) -> None:
+        try:
+            self._manager.wait_until_finished()
+            if step not in self.steps():
+                raise CheckpointError(f"{self.directory}: the checkpoint of step {step} did not become visible")
+            self._failures = 0
+            self._after(step)
+        except BaseException as e:  # noqa: B036  (handed to the main thread by wait())
+            self._failed(step, e)
+
+    def _after(self, step: int) -> None:
+        try:
+            self._faults.fire("checkpoint", step, "after")
+            self._prune()
+        except OSError as e:
+            log.error("checkpoint of step %d is written, but older ones were not deleted: %s", step, e)
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else."""
+        self._drop_manager()
+        _remove_leftovers(self.directory)
+        if not _is_disk_trouble(error):
+            self._error = error
+            return
+        self._failures += 1
+        kept = f"the newest one is of step {self.steps()[-1]}" if self.steps() else "there is none yet"
+        text = f"checkpoint of step {step} not written ({_first_line(error)}); {kept}"
+        if self._failures < MAX_FAILURES:
+            log.error("%s; training goes on, failure %d of %d", text, self._failures, MAX_FAILURES)
+        else:
+            self._error = CheckpointError(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
+                                          f"{self.directory} and start again: the run resumes from there")
+
+    def _drop_manager(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            try:
+                manager.close()
+            except Exception as e:
+                log.debug("closing the checkpoint manager: %s", e)  # the failure itself was reported already
+            logging.getLogger("absl").removeFilter(_not_orbax)
+
+    def _prune(self) -> None:
+        """Deletes the oldest checkpoints. Renamed first: a killed deletion must not leave half a visible one."""
+        for path in _checkpoints(self.directory)[:-self._options.keep]:
+            doomed = path.with_name(path.name + DELETING)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _set_aside_stale(self) -> None:
+        """Once a run that went back writes again, the later checkpoints of the abandoned line lose their names."""
+        for path in self._stale or ():
+            if path.exists():
+                target = next(p for i in range(10_000)
+                              if not (p := path.with_name(path.name + SET_ASIDE + (f"-{i}" if i else ""))).exists())
+                os.rename(path, target)
+                log.warning("%s is not part of this run any more; it is now %s", path, target.name)
+        self._stale = None
+
+    # ---- restoring
+
+    def restore(self, abstract, resume: str = "auto", *, partial: bool = False) -> Restored | None:
+        """Restores the newest usable checkpoint, or None when there is nothing to resume.
+
+        Args:
+          abstract: tree of `jax.ShapeDtypeStruct` with `sharding` (any mesh), or of arrays. A numpy leaf comes back
+            as numpy; a ShapeDtypeStruct without sharding on the first device.
+          resume: `auto`: the newest of this run directory, if any; `must`: the same, or an error; `never`: None;
+            else the path of a run directory or of one checkpoint.
+          partial: leaves that `abstract` lacks are left on disk (evaluation needs no optimizer state).
+        Raises:
+          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; names,
+            shapes or dtypes that differ; a format that this jaxrl does not know.
+        """
+        paths, only = self._candidates(resume)
+        for path in paths:
+            self._faults.fire("resume", int(path.name), "before")
+            try:
+                verify(path)
+            except Damaged as e:
+                if only:
+                    raise CheckpointError(f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}") from None
+                log.error("CHECKPOINT DAMAGED: %s: %s. Falling back to the previous one.", path, e)
+                continue
+            restored = _read(path, abstract, partial)
+            self._faults.fire("resume", restored.step, "arrays")
+            self._stale = self._later_than(path)
+            return restored
+        if paths:
+            raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; run.resume=never starts "
+                                  "over (they are kept), run.resume=<path> takes another run's")
+        self._stale = _checkpoints(self.directory)
+        return None
+
+    def _later_than(self, path: Path) -> list[Path]:
+        own = _checkpoints(self.directory)
+        return own[own.index(path) + 1:] if path in own else own
+
+    def _candidates(self, resume: str) -> tuple[list[Path], bool]:
+        """(checkpoints to try, newest first; whether exactly one was named)."""
+        if resume == "never":
+            return [], False
+        if resume in ("auto", "must"):
+            own = _checkpoints(self.directory)[::-1]
+            if resume == "must" and not own:
+                raise CheckpointError(f"run.resume=must: {self.directory} holds no checkpoint; auto would start afresh")
+            return own, False
+        path = Path(resume).expanduser().absolute()
+        if not path.is_dir():
+            raise CheckpointError(f"run.resume={resume!r} is neither auto, must or never nor an existing directory")
+        if _is_checkpoint(path):
+            return [path], True
+        found = (_checkpoints(path / "checkpoints") or _checkpoints(path))[::-1]
+        if not found:
+            raise CheckpointError(f"run.resume={resume!r}: {path} is neither a checkpoint nor a run directory with any")
+        return found, False
+
+
+# ---- trees
+
+def flatten(tree) -> dict[str, Any]:
+    """Array leaves by path, e.g. {"opt_state/0/mu/layer_0/attn/q": ...}. Empty containers have no leaves.
+
+    Raises TypeError, by name, for a leaf that is no plain array (None counts as empty; Python numbers, typed PRNG
+    keys and strings are refused) and ValueError when two paths read the same.
+    """
+    out = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise TypeError(f"checkpoint: {name} is {type(leaf).__name__}, no array; numbers and text belong in `host`")
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"checkpoint: {name} is a typed PRNG key; save jax.random.key_data(key)")
+        if name in out:
+            raise ValueError(f"checkpoint: two leaves have the path {name!r}")
+        out[name] = leaf
+    return out
+
+
+def _check_json(node, where: str) -> None:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if not isinstance(key, str):
+                raise TypeError(f"checkpoint: {where} has the key {key!r}; JSON keeps string keys only")
+            _check_json(value, f"{where}.{key}")
+    elif isinstance(node, list | tuple):
+        for i, value in enumerate(node):
+            _check_json(value, f"{where}[{i}]")
+    elif not (node is None or type(node) in (bool, int, float, str)):
+        raise TypeError(f"checkpoint: {where} is {type(node).__name__}; use plain Python values, arrays go in `arrays`")
+
+
+def _nbytes(leaf) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+
+
+# ---- directories
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(re.fullmatch(r"\d{8,}", path.name)) and path.is_dir()
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if _is_checkpoint(p)), key=lambda p: int(p.name))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if LEFTOVER in path.name or path.name.endswith(DELETING):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _manifest(folder: Path) -> dict[str, list[int]]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (*LATE_FILES, MANIFEST))
+    return {str(p.relative_to(folder)): [p.stat().st_size, _crc(p)] for p in files}
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def verify(path: Path) -> None:
+    """Compares every file of a checkpoint with its manifest. Raises Damaged saying what is wrong."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as e:
+        raise Damaged(f"{MANIFEST} cannot be read ({_first_line(e)})") from None
+    for name, (size, crc) in manifest.items():
+        file = path / name
+        if not file.is_file():
+            raise Damaged(f"{name} is missing")
+        if file.stat().st_size != size:
+            raise Damaged(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if _crc(file) != crc:
+            raise Damaged(f"{name} has other content than was written")
+
+
+# ---- reading
+
+def _read(path: Path, abstract, partial: bool) -> Restored:
+    envelope = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "host")
+    if envelope["format"] > FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this is "
+                              f"jaxrl {jaxrl.__version__}, which reads up to format {FORMAT}: upgrade jaxrl")
+    wanted, saved = flatten(abstract), envelope["arrays"]
+    _check_table(path, wanted, saved, partial)
+    stored = {k: v for k, v in wanted.items() if _nbytes(v)}
+    values = {}
+    if stored:
+        args = ocp.args.PyTreeRestore(item=stored, restore_args={k: _restore_args(v) for k, v in stored.items()},
+                                      partial_restore=True)
+        values = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "arrays", args=args)
+    leaves = [values[k] if k in stored else _empty(v) for k, v in wanted.items()]
+    tree = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    return Restored(envelope["step"], tree, envelope["host"], path)
+
+
+def _check_table(path: Path, wanted: dict, saved: dict, partial: bool) -> None:
+    """Raises CheckpointError naming up to five leaves whose presence, shape or dtype differs."""
+    problems = [f"{k} is not in it" for k in wanted if k not in saved]
+    problems += [f"{k} is not asked for" for k in saved if k not in wanted and not partial]
+    for k, leaf in wanted.items():
+        if k in saved and saved[k] != (here := [str(leaf.dtype), list(leaf.shape)]):
+            problems.append(f"{k} was saved as {saved[k][0]}{saved[k][1]}, wanted is {here[0]}{here[1]}")
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{path} does not fit this config: {'; '.join(problems[:5])}{more}. Use the config it "
+                              "was written with (<run.dir>/config.json), or another run.dir")
+
+
+def _restore_args(leaf):
+    if isinstance(leaf, np.ndarray | np.generic):
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _empty(leaf):
+    zeros = np.zeros(leaf.shape, leaf.dtype)
+    return zeros if isinstance(leaf, np.ndarray) else jax.device_put(zeros, getattr(leaf, "sharding", None))
+
+
+# ---- messages
+
+def _is_disk_trouble(error: BaseException) -> bool:
+    """Whether a failure is the disk's: an OSError that says so, or TensorStore's text for one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
+            return True
+        if any(os.strerror(code) in str(error) for code in DISK_TROUBLE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.splitlines() or [type(error).__name__])[0][:300]
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname

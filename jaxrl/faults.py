@@ -1,0 +1,193 @@
+"""Planned faults for tests, and the signals that end a run politely.
+
+A plan is a list of entries `component.action@key=value,...`, for example
+
+    faults.plan = ("checkpoint.kill9@step=6,phase=commit", "rollout.term@step=3")
+
+Keys: `step` (needed), `phase` (only where `POINTS` lists some; default the first), `seconds` (only for `sleep`).
+Every entry acts once in the process that reaches its point. An empty plan costs one dictionary look-up per point.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxrl.config import ConfigError
+
+log = logging.getLogger("jaxrl")
+
+# component -> phases, in the order they are reached. Training code fires these names and no others.
+POINTS: dict[str, tuple[str, ...]] = {
+    "rollout": (),
+    "reward": (),
+    "update": (),
+    "checkpoint": (
+        "before",   # save() was called, nothing is on disk
+        "tensors",  # every tensor is written, the checkpoint is not yet visible (background thread when asynchronous)
+        "commit",   # the last instruction of ours before Orbax renames the directory
+        "after",    # the checkpoint is visible, older ones are not yet deleted
+    ),
+    "resume": (
+        "before",   # a checkpoint was chosen, nothing is read
+        "arrays",   # its arrays are restored, training has not begun
+    ),
+}
+ACTIONS: dict[str, str] = {
+    "kill9": "SIGKILL to this process: nothing is flushed, nothing is cleaned up",
+    "term": "SIGTERM to this process, as a scheduler sends it",
+    "raise": "FaultError in the thread that reached the point",
+    "enospc": "OSError(ENOSPC), as a full disk gives",
+    "sleep": "waits `seconds` (default 1) and goes on",
+}
+
+
+class FaultError(RuntimeError):
+    """Raised by a planned `raise`."""
+
+
+class Fault(NamedTuple):
+    component: str
+    action: str
+    step: int
+    phase: str
+    seconds: float
+    text: str
+
+
+def parse_plan(plan: Iterable[str]) -> tuple[Fault, ...]:
+    """Reads and checks `faults.plan`. Raises ConfigError naming the entry and the known names.
+
+    A comma inside an entry survives the command line's splitting at commas: a piece without '@' continues the
+    entry before it.
+    """
+    entries: list[str] = []
+    for piece in plan:
+        if "@" not in str(piece) and entries:
+            entries[-1] += f",{piece}"
+        else:
+            entries.append(str(piece))
+    return tuple(_parse(entry) for entry in entries)
+
+
+def _parse(entry: str) -> Fault:
+    match = re.fullmatch(r"(\w+)\.(\w+)@(.+)", entry.strip())
+    if not match:
+        raise ConfigError(f"faults.plan: {entry!r} is not 'component.action@step=N', "
+                          "for example 'checkpoint.kill9@step=6,phase=commit'")
+    component, action, rest = match.groups()
+    if component not in POINTS:
+        raise ConfigError(f"faults.plan: {entry!r}: unknown component {component!r}; known: {', '.join(POINTS)}")
+    if action not in ACTIONS:
+        raise ConfigError(f"faults.plan: {entry!r}: unknown action {action!r}; known: {', '.join(ACTIONS)}")
+    keys = {}
+    for pair in rest.split(","):
+        name, eq, value = pair.partition("=")
+        allowed = ["step"] + ["phase"] * bool(POINTS[component]) + ["seconds"] * (action == "sleep")
+        if not eq or name.strip() not in allowed:
+            raise ConfigError(f"faults.plan: {entry!r}: {pair!r} is not one of {', '.join(k + '=' for k in allowed)}")
+        keys[name.strip()] = value.strip()
+    phases = POINTS[component]
+    phase = keys.get("phase", phases[0] if phases else "")
+    if phases and phase not in phases:
+        raise ConfigError(f"faults.plan: {entry!r}: unknown phase {phase!r}; known: {', '.join(phases)}")
+    try:
+        return Fault(component, action, int(keys["step"]), phase, float(keys.get("seconds", 1)), entry)
+    except KeyError:
+        raise ConfigError(f"faults.plan: {entry!r} names no step; add step=N") from None
+    except ValueError as e:
+        raise ConfigError(f"faults.plan: {entry!r}: {e}") from None
+
+
+class Faults:
+    """The plan of one process. `fire` is called at the named points and does nothing unless an entry matches."""
+
+    def __init__(self, plan: Iterable[str] = ()):
+        self._pending: dict[tuple[str, int, str], list[Fault]] = {}
+        for fault in parse_plan(plan):
+            self._pending.setdefault((fault.component, fault.step, fault.phase), []).append(fault)
+
+    def fire(self, component: str, step: int, phase: str = "") -> None:
+        """Reaches a point. Raises KeyError for a point that `POINTS` does not list (a mistake in jaxrl itself)."""
+        phases = POINTS[component]
+        phase = phase or (phases[0] if phases else "")
+        if phases and phase not in phases:
+            raise KeyError(f"{component} has no phase {phase!r}")
+        for fault in self._pending.pop((component, int(step), phase), ()):
+            log.warning("planned fault: %s", fault.text)
+            _act(fault)
+
+
+def _act(fault: Fault) -> None:
+    if fault.action == "kill9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.action == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault.action == "raise":
+        raise FaultError(f"planned fault {fault.text}")
+    elif fault.action == "enospc":
+        raise OSError(errno.ENOSPC, f"planned fault {fault.text}: no space left on device")
+    else:
+        time.sleep(fault.seconds)
+
+
+class GracefulStop:
+    """While active, SIGTERM, SIGINT and SIGUSR1 only set a flag; the run saves and leaves at its next look.
+
+        with GracefulStop() as stop:
+            ... if stop: break
+
+    A second Ctrl-C ends the process at once, even inside compiled code (the system's default action is restored
+    after the first). Repeated SIGTERM and SIGUSR1 change nothing: schedulers send them more than once. Outside the
+    main thread Python forbids handlers; then only `request()` sets the flag. The old handlers come back at exit.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self):
+        self.reason = ""
+        self._old: dict[int, object] = {}
+
+    def __enter__(self) -> GracefulStop:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._old = {}
+
+    def _handle(self, number, frame) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # os.write, not print or logging: a handler may interrupt either of them while it holds its lock.
+        note = f"\njaxrl: {signal.Signals(number).name}: saving, then leaving"
+        note += " (Ctrl-C again leaves at once)\n" if number == signal.SIGINT else "\n"
+        if not self:
+            os.write(2, note.encode())
+        self.request(signal.Signals(number).name)
+
+    def request(self, reason: str) -> None:
+        """Sets the flag, as a signal would. The first reason is kept."""
+        self.reason = self.reason or reason
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def wait(self, seconds: float) -> bool:
+        """Sleeps up to `seconds`, at most 0.1 s longer once a stop is asked for. Returns the flag.
+
+        It polls: a handler that sets a `threading.Event` deadlocks when it interrupts that event's own lock.
+        """
+        end = time.monotonic() + seconds
+        while not self and (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+        return bool(self)
