@@ -164,15 +164,3 @@ def request_seed(root_seed: int, name: str, step: int, prompt: int, sample: int)
     """Seed (uint32) of one sample: a hash of where it stands in the run, the same on every host and every retry."""
     key = "\0".join((str(int(root_seed)), name, str(int(step)), str(int(prompt)), str(int(sample))))
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
-
-
-def sampling_params(config, evaluation: bool = False) -> SamplingParams:
-    """The config's sampling for training rollouts or for evaluation (stop conditions are shared)."""
-    source = config.eval if evaluation else config.rollout
-    limit = source.max_new_tokens or config.rollout.max_new_tokens
-    return SamplingParams(
-        temperature=float(source.temperature), top_p=float(source.top_p), top_k=int(source.top_k),
-        min_p=float(source.min_p), repetition_penalty=float(source.repetition_penalty),
-        frequency_penalty=float(source.frequency_penalty), max_new_tokens=int(limit),
-        min_new_tokens=min(int(config.rollout.min_new_tokens), int(limit)), stop=tuple(config.rollout.stop),
-        keep_stop=bool(config.rollout.keep_stop), stop_token_ids=tuple(config.rollout.stop_token_ids))

@@ -85,8 +85,8 @@ def _cache_lengths(given, total: int) -> tuple[int, ...]:
         return (total,)
     lengths = _ascending("rollout.cache_lengths", given)
     if lengths[-1] < total:
-        raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt and "
-                          "answer; add that length, or lower rollout.max_new_tokens or train.max_sequence_tokens")
+        raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt "
+                          "and answer; add that length, or lower rollout.max_new_tokens or train.max_sequence_tokens")
     return lengths
 
 

@@ -1,0 +1,351 @@
+"""The embedded sampler: a continuous batch over KV-cache slots on the policy's own devices.
+
+Requests wait in order. A prompt is prefilled once into a stash, with others of its length class, and copied from there
+into the slot of every request that has it. Slots decode together in chunks; between chunks the host takes what has
+finished, looks for stop strings, and refills. When nothing waits any more the tail moves through smaller slot counts.
+
+What happens depends on the order of calls alone, never on time, so a repeated run repeats every sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, deque
+
+import jax
+import numpy as np
+
+from jaxrl.config import ConfigError
+from jaxrl.rollout.programs import Programs, Progress
+from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.sampling import Controls
+from jaxrl.rollout.shapes import Shapes, from_config
+from jaxrl.rollout.stops import find_stop, text_decoder
+from jaxrl.sharding import data_shards, make_mesh
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
+            "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens")
+
+
+def make_engine(config, model, tokenizer, mesh, eos_ids):
+    """The engine `config.rollout.engine` names; `auto` and `jax` are the embedded sampler.
+
+    Args:
+      config: the whole config.
+      model: a jaxrl.models.Model; its compute dtype is used where rollout.dtype is auto.
+      tokenizer: anything with HF's `decode`, read for stop strings only; may be None without them.
+      mesh: dp x fsdp x tp; None = the first device.
+      eos_ids: end-of-text token ids.
+
+    Raises ConfigError for shapes the config cannot hold, and for a mesh over several processes.
+    """
+    if mesh is None:
+        mesh = make_mesh(config.mesh, jax.devices()[:1])
+    if len({d.process_index for d in mesh.devices.flat}) > 1:
+        raise ConfigError("rollout.engine=jax: the embedded sampler serves the devices of one process; this mesh spans "
+                          "several. Give each process its own mesh")
+    dtype = np.dtype(model.compute_dtype)
+    if config.rollout.dtype != "auto":
+        dtype = jax.numpy.dtype(DTYPES[config.rollout.dtype])
+    shapes = from_config(config, data_shards(mesh), len(eos_ids))
+    model = dataclasses.replace(model, compute_dtype=dtype, remat="none")
+    return EmbeddedEngine(model, shapes, mesh, tokenizer, eos_ids)
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One request on its way."""
+
+    request: Request
+    key: bytes    # identity of its prompt
+    bucket: int   # index of its prompt length class
+    limit: int    # answer tokens it may have
+    slot: int = -1
+    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, versions) per chunk
+
+    @property
+    def produced(self) -> int:
+        return sum(len(p[0]) for p in self.parts)
+
+    def column(self, i: int, dtype) -> np.ndarray:
+        return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
+
+
+class EmbeddedEngine:
+    """See protocol.Engine. The work is done inside `poll`, at least one chunk per call while there is any."""
+
+    def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids):
+        self.shapes = shapes
+        self._programs = Programs(model, shapes, mesh, model.compute_dtype)
+        self._vocab = model.config.vocab_size
+        self._eos = tuple(int(i) for i in eos_ids)
+        self._decode_text = text_decoder(tokenizer) if tokenizer is not None else None
+        self._params, self._version = None, -1
+        self._cache, self._stash = self._programs.new_caches()
+        self._stashed: list[dict[bytes, int]] = [{} for _ in shapes.prompt_lengths]
+        self._waiting: deque[Sample] = deque()
+        self._running: dict[int, Sample] = {}
+        self._done: list[Result] = []
+        self._ids: set[str] = set()
+        self._paused = self._closed = False
+        self._counts = Counter({name: 0 for name in COUNTERS})
+        self._table = _empty_table(shapes)
+        self._no_history: dict[int, jax.Array] = {}
+
+    # ---- the protocol -------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[Request]) -> None:
+        self._check_open()
+        samples = [self._sample(r) for r in requests]
+        ids = [r.id for r in requests]
+        twice = [i for i, n in Counter(ids).items() if n > 1 or i in self._ids]
+        if twice:
+            raise ValueError(f"request {twice[0]!r}: an unfinished request has the same id; ids are unique")
+        self._ids.update(ids)
+        self._waiting.extend(samples)
+        self._counts["requests"] += len(samples)
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        self._check_open()
+        end = time.monotonic() + deadline_s
+        while not self._paused and (self._waiting or self._running):
+            if self._params is None:
+                raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
+            self._admit()
+            self._decode()
+            if self._done or time.monotonic() >= end:
+                break
+        done, self._done = self._done, []
+        return done
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        self._check_open()
+        gone = self._ids if ids is None else self._ids.intersection(ids)
+        for sample in [s for s in (*self._running.values(), *self._waiting) if s.request.id in gone]:
+            self._counts["aborted"] += 1
+            self._finish(sample, "abort")
+        self._waiting = deque(s for s in self._waiting if s.request.id in self._ids)
+
+    def pause(self) -> None:
+        self._check_open()
+        self._paused = True
+
+    def publish(self, params, version: int) -> None:
+        self._check_open()
+        self._params = None  # the old copy goes before the new one comes
+        self._params = self._programs.publish(params)
+        self._version = int(version)
+        self._stashed = [{} for _ in self._stashed]
+
+    def resume(self) -> None:
+        self._check_open()
+        self._paused = False
+
+    def health(self) -> dict:
+        return {"ok": not self._closed and self._params is not None, "closed": self._closed, "paused": self._paused,
+                "version": self._version, "waiting": len(self._waiting), "running": len(self._running),
+                "slots": self.shapes.slots}
+
+    def counters(self) -> dict:
+        """Totals since the start. slot_steps counts decode steps times slots of the program that ran; the two
+        `_queued` counters count only chunks during which requests waited for a slot."""
+        return {**self._counts, "compiled": len(self._programs.compiled)}
+
+    def close(self) -> None:
+        if not self._closed:
+            for array in jax.tree.leaves((self._params, self._cache, self._stash, self._no_history)):
+                array.delete()
+            self._params = self._cache = self._stash = None
+            self._closed = True
+
+    # ---- a request comes in ---------------------------------------------------------------------------------------
+
+    def _check_open(self):
+        if self._closed:
+            raise RuntimeError("rollout: the engine is closed")
+
+    def _sample(self, request: Request) -> Sample:
+        """Checks a request against the static shapes. Raises ValueError naming it and the remedy."""
+        prompt = np.ascontiguousarray(request.prompt, np.int32)
+        p, who = request.sampling, f"request {request.id!r}"
+        longest, total = self.shapes.prompt_lengths[-1], self.shapes.max_total
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"{who}: the prompt is empty; give at least one token")
+        if len(prompt) > longest:
+            raise ValueError(f"{who}: the prompt has {len(prompt)} tokens, the longest static length is {longest}; "
+                             "raise data.max_prompt_tokens (and rollout.prompt_lengths), or shorten the prompt")
+        if len(prompt) >= total:
+            raise ValueError(f"{who}: a prompt of {len(prompt)} tokens leaves no room for an answer within {total} "
+                             "tokens; raise train.max_sequence_tokens or rollout.max_new_tokens")
+        for name, ids in (("prompt", prompt), ("stop_token_ids", np.asarray(p.stop_token_ids, np.int64))):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab):
+                raise ValueError(f"{who}: {name} holds token {ids[(ids < 0) | (ids >= self._vocab)][0]}, outside the "
+                                 f"vocabulary of {self._vocab}")
+        if len(self._eos) + len(p.stop_token_ids) > self.shapes.end_columns:
+            raise ValueError(f"{who}: {len(p.stop_token_ids)} stop_token_ids, at most "
+                             f"{self.shapes.end_columns - len(self._eos)}; as many as rollout.stop_token_ids are fine")
+        if p.stop and self._decode_text is None:
+            raise ValueError(f"{who}: stop strings need a tokenizer, and the engine was made without one")
+        if not 0 <= request.seed < 2**32:
+            raise ValueError(f"{who}: seed {request.seed} is not a uint32")
+        bucket = next(i for i, n in enumerate(self.shapes.prompt_lengths) if n >= len(prompt))
+        return Sample(dataclasses.replace(request, prompt=prompt), prompt.tobytes(), bucket,
+                      min(p.max_new_tokens, total - len(prompt)))
+
+    # ---- from the queue into slots --------------------------------------------------------------------------------
+
+    def _admit(self):
+        """Fills free slots from the head of the queue, `insert_width` at a time."""
+        free = deque(s for s in range(self.shapes.slots) if s not in self._running)
+        while self._waiting and free:
+            rows, slots = [], []
+            while self._waiting and free and len(rows) < self.shapes.insert_width:
+                sample = self._waiting[0]
+                if sample.key not in self._stashed[sample.bucket]:
+                    if rows:
+                        break  # a prefill may take the place of rows chosen already
+                    self._prefill(sample.bucket)
+                sample = self._waiting.popleft()
+                sample.slot = free.popleft()
+                rows.append(self._stashed[sample.bucket][sample.key])
+                slots.append(sample.slot)
+                self._running[sample.slot] = sample
+                self._write_table(sample)
+            idle = [self.shapes.slots] * (self.shapes.insert_width - len(rows))  # beyond the cache: dropped
+            self._cache = self._programs.insert(
+                self._cache, self._stash, np.array(rows + [0] * len(idle), np.int32), np.array(slots + idle, np.int32))
+
+    def _prefill(self, bucket: int):
+        """Prefills the next distinct prompts of a length class in queue order, in place of the class's last ones."""
+        width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
+        prompts: dict[bytes, np.ndarray] = {}
+        for sample in self._waiting:
+            if sample.bucket == bucket:
+                prompts.setdefault(sample.key, sample.request.prompt)
+                if len(prompts) == width:
+                    break
+        tokens, lengths = np.zeros((width, length), np.int32), np.ones(width, np.int32)
+        for i, prompt in enumerate(prompts.values()):
+            tokens[i, :len(prompt)], lengths[i] = prompt, len(prompt)
+        rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
+        self._stash = self._programs.prefill(self._params, self._stash, tokens, lengths, rows)
+        self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
+        self._counts.update(prefill_calls=1, prefilled_prompts=len(prompts),
+                            prefilled_tokens=sum(map(len, prompts.values())))
+
+    def _write_table(self, sample: Sample):
+        p, progress, controls = sample.request.sampling, *self._table
+        s, prompt = sample.slot, sample.request.prompt
+        for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True), strict=True):
+            column[s] = value
+        ends = np.full(self.shapes.end_columns, -1, np.int32)
+        ids = self._eos + tuple(p.stop_token_ids)
+        ends[:len(ids)] = ids
+        values = (p.temperature, p.top_p, p.top_k, p.min_p, p.repetition_penalty, p.frequency_penalty, p.min_new_tokens,
+                  ends, sample.request.seed)
+        for column, value in zip(controls, values, strict=True):
+            column[s] = value
+
+    # ---- decoding ---------------------------------------------------------------------------------------------------
+
+    def _decode(self):
+        """One chunk: device steps, then what they sampled goes to its samples and finished ones leave."""
+        count, leave_at = self._plan()
+        slots = sorted(self._running)
+        if count < self.shapes.slots:
+            rest = (s for s in range(self.shapes.slots) if s not in self._running)
+            rows = np.array(slots + [next(rest) for _ in range(count - len(slots))], np.int32)
+        else:
+            rows = np.arange(count, dtype=np.int32)
+        progress, controls = (type(t)(*(column[rows] for column in t)) for t in self._table)
+        self._cache, chunk = self._programs.decode(
+            self._params, self._cache, progress, controls, self._history(rows), leave_at, rows, self._length(progress))
+        chunk = jax.device_get(chunk)
+        emitted = (chunk.tokens >= 0).sum(axis=0)
+        if not np.isfinite(chunk.logprobs).all():
+            raise RuntimeError(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or "
+                               "logits in this dtype, are not finite (rollout.dtype)")
+        queued, tokens = bool(self._waiting), 0
+        for column, slot in enumerate(rows.tolist()):
+            if slot in self._running:
+                n = int(emitted[column])
+                tokens += self._take(self._running[slot], *(a[:n, column].copy() for a in chunk[:3]))
+        steps = int(chunk.steps)
+        self._counts.update(decode_steps=steps, slot_steps=steps * count, chunks=1, tokens=tokens)
+        if queued:
+            self._counts.update(slot_steps_queued=steps * count, tokens_queued=tokens)
+
+    def _plan(self) -> tuple[int, int]:
+        """(slot count to decode with, active slots at which to come back before the chunk is full)."""
+        active = len(self._running)
+        if self._waiting:
+            return self.shapes.slots, max(0, self.shapes.slots - self.shapes.insert_width)
+        count = next(n for n in self.shapes.slot_counts if n >= active)
+        return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
+
+    def _length(self, progress: Progress) -> int:
+        """The shortest cache length that holds every key the chunk can write."""
+        full = progress.position - progress.produced + progress.limit
+        need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
+        return next((n for n in self.shapes.cache_lengths if n >= need), self.shapes.cache_lengths[-1])
+
+    def _history(self, rows):
+        """Tokens by position for slots with penalties [S, C]; a constant on the device when there are none."""
+        sharding = self._programs.by_slot
+        shape = (len(rows), self.shapes.cache_lengths[-1])
+        if not any(s.request.sampling.penalised for s in self._running.values()):
+            if len(rows) not in self._no_history:
+                self._no_history[len(rows)] = self._programs.put(np.zeros(shape, np.int32), sharding)
+            return self._no_history[len(rows)]
+        history = np.zeros(shape, np.int32)
+        for i, slot in enumerate(rows.tolist()):
+            sample = self._running.get(slot)
+            if sample is not None and sample.request.sampling.penalised:
+                tokens = np.concatenate([sample.request.prompt, sample.column(0, np.int32)])
+                history[i, :len(tokens)] = tokens
+        return self._programs.put(history, sharding)
+
+    def _take(self, sample: Sample, tokens, logprobs, kept) -> int:
+        """Adds sampled tokens to a sample and ends it where it has ended. Returns how many tokens were of use."""
+        before = sample.produced
+        sample.parts.append((tokens, logprobs, kept, np.full(len(tokens), self._version, np.int32)))
+        progress = self._table[0]
+        progress.token[sample.slot] = tokens[-1]
+        progress.position[sample.slot] += len(tokens)
+        progress.produced[sample.slot] += len(tokens)
+        p, total = sample.request.sampling, before + len(tokens)
+        if p.stop:
+            answer = sample.column(0, np.int32).tolist()
+            found = find_stop(self._decode_text, answer, len(tokens), p.stop, p.min_new_tokens)
+            if found:
+                self._finish(sample, "stop", found[0] if p.keep_stop else found[1])
+                return found[0] - before
+        if int(tokens[-1]) in self._eos + p.stop_token_ids:
+            self._finish(sample, "stop")
+        elif total >= sample.limit:
+            self._finish(sample, "length")
+        return len(tokens)
+
+    def _finish(self, sample: Sample, reason: str, length: int | None = None):
+        columns = [sample.column(i, t)[:length] for i, t in enumerate((np.int32, np.float32, np.float32, np.int32))]
+        self._done.append(Result(sample.request.id, *columns, reason, sample.request.seed))
+        self._ids.discard(sample.request.id)
+        self._counts["finished"] += reason != "abort"
+        if self._running.get(sample.slot) is sample:
+            del self._running[sample.slot]
+            self._table[0].active[sample.slot] = False
+
+
+def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:
+    """Host rows of every slot, all idle, with options that ask for no work."""
+    def full(value, dtype):
+        return np.full(shapes.slots, value, dtype)
+
+    progress = Progress(full(0, np.int32), full(0, np.int32), full(0, np.int32), full(0, np.int32), full(False, bool))
+    controls = Controls(
+        temperature=full(1, np.float32), top_p=full(1, np.float32), top_k=full(-1, np.int32), min_p=full(0, np.float32),
+        repetition=full(1, np.float32), frequency=full(0, np.float32), minimum=full(0, np.int32),
+        end_ids=np.full((shapes.slots, shapes.end_columns), -1, np.int32), seed=full(0, np.uint32))
+    return progress, controls

@@ -1,0 +1,180 @@
+"""The device programs of the embedded sampler: publish, prefill, insert, decode.
+
+Each is compiled once per entry of `Shapes` that is used, ahead of its first call; a call with any other shape is an
+error, so nothing can recompile behind the caller's back.
+
+Legend: S slots, B prefill rows, P prompt length, K insert width, C cache length, T decode steps of a chunk, E end-token
+columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.rollout.sampling import Controls, sample
+from jaxrl.rollout.shapes import Shapes
+from jaxrl.sharding import ROLLOUT_RULES, param_shardings
+from jaxrl.sharding.mesh import DATA_AXES
+
+
+class Progress(NamedTuple):
+    """Where each slot stands. The host owns it between chunks."""
+
+    token: Any     # [S] int32, newest token of prompt and answer; its key and value are written next
+    position: Any  # [S] int32, its position
+    produced: Any  # [S] int32, tokens of the answer so far
+    limit: Any     # [S] int32, tokens the answer may have
+    active: Any    # [S] bool
+
+
+class Chunk(NamedTuple):
+    """What one decode call sampled; -1 / 0 where a slot was not active."""
+
+    tokens: Any    # [T, S] int32
+    logprobs: Any  # [T, S] float32
+    kept: Any      # [T, S] float32
+    steps: Any     # [] int32, steps run
+
+
+def decode_chunk(model, steps: int, params, cache, progress: Progress, controls: Controls, history_SxL, leave_at):
+    """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
+
+    One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
+    slot needs no state but its token, and tokens after a change of weights come from the new weights alone.
+
+    Returns (cache, Chunk).
+    """
+    slots, room = history_SxL.shape
+    slot_S = jnp.arange(slots)
+    cache_length = jax.tree.leaves(cache)[0].shape[-3]
+
+    def keep_on(carry):
+        step, now, *_ = carry
+        return (step < steps) & (jnp.sum(now.active) > leave_at)
+
+    def one_token(carry):
+        step, now, cache, history_SxL, out = carry
+        where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
+        hidden_SxD, cache = model.decode(params, now.token, where_S, cache)
+        logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
+        token_S, logprob_S, kept_S = sample(logits_SxV, now.produced, now.position, history_SxL, controls)
+        on = now.active
+        out = Chunk(out.tokens.at[step].set(jnp.where(on, token_S, -1)),
+                    out.logprobs.at[step].set(jnp.where(on, logprob_S, 0.0)),
+                    out.kept.at[step].set(jnp.where(on, kept_S, 0.0)), step + 1)
+        position_S, produced_S = now.position + on, now.produced + on
+        ended_S = jnp.any(token_S[:, None] == controls.end_ids, axis=-1) | (produced_S >= now.limit)
+        history_SxL = history_SxL.at[slot_S, jnp.where(on, position_S, room)].set(token_S, mode="drop")
+        now = Progress(jnp.where(on, token_S, now.token), position_S, produced_S, now.limit, on & ~ended_S)
+        return step + 1, now, cache, history_SxL, out
+
+    zero = jnp.int32(0)
+    blank = Chunk(jnp.full((steps, slots), -1, jnp.int32), jnp.zeros((steps, slots), jnp.float32),
+                  jnp.zeros((steps, slots), jnp.float32), zero)
+    _, _, cache, _, out = jax.lax.while_loop(keep_on, one_token, (zero, progress, cache, history_SxL, blank))
+    return cache, out
+
+
+def decode_part(model, steps: int, length: int, whole: bool, constrain, params, cache, progress, controls, history_SxL,
+                leave_at, rows_S):
+    """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
+    part = cache if whole else model.take(cache, rows_S)
+    full_length = jax.tree.leaves(cache)[0].shape[-3]
+    if length < full_length:
+        part = jax.tree.map(lambda a: a[..., :length, :, :], part)
+    part, out = decode_chunk(model, steps, params, constrain(part), progress, controls, history_SxL, leave_at)
+    if not whole:
+        cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
+    elif length < full_length:
+        cache = jax.tree.map(lambda a, b: a.at[..., :length, :, :].set(b), cache, part)
+    else:
+        cache = part
+    return cache, out
+
+
+class Programs:
+    """The compiled programs of one engine and the layout of what they work on."""
+
+    def __init__(self, model, shapes: Shapes, mesh, dtype):
+        self.model, self.shapes, self.mesh, self.dtype = model, shapes, mesh, dtype
+        self.compiled: dict[tuple, Any] = {}
+        tp = "tp" if model.config.num_kv_heads % mesh.shape["tp"] == 0 else None
+        self._cache_spec = (DATA_AXES, None, tp, None)
+        self.by_slot = self._named(DATA_AXES)
+        self.by_step = self._named(None, DATA_AXES)
+        self.whole = self._named()
+
+    def _named(self, *spec):
+        return NamedSharding(self.mesh, P(*spec))
+
+    def cache_shardings(self, cache):
+        return jax.tree.map(lambda a: self._named(*(None,) * (a.ndim - 4), *self._cache_spec), cache)
+
+    def new_caches(self):
+        """The zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), made in their layout."""
+        def make():
+            shapes = self.shapes
+            return (self.model.init_cache(shapes.slots, shapes.cache_lengths[-1], self.dtype),
+                    self.model.init_cache(shapes.stash_rows, shapes.prompt_lengths[-1], self.dtype))
+
+        return self.run(("caches",), make, (), out_shardings=self.cache_shardings(jax.eval_shape(make)))
+
+    def put(self, tree, sharding):
+        return jax.device_put(tree, sharding)
+
+    def run(self, key: tuple, function, args, donate=(), out_shardings=None):
+        """Calls the program `key`, compiling it from these arguments the first time."""
+        program = self.compiled.get(key)
+        if program is None:
+            with jax.set_mesh(self.mesh):
+                program = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
+            self.compiled[key] = program
+        return program(*args)
+
+    def publish(self, params):
+        """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard)."""
+        def cast(params):
+            return jax.tree.map(
+                lambda a: jnp.copy(a).astype(self.dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype), params)
+
+        leaves = jax.tree.leaves(params)
+        key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
+        layout = param_shardings(self.mesh, self.model.logical_axes(), params, ROLLOUT_RULES)
+        return self.run(key, cast, (params,), out_shardings=layout)
+
+    def prefill(self, params, stash, tokens_BxP, lengths_B, rows_B):
+        """Keys and values of B prompts into rows of the stash. Returns the stash (donated)."""
+        def prefill(params, stash, tokens_BxP, lengths_B, rows_B):
+            _, kv = self.model.prefill(params, tokens_BxP, lengths_B)
+            return self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
+
+        args = self.put((tokens_BxP, lengths_B), self.by_slot) + (self.put(rows_B, self.whole),)
+        return self.run(("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), donate=(1,),
+                        out_shardings=self.cache_shardings(stash))
+
+    def insert(self, cache, stash, rows_K, slots_K):
+        """Prompts from stash rows into slots. Returns the cache (donated)."""
+        args = self.put((rows_K, slots_K), self.whole)
+        return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
+                        out_shardings=self.cache_shardings(cache))
+
+    def decode(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int):
+        """One chunk on the slots `rows_S`, looking at `length` cache positions. Returns (cache (donated), Chunk)."""
+        whole = len(rows_S) == self.shapes.slots
+        part = functools.partial(decode_part, self.model, self.shapes.decode_steps, length, whole, self._constrain)
+        progress, controls = self.put((progress, controls), self.by_slot)
+        leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
+        out = Chunk(self.by_step, self.by_step, self.by_step, self.whole)
+        return self.run(("decode", len(rows_S), length), part,
+                        (params, cache, progress, controls, history, leave_at, rows_S), donate=(1,),
+                        out_shardings=(self.cache_shardings(cache), out))
+
+    def _constrain(self, cache):
+        return jax.lax.with_sharding_constraint(cache, self.cache_shardings(cache))
