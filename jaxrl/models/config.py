@@ -144,7 +144,7 @@ def family_of(hf_config: dict) -> Family:
     family = FAMILIES[kind]
     names = hf_config.get("architectures") or [family.architecture]
     if family.architecture not in names:
-        raise ConfigError(f"architectures={names!r} is not supported; {kind} checkpoints here are {family.architecture}")
+        raise ConfigError(f"architectures={names!r} is not supported; take a {family.architecture} checkpoint")
     return family
 
 
@@ -157,15 +157,17 @@ def _check(hf, family):
             raise ConfigError(f"model config: {key}={hf[key]!r}; give a positive integer")
     heads, groups = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
     if heads % groups:
-        raise ConfigError(f"model config: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+        raise ConfigError(f"model config: num_attention_heads={heads} is not a multiple of num_key_value_heads="
+                          f"{groups}; change one of them")
     if not hf.get("head_dim") and hf["hidden_size"] % heads:
         raise ConfigError(f"model config: hidden_size={hf['hidden_size']} is not a multiple of num_attention_heads="
                           f"{heads}; change one of them or give head_dim")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     if head_dim % 2:
         raise ConfigError(f"model config: head_dim={head_dim}; rotary embeddings need an even head size")
-    if hf[family.activation] not in ACTIVATIONS:
-        raise ConfigError(f"model config: {family.activation}={hf[family.activation]!r}; choose {', '.join(ACTIVATIONS)}")
+    activation = hf[family.activation]
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
     if hf.get("use_bidirectional_attention"):
         raise ConfigError("model config: use_bidirectional_attention=True; only causal models can generate")
     if hf.get("quantization_config"):
@@ -210,8 +212,11 @@ def _period(layers) -> int:
 
 def _rope(hf, key) -> Rope:
     """The rotary embedding from `rope_parameters` (whole, or its entry `key`), or `rope_theta` and `rope_scaling`."""
-    nested = hf.get("rope_parameters") or {}
-    given = {"rope_theta": hf["rope_theta"], **(hf.get("rope_scaling") or nested.get(key) or nested)}
+    given = hf.get("rope_parameters") or {}
+    given = given.get(key) or given
+    if hf.get("rope_scaling"):
+        given = {**(given if key else {}), **hf["rope_scaling"]}
+    given = {"rope_theta": hf["rope_theta"], **given}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in KINDS:
         raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(KINDS)}")
@@ -227,9 +232,9 @@ def _rope(hf, key) -> Rope:
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ConfigError(f"model config: rope_type={kind} needs {', '.join(missing)} beside it")
-    fields = {name: given[name] for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate",
-                                             "attention_factor", "mscale", "mscale_all_dim")
-              if given.get(name) is not None}
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor",
+                "mscale", "mscale_all_dim")
+    fields = {name: given[name] for name in optional if given.get(name) is not None}
     return Rope(kind=kind, theta=float(given["rope_theta"]), factor=float(factor), original_max=int(window), **fields)
 
 

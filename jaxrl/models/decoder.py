@@ -102,7 +102,7 @@ class Attention(nn.Module):
 
 
 def _write(cache, kv, positions_S, index):
-    """Puts one token per slot at its position, in place inside a jitted loop. Positions beyond the cache are dropped."""
+    """Puts one token per slot at its position, in place inside a jitted loop; beyond the cache it is dropped."""
     slots = jnp.arange(positions_S.shape[0])
     where = (slots, positions_S) if index is None else (index, slots, positions_S)
     return {name: cache[name].at[where].set(kv[name][:, 0].astype(cache[name].dtype), mode="drop",

@@ -186,8 +186,8 @@ class Model:
         for layer in self.config.layers:
             if layer.rope.kind == "dynamic" and tokens > layer.rope.original_max:
                 raise ConfigError(
-                    f"rope_type=dynamic serves sequences up to its original window of {layer.rope.original_max} tokens, "
-                    f"{tokens} are asked for; set rope_type=yarn with a factor in model.config, or shorten the limit")
+                    f"rope_type=dynamic serves sequences up to its original window of {layer.rope.original_max} "
+                    f"tokens, not {tokens}; set rope_type=yarn with a factor in model.config, or shorten the sequences")
 
     @property
     def num_parameters(self) -> int:

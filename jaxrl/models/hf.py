@@ -1,0 +1,303 @@
+"""Hugging Face checkpoints: config and weights in, an exact folder out.
+
+`load_config` adds one key of its own, SOURCE, to the HF config: what export needs to write the folder back as it was
+(dtypes, whether a tied head was stored) and the generation config. It never reaches a config.json.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.config import ConfigError
+from jaxrl.models import tensorfile
+from jaxrl.models.config import FAMILIES, family_of
+from jaxrl.models.tensorfile import shortened
+
+SOURCE = "jaxrl_source"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
+TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.safetensors")) -> Path:
+    """The local folder of a checkpoint: `path` itself, or the hub's snapshot of it (fetched if need be).
+
+    Raises ConfigError where there is neither.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if path.count("/") > 1 or path.startswith((".", "/", "~")):
+        raise ConfigError(f"model.path={path!r}: no such folder")
+    import huggingface_hub
+    try:
+        return Path(huggingface_hub.snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+    except Exception as e:  # the client's errors have no common class: HTTP, cache, offline, validation
+        reason = (str(e).strip().splitlines() or ["no reason given"])[0]
+        raise ConfigError(f"model.path={path!r} (revision {revision or 'main'}) is no folder and cannot be fetched from"
+                          f" the hub: {type(e).__name__}: {reason}; give a folder, check the name, or log in") from None
+
+
+def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True) -> dict:
+    """The HF config of a folder or hub id as a dict, with `overrides` in place, plus SOURCE.
+
+    Args:
+      path: folder or hub id; empty = `overrides` alone is the config.
+      revision: hub revision.
+      overrides: config entries that win.
+      weights: also look at (and from the hub fetch) the weights' headers, so that an export is exact.
+
+    Raises ConfigError for missing or unreadable files and for architectures that are not supported.
+    """
+    config, source = {}, {}
+    if path:
+        folder = folder_of(path, revision, TEXT_FILES + ["*.safetensors"] * weights)
+        config = _read_json(folder / "config.json")
+        if (folder / "generation_config.json").is_file():
+            source["generation_config"] = _read_json(folder / "generation_config.json")
+        stored = tensorfile.list_folder(folder) if weights else {}
+        if stored:
+            counts = collections.Counter(t.dtype for t in stored.values() if t.dtype in tensorfile.DTYPES)
+            source["dtype"] = max(counts, key=counts.get) if counts else "F32"
+            source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
+                                      if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
+            source["head"] = HEAD in stored
+    config = _override(config, overrides or {})
+    family_of(config)
+    return {**config, SOURCE: source}
+
+
+def _read_json(file: Path) -> dict:
+    if not file.is_file():
+        raise ConfigError(f"{file.parent}: no {file.name}; give a folder with an HF checkpoint")
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as e:
+        raise ConfigError(f"{file}: not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: a JSON object is expected, not {type(value).__name__}")
+    return value
+
+
+def _override(config: dict, overrides: dict) -> dict:
+    """Overrides win. `rope_scaling` is merged into a config that spells it `rope_parameters`, which would hide it."""
+    overrides = dict(overrides)
+    ropes = config.get("rope_parameters")
+    if ropes and "rope_parameters" not in overrides and ("rope_scaling" in overrides or "rope_theta" in overrides):
+        new = dict(overrides.pop("rope_scaling", None) or {})
+        if "rope_theta" in overrides:
+            new["rope_theta"] = overrides.pop("rope_theta")
+        if "full_attention" in ropes:
+            overrides["rope_parameters"] = {**ropes, "full_attention": {**ropes["full_attention"], **new}}
+        else:
+            overrides["rope_parameters"] = {**ropes, **new}
+    return {**config, **overrides}
+
+
+def eos_token_ids(hf_config: dict, tokenizer=None) -> tuple[int, ...]:
+    """Every id that ends an answer: of the generation config, the config and the tokenizer, in this order, once."""
+    generation = hf_config.get(SOURCE, {}).get("generation_config", {})
+    found = [generation.get("eos_token_id"), hf_config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)]
+    ids = [i for value in found if value is not None for i in (value if isinstance(value, list | tuple) else [value])]
+    return tuple(dict.fromkeys(int(i) for i in ids))
+
+
+def param_map(model) -> dict:
+    """Our parameter name ('layers/sub_0/mlp/up/kernel') -> parameters.Entry with its HF names and both conversions."""
+    return {"/".join(entry.path): entry for entry in model.entries}
+
+
+def load_params(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
+    """The weights of a folder or hub id as a parameter tree.
+
+    Tensors are mapped, not read whole: each device's slice is copied out, converted and sent, one tensor at a time.
+    Stacked arrays are filled by donated writes.
+
+    Args:
+      model: the Model the weights are for.
+      path, revision: folder or hub id.
+      shardings: tree of shardings (None: the default device).
+      dtype: of the result.
+
+    Raises ConfigError naming missing, extra, misshapen and quantized tensors.
+    """
+    folder = folder_of(path, revision)
+    stored = tensorfile.list_folder(folder)
+    _match(model, stored, folder)
+    if shardings is None:
+        device = SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+        shardings = model.tree(lambda entry: device)
+
+    def load(entry):
+        sharding = functools.reduce(lambda node, name: node[name], entry.path, shardings)
+        if not entry.stacked:
+            return _place(entry, stored[entry.hf_names[0]], sharding, dtype)
+        array = _zeros(entry.shape, jnp.dtype(dtype), sharding)
+        part = NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
+        for i, name in enumerate(entry.hf_names):
+            array = _fill(array, _place(entry, stored[name], part, dtype), i, sharding)
+        return array
+
+    return model.tree(load)
+
+
+def _place(entry, tensor, sharding, dtype):
+    """One HF tensor as one of our arrays, device slice by device slice."""
+    view = entry.from_hf(tensor.read())
+    array = jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index], dtype, order="C"))
+    return array.block_until_ready()  # the next tensor's host copy starts when this one is gone
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape, dtype, sharding):
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _fill(array, part, i, sharding):
+    return jax.lax.with_sharding_constraint(array.at[i].set(part), sharding)
+
+
+def _match(model, stored, folder):
+    """Every tensor the model needs is there once, in its shape, and nothing else is."""
+    if not stored:
+        raise ConfigError(f"{folder}: no {tensorfile.SINGLE} and no {tensorfile.INDEX}; convert the checkpoint to "
+                          "safetensors, or set model.init=random")
+    shapes = {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
+    names = {name for name in stored if not IGNORED.fullmatch(name)}
+    if model.config.tied and HEAD in names:
+        names.remove(HEAD)
+        if stored[HEAD].shape != shapes[EMBEDDING] or not np.array_equal(stored[HEAD].read(), stored[EMBEDDING].read()):
+            raise ConfigError(f"{folder}: {HEAD} differs from {EMBEDDING} although tie_word_embeddings=True; set "
+                              "tie_word_embeddings=False in model.config if the checkpoint has a head of its own")
+    missing, extra = [n for n in shapes if n not in names], sorted(names - set(shapes))
+    hint = "; is config.json the one of these weights?"
+    if missing:
+        more = f", and has extra ones: {shortened(extra)}" if extra else ""
+        raise ConfigError(f"{folder}: the checkpoint lacks {len(missing)} tensors: {shortened(missing)}{more}{hint}")
+    if extra:
+        raise ConfigError(f"{folder}: {len(extra)} tensors have no place in a {model.config.family} model: "
+                          f"{shortened(extra)}{hint}")
+    wrong = [f"{n} has shape {stored[n].shape}, the config needs {shape}" for n, shape in shapes.items()
+             if stored[n].shape != shape]
+    if wrong:
+        raise ConfigError(f"{folder}: {shortened(wrong, 3)}{hint}")
+    for name in shapes:
+        if stored[name].dtype not in tensorfile.DTYPES:
+            stored[name].read()
+
+
+def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0) -> None:
+    """Writes a folder that transformers opens: weights, config, generation config and tokenizer.
+
+    The folder appears at once: it is written beside its place and renamed; what stood there is replaced. Every process
+    of a run calls this, process 0 writes.
+
+    Args:
+      model, params: what is exported, one tensor in host memory at a time.
+      directory: the folder.
+      hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
+      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype or fp32, bf16,
+        fp16.
+      tokenizer: HF tokenizer to save beside, or None.
+      shard_gb: largest file in GB (1e9 bytes).
+    """
+    directory = Path(directory)
+    planned, name = _plan(model, params, hf_config, dtype)
+    if jax.process_index() != 0:
+        tensorfile.write_folder(None, planned, shard_gb * 1e9)
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        tensorfile.write_folder(temporary, planned, shard_gb * 1e9)
+        config = {"architectures": [FAMILIES[model.config.family].architecture], **hf_config}
+        config.pop(SOURCE, None)
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+        _write_json(temporary / "config.json", config)
+        _write_json(temporary / "generation_config.json", _generation_config(hf_config))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        _replace(temporary, directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], str]:
+    """The tensors in the order of the layers, and the name of the dtype that config.json gets."""
+    source = hf_config.get(SOURCE, {})
+    own = {}
+    if isinstance(dtype, str) and dtype == "auto":
+        main = tensorfile.DTYPES[source.get("dtype", "F32")]
+        own = {name: tensorfile.DTYPES[code] for name, code in source.get("other_dtypes", {}).items()}
+    else:
+        main = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    if main not in tensorfile.CODES:
+        raise ConfigError(f"checkpoint.export_dtype={dtype!r}: choose auto, {', '.join(DTYPE_NAMES)}")
+    planned = []
+    for entry in model.entries:
+        array = functools.reduce(lambda node, key: node[key], entry.path, params)
+        for i, name in enumerate(entry.hf_names):
+            kind = own.get(name, main)
+            planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
+                _host, entry, array, i if entry.stacked else None, kind)))
+    if model.config.tied and source.get("head"):
+        embedding = next(t for t in planned if t.name == EMBEDDING)
+        kind = own.get(HEAD, main)
+        planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
+    return sorted(planned, key=lambda t: _order(t.name)), main.name
+
+
+def _order(name):
+    """Embedding, layers by number, final norm, head."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return (0 if name == EMBEDDING else 1 if layer else 2, int(layer[1]) if layer else 0, name == HEAD)
+
+
+def _host(entry, array, i, dtype):
+    """One HF tensor as numpy; collective where the array is spread over processes."""
+    part = array if i is None else array[i]
+    if not getattr(part, "is_fully_addressable", True):
+        from jax.experimental import multihost_utils
+        part = multihost_utils.process_allgather(part, tiled=True)
+    return entry.to_hf(np.asarray(part).astype(dtype))
+
+
+def _generation_config(hf_config):
+    given = hf_config.get(SOURCE, {}).get("generation_config")
+    if given:
+        return given
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {"_from_model_config": True, **{k: hf_config[k] for k in keys if hf_config.get(k) is not None}}
+
+
+def _write_json(file, value):
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _replace(temporary: Path, directory: Path) -> None:
+    """Puts a finished folder in its place; a folder that stands there is moved aside first and then deleted."""
+    if not directory.exists():
+        os.rename(temporary, directory)
+        return
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(directory, old)
+    os.rename(temporary, directory)
+    shutil.rmtree(old, ignore_errors=True)

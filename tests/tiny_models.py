@@ -1,0 +1,90 @@
+"""Tiny random checkpoints of every family, made by transformers, with nothing left at a value that hides a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCAB = 96
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
+             pad_token_id=0, initializer_range=0.2)
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32, "rope_theta": 500.0}
+# architecture -> (HF model type, config entries that differ from SIZES). Windows are shorter than the tests' rows.
+ARCHITECTURES = {
+    "llama": ("llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12}),
+    "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 900.0}}),
+    "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 900.0}}),
+    "mistral": ("mistral", {"sliding_window": 6, "head_dim": 10}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0,
+                                                 "original_max_position_embeddings": 32}}),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "gemma2": ("gemma2", {"num_hidden_layers": 5, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+                          "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 8, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+                               "sliding_window_pattern": 3, "rope_parameters": {
+                                   "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3000.0},
+                                   "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
+}
+
+
+def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32", tokenizer: bool = True,
+              **overrides) -> str:
+    """Writes a random checkpoint that transformers made, and returns its path.
+
+    Args:
+      architecture: a key of ARCHITECTURES.
+      directory: created if needed.
+      seed: of the weights. Norms, biases and embeddings are random too, so that none of them can be dropped unseen.
+      dtype: dtype of the stored tensors.
+      tokenizer: also write the tiny tokenizer.
+      overrides: entries of the HF config.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, entries = ARCHITECTURES[architecture]
+    config = AutoConfig.for_model(model_type, **{**SIZES, **entries, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.normal_(0.0, 0.3)
+                if "norm" in name and "gemma" not in model_type:
+                    weight.add_(1.0)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    if tokenizer:
+        make_tokenizer(directory)
+    return str(directory)
+
+
+def make_tokenizer(directory, vocab_size: int = VOCAB) -> str:
+    """Writes a character tokenizer in HF format (<pad> <bos> <eos> <unk>, then characters); returns its path."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    characters = "".join(map(chr, range(33, 127))).replace("_", "")
+    tokens = special + [" ", "\n", *characters][:vocab_size - len(special)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>",
+                                   eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+                          "{% if add_generation_prompt %}assistant: {% endif %}")
+    fast.save_pretrained(directory)
+    return str(directory)
+
+
+def edit_config(directory, **entries) -> None:
+    """Changes entries of a folder's config.json; None removes one."""
+    path = Path(directory) / "config.json"
+    config = {**json.loads(path.read_text()), **entries}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
