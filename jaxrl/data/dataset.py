@@ -204,24 +204,33 @@ def load_train(config, tokenizer, eos_id: int | None = None) -> Dataset:
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
     if not 0.0 <= data.eval_fraction < 1.0:
         raise ConfigError(f"data.eval_fraction={data.eval_fraction}: must lie in [0, 1)")
-    sft = config.run.recipe == "sft"
     bad = BadRows(data.bad_rows)
-    tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
-                  limit=data.max_rows)
-    rows = range(len(tables))
+    tables, rows, heldout = _train_rows(config, bad)
+    targets = "required" if config.run.recipe == "sft" else "none"
+    train = _load("train", config, tokenizer, eos_id, tables, rows, targets, bad)
     if data.eval_fraction:
-        rows, heldout = _carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
-    train = _load("train", config, tokenizer, eos_id, tables, rows, "required" if sft else "none", bad)
-    if data.eval_fraction:
-        if config.eval.max_rows:
-            heldout = heldout[:config.eval.max_rows]
-        train.heldout = _load("heldout", config, tokenizer, eos_id, tables, heldout, "optional" if sft else "none",
-                              BadRows(data.bad_rows))
+        train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout)
     return train
 
 
+def _train_rows(config, bad):
+    """(tables of data.path, rows to train on, held-out rows)."""
+    data = config.data
+    tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
+                  limit=data.max_rows)
+    if not data.eval_fraction:
+        return tables, range(len(tables)), []
+    return tables, *_carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
+
+
+def _load_heldout(config, tokenizer, eos_id, tables, rows) -> Dataset:
+    rows = rows[:config.eval.max_rows or None]
+    targets = "optional" if config.run.recipe == "sft" else "none"
+    return _load("heldout", config, tokenizer, eos_id, tables, rows, targets, BadRows(config.data.bad_rows))
+
+
 def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None) -> dict[str, Dataset]:
-    """The sets of `eval.sets`, and 'heldout' if `data.eval_fraction` > 0 (taken from `train`, or read for it).
+    """The sets of `eval.sets`, and 'heldout' if `data.eval_fraction` > 0 (`train.heldout`, or read again).
 
     Rows keep their order and none is left out or repeated, except as `data.overlong_prompt` says (counted and
     reported). In SFT a set's completion column is read where there is one.
@@ -240,8 +249,11 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=config.data.subset,
                       revision=config.data.revision, limit=config.eval.max_rows)
         out[name] = _load(name, config, tokenizer, eos_id, tables, range(len(tables)), targets, bad)
-    if config.data.eval_fraction:
-        out["heldout"] = (train or load_train(config, tokenizer, eos_id)).heldout
+    if config.data.eval_fraction and train is not None:
+        out["heldout"] = train.heldout
+    elif config.data.eval_fraction:
+        tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows))
+        out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout)
     return out
 
 

@@ -23,6 +23,7 @@ class Stream:
     def __init__(self, dataset: Dataset, per_step: int, seed: int, shuffle: bool = True, epochs: int = 0,
                  drop_last: bool = True, workers: int = 0, prefetch: int = 2):
         import grain
+        self.dataset = dataset
         self.rows, self.per_step = len(dataset), per_step
         self.end = epochs * self.rows if epochs else sys.maxsize
         if epochs and drop_last:
@@ -45,7 +46,7 @@ class Stream:
                    d.prefetch)
 
     @property
-    def steps(self) -> int | None:
+    def total_steps(self) -> int | None:
         """Steps from position 0 to the end, None if endless."""
         return None if self.end == sys.maxsize else -(-self.end // self.per_step)
 

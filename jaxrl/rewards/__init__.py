@@ -1,0 +1,24 @@
+"""Rewards: registry, verifiers, the pool of worker processes, shaping.
+
+A worker imports this package too, so nothing is imported here until it is asked for (numpy, jax and the config stay
+in the parent).
+"""
+
+import importlib
+
+_LAZY = {
+    "register_reward": "registry",
+    "registered": "registry",
+    "RewardItem": "pool",
+    "RewardPool": "pool",
+    "RewardResult": "pool",
+    "RewardFailure": "pool",
+    "shape": "shaping",
+}
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name):
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"jaxrl.rewards.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'jaxrl.rewards' has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""Parent side of one worker process: start, send, receive with a deadline, kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+
+# The worker gets this process's import path instead of its own: what can be imported here can be imported there.
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.worker import main; main()"
+
+
+class Died(Exception):
+    """The worker process ended; the text says how."""
+
+
+class Late(Exception):
+    """Nothing came before the deadline."""
+
+
+class WorkerProcess:
+    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it and a kill
+    takes its children along. It must be created by a thread that lives as long as it does (see worker.die_with_parent).
+    """
+
+    def __init__(self, stderr):
+        path = [p or os.getcwd() for p in sys.path]
+        env = dict(os.environ, JAX_PLATFORMS="cpu")  # should a reward import jax, it must not take the accelerator
+        env.setdefault("OMP_NUM_THREADS", "1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, json.dumps(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=stderr, env=env, start_new_session=True, bufsize=0)
+        self.pid = self._process.pid
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        self._buffer = b""
+
+    def send(self, message: str, deadline: float) -> None:
+        """Sends one line of JSON."""
+        data = memoryview(message.encode() + b"\n")
+        while data:
+            try:
+                data = data[os.write(self._in, data):]
+            except BlockingIOError:
+                self._wait(self._in, selectors.EVENT_WRITE, deadline)
+            except OSError:
+                raise Died(self._how()) from None
+
+    def receive(self, deadline: float) -> dict:
+        """The next message. A message that is there is taken even if it is late."""
+        while b"\n" not in self._buffer:
+            try:
+                data = os.read(self._out, 1 << 16)
+            except BlockingIOError:
+                self._wait(self._out, selectors.EVENT_READ, deadline)
+                continue
+            if not data:
+                raise Died(self._how())
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, event)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise Late
+
+    def _how(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its streams"
+        if code >= 0:
+            return f"it exited with status {code}"
+        return f"it was ended by {signal.Signals(-code).name}"
+
+    def signal_kill(self) -> None:
+        """SIGKILL for the worker and everything it started; any thread may call it."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def kill(self) -> None:
+        """The same, and waits for the end. Only for the thread that created it."""
+        self.signal_kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
