@@ -34,8 +34,11 @@ import orbax.checkpoint as ocp
 
 import jaxrl
 from jaxrl.config import ConfigError
-from jaxrl.faults import Faults
+from jaxrl.faults import Faults, GracefulStop
+from jaxrl.resume import config_changes
+from jaxrl.telemetry.timing import Every
 
+__all__ = ["CheckpointError", "Checkpointer", "Every", "GracefulStop", "Restored", "config_changes", "verify"]
 log = logging.getLogger("jaxrl")
 
 FORMAT = 1          # raised when an older jaxrl could not read what a newer one writes
@@ -280,8 +283,8 @@ class Checkpointer:
             self._stale = self._later_than(path)
             return restored
         if paths:
-            raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; run.resume=never starts "
-                                  "over (they are kept), run.resume=<path> takes another run's")
+            raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; run.resume=never "
+                                  "starts over (they are kept), run.resume=<path> takes another run's")
         self._stale = _checkpoints(self.directory)
         return None
 
@@ -399,8 +402,8 @@ def verify(path: Path) -> None:
 def _read(path: Path, abstract, partial: bool) -> Restored:
     envelope = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "host")
     if envelope["format"] > FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this is "
-                              f"jaxrl {jaxrl.__version__}, which reads up to format {FORMAT}: upgrade jaxrl")
+        raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this "
+                              f"is jaxrl {jaxrl.__version__}, which reads up to format {FORMAT}: upgrade jaxrl")
     wanted, saved = flatten(abstract), envelope["arrays"]
     _check_table(path, wanted, saved, partial)
     stored = {k: v for k, v in wanted.items() if _nbytes(v)}

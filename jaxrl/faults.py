@@ -142,7 +142,7 @@ class GracefulStop:
     """While active, SIGTERM, SIGINT and SIGUSR1 only set a flag; the run saves and leaves at its next look.
 
         with GracefulStop() as stop:
-            ... if stop: break
+            ... if stop.requested: break
 
     A second Ctrl-C ends the process at once, even inside compiled code (the system's default action is restored
     after the first). Repeated SIGTERM and SIGUSR1 change nothing: schedulers send them more than once. Outside the
@@ -171,7 +171,7 @@ class GracefulStop:
         # os.write, not print or logging: a handler may interrupt either of them while it holds its lock.
         note = f"\njaxrl: {signal.Signals(number).name}: saving, then leaving"
         note += " (Ctrl-C again leaves at once)\n" if number == signal.SIGINT else "\n"
-        if not self:
+        if not self.requested:
             os.write(2, note.encode())
         self.request(signal.Signals(number).name)
 
@@ -179,7 +179,8 @@ class GracefulStop:
         """Sets the flag, as a signal would. The first reason is kept."""
         self.reason = self.reason or reason
 
-    def __bool__(self) -> bool:
+    @property
+    def requested(self) -> bool:
         return bool(self.reason)
 
     def wait(self, seconds: float) -> bool:
@@ -188,6 +189,6 @@ class GracefulStop:
         It polls: a handler that sets a `threading.Event` deadlocks when it interrupts that event's own lock.
         """
         end = time.monotonic() + seconds
-        while not self and (left := end - time.monotonic()) > 0:
+        while not self.requested and (left := end - time.monotonic()) > 0:
             time.sleep(min(0.1, left))
-        return bool(self)
+        return self.requested

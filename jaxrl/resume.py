@@ -1,0 +1,94 @@
+"""Which options may change when a run goes on from a checkpoint, as a table.
+
+*Past*: the checkpoint was made under the old value, and what it holds (parameters, optimizer state, place in the
+data) means something else under another one. Refused. *Future*: only what is still to come depends on it. Taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl.config import options
+
+# An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides.
+FUTURE: tuple[str, ...] = (
+    # how and where it runs
+    "run.mode", "run.dir", "run.resume", "run.compile_cache", "run.deterministic", "run.matmul_precision",
+    "mesh.*", "profile.*", "faults.*", "log.*", "checkpoint.*", "user.*",
+    # how the model is computed, not what it is
+    "model.remat", "model.attention", "model.trust_remote_code",
+    # how rows are fetched, and how far the run goes through them
+    "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
+    # sampling, scoring and learning from here on
+    "rollout.*", "reward.*", "algorithm.*", "eval.*", "reference.dtype",
+    "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
+    "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction", "optimizer.warmup_start",
+    "optimizer.decay_steps", "optimizer.floor", "optimizer.max_nonfinite",
+    "train.*",
+)
+PAST: dict[str, str] = {
+    "run.recipe": "the state of another job does not fit",
+    "run.seed": "every random stream starts from it",
+    "run.warm_start": "the parameters began there",
+    "model.*": "it decides the parameters, their names or how text becomes tokens",
+    "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
+    "reference.path": "the KL term would pull towards another model",
+    "optimizer.name": "its state has another form",
+    "optimizer.groups": "its state may have another form",
+    "train.param_dtype": "the parameters are stored in it",
+    "train.loss_on_prompt": "the loss would mean another thing",
+}
+
+
+def changes_past(name: str) -> str | None:
+    """Why a change of this option is refused on resume; None when it is taken. KeyError for an unclassified one."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        for entry in (prefix, prefix + ".*"):
+            if entry in PAST:
+                return PAST[entry]
+            if entry in FUTURE:
+                return None
+    raise KeyError(name)
+
+
+def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
+    """Compares two configs (plain dicts, as `redacted` gives them).
+
+    Returns (refused, taken): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason for
+    the refused. Options that one side lacks (another version of jaxrl) are compared with the schema's default.
+    """
+    before, after = _flat(old), _flat(new)
+    defaults = {name: _plain(opt.default) for name, opt in options().items()}
+    refused, taken = [], []
+    for name in sorted(before.keys() | after.keys()):
+        a, b = before.get(name, defaults.get(name)), after.get(name, defaults.get(name))
+        if a == b:
+            continue
+        text = f"{name}: {a!r} -> {b!r}"
+        try:
+            why = changes_past(name)
+        except KeyError:
+            taken.append(f"{text} (not an option of this jaxrl; ignored)")
+            continue
+        if why:
+            refused.append(f"{text} ({why})")
+        else:
+            taken.append(text)
+    return refused, taken
+
+
+def _flat(node: dict, prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = _plain(value)
+    return out
+
+
+def _plain(value):
+    """Tuples as JSON gives them back."""
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,88 @@
+"""Warnings of the first steps: what makes learning impossible, said before a day is lost, with the remedy.
+
+The rules are data. Each looks at the metrics of one step and returns what is wrong, or None. A metric that is absent
+makes its rule silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+FIRST_STEPS = 3
+
+
+class Rule(NamedTuple):
+    """`wrong(m)`: m reads a metric by name, nan where absent; comparisons with nan are False."""
+
+    name: str
+    wrong: Callable[[Callable[[str], float]], bool]
+    message: str  # format fields are metrics, config options and run_dir
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("equal_rewards", lambda m: m("rollout/zero_signal_fraction") == 1.0 or
+         (m("reward/std") == 0.0 and not m("rollout/zero_signal_fraction") < 1.0),
+         "all rewards within every group are equal (mean {reward/mean:.3g}), so nothing can be learnt from this step. "
+         "Read a few answers in {run_dir}/rollouts and check reward.functions ({reward.functions}); if the task is too "
+         "hard start from SFT (run.warm_start) or easier prompts, if it is too easy use harder ones; else raise "
+         "rollout.group_size (now {rollout.group_size}) or rollout.temperature (now {rollout.temperature})"),
+    Rule("truncated", lambda m: m("rollout/truncated_fraction") > 0.5,
+         "{rollout/truncated_fraction:.0%} of the answers were cut by the length limit before their end: raise "
+         "rollout.max_new_tokens (now {rollout.max_new_tokens}), and check that model.eos_tokens names the token your "
+         "model ends with"),
+    Rule("zero_gradient", lambda m: m("optim/grad_norm") == 0.0,
+         "the gradient is exactly zero: the update changes nothing. Look for equal rewards, for "
+         "algorithm.mask_truncated with all answers cut, and at model.trainable / model.frozen"),
+    Rule("zero_learning_rate", lambda m: m("optim/lr") == 0.0 and m("seen") == FIRST_STEPS,
+         "the learning rate is still 0: shorten optimizer.warmup_steps (now {optimizer.warmup_steps}) or set "
+         "optimizer.warmup_start above 0, and look at optimizer.floor and optimizer.decay_steps"),
+    Rule("nonfinite", lambda m: m("optim/skipped") > 0.0,
+         "an update was skipped because its loss or gradient was not finite: lower optimizer.lr (now {optimizer.lr}), "
+         "or use train.compute_dtype=fp32"),
+    Rule("filtered_prompts", lambda m: m("data/filtered_fraction") > 0.05,
+         "{data/filtered_fraction:.0%} of the prompts are longer than data.max_prompt_tokens (now "
+         "{data.max_prompt_tokens}) and left out: raise it, or set data.overlong_prompt=truncate_left"),
+    Rule("absent_rewards", lambda m: m("rollout/absent_fraction") > 0.05,
+         "{rollout/absent_fraction:.0%} of the answers got no reward: see `outcomes` in {run_dir}/rollouts for the "
+         "errors and timeouts (reward.timeout_seconds is {reward.timeout_seconds})"),
+    Rule("gap", lambda m: m("gap/mean") > 0.05,
+         "the sampler's log-probs differ from the trainer's by {gap/mean:.2g} per token on average: set "
+         "rollout.dtype=fp32 to see whether precision is the cause, and keep algorithm.mismatch.correction=token_tis"),
+    Rule("low_entropy", lambda m: m("policy/entropy") < 0.01,
+         "the policy is almost deterministic (entropy {policy/entropy:.2g} nats per token), so the answers of a group "
+         "will be equal: raise rollout.temperature (now {rollout.temperature}) or start from a less trained model"),
+    Rule("clipped", lambda m: m("policy/clip_fraction") > 0.5,
+         "{policy/clip_fraction:.0%} of the tokens are clipped: lower optimizer.lr (now {optimizer.lr}) or "
+         "algorithm.ppo_epochs"),
+)
+
+
+class Health:
+    """Applies RULES to the first FIRST_STEPS steps of a process; each rule speaks once.
+
+    Args:
+      config: the whole config, for the remedies.
+    """
+
+    def __init__(self, config, run_dir):
+        self._config, self._run_dir = config, run_dir
+        self._seen = 0
+        self._said: set[str] = set()
+
+    def check(self, step: int, scalars: dict[str, float]) -> list[str]:
+        """Warnings about this step; [] after the first steps. Lines without an update (evaluation) do not count."""
+        if self._seen >= FIRST_STEPS or "optim/grad_norm" not in scalars:
+            return []
+        self._seen += 1
+        values = {**scalars, "seen": self._seen}
+        broken = [r for r in RULES if r.name not in self._said and r.wrong(lambda n: values.get(n, float("nan")))]
+        self._said |= {r.name for r in broken}
+        # "{rollout.temperature}" reads the attribute of a config group, "{reward/mean}" a metric.
+        known = _Known(self._config.items(), **values, run_dir=self._run_dir)
+        return [f"step {step}: {r.message.format_map(known)}" for r in broken]
+
+
+class _Known(dict):
+    def __missing__(self, metric):
+        return float("nan")

@@ -1,0 +1,128 @@
+"""Every metric jaxrl writes: name, meaning, and how the console shows it.
+
+Names are `group/name`. `<...>` stands for one or more further parts of a name. Averages are over the step's data, or
+over the optimizer steps of one RL step where the value comes from the update (maxima for `gap/max`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One metric. A `header` makes it a console column; `format` is a key of `FORMATS`.
+
+    `rank`: columns of the highest rank are left out first where the terminal is narrow.
+    """
+
+    name: str
+    meaning: str
+    header: str = ""
+    format: str = ""
+    rank: int = 0
+
+
+METRICS: tuple[Metric, ...] = (
+    # what was learnt from
+    Metric("reward/mean", "mean shaped reward of the answers that have one", "reward", "fixed"),
+    Metric("reward/std", "standard deviation of the shaped rewards over the whole batch"),
+    Metric("reward/<name>", "mean raw score of one reward function where it gave one, or a metric it returned"),
+    Metric("accuracy/train", "share of the answers whose named reward reaches reward.pass_mark", "acc", "percent"),
+    Metric("loss", "SFT: mean negative log-likelihood per target token", "loss", "fixed"),
+    Metric("length/mean", "mean answer length in tokens, end of text included", "length", "count"),
+    Metric("length/max", "longest answer in tokens"),
+    Metric("length/min", "shortest answer in tokens"),
+    # what the update did
+    Metric("policy/loss", "the minimised sum: policy loss + KL term - entropy bonus"),
+    Metric("policy/kl", "KL(policy || reference) per token; absent where no reference is held", "KL", "small", 1),
+    Metric("policy/approx_kl", "k3 estimate of the KL between the policy before and after, per token"),
+    Metric("policy/entropy", "mean entropy of the policy per sampled token, in nats", "entropy", "fixed", 1),
+    Metric("policy/clip_fraction", "share of tokens whose ratio was clipped", "clip", "percent", 1),
+    Metric("policy/ratio_mean", "mean ratio of current to proximal policy"),
+    Metric("policy/logprob", "mean log-prob of the sampled tokens under the current policy"),
+    Metric("optim/grad_norm", "global norm of the gradient before clipping", "grad", "small"),
+    Metric("optim/lr", "learning rate of the last update"),
+    Metric("optim/skipped", "updates skipped because loss or gradient was not finite"),
+    # whether the numbers can be trusted
+    Metric("gap/mean", "mean |sampler's log-prob - trainer's log-prob| per sampled token", "gap", "small", 1),
+    Metric("gap/max", "the largest such difference"),
+    Metric("gap/k3", "k3 estimate of KL(sampler || trainer) per token"),
+    Metric("gap/<name>", "further views of the sampler-trainer difference: tokens outside the clip range, mean weight"),
+    Metric("old_gap/<name>", "the same between the trainer's scoring pass and its update"),
+    Metric("rollout/truncated_fraction", "share of answers cut by the length limit", "trunc", "percent"),
+    Metric("rollout/zero_signal_fraction", "share of groups whose rewards are all equal", "zero", "percent"),
+    Metric("rollout/absent_fraction", "share of answers without a reward (failed or not applicable)"),
+    Metric("rollout/kept_mass_mean", "mean probability mass the sampler kept under top-p, top-k or min-p"),
+    Metric("rollout/tokens", "tokens sampled (SFT: trained on) in the step"),
+    Metric("rollout/prompt_tokens", "prompt tokens of the step's sequences"),
+    Metric("rollout/compiled_programs", "programs the sampler has compiled so far; stops growing after some steps"),
+    Metric("advantage/abs_mean", "mean |advantage| over the answers"),
+    Metric("packing/efficiency", "share of the packed rows that is not padding"),
+    Metric("data/epoch", "passes over the training data so far"),
+    Metric("data/samples", "samples trained on so far"),
+    Metric("data/filtered_fraction", "share of the training rows left out because their prompt is too long"),
+    Metric("data/bad_rows", "rows that could not be read and were skipped"),
+    # evaluation
+    Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
+    Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> the same for one set"),
+    # time: everything below lives under the key "time" of a metrics.jsonl line
+    Metric("time/step", "seconds of the step, saving and evaluating included", "s/step", "seconds"),
+    Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step"),
+    Metric("time/tokens_per_second", "rollout/tokens per second of the step less its eval, checkpoint and export",
+           "tok/s", "count"),
+    Metric("time/wall", "Unix time at which the line was written"),
+)
+NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}
+COLUMNS: tuple[Metric, ...] = tuple(m for m in METRICS if m.header)
+
+
+def describe(name: str) -> str | None:
+    """The meaning of a metric, by exact name or by the first pattern that fits; None for an unknown name."""
+    if name in NAMES:
+        return NAMES[name]
+    patterns = (n for n in NAMES if "<" in n)
+    return next((NAMES[n] for n in patterns if fnmatch.fnmatchcase(name, re.sub(r"<\w+>", "*", n))), None)
+
+
+def _seconds(x: float) -> str:
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def _small(x: float) -> str:
+    if x == 0:
+        return "0"
+    return f"{x:.3f}" if 0.01 <= abs(x) < 1000 else f"{x:.0e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+FORMATS = {
+    "fixed": lambda x: f"{x:.3f}",
+    "percent": lambda x: f"{100 * x:.1f}%",
+    "count": lambda x: f"{x:.1f}" if abs(x) < 100 else f"{x:,.0f}",
+    "small": _small,
+    "seconds": _seconds,
+}
+
+
+def show(metric: Metric, value: float) -> str:
+    """A value as its console column shows it."""
+    if value != value:
+        return "nan"
+    return FORMATS[metric.format](value)
+
+
+def duration(seconds: float) -> str:
+    """12 -> '12s', 190 -> '3m10s', 7500 -> '2h05m'."""
+    s = int(round(max(0.0, seconds)))
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+def metrics_table() -> str:
+    """All metrics and their meaning, one per line."""
+    width = max(len(m.name) for m in METRICS)
+    return "\n".join(f"    {m.name:<{width}}  {m.meaning}" for m in METRICS)

@@ -1,0 +1,129 @@
+"""Files of the run directory that are written whole or not at all, and the lock that keeps a second run out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import jaxrl
+from jaxrl.config import ConfigError, redacted
+
+OWN_FILES = ("metrics.jsonl", "summary.json", "rollouts", "eval", "tensorboard")  # what a fresh start moves away
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a file through a temporary one and a rename: readers and killed runs see the old or the new content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        tmp.write_text(text, encoding="utf-8")
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def jsonable(value: Any) -> Any:
+    """Numpy scalars and arrays become plain values; non-finite numbers the strings "nan", "inf", "-inf".
+
+    Strict JSON has no such numbers; `float()` reads the strings back.
+    """
+    if isinstance(value, dict):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(jsonable(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def read_json(path: Path) -> dict:
+    """The content of a JSON file; {} where there is none or it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def write_config(run_dir, config, derived: dict | None = None) -> Path:
+    """Writes <run_dir>/config.json: the resolved config with secrets redacted, derived numbers, versions."""
+    import jax
+
+    path = Path(run_dir) / "config.json"
+    content = {"config": redacted(config), "derived": derived or {}, "versions": {"jaxrl": jaxrl.__version__,
+                                                                                "jax": jax.__version__}}
+    write_atomic(path, dumps(content, indent=1) + "\n")
+    return path
+
+
+def merge(old: dict, new: dict) -> dict:
+    """`new` over `old`, table by table."""
+    out = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if both else value
+    return out
+
+
+def merge_json(path: Path, new: dict) -> dict:
+    """Merges into a JSON file atomically and returns the whole. A file that cannot be read counts as empty."""
+    whole = merge(read_json(path), jsonable(new))
+    write_atomic(path, dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Moves what an earlier run wrote into <run_dir>/previous-<n>; returns that folder, or None if nothing was there.
+
+    Checkpoints stay: the Checkpointer sets aside its own.
+    """
+    there = [run_dir / name for name in OWN_FILES if (run_dir / name).exists()]
+    if not there:
+        return None
+    number = 1
+    while (target := run_dir / f"previous-{number}").exists():
+        number += 1
+    target.mkdir()
+    for path in there:
+        shutil.move(path, target / path.name)
+    return target
+
+
+class Lock:
+    """Held while a run writes its directory; the system releases it however the process ends.
+
+    Raises ConfigError when another process holds it. Where the file system knows no locks there is none.
+    """
+
+    def __init__(self, run_dir: Path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / ".lock"
+        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (held until close)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ConfigError(f"run.dir={str(run_dir)!r}: {owner} is writing there; stop it or choose another "
+                              "run.dir") from None
+        except OSError:
+            return
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,172 @@
+"""Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, classes of the user's.
+
+A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`. `scalars` is a flat dict of
+floats by metric name (see names.py). All but metrics.jsonl run in the writer thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import ConfigError
+from jaxrl.telemetry.run_dir import dumps, write_atomic
+
+
+class JsonLines:
+    """metrics.jsonl: {"step": N, "<group/name>": value, ..., "time": {...}}, one line per step, steps growing.
+
+    Everything measured with a clock lives under "time", so that two runs can be compared without it. A line is one
+    system call, so a killed process leaves whole lines. Writing to the newest step again merges into its line.
+
+    Args:
+      last_step: lines of later steps, and a broken last line, are dropped first (a resumed run writes them again);
+        -1 drops all.
+    """
+
+    def __init__(self, path: Path, last_step: int):
+        self._path = path
+        self.kept = self._drop_after(last_step)
+        self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115  (held until close)
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._start = self._end - len(self.kept[-1][0]) if self.kept else self._end
+        self._row: dict = self.kept[-1][1] if self.kept else {"step": -1}
+
+    def _drop_after(self, last_step: int) -> list[tuple[bytes, dict]]:
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break  # cut off by a kill or a full disk: nothing after it can be trusted
+            if not line.endswith(b"\n") or row["step"] > last_step:
+                break
+            kept.append((line, row))
+        if len(kept) < len(lines):
+            write_atomic(self._path, b"".join(line for line, _ in kept).decode())
+        return kept
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Raises ValueError when `step` is older than the newest line; OSError when the disk is full."""
+        if step < self._row["step"]:
+            raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
+        again = step == self._row["step"]
+        row = dict(self._row) if again else {"step": step}
+        row |= {k: v for k, v in scalars.items() if not k.startswith("time/")}
+        clock = dict(row.pop("time", {}))
+        for name, value in scalars.items():
+            if name.startswith("time/"):
+                adds_up = again and name not in ("time/wall", "time/tokens_per_second")
+                clock[name[5:]] = value + (clock.get(name[5:], 0.0) if adds_up else 0.0)
+        row["time"] = clock
+        at = self._start if again else self._end
+        line = (dumps(row) + "\n").encode()
+        before = os.pread(self._file.fileno(), self._end - at, at)
+        try:
+            if os.pwrite(self._file.fileno(), line, at) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.pwrite(self._file.fileno(), before, at)
+            self._file.truncate(self._end)
+            raise
+        self._row, self._start, self._end = row, at, at + len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard. After a resume, `first_step` hides the events that the killed run wrote later."""
+
+    def __init__(self, folder: Path, first_step: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=20)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._writer.add_text(tag, text, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. A resumed run goes on in the same W&B run (its id is kept in <run_dir>/wandb/run_id).
+
+    W&B's own step cannot go back after a resume, so our step is a metric that all charts use as x axis.
+    """
+
+    def __init__(self, run_dir: Path, log_config, config: dict):
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("log.wandb=True needs the package wandb: pip install 'jaxrl[wandb]', "
+                              "or set log.wandb=False") from None
+        path = run_dir / "wandb" / "run_id"
+        if not path.exists():
+            write_atomic(path, uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=log_config.wandb_project, group=log_config.wandb_group or None, mode=log_config.wandb_mode,
+            name=log_config.wandb_name or run_dir.resolve().name, dir=str(run_dir), config=config, resume="allow",
+            id=path.read_text(), settings=wandb.Settings(silent=True))
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._run.summary[tag] = text
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
+    """Makes `package.module:Class` or `./file.py:Class`, called with (run_dir, config as a redacted dict).
+
+    Raises ConfigError naming what is missing.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon:
+        raise ConfigError(f"log.sinks: {spec!r} is not 'package.module:Class' or './file.py:Class'")
+    try:
+        if where.endswith(".py"):
+            file = Path(where).absolute()
+            module_spec = importlib.util.spec_from_file_location(f"jaxrl_sink_{file.stem}", file)
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        factory = getattr(module, name)
+    except (ImportError, OSError, AttributeError) as e:
+        raise ConfigError(f"log.sinks: {spec!r} cannot be imported: {e}") from None
+    sink = factory(run_dir, config)
+    if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
+        raise ConfigError(f"log.sinks: {spec!r}: {type(sink).__name__} lacks write(step, scalars) or close()")
+    return sink
+
+
+def time_scalars(phases: dict[str, float], tokens: float | None) -> dict[str, float]:
+    """Seconds by phase -> time/* scalars, with throughput where `tokens` is known."""
+    out = {f"time/{name}": seconds for name, seconds in phases.items()}
+    if tokens and phases.get("step"):
+        work = phases["step"] - sum(phases.get(p, 0.0) for p in ("eval", "checkpoint", "export"))
+        if work > 0:
+            out["time/tokens_per_second"] = tokens / work
+    return out | {"time/wall": time.time()}

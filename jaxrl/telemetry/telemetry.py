@@ -1,0 +1,189 @@
+"""Telemetry: one object that a recipe tells what happened, and that passes it on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxrl.config import redacted
+from jaxrl.telemetry.console import SilentConsole, make_console, setup_logging, shortened
+from jaxrl.telemetry.health import Health
+from jaxrl.telemetry.run_dir import Lock, dumps, merge_json, set_aside, write_atomic
+from jaxrl.telemetry.sinks import JsonLines, TensorBoard, Wandb, load_sink, time_scalars
+
+log = logging.getLogger("jaxrl")
+FLUSH_SECONDS = 60.0  # longest wait for slow sinks; training goes on without them
+
+
+class Telemetry:
+    """Console, metrics.jsonl, rollouts, summary.json, TensorBoard, W&B and the user's sinks of one run.
+
+    metrics.jsonl is written at once; everything slower goes through one writer thread, in order. A sink that fails is
+    said once and tried again at the next step; it never ends the run.
+
+    Args:
+      run_dir: created if need be; locked against a second run until `close`.
+      config: the whole config.
+      total_steps: what the run aims at, for progress and time left.
+      resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run writes them
+        again), TensorBoard hides its later events. None: a new run; what run.resume=never finds is moved to
+        <run_dir>/previous-<n>.
+      read_only: evaluation of a run that may be training elsewhere: no lock, no metrics, only messages, samples and
+        summary.
+    """
+
+    def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False):
+        self.run_dir = Path(run_dir)
+        self._log = config.log
+        setup_logging(config.log.level)
+        title = f"jaxrl {config.run.recipe} {self.run_dir}"
+        self.console: SilentConsole = make_console(config.log.console, total_steps, title)
+        self._health = Health(config, self.run_dir)
+        self._failed: set[str] = set()
+        self._sinks: dict[str, object] = {}
+        self._lock = self._lines = None
+        if not read_only:
+            self._open_files(config, resume_step)
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._work, name="telemetry", daemon=True)
+        self._writer.start()
+        if not read_only:
+            self.text("config", f"```\n{dumps(redacted(config), indent=1)}\n```", max(0, resume_step or 0))
+
+    def _open_files(self, config, resume_step: int | None) -> None:
+        self._lock = Lock(self.run_dir)
+        if resume_step is None and config.run.resume == "never" and (moved := set_aside(self.run_dir)):
+            log.warning("run.resume=never: the earlier run's files are now in %s", moved)
+        last = -1 if resume_step is None else resume_step
+        self._lines = JsonLines(self.run_dir / "metrics.jsonl", last)
+        if self._log.tensorboard:
+            self._sinks["tensorboard"] = TensorBoard(self.run_dir / "tensorboard", last + 1)
+        if self._log.wandb:
+            self._sinks["wandb"] = Wandb(self.run_dir, self._log, redacted(config))
+        for spec in self._log.sinks:
+            self._sinks[spec] = load_sink(spec, self.run_dir, redacted(config))
+
+    # ---- what recipes call
+
+    def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> None:
+        """The metrics of a step (see names.py). A second call for the newest step merges into its line.
+
+        Args:
+          phases: seconds by phase with their sum as `step`, from `Phases.take()`.
+        Raises:
+          ValueError: the step is older than the newest one.
+        """
+        values = {name: float(v) for name, v in scalars.items()}
+        values |= time_scalars(phases or {}, values.get("rollout/tokens"))
+        if self._lines is not None:
+            self._try("metrics.jsonl", lambda: self._lines.write(step, values))
+        for name, sink in self._sinks.items():
+            self._later(name, lambda sink=sink: sink.write(step, values))
+        self._try("console", lambda: self.console.step(step, values))
+        for warning in self._health.check(step, values):
+            log.warning(warning)
+
+    def phase(self, name: str) -> None:
+        """Tells the live table what is going on; `Phases(watch=telemetry.phase)` does it by itself."""
+        self.console.phase(name)
+
+    def rollouts(self, step: int, records: list[dict]) -> None:
+        """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off."""
+        if self._log.rollouts:
+            text = lambda: "".join(dumps(r) + "\n" for r in records)  # noqa: E731
+            self._later("rollouts", lambda: write_atomic(self._rollout_file(step), text()))
+
+    def read_rollouts(self, step: int) -> list[dict]:
+        """The records written for a step, also by an earlier process; [] where there are none."""
+        self.flush()
+        path = self._rollout_file(step)
+        try:
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except FileNotFoundError:
+            return []
+
+    def _rollout_file(self, step: int) -> Path:
+        return self.run_dir / "rollouts" / f"step_{step:08d}.jsonl"
+
+    def samples(self, step: int, rows: dict[str, list[dict]]) -> None:
+        """Shows the first log.print_samples rows of each set, the same ones every time, and passes them on as text."""
+        for name, records in rows.items():
+            for i, record in enumerate(records[:self._log.print_samples]):
+                self._try("console", lambda n=name, r=record: self.console.sample(step, n, r))
+                verdict = {k: record[k] for k in ("score", "accurate", "finish", "answer") if k in record}
+                body = "\n\n".join(f"**{k}**\n\n```\n{shortened(str(record.get(k, '')), 20_000)}\n```"
+                                   for k in ("prompt", "completion"))
+                self.text(f"sample/{name}/{i}", f"{body}\n\n{verdict}", step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Text for the sinks that show text."""
+        for name, sink in self._sinks.items():
+            if hasattr(sink, "text"):
+                self._later(name, lambda sink=sink: sink.text(tag, text, step))
+
+    def print(self, text: str) -> None:
+        """A message to the person, above a live table."""
+        self._try("console", lambda: self.console.print(text))
+
+    def summary(self, values: dict) -> dict:
+        """Merges into summary.json atomically and returns the whole."""
+        return merge_json(self.run_dir / "summary.json", values)
+
+    def flush(self) -> None:
+        """Waits until everything said so far is written (at most FLUSH_SECONDS). Called before each commit."""
+        done = threading.Event()
+        self._queue.put(self._flush_sinks)
+        self._queue.put(done.set)
+        if not done.wait(FLUSH_SECONDS) and "flush" not in self._failed:
+            self._failed.add("flush")
+            log.warning("telemetry: a sink has not finished within %.0f s; training goes on without it", FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Flushes, closes every sink, releases the run directory. May be called twice."""
+        if self._writer is None:
+            return
+        for name, sink in self._sinks.items():
+            self._later(name, sink.close)
+        self.flush()
+        self._queue.put(None)
+        self._writer = None
+        self._try("console", self.console.close)
+        if self._lines is not None:
+            self._lines.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    # ---- the writer thread
+
+    def _later(self, name: str, action: Callable[[], object]) -> None:
+        self._queue.put(lambda: self._try(name, action))
+
+    def _work(self) -> None:
+        while (action := self._queue.get()) is not None:
+            action()
+
+    def _flush_sinks(self) -> None:
+        for name, sink in self._sinks.items():
+            if hasattr(sink, "flush"):
+                self._try(name, sink.flush)
+
+    def _try(self, name: str, action: Callable[[], object]) -> None:
+        """Runs an action of a sink; its first failure is said, and none is passed on."""
+        try:
+            action()
+        except ValueError:
+            if name == "metrics.jsonl":
+                raise  # steps out of order are a mistake of the recipe, not of a disk
+            self._say_failed(name)
+        except Exception:
+            self._say_failed(name)
+
+    def _say_failed(self, name: str) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name,
+                        exc_info=True)

@@ -1,0 +1,112 @@
+"""Where the seconds of a step go, and when something periodic is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+
+class Phases:
+    """Divides wall time between named phases, so that the phases of a step and `other` add up to it.
+
+        with phases("rollout"): ...
+
+    Phases nest: time inside an inner phase belongs to the inner one alone. A name may come back; its times add up.
+    An exception ends its phase like a return.
+
+    Args:
+      clock: seconds, monotonic.
+      watch: called with the name of the phase that has just become current ("" between phases).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, watch: Callable[[str], Any] = lambda name: None):
+        self._clock = clock
+        self.watch = watch
+        self._stack: list[str] = []
+        self._spent: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+        self._mark = self._begin = clock()
+
+    def _switch(self) -> None:
+        """Books the time since the last switch to the phase that was current."""
+        now = self._clock()
+        name = self._stack[-1] if self._stack else "other"
+        self._spent[name] = self._spent.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+    @contextmanager
+    def __call__(self, name: str):
+        self._switch()
+        self._stack.append(name)
+        self.watch(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._stack.pop()
+            self.watch(self.current)
+
+    @property
+    def current(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last `take` (or the start), with `other` and their sum as `step`; starts anew."""
+        self._switch()
+        spent = {**self._spent, "other": self._spent.get("other", 0.0)}
+        for name, seconds in spent.items():
+            self._totals[name] = self._totals.get(name, 0.0) + seconds
+        spent["step"] = self._mark - self._begin
+        self._spent, self._begin = {}, self._mark
+        return spent
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by phase since the start of the process, the running step included."""
+        self._switch()
+        names = {**self._totals, **self._spent}
+        return {n: self._totals.get(n, 0.0) + self._spent.get(n, 0.0) for n in names}
+
+
+class Every:
+    """Says when something periodic is due: by steps, epochs or seconds, whichever comes first; 0 = not by this one.
+
+    due = every(step, epoch)     asked once per step, with growing numbers
+
+    By steps and epochs it is due when a multiple was reached or passed since the last time it was asked, so that it
+    works where steps are skipped. By seconds it is due that long after it was last due for any reason. Without a state
+    from a checkpoint the first question after step 0 is answered by whether `step` is itself a multiple.
+
+    Args:
+      clock: seconds, monotonic; injected in tests.
+      state: what `state()` returned in the run that is resumed.
+    """
+
+    def __init__(self, steps: int = 0, epochs: float = 0.0, seconds: float = 0.0, *,
+                 clock: Callable[[], float] = time.monotonic, state: dict | None = None):
+        self.steps, self.epochs, self.seconds = steps, epochs, seconds
+        self._clock = clock
+        state = state or {}
+        self._step: int | None = state.get("step")
+        self._epoch: float | None = state.get("epoch")
+        self._since = clock() - state.get("elapsed", 0.0)
+
+    def __call__(self, step: int, epoch: float = 0.0) -> bool:
+        now = self._clock()
+        before = step - 1 if self._step is None else self._step
+        due = bool(self.steps) and step > 0 and step // self.steps > max(0, before) // self.steps
+        # A relative slack: an epoch sum such as 3 * (1/3) may fall just short of its edge.
+        reached = lambda e: math.floor(e / self.epochs * (1 + 1e-9))  # noqa: E731
+        due |= bool(self.epochs) and self._epoch is not None and reached(epoch) > reached(self._epoch)
+        due |= bool(self.epochs) and self._epoch is None and reached(epoch) > 0 and step <= 1
+        due |= bool(self.seconds) and now - self._since >= self.seconds
+        self._step, self._epoch = step, epoch
+        if due:
+            self._since = now
+        return due
+
+    def state(self) -> dict:
+        """JSON-able; belongs into the checkpoint where a resumed run must be due at the same steps."""
+        return {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since}
