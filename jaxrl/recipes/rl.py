@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl import rewards as rewards_room
 from jaxrl import training
-from jaxrl.algorithms import aggregation_weights, group_advantages
+from jaxrl.algorithms import group_advantages
 from jaxrl.config_checks import longest_sequence, resolved_algorithm
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.recipes.run import Run
@@ -151,27 +151,13 @@ def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str,
     c, pending = r.config, []
     for _ in range(algorithm.values["ppo_epochs"]):
         for minibatch in layout.minibatches:
-            weights = loss_weights(traj, minibatch.sequences, algorithm.values["aggregation"], c.algorithm.mask_truncated)
+            weights = training.loss_weights(traj, minibatch.sequences, algorithm.values["aggregation"], c.algorithm.mask_truncated)
             batches = (r.job.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
             r.state, metrics = r.update(r.state, batches)
             pending.append(metrics)
     steps = [host_scalars(m) for m in pending]
     r.check_finite()
     return {k: float(np.max([s[k] for s in steps]) if k.endswith("/max") else np.mean([s[k] for s in steps])) for k in steps[0]}
-
-
-def loss_weights(traj, sequences, aggregation: str, mask_truncated: bool) -> dict[str, np.ndarray]:
-    """Token weights [T] of one optimizer step: `policy` by the aggregation, `token` the plain token mean.
-
-    Truncated answers masked by `mask_truncated` lose their policy weight and keep their place in the denominators.
-    """
-    counts = np.zeros(traj.num_sequences)
-    counts[sequences] = np.add.reduceat(traj.loss_mask.astype(np.int64), traj.offsets[:-1])[sequences]
-    policy = aggregation_weights(counts, aggregation)
-    if mask_truncated:
-        policy = np.where(traj.finish == 1, 0.0, policy)
-    spread = lambda w: np.where(traj.loss_mask, np.repeat(w, traj.lengths), 0.0)  # noqa: E731
-    return {"policy": spread(policy), "token": spread(aggregation_weights(counts, "token_mean"))}
 
 
 def rollout_metrics(traj, scores, result, zero_signal, advantages, layout) -> dict[str, float]:

@@ -7,7 +7,6 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.recipes.evaluate import evaluate
-from jaxrl.recipes.rl import loss_weights
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import host_scalars
 from jaxrl.types import Trajectories
@@ -61,7 +60,7 @@ def one_update(r: Run, traj: Trajectories):
     """One optimizer step on all sequences; metrics stay on the device."""
     job = r.job
     layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=False)
-    weights = loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
     batches = (job.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
     r.state, metrics = r.update(r.state, batches)
     return metrics, layout.efficiency

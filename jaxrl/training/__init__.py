@@ -2,12 +2,12 @@
 
 from jaxrl.training.layout import Layout, Minibatch, make_layout, row_shapes
 from jaxrl.training.optimizer import make_optimizer, make_schedule
-from jaxrl.training.pack import pack, unpack
+from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_score
 from jaxrl.training.state import init_state, merge, partition
 from jaxrl.training.update import LossConfig, make_update
 
 __all__ = [
-    "Layout", "LossConfig", "Minibatch", "init_state", "make_layout", "make_optimizer", "make_schedule", "make_score",
+    "Layout", "LossConfig", "Minibatch", "init_state", "loss_weights", "make_layout", "make_optimizer", "make_schedule", "make_score",
     "make_update", "merge", "pack", "partition", "row_shapes", "unpack",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxrl.algorithms.aggregation import aggregation_weights
 from jaxrl.training.layout import Microbatch
 from jaxrl.types import PackedBatch, Trajectories
 
@@ -95,3 +96,17 @@ def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T:
                     idx = idx[idx - traj.offsets[i] >= traj.prompt_lengths[i]]
                 out_T[idx] = values_RxS[r, scored:scored + len(idx)]
                 scored += len(idx)
+
+
+def loss_weights(traj, sequences, aggregation: str, mask_truncated: bool) -> dict[str, np.ndarray]:
+    """Token weights [T] of one optimizer step: `policy` by the aggregation, `token` the plain token mean.
+
+    Truncated answers masked by `mask_truncated` lose their policy weight and keep their place in the denominators.
+    """
+    counts = np.zeros(traj.num_sequences)
+    counts[sequences] = np.add.reduceat(traj.loss_mask.astype(np.int64), traj.offsets[:-1])[sequences]
+    policy = aggregation_weights(counts, aggregation)
+    if mask_truncated:
+        policy = np.where(traj.finish == 1, 0.0, policy)
+    spread = lambda w: np.where(traj.loss_mask, np.repeat(w, traj.lengths), 0.0)  # noqa: E731
+    return {"policy": spread(policy), "token": spread(aggregation_weights(counts, "token_mean"))}

@@ -1,0 +1,303 @@
+"""The update's gradient does not depend on how the batch is laid out; scoring agrees with it; nothing leaks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from training_helpers import batch_of_groups, params_of, tiny_model
+
+from jaxrl import training
+from jaxrl.config import ConfigError, default_config
+from jaxrl.training.layout import RowShapes
+from jaxrl.training.optimizer import make_schedule
+from jaxrl.training.score import forward_logprobs
+
+LONGEST = 9 + 14
+LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
+    "padded": (LONGEST + 1, 20, False),
+    "padded_wide": (96, 20, False),
+    "packed": (48, 16, False),
+    "packed_shared": (48, 16, True),
+    "packed_shared_2_microbatches": (48, 4, True),
+    "packed_shared_8_microbatches": (48, 1, True),
+    "one_row": (512, 1, True),
+}
+LOSS = training.LossConfig(kl_coef=0.1, entropy_coef=0.01, old="column", mismatch="token_tis", chunk=32, max_grad_norm=0.0)
+
+
+def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, dirty=False):
+    """The accumulated gradient of one optimizer step, via the functions training uses."""
+    update = training.make_update(model, optax.sgd(1.0), lambda i: 1.0, loss)
+    trainable, frozen = training.partition(params, (".*",), ())
+    state = training.init_state(trainable, frozen, optax.sgd(1.0), 0)
+
+    def batches():
+        for micro in layout.minibatches[0].microbatches:
+            batch = training.pack(traj, micro, columns, weights, dtype)
+            if dirty:
+                pad = batch.segments == 0
+                batch = batch.replace(tokens=np.where(pad, 7, batch.tokens), positions=np.where(pad, 3, batch.positions))
+                unused = batch.weights["token"] == 0
+                batch = batch.replace(columns={k: np.where(unused, 1e30, v).astype(dtype) for k, v in batch.columns.items()},
+                                      targets=np.where(unused, 5, batch.targets))
+            yield jax.tree.map(jnp.asarray, batch)
+
+    return update.gradients(state, batches())
+
+
+def layout_of(traj, name):
+    length, rows, share = LAYOUTS[name]
+    shapes = RowShapes((length,), ((rows,),))
+    return training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=share)
+
+
+def worst(a, b):
+    """Largest relative L2 difference over tensors."""
+    return max(float(np.linalg.norm(np.asarray(a[k] - b[k])) / np.linalg.norm(np.asarray(b[k]))) for k in b)
+
+
+def one_at_a_time(traj):
+    """The truth: each sequence in a microbatch of its own, without neighbours or shared prompts."""
+    blocks = [training.layout.Block((i,), int(traj.lengths[i])) for i in range(traj.num_sequences)]
+    micro = tuple(training.layout.Microbatch(LONGEST, ((b,),)) for b in blocks)
+    return training.Layout((training.Minibatch(np.arange(traj.num_sequences), micro),), 0, 1)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
+    with jax.enable_x64(True):
+        model = tiny_model(jnp.float64)
+        params = params_of(model, jnp.float64)
+        traj, columns = batch_of_groups(groups=3, size=3)
+        weights = training.loss_weights(traj, np.arange(traj.num_sequences), aggregation, False)
+        truth, _ = gradient(model, params, traj, columns, weights, one_at_a_time(traj), np.float64)
+        for name in ("padded", "packed", "packed_shared_2_microbatches", "packed_shared_8_microbatches"):
+            layout = layout_of(traj, name)
+            got, _ = gradient(model, params, traj, columns, weights, layout, np.float64, dirty=name != "padded")
+            assert worst(got, truth) < 1e-12, name
+
+
+def test_gradients_do_not_depend_on_the_layout_float32():
+    model, (traj, columns) = tiny_model(), batch_of_groups()
+    params = params_of(model)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    truth, metrics = gradient(model, params, traj, columns, weights, one_at_a_time(traj), np.float32)
+    for name in LAYOUTS:
+        got, m = gradient(model, params, traj, columns, weights, layout_of(traj, name), np.float32)
+        assert worst(got, truth) < 1e-5, name
+        for key in metrics:
+            assert float(m[key]) == pytest.approx(float(metrics[key]), rel=1e-4, abs=1e-6), (name, key)
+
+
+def test_remat_does_not_change_the_gradient():
+    traj, columns = batch_of_groups()
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    plain = tiny_model()
+    truth, _ = gradient(plain, params_of(plain), traj, columns, weights, layout_of(traj, "packed"), np.float32)
+    remat = tiny_model(remat="full")
+    got, _ = gradient(remat, params_of(remat), traj, columns, weights, layout_of(traj, "packed"), np.float32)
+    assert worst(got, truth) < 1e-5
+
+
+def test_scoring_agrees_with_the_update_forward_on_the_same_layout():
+    model, (traj, columns) = tiny_model(), batch_of_groups()
+    params = params_of(model)
+    layout = layout_of(traj, "packed_shared_2_microbatches")
+    score = training.make_score(model, temperature=1.0, chunk=LOSS.chunk, put=lambda b: jax.tree.map(jnp.asarray, b))
+    columns["old"] = score(params, traj, layout)
+    assert (columns["old"][traj.loss_mask] < 0).all() and (columns["old"][~traj.loss_mask] == 0).all()
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    _, metrics = gradient(model, params, traj, columns, weights, layout, np.float32)
+    assert float(metrics["old_gap/max"]) < 1e-6  # another fusion of the same arithmetic
+    assert float(metrics["policy/ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(metrics["policy/clip_fraction"]) == 0.0
+
+
+def test_scoring_equals_each_sequence_alone():
+    model, (traj, _) = tiny_model(), batch_of_groups()
+    params = params_of(model)
+    score = training.make_score(model, temperature=0.7, chunk=32, put=lambda b: jax.tree.map(jnp.asarray, b))
+    got = score(params, traj, layout_of(traj, "packed_shared"))
+    for i in range(0, traj.num_sequences, 3):
+        ids = traj.tokens[traj.offsets[i]:traj.offsets[i + 1]]
+        row = jnp.asarray(ids)[None]
+        ones, zeros = jnp.ones_like(row), jnp.zeros_like(row)
+        hidden = model.hidden(params, row, jnp.arange(len(ids))[None], ones, zeros)
+        logp = jax.nn.log_softmax(model.logits(params, hidden) / 0.7)[0]
+        p = traj.prompt_lengths[i]
+        want = [logp[t - 1, ids[t]] for t in range(p, len(ids))]
+        np.testing.assert_allclose(got[traj.offsets[i] + p:traj.offsets[i + 1]], want, atol=2e-5)
+
+
+def test_the_first_answer_token_and_the_last_are_scored_and_no_prompt_token_is():
+    traj, columns = batch_of_groups(groups=2, size=3)
+    layout = layout_of(traj, "one_row")
+    micro = layout.minibatches[0].microbatches[0]
+    ones = {"token": np.ones(len(traj.tokens))}
+    batch = training.pack(traj, micro, columns, ones)
+    scored = batch.weights["token"][0] > 0
+    assert scored.sum() == traj.answer_lengths.sum() == traj.loss_mask.sum()
+    # what is predicted follows, in its own answer or from the shared prompt, what predicts it
+    for source, target in zip(batch.sources[0][scored], batch.targets[0][scored], strict=True):
+        here = batch.positions[0, source] + 1
+        hits = [(k, batch.tokens[0, k]) for k in range(batch.tokens.shape[1]) if batch.positions[0, k] == here and batch.segments[0, k]]
+        assert target in [t for _, t in hits]
+    back = np.zeros(len(traj.tokens))
+    training.unpack(traj, micro, batch.columns["behaviour"], back)
+    np.testing.assert_allclose(back, np.where(traj.loss_mask, traj.logprobs, 0), rtol=1e-6)
+
+
+def test_layout_invariants():
+    rng = np.random.default_rng(3)
+    groups = np.repeat(np.arange(17), 6)
+    prompts = np.repeat(rng.integers(3, 40, 17), 6)
+    answers = rng.integers(1, 60, len(groups))
+    shapes = training.row_shapes((64, 128), 100, 512, 1)
+    layout = training.make_layout(prompts, answers, groups, shapes, num_minibatches=4, seed=5)
+    seen = []
+    for mini in layout.minibatches:
+        mine = [i for m in mini.microbatches for row in m.rows for b in row for i in b.sequences]
+        assert sorted(mine) == sorted(mini.sequences.tolist())
+        for m in mini.microbatches:
+            assert len(m.rows) in shapes.counts[shapes.lengths.index(m.row_length)]
+            for row in m.rows:
+                assert sum(b.tokens for b in row) <= m.row_length
+                for b in row:
+                    assert len({groups[i] for i in b.sequences}) == 1
+        seen += mine
+    assert sorted(seen) == list(range(len(groups)))
+    for g in range(17):  # a group lies in one minibatch
+        assert sum(bool(np.isin(np.flatnonzero(groups == g), m.sequences).any()) for m in layout.minibatches) == 1
+    again = training.make_layout(prompts, answers, groups, shapes, num_minibatches=4, seed=5)
+    assert [m.sequences.tolist() for m in again.minibatches] == [m.sequences.tolist() for m in layout.minibatches]
+
+
+def test_packing_fills_rows_of_long_tailed_lengths():
+    rng = np.random.default_rng(0)
+    answers = np.clip(rng.lognormal(4, 0.8, 128).astype(int), 8, 512)
+    groups = np.repeat(np.arange(16), 8)
+    shapes = training.row_shapes((1024,), 576, 4096, 1)
+    layout = training.make_layout(np.full(128, 64), answers, groups, shapes)
+    assert layout.efficiency > 0.8
+
+
+def _update(optimizer, loss, columns_patch=None, steps=1):
+    model, (traj, columns) = tiny_model(), batch_of_groups()
+    columns |= columns_patch or {}
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    update = training.make_update(model, optimizer, lambda i: 1e-2, loss)
+    trainable, frozen = training.partition(params_of(model), (".*",), ("embed",))
+    state = training.init_state(trainable, frozen, optimizer, 0)
+    before = jax.tree.map(np.asarray, state)
+    layout = layout_of(traj, "packed_shared_2_microbatches")
+    for _ in range(steps):
+        batches = (jax.tree.map(jnp.asarray, training.pack(traj, m, columns, weights)) for m in layout.minibatches[0].microbatches)
+        state, metrics = update(state, batches)
+    return before, jax.tree.map(np.asarray, state), metrics
+
+
+def test_a_non_finite_update_changes_nothing_but_its_counters():
+    bad = {"advantage": np.full(10_000, np.nan)}
+    before, after, metrics = _update(optax.adamw(1e-2), LOSS, bad, steps=2)
+    for a, b in zip(jax.tree.leaves((before.trainable, before.opt_state)), jax.tree.leaves((after.trainable, after.opt_state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert after.step == 0 and after.stats["skipped"] == 2 and after.stats["nonfinite_streak"] == 2
+    assert metrics["optim/skipped"] == 1
+
+
+def test_frozen_parameters_have_no_optimizer_state_and_do_not_move():
+    before, after, _ = _update(optax.adamw(1e-2), LOSS)
+    np.testing.assert_array_equal(before.frozen["embed/embedding"], after.frozen["embed/embedding"])
+    assert not any("embed" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(after.opt_state))
+    assert any((a != b).any() for a, b in zip(before.trainable.values(), after.trainable.values(), strict=True))
+
+
+def test_gradient_clipping_bounds_the_update():
+    loss = training.LossConfig(old="column", max_grad_norm=1e-3, chunk=32)
+    before, after, metrics = _update(optax.sgd(1.0), loss)
+    moved = np.sqrt(sum(np.square(after.trainable[k] - before.trainable[k]).sum() for k in before.trainable))
+    assert float(metrics["optim/grad_norm"]) > 1e-3 and moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_fp16_loss_scale_halves_on_overflow_and_the_step_is_skipped():
+    model = tiny_model(jnp.float16)
+    traj, columns = batch_of_groups()
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    loss = training.LossConfig(old="current", chunk=32, fp16=True)
+    update = training.make_update(model, optax.sgd(1e-2), lambda i: 1e-2, loss)
+    trainable, frozen = training.partition(params_of(model), (".*",), ())
+    state = training.init_state(trainable, frozen, optax.sgd(1e-2), 0, fp16=True)
+    state = state.replace(stats={**state.stats, "loss_scale": jnp.float32(2.0**24)})
+    columns["advantage"] = columns["advantage"] * 1e4
+    layout = layout_of(traj, "packed")
+
+    def batches():
+        return (jax.tree.map(jnp.asarray, training.pack(traj, m, columns, weights)) for m in layout.minibatches[0].microbatches)
+    state, metrics = update(state, batches())
+    assert float(metrics["optim/skipped"]) == 1 and float(state.stats["loss_scale"]) == 2.0**23
+    for _ in range(20):
+        state, metrics = update(state, batches())
+    assert int(state.step) > 0 and np.isfinite(float(metrics["optim/grad_norm"]))
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+def test_schedules(name):
+    c = default_config().optimizer
+    c.lr, c.schedule, c.warmup_steps, c.floor, c.decay_steps = 1.0, name, 4, 0.1, 10 if name == "wsd" else 0
+    f = make_schedule(c, 24)
+    assert [float(f(i)) for i in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert float(f(4)) == pytest.approx(1.0)
+    assert float(f(24)) == pytest.approx(1.0 if name == "constant" else 0.1)
+    assert float(f(13)) == pytest.approx({"constant": 1.0, "wsd": 1.0, "linear": 1 - 0.9 * 9 / 20,
+                                          "cosine": 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * 9 / 20))}[name])
+
+
+def test_optimizer_groups_and_decay_spare_vectors():
+    c = default_config().optimizer
+    c.lr, c.warmup_steps, c.weight_decay, c.name = 0.1, 0, 0.5, "adamw"
+    c.groups = {"embed": {"lr": 0.0}, "head": {"weight_decay": 0.0}}
+    axes = {"embed": ("vocab", "embed"), "norm": ("layers", "norm"), "w": ("embed", "mlp"), "head": ("embed", "vocab")}
+    optimizer, _ = training.make_optimizer(c, 10, axes)
+    params = {k: jnp.ones((2, 3)) for k in axes}
+    state = optimizer.init(params)
+    updates, _ = optimizer.update({k: jnp.zeros((2, 3)) for k in axes}, state, params)
+    assert (updates["embed"] == 0).all() and (updates["norm"] == 0).all() and (updates["head"] == 0).all()
+    np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
+
+
+def test_optimizer_names_and_imports():
+    c = default_config().optimizer
+    axes = {"w": ("embed", "mlp")}
+    for name in ("adamw", "adam", "sgd", "lion", "adafactor", "optax.rmsprop"):
+        c.name = name
+        optimizer, _ = training.make_optimizer(c, 10, axes)
+        params = {"w": jnp.ones((4, 4))}
+        updates, _ = optimizer.update({"w": jnp.ones((4, 4))}, optimizer.init(params), params)
+        assert float(jnp.abs(updates["w"]).sum()) > 0, name
+    c.name = "adamv"
+    with pytest.raises(ConfigError, match="optimizer.name='adamv'"):
+        training.make_optimizer(c, 10, axes)
+
+
+def test_patterns_that_match_nothing_are_errors():
+    params = params_of(tiny_model())
+    with pytest.raises(ConfigError, match="lm_hed"):
+        training.partition(params, (".*",), ("lm_hed",))
+    with pytest.raises(ConfigError, match="no parameter to train"):
+        training.partition(params, (".*",), (".*",))
+
+
+def test_entropy_and_kl_metrics_are_those_of_the_distribution():
+    model, (traj, columns) = tiny_model(), batch_of_groups()
+    params = params_of(model)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    layout = layout_of(traj, "padded")
+    _, metrics = gradient(model, params, traj, columns, weights, layout, np.float32)
+    batch = training.pack(traj, layout.minibatches[0].microbatches[0], columns, weights)
+    logp, entropy = forward_logprobs(model, params, jax.tree.map(jnp.asarray, batch), temperature=1.0, chunk=32,
+                                     valid_RxS=batch.weights["token"] > 0)
+    w = batch.weights["token"]
+    assert float(metrics["policy/entropy"]) == pytest.approx(float((w * entropy).sum()), rel=1e-5)
+    d = np.asarray(logp) - batch.columns["ref"]
+    assert float(metrics["policy/kl"]) == pytest.approx(float((w * (np.exp(-d) + d - 1)).sum()), rel=1e-4)
