@@ -1,0 +1,356 @@
+"""The pool of reward workers: real processes, real kills."""
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl.config import ConfigError, default_config
+from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
+
+FUNCTIONS = textwrap.dedent('''
+    import asyncio, collections, itertools, os, subprocess, sys, time
+
+    def imports(prompt, completion):
+        heavy = [m for m in ("jax", "jaxlib", "flax", "numpy", "pytest", "ml_collections") if m in sys.modules]
+        return 1.0, {"heavy": len(heavy), "pid": os.getpid(), "parent": os.getppid()}
+
+    def odd(prompt, completion, n):
+        """A function with every kind of end."""
+        if n == "none": return None
+        if n == "nan": return float("nan")
+        if n == "inf": return float("inf")
+        if n == "text": return "3"
+        if n == "raise": raise ValueError("no such thing")
+        if n == "exit": sys.exit(3)
+        if n == "die": os._exit(7)
+        if n == "crash": os.kill(os.getpid(), 11)
+        if n == "sleep": time.sleep(60)
+        if n == "spin": collections.deque(itertools.count(), maxlen=0)  # C loop, never lets go of the interpreter
+        if n == "print": print("hello from a worker", n); sys.stdout.write("{not json}\\\\n")
+        if n == "input": return float(sys.stdin.read() == "")
+        if n == "bool": return True
+        if n == "metrics": return 0.5, {"depth": 3}
+        if n == "badmetric": return 0.5, {"depth": "deep"}
+        return 2.0
+
+    def slow_first(prompt, completion, n):
+        time.sleep(0.2 if n == 0 else 0.0)
+        return float(n)
+
+    def a_bit(prompt, completion):
+        time.sleep(0.3)
+        return 1.0
+
+    def knows(prompt, completion, token_ids, finish, group, sample, user, **columns):
+        return (len(token_ids) + 10 * (finish == "length") + 100 * group + 1000 * sample + user["bonus"]
+                + 0.5 * ("kind" in columns))
+
+    def ranks(prompts, completions, answer, group):
+        assert len(prompts) == len(completions) == len(answer) == len(group)
+        return [float(sorted(completions).index(c)) for c in completions]
+
+    def short(prompts, completions, **columns):
+        return [1.0] * (len(completions) - 1)
+
+    def scalar(prompts, completions, **columns):
+        return 1.0
+
+    def mixed(prompts, completions, **columns):
+        return [None, 1.0, "x", (2.0, {"m": 4})][:len(completions)]
+
+    inside = 0
+    async def together(prompt, completion):
+        global inside
+        inside += 1
+        while inside < 4:
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    async def waits(prompt, completion, n):
+        await asyncio.sleep(60 if n == 1 else 0)
+        return float(n)
+
+    async def blocks(prompt, completion, n):
+        await asyncio.sleep(0)
+        if n == 1:
+            collections.deque(itertools.count(), maxlen=0)
+        return float(n)
+
+    async def all_at_once(prompts, completions, **columns):
+        await asyncio.sleep(0)
+        return [float(len(c)) for c in completions]
+
+    def counted(prompt, completion, log):
+        with open(log, "a") as f:
+            f.write(completion + "\\n")
+        return float(len(completion))
+
+    def child(prompt, completion, pidfile):
+        with open(pidfile, "w") as f:
+            f.write(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(60)
+
+    def needs(prompt, completion, target):
+        return 1.0
+
+    def positional(question, response, /, answer):
+        return float(response == answer)
+
+    def only_completion(completion, answer):
+        return float(completion == answer)
+''')
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def pool(source):
+    """pool('name', ..., option=value) -> RewardPool over functions of the file; closed at the end."""
+    made = []
+
+    def make(*names, functions=None, user=None, **options):
+        config = default_config()
+        config.reward.functions = tuple(f"{source}:{n}" if n in FUNCTIONS and n != "format" else n for n in names)
+        config.reward.max_failed_fraction = 1.0
+        for key, value in options.items():
+            config.reward[key] = value
+        for key, value in (user or {}).items():
+            config.user[key] = value
+        made.append(RewardPool(config, functions=functions))
+        return made[-1]
+
+    yield make
+    for p in made:
+        p.close()
+
+
+def items(*values, **columns):
+    return [RewardItem("q", f"c{k}", {"n": v, **columns}) for k, v in enumerate(values)]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.02)
+
+
+def test_workers_are_spawned_and_hold_no_jax(pool):
+    result = pool("imports").score(items(*range(8)))
+    metrics = [m["imports"] for m in result.item_metrics]
+    assert all(m["heavy"] == 0 for m in metrics)
+    assert all(m["pid"] != os.getpid() and m["parent"] == os.getpid() for m in metrics)
+
+
+def test_every_end_has_its_outcome(pool):
+    p = pool("odd", timeout_seconds=1.0)
+    kinds = ["none", "nan", "inf", "text", "raise", "exit", "die", "crash", "sleep", "spin", "print", "input", "bool",
+             "metrics", "badmetric", "plain"]
+    result = p.score(items(*kinds))
+    outcome = {k: o["odd"] for k, o in zip(kinds, result.outcomes, strict=True)}
+    part = dict(zip(kinds, result.parts["odd"], strict=True))
+    assert {k for k in kinds if outcome[k] == "ok"} == {"print", "input", "bool", "metrics", "plain"}
+    assert (part["print"], part["input"], part["bool"], part["metrics"], part["plain"]) == (2.0, 1.0, 1.0, 0.5, 2.0)
+    assert all(math.isnan(part[k]) for k in kinds if outcome[k] != "ok")
+    assert outcome["none"] == "none" and outcome["nan"] == outcome["inf"] == "nan"
+    assert outcome["sleep"] == outcome["spin"] == "timeout"
+    assert "returned str '3'" in outcome["text"] and "depth" in outcome["badmetric"]
+    assert "ValueError: no such thing (my_rewards.py:" in outcome["raise"] and "SystemExit" in outcome["exit"]
+    assert "exited with status 7" in outcome["die"] and "SIGSEGV" in outcome["crash"]
+    m = result.metrics
+    assert m["reward/none_fraction"] == 1 / 16 and m["reward/nan_fraction"] == 2 / 16
+    assert m["reward/timeout_fraction"] == 2 / 16 and m["reward/error_fraction"] == 6 / 16
+    assert m["reward/failed_fraction"] == 10 / 16 and m["reward/absent_fraction"] == 11 / 16
+    assert m["reward/odd/depth"] == 3.0
+    again = p.score(items("plain", "bool"))  # after all those kills
+    np.testing.assert_array_equal(again.total, [2.0, 1.0])
+
+
+def test_catastrophic_format_pattern_is_killed(pool):
+    p = pool("format", format_pattern=r"(a+)+b", timeout_seconds=1.0)
+    result = p.score([RewardItem("q", "aab"), RewardItem("q", "a" * 64), RewardItem("q", "x")])
+    np.testing.assert_array_equal(result.parts["format"], [1.0, np.nan, 0.0])
+    assert [o["format"] for o in result.outcomes] == ["ok", "timeout", "ok"]
+
+
+def test_results_keep_the_order_of_the_items(pool):
+    result = pool("slow_first").score(items(*range(64)))
+    np.testing.assert_array_equal(result.total, np.arange(64.0))
+
+
+def test_the_clock_starts_with_the_scoring_not_with_the_queue(pool):
+    result = pool("a_bit", workers=1, timeout_seconds=1.5).score(items(*range(8)))  # 2.4 s of work for one worker
+    assert [o["a_bit"] for o in result.outcomes] == ["ok"] * 8
+
+
+def test_slow_imports_do_not_count(pool, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1.2)\ndef f(prompt, completion):\n    return 1.0\n")
+    result = pool(f"{tmp_path / 'slow.py'}:f", timeout_seconds=0.6).score(items(1, 2))
+    np.testing.assert_array_equal(result.total, [1.0, 1.0])
+
+
+def test_functions_get_what_they_name(pool):
+    item = RewardItem("q", "c", {"kind": "k", "answer": "c"}, finish="length", group=np.int64(3), sample=2,
+                      token_ids=np.arange(7))
+    p = pool("knows", "positional", "only_completion", user={"bonus": 0.25})
+    result = p.score([item])
+    assert result.parts["knows"][0] == 7 + 10 + 300 + 2000 + 0.25 + 0.5
+    assert result.parts["positional"][0] == result.parts["only_completion"][0] == 1.0
+
+
+def test_missing_argument_names_the_columns(pool):
+    outcome = pool("needs").score(items(1, answer="a")).outcomes[0]["needs"]
+    assert "'target'" in outcome and "n, answer" in outcome
+
+
+def test_batched_functions(pool):
+    p = pool("ranks", "mixed", "all_at_once")
+    result = p.score([RewardItem("q", c, {"answer": "x"}) for c in ("bb", "d", "a", "ccc")])
+    np.testing.assert_array_equal(result.parts["ranks"], [1, 3, 0, 2])
+    np.testing.assert_array_equal(result.parts["all_at_once"], [2, 1, 1, 3])
+    np.testing.assert_array_equal(result.parts["mixed"], [np.nan, 1.0, np.nan, 2.0])
+    outcomes = [o["mixed"] for o in result.outcomes]
+    assert outcomes[0] == "none" and outcomes[1] == outcomes[3] == "ok"
+    assert "item 2" in outcomes[2] and "str" in outcomes[2]
+    assert result.metrics["reward/mixed/m"] == 4.0
+
+
+@pytest.mark.parametrize("name, text", [("short", "returned 3 scores for 4 completions"),
+                                        ("scalar", "returned float, expected a list of 4 scores")])
+def test_wrong_batch_results_are_errors(pool, name, text):
+    with pytest.raises(RewardFailure, match=f"'{name}' {text}"):
+        pool(name).score(items(*range(4)))
+
+
+def test_async_functions_run_together(pool):
+    result = pool("together", workers=1, timeout_seconds=20.0).score(items(*range(4)))
+    np.testing.assert_array_equal(result.total, [1.0] * 4)
+
+
+def test_async_timeouts_hit_the_guilty_one_only(pool):
+    result = pool("waits", "blocks", timeout_seconds=1.0).score(items(*range(6)))
+    for name in ("waits", "blocks"):
+        assert [o[name] for o in result.outcomes] == ["ok", "timeout", "ok", "ok", "ok", "ok"], name
+        np.testing.assert_array_equal(result.parts[name], [0, np.nan, 2, 3, 4, 5])
+
+
+def test_weights_absent_parts_and_column(pool):
+    p = pool("exact", "boxed", weights=(2.0, 0.5))
+    r = p.score([RewardItem("q", "7", {"answer": "7"}), RewardItem("q", r"\boxed{7}", {"answer": 7}),
+                 RewardItem("q", "7", {"answer": None})])
+    np.testing.assert_array_equal(r.total, [2.0, 0.5, np.nan])
+    p = pool("exact", "boxed", weights=(2.0, 0.5), column="verifier")
+    rows = [("exact", 2.0), ("boxed", 0.0), (["boxed", "exact"], 2.0), ("exact, boxed", 2.0)]
+    r = p.score([RewardItem("q", "7", {"answer": "7", "verifier": v}) for v, _ in rows])
+    np.testing.assert_array_equal(r.total, [t for _, t in rows])
+    assert [sorted(o) for o in r.outcomes] == [["exact"], ["boxed"], ["boxed", "exact"], ["boxed", "exact"]]
+    with pytest.raises(ConfigError, match="item 1: reward.column='verifier' holds 'math'.*exact, boxed"):
+        p.score([RewardItem("q", "7", {"answer": "7", "verifier": v}) for v in ("exact", "math")])
+
+
+def test_no_functions_is_no_score(pool):
+    result = pool().score(items(1, 2))
+    assert np.isnan(result.total).all() and result.parts == {} and result.metrics["reward/failed_fraction"] == 0.0
+
+
+def test_recorded_outcomes_are_taken_verbatim(pool, tmp_path):
+    log = tmp_path / "calls"
+    p = pool("counted", "odd", timeout_seconds=1.0)
+    batch = items("metrics", "sleep", "raise", "plain", log=str(log))
+    first = p.score(batch)
+    assert first.outcomes[1]["odd"] == "timeout"
+    calm = items("plain", "plain", "plain", "plain", log=str(log))  # would all be fine now
+    kept = first.records()
+    second = p.score(calm, recorded=[*kept[:3], None])
+    assert second.outcomes == first.outcomes and second.item_metrics == first.item_metrics
+    np.testing.assert_array_equal(second.total, first.total)
+    assert second.metrics == first.metrics
+    assert sorted(log.read_text().split()) == ["c0", "c1", "c2", "c3", "c3"]
+
+
+def test_too_many_failures_stop_the_run(pool):
+    p = pool("odd", "exact", max_failed_fraction=0.25, timeout_seconds=1.0)
+    assert p.score(items("raise", 1, 1, 1, answer="x")).metrics["reward/failed_fraction"] == 0.25
+    with pytest.raises(RewardFailure) as e:
+        p.score(items("raise", "raise", "raise", 1, answer="x"))
+    for text in ("max_failed_fraction=0.25", "odd: error: ValueError: no such thing", "None"):
+        assert text in str(e.value)
+    with pytest.raises(RewardFailure, match="reward.timeout_seconds=1 "):
+        p.score(items("sleep", "sleep", 1, 1, answer="x"))
+    with pytest.raises(RewardFailure):
+        late = {"parts": {}, "outcomes": {"odd": "timeout"}}
+        p.score(items(1, 1, 1, 1, answer="x"), recorded=[late, late, None, None])
+    np.testing.assert_array_equal(p.score(items(1, 1, answer="x")).parts["odd"], [2.0, 2.0])
+
+
+def test_prints_go_to_the_log(pool, caplog):
+    with caplog.at_level("INFO", logger="jaxrl.rewards"):
+        pool("odd").score(items("print"))
+    assert "hello from a worker" in caplog.text
+
+
+def test_timeout_kills_what_the_function_started(pool, tmp_path):
+    pidfile = tmp_path / "pid"
+    result = pool("child", timeout_seconds=1.0).score(items(0, pidfile=str(pidfile)))
+    assert result.outcomes[0]["child"] == "timeout"
+    wait_until(lambda: gone(int(pidfile.read_text())))
+
+
+def test_close_ends_the_workers(pool):
+    p = pool("imports", workers=2)
+    pids = {int(m["imports"]["pid"]) for m in p.score(items(*range(16))).item_metrics}
+    p.close()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        p.score(items(1))
+
+
+PARENT = textwrap.dedent('''
+    import sys, threading, time
+    from jaxrl.config import default_config
+    from jaxrl.rewards import RewardItem, RewardPool
+    config = default_config()
+    config.reward.functions = (sys.argv[1] + ":imports", sys.argv[1] + ":odd")
+    config.reward.workers = 1
+    pool = RewardPool(config)
+    result = pool.score([RewardItem("q", "c", {"n": 1})])
+    if sys.argv[2] == "busy":
+        threading.Thread(target=pool.score, args=([RewardItem("q", "c", {"n": "spin"})],), daemon=True).start()
+        time.sleep(0.5)
+    print(int(result.item_metrics[0]["imports"]["pid"]), flush=True)
+    time.sleep(600)
+''')
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_workers_end_with_a_parent_that_is_killed(source, tmp_path, state):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script), str(source), state], stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    wait_until(lambda: gone(pid))
