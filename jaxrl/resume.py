@@ -22,7 +22,8 @@ FUTURE: tuple[str, ...] = (
     # sampling, scoring and learning from here on
     "rollout.*", "reward.*", "algorithm.*", "eval.*", "reference.dtype",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
-    "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction", "optimizer.warmup_start",
+    "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
+    "optimizer.warmup_start",
     "optimizer.decay_steps", "optimizer.floor", "optimizer.max_nonfinite",
     "train.*",
 )

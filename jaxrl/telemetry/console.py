@@ -167,15 +167,20 @@ class TableConsole(SilentConsole):
         super().__init__(total_steps, title, stream)
         # Force: log.console=table asks for the table wherever the output goes.
         self._rich = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-        self._live = Live(get_renderable=self._panel, console=self._rich, refresh_per_second=5, transient=False)
         self._rows = 0
         self._columns: list = []
         self._curve: deque[float] = deque(maxlen=400)
         self._last: dict[str, float] = {}
         self._now, self._since = "starting", time.monotonic()
+        self._live = Live(get_renderable=self._panel, console=self._rich, refresh_per_second=5)
 
     def phase(self, name: str) -> None:
         self._now, self._since = name, time.monotonic()
+        self._start()
+
+    def _start(self) -> None:
+        if not self._live.is_started:
+            self._live.start()
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
         self.progress.advance(step)
@@ -183,8 +188,7 @@ class TableConsole(SilentConsole):
         curve = scalars.get("reward/mean", scalars.get("loss"))
         if curve is not None:
             self._curve.append(curve)
-        if not self._live.is_started:
-            self._live.start()
+        self._start()
         if any(m.name in scalars for m in COLUMNS if not m.name.startswith(("time/", "eval/"))):
             self._row(step, scalars)
         if evaluation := evaluation_line(scalars):
@@ -203,9 +207,8 @@ class TableConsole(SilentConsole):
 
         columns = self._fitting(scalars)
         if columns != self._columns or self._rows % HEADER_EVERY == 0:
-            heads = "".join(f"  {m.header:>{_width(m)}}" for m in columns)
-            self._rich.print(Text(f"{'step':>6}{heads}", style="bold underline"))
             self._columns, self._rows = columns, 0
+            self._rich.print(self._header())
         self._rows += 1
         line = Text(f"{step:>6}", style="dim")
         for m in columns:
@@ -214,6 +217,10 @@ class TableConsole(SilentConsole):
             style = "bold" if m.name in ("reward/mean", "loss") else "default"
             line.append(f"  {show(m, value):>{_width(m)}}", style=style if low <= value <= high else "yellow")
         self._rich.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+
+    def _header(self) -> Text:
+        heads = "".join(f"  {m.header:>{_width(m)}}" for m in self._columns)
+        return Text(f"{'step':>6}{heads}", style="bold underline")
 
     def _panel(self):
 
@@ -235,7 +242,9 @@ class TableConsole(SilentConsole):
             now.append(sparkline(list(self._curve), room), "green")
             now.append(f" {self._curve[0]:.3f} → {self._curve[-1]:.3f}", "dim")
         lines.append(now)
-        return Panel(Group(*lines), title=self.title, title_align="left", border_style="bright_black", box=box.ROUNDED)
+        panel = Panel(Group(*lines), title=self.title, title_align="left", border_style="bright_black", box=box.ROUNDED)
+        # The names of the columns stay in sight when the printed header has scrolled away.
+        return Group(self._header(), panel) if self._columns else panel
 
     def _phase_lines(self, width: int) -> list:
         """A bar of the last step's seconds by phase, and its legend."""
