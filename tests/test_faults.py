@@ -1,0 +1,150 @@
+"""Planned faults and polite stops, with real signals in real processes."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxrl.config import ConfigError
+from jaxrl.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, parse_plan
+
+
+def test_an_entry_is_read_with_its_defaults():
+    fault, = parse_plan(["checkpoint.kill9@step=6"])
+    assert (fault.component, fault.action, fault.step, fault.phase) == ("checkpoint", "kill9", 6, "before")
+    fault, = parse_plan(["update.sleep@step=2,seconds=0.25"])
+    assert (fault.step, fault.phase, fault.seconds) == (2, "", 0.25)
+
+
+def test_commas_split_by_the_command_line_are_put_together():
+    joined = parse_plan(["checkpoint.kill9@step=6,phase=commit", "rollout.term@step=1"])
+    split = parse_plan(["checkpoint.kill9@step=6", "phase=commit", "rollout.term@step=1"])
+    assert split == joined and len(joined) == 2
+
+
+@pytest.mark.parametrize("entry, named", [
+    ("engine.kill9@step=1", list(POINTS)),
+    ("rollout.explode@step=1", list(ACTIONS)),
+    ("checkpoint.kill9@step=1,phase=middle", list(POINTS["checkpoint"])),
+    ("rollout.kill9@step=1,phase=before", ["step="]),
+    ("rollout.kill9@phase=1", ["step="]),
+    ("checkpoint.kill9@phase=commit", ["step=N"]),
+    ("rollout.kill9@step=soon", ["soon"]),
+    ("rollout.kill9", ["component.action@step=N"]),
+])
+def test_a_wrong_entry_is_refused_with_the_known_names(entry, named):
+    with pytest.raises(ConfigError) as e:
+        Faults([entry])
+    assert entry.split(",")[0] in str(e.value)
+    assert all(name in str(e.value) for name in named)
+
+
+def test_a_fault_acts_once_at_its_own_point():
+    faults = Faults(["reward.raise@step=3", "checkpoint.enospc@step=3,phase=tensors", "update.sleep@step=1,seconds=0.2"])
+    faults.fire("reward", 2)
+    faults.fire("checkpoint", 3, "commit")
+    with pytest.raises(FaultError, match="reward.raise@step=3"):
+        faults.fire("reward", 3)
+    faults.fire("reward", 3)
+    with pytest.raises(OSError) as e:
+        faults.fire("checkpoint", 3, "tensors")
+    assert e.value.errno == errno.ENOSPC
+    begin = time.monotonic()
+    faults.fire("update", 1)
+    assert time.monotonic() - begin >= 0.2
+
+
+def test_code_may_fire_only_listed_points():
+    with pytest.raises(KeyError):
+        Faults().fire("rollout2", 1)
+    with pytest.raises(KeyError):
+        Faults().fire("checkpoint", 1, "middle")
+
+
+def run(code: str, **kwargs):
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def test_kill9_leaves_no_chance_and_term_is_polite():
+    code = """
+import atexit
+atexit.register(lambda: print("cleaned up", flush=True))
+from jaxrl.faults import Faults, GracefulStop
+with GracefulStop() as stop:
+    faults = Faults(["rollout.term@step=1", "rollout.kill9@step=2"])
+    faults.fire("rollout", 1)
+    print(stop.requested, stop.reason, flush=True)
+    faults.fire("rollout", 2)
+    print("alive", flush=True)
+"""
+    process = run(code)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert out.split("\n")[:-1] == ["True SIGTERM"]
+    assert "saving, then leaving" in err
+
+
+WAITER = """
+import sys, time
+from jaxrl.faults import GracefulStop
+with GracefulStop() as stop:
+    print("ready", flush=True)
+    stop.wait(60)
+    print(stop.reason, flush=True)
+    {after}
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_sets_the_flag_and_the_run_leaves_by_itself(name):
+    process = run(WAITER.format(after="pass"))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(getattr(signal, name))
+    out, err = process.communicate(timeout=60)
+    assert (out, process.returncode) == (f"{name}\nleft\n", 0)
+    assert ("Ctrl-C again" in err) == (name == "SIGINT")
+
+
+def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
+    # This hash takes hours and never returns to the interpreter, like a compiled step.
+    hashing = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)"
+    process = run(WAITER.format(after=hashing))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "SIGINT\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)  # schedulers repeat theirs: no reason to lose the checkpoint
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+
+
+def test_the_old_handlers_come_back_and_other_threads_work_without_them():
+    before = [signal.getsignal(s) for s in GracefulStop.SIGNALS]
+    with GracefulStop() as stop:
+        assert [signal.getsignal(s) for s in GracefulStop.SIGNALS] != before
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.wait(5) and stop.reason == "SIGUSR1"
+        stop.request("later")
+        assert stop.reason == "SIGUSR1"
+    assert [signal.getsignal(s) for s in GracefulStop.SIGNALS] == before
+
+    reasons = []
+
+    def elsewhere():
+        with GracefulStop() as stop:
+            stop.request("time limit")
+            reasons.append(stop.reason)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert reasons == ["time limit"]
