@@ -272,6 +272,7 @@ def _objects(values, bad: BadRows, limit: int) -> Table:
 def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
     csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", newline=""), strict=True)
+    header = reader.fieldnames or []  # reads the first line
     rows, wheres = [], []
     while len(rows) < limit:
         where = f"{shown}:{reader.line_num + 1}"
@@ -285,8 +286,8 @@ def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
         if row is None:
             break
         if None in row or None in row.values():
-            found = len(reader.fieldnames) + len(row.get(None, ())) - list(row.values()).count(None)
-            bad.add(where, f"{found} fields, but the header has {len(reader.fieldnames)}")
+            found = len(header) + len(row.get(None, ())) - list(row.values()).count(None)
+            bad.add(where, f"{found} fields, but the header has {len(header)}")
             continue
         rows.append(row)
         wheres.append(f"{shown}:{reader.line_num}" if "\n" not in "".join(row.values()) else where)

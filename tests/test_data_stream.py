@@ -1,0 +1,135 @@
+"""The order of training data: permutations, reshuffling, exact resumption, reading ahead."""
+
+import threading
+import time
+
+import pytest
+from data_cases import make_config, make_tokenizer, questions, write_jsonl
+
+from jaxrl.config import ConfigError
+from jaxrl.data import Stream, load_tokenizer, load_train
+
+
+class Numbers:
+    """Example i is i; remembers who read what."""
+
+    def __init__(self, n):
+        self.n, self.read = n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.read.append((i, threading.current_thread() is threading.main_thread()))
+        return i
+
+
+def walk(stream, cursor=0, steps=None):
+    out = []
+    while steps is None or len(out) < steps:
+        batch, following = stream.take(cursor)
+        if not batch:
+            assert following == cursor
+            break
+        assert [p for p, _ in batch] == list(range(cursor, following))
+        out.append([e for _, e in batch])
+        cursor = following
+    return out
+
+
+def flat(steps):
+    return [e for step in steps for e in step]
+
+
+def test_each_epoch_is_a_permutation_drawn_anew():
+    order = flat(walk(Stream(Numbers(50), 10, seed=3), steps=15))
+    epochs = [order[k:k + 50] for k in (0, 50, 100)]
+    assert all(sorted(e) == list(range(50)) for e in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != list(range(50))
+
+
+def test_seeds_share_no_epochs():
+    """Not even shifted: seed s + 1 must not begin with the second epoch of seed s."""
+    orders = [flat(walk(Stream(Numbers(50), 50, seed=s), steps=3)) for s in range(6)]
+    epochs = [tuple(o[k:k + 50]) for o in orders for k in (0, 50, 100)]
+    assert len(set(epochs)) == len(epochs)
+    assert flat(walk(Stream(Numbers(50), 50, seed=2), steps=3)) == orders[2]
+
+
+def test_unshuffled_keeps_file_order():
+    assert flat(walk(Stream(Numbers(5), 2, seed=0, shuffle=False, epochs=2))) == [0, 1, 2, 3, 4] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("per_step, epochs, drop_last", [(4, 3, True), (4, 3, False), (5, 2, True), (20, 3, True),
+                                                         (11, 1, False)])
+def test_a_cursor_resumes_exactly(workers, per_step, epochs, drop_last):
+    """For every step k, edges of epochs included: a new stream at the cursor of k gives the rest, to the last row."""
+    def stream():
+        return Stream(Numbers(10), per_step, 7, True, epochs, drop_last, workers=workers)
+
+    first = stream()
+    whole = walk(first)
+    assert len(whole) == first.total_steps
+    assert len(flat(whole)) == (10 * epochs // per_step * per_step if drop_last else 10 * epochs)
+    for k in range(len(whole) + 1):
+        again = stream()
+        assert walk(again, cursor=min(k * per_step, len(flat(whole)))) == whole[k:]
+        again.close()
+    first.close()
+
+
+def test_a_cursor_may_jump():
+    ahead, plain = Stream(Numbers(13), 3, 5, workers=2), Stream(Numbers(13), 3, 5)
+    for cursor in (0, 3, 30, 6, 9, 9, 0, 12):
+        assert ahead.take(cursor) == plain.take(cursor)
+    ahead.close()
+
+
+def test_workers_prepare_the_next_steps_ahead():
+    data = Numbers(100)
+    stream = Stream(data, 4, seed=0, workers=2, prefetch=3)
+    first, _ = stream.take(0)
+    end = time.monotonic() + 30
+    while len(data.read) < 16:  # the step asked for and three more, with nobody asking
+        assert time.monotonic() < end, data.read
+        time.sleep(0.01)
+    assert not any(main for _, main in data.read)
+    stream.close()
+    data = Numbers(100)
+    assert Stream(data, 4, seed=0).take(0)[0] == first
+    assert len(data.read) == 4 and all(main for _, main in data.read)
+
+
+def test_epoch_numbers():
+    stream = Stream(Numbers(8), 4, 0)
+    assert [stream.epoch(c) for c in (0, 4, 8, 12)] == [0.0, 0.5, 1.0, 1.5] and stream.total_steps is None
+
+
+def test_fewer_rows_than_a_step():
+    assert sorted(walk(Stream(Numbers(3), 9, 0), steps=1)[0]) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len(walk(Stream(Numbers(3), 9, 0, epochs=1, drop_last=False))[0]) == 3
+    with pytest.raises(ConfigError, match="data.prompts_per_step=9 is more than data.epochs=2 x 3 rows"):
+        Stream(Numbers(3), 9, 0, epochs=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_from_config(tmp_path, workers):
+    config = make_config(make_tokenizer(tmp_path / "t"), write_jsonl(tmp_path / "a.jsonl", questions(20)), run__seed=4,
+                         data__prompts_per_step=8, data__epochs=2, data__workers=workers, data__drop_last=False)
+    dataset = load_train(config, load_tokenizer(config))
+
+    def ids():
+        stream = Stream.from_config(config, dataset)
+        out = [[e.columns["id"] for e in step] for step in walk(stream)]
+        stream.close()
+        return out
+
+    by_run_seed = ids()
+    assert [len(s) for s in by_run_seed] == [8] * 5 and sorted(flat(by_run_seed)) == sorted(list(range(20)) * 2)
+    config.data.seed = 4
+    assert ids() == by_run_seed
+    config.data.seed = 5
+    assert ids() != by_run_seed
+    config.data.shuffle = False
+    assert flat(ids()) == list(range(20)) * 2
