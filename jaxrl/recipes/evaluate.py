@@ -17,7 +17,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def evaluate(job, engine, rewards, sets, step: int, stop=lambda: False) -> tuple[dict[str, float], dict[str, list[dict]]]:
+def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, float], dict[str, list[dict]]]:
     """Answers all rows of all sets with the engine's current weights.
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
@@ -25,7 +25,7 @@ def evaluate(job, engine, rewards, sets, step: int, stop=lambda: False) -> tuple
     accurate, and the share of such rows is reported. "all" weighs every row equally.
 
     Returns:
-      (metrics "eval/<set>/<name>", records per set).
+      (metrics "eval/<set>/<name>", records per set); both empty when `stop()` turned true on the way.
     """
     c = job.config
     sampling = sampling_params(c.eval, c.eval.max_new_tokens or c.rollout.max_new_tokens, c.rollout.stop,
@@ -34,7 +34,10 @@ def evaluate(job, engine, rewards, sets, step: int, stop=lambda: False) -> tuple
     for name, dataset in sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
         requests = make_requests(batch, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0)
-        traj = collect(requests, generate(engine, requests, c.rollout.timeout_seconds))
+        results = generate(engine, requests, c.rollout.timeout_seconds, stop)
+        if results is None:
+            return {}, {}
+        traj = collect(requests, results)
         examples = [e for _, e in batch for _ in range(c.eval.samples)]
         texts = answers(traj, job.tokenizer)
         result = rewards.score(reward_items(traj, examples, texts, c.data.response_prefix))
@@ -50,8 +53,6 @@ def evaluate(job, engine, rewards, sets, step: int, stop=lambda: False) -> tuple
         rows[name] = records(traj, examples, texts, result)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
-        if stop():
-            break
     together = np.concatenate(list(hits_of.values()))
     metrics |= {f"eval/{k}": v for k, v in _scores(together).items()}
     return metrics, rows

@@ -53,7 +53,7 @@ def run(config, rewards=None) -> dict:
             return r.evaluate_only()
         algorithm = Algorithm(r)
         r.prepare(updates_per_step=algorithm.updates_per_step, loss=algorithm.loss)
-        algorithm.hold_reference(r)
+        algorithm.begin(r)
         r.before_first_step(algorithm.evaluate)
         while not r.finished():
             metrics = one_step(r, algorithm)
@@ -87,18 +87,18 @@ class Algorithm:
         if choice == "auto":
             exact = c.rollout.dtype == "fp32" or (c.rollout.dtype == "auto" and r.job.compute_dtype == jnp.float32)
             choice = "none" if exact or self.old_source == "rollout" else "token_tis"
-            if choice == "token_tis":
-                r.say(f"mismatch correction: token_tis, cap {c.algorithm.mismatch.cap} (the sampler does not decode in fp32)")
         return choice
 
-    def hold_reference(self, r: Run) -> None:
-        """Loads the frozen reference only where a KL term reads it."""
+    def begin(self, r: Run) -> None:
+        """Says what was decided; loads the frozen reference only where a KL term reads it."""
+        if self.loss.mismatch != "none":
+            r.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap}")
         if self.loss.kl_coef:
             dtype = DTYPES[r.config.reference.dtype]
             self.reference = cast_params(initial_params(r.job, r.config.reference.path), dtype)
 
     def evaluate(self, r: Run):
-        return evaluate(r.job, r.engine, r.eval_rewards, r.eval_sets, r.step)
+        return evaluate(r.job, r.engine, r.eval_rewards, r.eval_sets, r.stopping)
 
 
 def one_step(r: Run, algorithm: Algorithm) -> dict | None:
@@ -110,19 +110,20 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
                                    c.rollout.keep_stop, c.rollout.min_new_tokens)
         requests = make_requests(batch, c.rollout.group_size, sampling, c.run.seed, "train", r.step)
         r.fault("rollout")
-        traj = collect(requests, generate(r.engine, requests, c.rollout.timeout_seconds), longest_sequence(c))
-    if r.stopping():
-        return None
+        results = generate(r.engine, requests, c.rollout.timeout_seconds, r.stopping)
+        if results is None:
+            return None
+        traj = collect(requests, results, longest_sequence(c))
     examples = [e for _, e in batch for _ in range(c.rollout.group_size)]
     with r.phase("reward"):
         texts = answers(traj, job.tokenizer)
-        earlier = recorded_outcomes(r.telemetry.read_rollouts(r.step), traj)
+        earlier = recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
         r.fault("reward")
         result = r.rewards.score(reward_items(traj, examples, texts, c.data.response_prefix), recorded=earlier)
         scores = rewards_room.shape(result, traj.answer_lengths, traj.finish == 1, c.reward, c.rollout.max_new_tokens)
         advantages, zero_signal = group_advantages(scores, traj.group, mean=algorithm.values["advantage_mean"],
                                                    std=algorithm.values["advantage_std"])
-    r.telemetry.rollouts(r.step, records(traj, examples, texts, result, advantages))
+    r.telemetry.rollouts(r.step + 1, records(traj, examples, texts, result, advantages))
     if r.stopping():
         return None
 
@@ -143,7 +144,9 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     r.advance(cursor, samples=traj.num_sequences)
     with r.phase("publish"):
         r.publish()
-    return metrics | rollout_metrics(traj, scores, result, zero_signal, advantages, layout) | r.stream_metrics()
+    metrics |= rollout_metrics(traj, scores, result, zero_signal, advantages, layout) | r.stream_metrics()
+    accurate = result.parts[c.eval.accuracy_from or next(iter(result.parts))] >= c.reward.pass_mark
+    return metrics | {"accuracy/train": float(accurate.mean())}
 
 
 def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str, float]:

@@ -9,15 +9,18 @@ import jax
 import numpy as np
 
 from jaxrl import data as data_room
-from jaxrl import models, training
-from jaxrl.checkpoint import Checkpointer, Every, GracefulStop, config_changes
+from jaxrl import training
+from jaxrl.checkpoint import Checkpointer
 from jaxrl.config import ConfigError, redacted
-from jaxrl.faults import Faults
+from jaxrl.config_checks import derived
+from jaxrl.faults import Faults, GracefulStop
+from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
-from jaxrl.telemetry import Phases, Telemetry
+from jaxrl.telemetry import Every, Phases, Telemetry, write_config
 
 log = logging.getLogger("jaxrl")
 
@@ -55,6 +58,9 @@ class Run:
 
     def _open(self):
         c = self.config
+        self.phases = Phases()
+        self._starting = self.phases("start")
+        self._starting.__enter__()
         self._enter(self.stop)
         if self._with_engine:  # workers start while the model loads
             self.rewards = self._own(RewardPool(c, functions=self._rewards_given))
@@ -62,17 +68,15 @@ class Run:
             if c.eval.rewards:
                 self.eval_rewards = self._own(RewardPool(c, names=c.eval.rewards))
         self.job = setup.open_job(c)
-        self.phases = Phases()
         train_set, self.eval_sets = self._load_data()
         self.stream = None
         if train_set is not None:
-            seed = c.run.seed if c.data.seed is None else c.data.seed
-            self.stream = data_room.Stream(train_set, c.data.prompts_per_step, seed, c.data.shuffle, c.data.epochs,
-                                           workers=c.data.workers, prefetch=c.data.prefetch)
+            self.stream = self._own(data_room.Stream.from_config(c, train_set))
             self.total_steps = min(c.train.steps, self.stream.total_steps or c.train.steps)
         else:
             self.total_steps = c.train.steps
-        self.checkpointer = self._own(Checkpointer(self.job.run_dir, c, self.faults))
+        # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
+        self.checkpointer = self._own(Checkpointer(self.job.run_dir, c, self.faults, lambda: self.telemetry.flush()))
         self.engine = None
         if self._with_engine:
             self.engine = self._own(make_engine(c, self.job.model, self.job.tokenizer, self.job.mesh, self.job.eos_ids))
@@ -83,7 +87,8 @@ class Run:
         eos = job.eos_ids[0]
         if c.run.mode == "eval":
             return None, data_room.load_eval_sets(c, job.tokenizer, eos)
-        return data_room.load_train(c, job.tokenizer, eos), data_room.load_eval_sets(c, job.tokenizer, eos)
+        train_set = data_room.load_train(c, job.tokenizer, eos)
+        return train_set, data_room.load_eval_sets(c, job.tokenizer, eos, train_set)
 
     def _own(self, thing):
         self._closers.append(thing.close)
@@ -109,16 +114,19 @@ class Run:
             self.state = setup.new_state(job, self.optimizer, abstract, setup.initial_params(job))
         else:
             self._take_over(restored)
-        self.faults.fire("resume", self.step)
         self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None))
+        self.phases.watch = self.telemetry.phase
+        write_config(job.run_dir, c, derived(c))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
         self.say(setup.describe(job, self._data_numbers()))
         if restored is not None:
             self.say(f"resumed   step {self.step} from {restored.path}")
-        self._triggers()
+        self._triggers(restored.host["triggers"] if restored else {})
         if self.engine is not None:
             self.publish()
             self._show_first_prompt()
+        self._starting.__exit__(None, None, None)
+        self.phases.take()  # start-up is not part of the first step
 
     def _take_over(self, restored):
         host = restored.host
@@ -134,19 +142,20 @@ class Run:
         self._saved_step = self.step
 
     def _data_numbers(self):
-        return {"training rows": len(self.stream.dataset)} if self.stream is not None else {}
+        return {"training rows": len(self.stream.dataset)}
 
     def _show_first_prompt(self):
         if self.stream is not None and self.step == 0:
-            (_, example), *_ = self.stream.take(0)[0]
+            example = self.stream.dataset[0]
             self.say(f"first prompt ({len(example.prompt_ids)} tokens): {example.prompt_text!r}")
 
-    def _triggers(self):
+    def _triggers(self, states: dict) -> None:
         c = self.config
-        self.eval_due = Every(steps=c.eval.every_steps, epochs=c.eval.every_epochs, seconds=c.eval.every_seconds)
-        self.save_due = Every(steps=c.checkpoint.every_steps, epochs=c.checkpoint.every_epochs,
-                              seconds=60 * c.checkpoint.every_minutes)
-        self.export_due = Every(steps=c.checkpoint.export_every_steps)
+        periods = {"eval": dict(steps=c.eval.every_steps, epochs=c.eval.every_epochs, seconds=c.eval.every_seconds),
+                   "save": dict(steps=c.checkpoint.every_steps, epochs=c.checkpoint.every_epochs,
+                                seconds=60 * c.checkpoint.every_minutes),
+                   "export": dict(steps=c.checkpoint.export_every_steps)}
+        self.due = {name: Every(**period, state=states.get(name)) for name, period in periods.items()}
 
     # -- during a step --------------------------------------------------------------------------------------------
 
@@ -157,7 +166,8 @@ class Run:
         self.faults.fire(component, self.step + 1, phase)
 
     def say(self, text: str) -> None:
-        setup.say(text, self.config)
+        """A message to the person at the console."""
+        self.telemetry.print(text)
 
     def stopping(self) -> bool:
         return self.stop.requested
@@ -204,17 +214,20 @@ class Run:
         """Evaluates, logs and saves as the triggers say. One line of metrics per step, written before its checkpoint."""
         epoch = self.stream.epoch(self.cursor)
         last = self.step >= self.total_steps
-        if self.eval_sets and self.engine and (self.eval_due(self.step, epoch) or (last and self.config.eval.after)):
+        if self.eval_sets and self.engine and (self.due["eval"](self.step, epoch) or (last and self.config.eval.after)):
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
         self.telemetry.step(self.step, metrics, self.phases.take())
-        if self.save_due(self.step, epoch):
+        self.checkpointer.check()
+        if self.due["save"](self.step, epoch):
             self.save()
-        if self.export_due(self.step, epoch):
+        if self.due["export"](self.step, epoch):
             self.export(self.job.run_dir / f"export_{self.step:08d}")
 
     def _evaluate(self, evaluate) -> dict:
         metrics, rows = evaluate(self)
+        if not metrics:  # a stop was asked for
+            return {}
         write_rows(self.job.run_dir, self.step, rows)
         self.last_eval = {"step": self.step, **summary(metrics)}
         self.telemetry.samples(self.step, rows)
@@ -224,18 +237,17 @@ class Run:
         if self._saved_step == self.step:
             return
         with self.phase("checkpoint"):
-            self.telemetry.flush()
             host = {"step": self.step, "cursor": self.cursor, "samples": self.samples, "eval_before": self.eval_before,
-                    "last_eval": self.last_eval, "config": redacted(self.config)}
+                    "last_eval": self.last_eval, "config": redacted(self.config),
+                    "triggers": {name: due.state() for name, due in self.due.items()}}
             self.checkpointer.save(self.step, self.state, host)
         self._saved_step = self.step
 
     def export(self, folder) -> None:
         c = self.config
-        dtype = None if c.checkpoint.export_dtype == "auto" else setup.DTYPES[c.checkpoint.export_dtype]
         with self.phase("export"):
-            models.hf.export(self.job.model, training.merge(self.state.trainable, self.state.frozen), folder, self.job.hf_config,
-                             dtype, tokenizer=self.job.tokenizer, shard_gb=c.checkpoint.shard_gb)
+            hf.export(self.job.model, training.merge(self.state.trainable, self.state.frozen), folder, self.job.hf_config,
+                      c.checkpoint.export_dtype, tokenizer=self.job.tokenizer, shard_gb=c.checkpoint.shard_gb)
 
     def close_run(self, evaluate) -> dict:
         """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint."""
@@ -247,6 +259,7 @@ class Run:
         if (stopped or c.checkpoint.at_end) and self.step > 0:
             self.save()
         self.checkpointer.wait()
+        self.phases.take()
         out = {"steps": self.step, "finished": not stopped, "samples": self.samples, "seconds": self.phases.totals(),
                "wall_seconds": time.monotonic() - self.started, "run_dir": str(self.job.run_dir),
                "checkpoints": str(self.job.run_dir / "checkpoints"), "metrics": str(self.job.run_dir / "metrics.jsonl"),
@@ -269,12 +282,13 @@ class Run:
 
         c, job = self.config, self.job
         optimizer, _ = training.make_optimizer(c.optimizer, 1, job.flat_axes())
-        restored = self.checkpointer.restore(setup.abstract_state(job, optimizer), c.run.resume)
-        params = setup.initial_params(job) if restored is None else training.merge(restored.arrays.trainable, restored.arrays.frozen)
+        state = setup.abstract_state(job, optimizer)
+        restored = self.checkpointer.restore({"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True)
+        params = setup.initial_params(job) if restored is None else training.merge(**restored.arrays)
         self.step = 0 if restored is None else restored.host["step"]
         self.engine.publish(params, self.step)
         self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True))
-        metrics, rows = evaluate_sets(job, self.engine, self.eval_rewards, self.eval_sets, self.step)
+        metrics, rows = evaluate_sets(job, self.engine, self.eval_rewards, self.eval_sets, self.stopping)
         write_rows(job.run_dir, self.step, rows)
         where = restored.path if restored else (c.model.path or "random initialisation")
         self.say(f"evaluation of {where}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
+from jaxrl.models import hf
 from jaxrl.config import ConfigError
 from jaxrl.config_checks import derived, longest_sequence, origins
 from jaxrl.types import TrainState
@@ -87,11 +87,8 @@ def open_job(config) -> Job:
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
 
     tokenizer = data_room.load_tokenizer(config)
-    overrides = config.model.config.to_dict()
-    if config.model.path:
-        hf_config = models.hf.load_config(data_room.resolve(config.model.path), config.model.revision, overrides)
-    else:
-        hf_config = overrides
+    path = data_room.resolve(config.model.path) if config.model.path else ""
+    hf_config = hf.load_config(path, config.model.revision, config.model.config.to_dict(), weights=config.model.init == "pretrained")
     model = build_model(config, hf_config, compute_dtype)
     if len(tokenizer) > model.config.vocab_size:
         raise ConfigError(f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {model.config.vocab_size};"
@@ -131,8 +128,7 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
                 raise ConfigError(f"model.eos_tokens: {token!r} is not one token of the tokenizer")
             ids.append(int(i))
         return tuple(ids)
-    path = data_room.resolve(config.model.path) if config.model.path else None
-    ids = models.hf.eos_token_ids(path, hf_config, tokenizer)
+    ids = hf.eos_token_ids(hf_config, tokenizer)
     if not ids:
         raise ConfigError("model.eos_tokens is empty and neither model nor tokenizer names an end-of-text token")
     return ids
@@ -151,7 +147,7 @@ def initial_params(job: Job, path: str = "", dtype=None):
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
         revision = c.revision if not path else None
-        return models.hf.load_params(job.model, data_room.resolve(source), revision, shardings, dtype)
+        return hf.load_params(job.model, data_room.resolve(source), revision, shardings, dtype)
     init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 
@@ -204,12 +200,6 @@ def describe(job: Job, extra: dict | None = None) -> str:
     numbers = derived(c) | (extra or {})
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
-
-
-def say(text: str, config) -> None:
-    """A message to the person at the console (not a log record), unless the console is off."""
-    if config.log.console != "off":
-        print(text, file=sys.stderr if config.log.console == "plain" else sys.stdout, flush=True)
 
 
 def host_scalars(metrics) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -132,8 +132,11 @@ class Engine(Protocol):
         """Frees everything; any later call raises RuntimeError."""
 
 
-def generate(engine: Engine, requests: Sequence[Request], timeout: float) -> list[Result]:
+def generate(engine: Engine, requests: Sequence[Request], timeout: float,
+             stop: Callable[[], bool] = lambda: False) -> list[Result] | None:
     """Submits requests to an idle engine and waits for all of them; results in request order.
+
+    When `stop()` turns true the rest is aborted and None is returned.
 
     Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
     RuntimeError when the engine is paused or returns an answer that nobody here asked for.
@@ -146,6 +149,10 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float) -> lis
     done: dict[str, Result] = {}
     while missing:
         left = end - time.monotonic()
+        if stop():
+            engine.abort(sorted(missing))
+            engine.poll(0.0)
+            return None
         if left <= 0:
             engine.abort(sorted(missing))
             engine.poll(0.0)

@@ -162,7 +162,7 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
     `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device.
     """
     accumulate = jax.jit(make_accumulate(model, cfg), donate_argnums=(3, 4))
-    finish = jax.jit(make_apply(optimizer, schedule, cfg), donate_argnums=(0, 1))
+    finish = jax.jit(make_apply(optimizer, schedule, cfg), donate_argnums=0)
 
     @jax.jit
     def empty(trainable):
