@@ -1,0 +1,49 @@
+"""What every evidence script does with its figures: prints them and writes evidence/results/<name>.json."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict:
+    """Processor, cores, memory, Python and library versions; nothing that names one particular machine."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        model = next((line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")), model)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")}
+    return {"processor": model, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "python": platform.python_version(), **versions}
+
+
+def commit() -> str:
+    """The checked-out commit, with '+' when the tree has uncommitted changes."""
+    root = Path(__file__).parent.parent
+    run = lambda *a: subprocess.run(["git", "-C", str(root), *a], capture_output=True, text=True).stdout.strip()  # noqa: E731
+    return run("rev-parse", "--short", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def record(name: str, results) -> None:
+    """Writes evidence/results/<name>.json: date, commit, machine, results."""
+    RESULTS.mkdir(exist_ok=True)
+    entry = {"date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine(), "results": results}
+    (RESULTS / f"{name}.json").write_text(json.dumps(entry, indent=1) + "\n")
+    print(f"\nwritten: evidence/results/{name}.json")
+
+
+def table(header: list[str], rows: list[list]) -> None:
+    """Prints a plain table."""
+    cells = [header, *[[str(c) for c in row] for row in rows]]
+    widths = [max(len(r[i]) for r in cells) for i in range(len(header))]
+    for k, row in enumerate(cells):
+        print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+        if k == 0:
+            print("  ".join("-" * w for w in widths))
