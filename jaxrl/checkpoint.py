@@ -215,12 +215,13 @@ class Checkpointer:
         """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else."""
         self._drop_manager()
         _remove_leftovers(self.directory)
-        if not _is_disk_trouble(error):
+        reason = _disk_trouble(error)
+        if not reason:
             self._error = error
             return
         self._failures += 1
         kept = f"the newest one is of step {self.steps()[-1]}" if self.steps() else "there is none yet"
-        text = f"checkpoint of step {step} not written ({_first_line(error)}); {kept}"
+        text = f"checkpoint of step {step} not written ({reason}); {kept}"
         if self._failures < MAX_FAILURES:
             log.error("%s; training goes on, failure %d of %d", text, self._failures, MAX_FAILURES)
         else:
@@ -444,15 +445,16 @@ def _empty(leaf):
 
 # ---- messages
 
-def _is_disk_trouble(error: BaseException) -> bool:
-    """Whether a failure is the disk's: an OSError that says so, or TensorStore's text for one."""
+def _disk_trouble(error: BaseException | None) -> str:
+    """What the disk said, if a failure is the disk's: an OSError, or TensorStore's text for one; else ''."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
-            return True
-        if any(os.strerror(code) in str(error) for code in DISK_TROUBLE):
-            return True
+            return _first_line(error)
+        for text in map(os.strerror, DISK_TROUBLE):
+            if text in str(error):
+                return text
         error = error.__cause__ or error.__context__
-    return False
+    return ""
 
 
 def _first_line(error: BaseException) -> str:

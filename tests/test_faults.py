@@ -45,7 +45,8 @@ def test_a_wrong_entry_is_refused_with_the_known_names(entry, named):
 
 
 def test_a_fault_acts_once_at_its_own_point():
-    faults = Faults(["reward.raise@step=3", "checkpoint.enospc@step=3,phase=tensors", "update.sleep@step=1,seconds=0.2"])
+    faults = Faults(["reward.raise@step=3", "checkpoint.enospc@step=3,phase=tensors",
+                     "update.sleep@step=1,seconds=0.2"])
     faults.fire("reward", 2)
     faults.fire("checkpoint", 3, "commit")
     with pytest.raises(FaultError, match="reward.raise@step=3"):
@@ -66,8 +67,8 @@ def test_code_may_fire_only_listed_points():
         Faults().fire("checkpoint", 1, "middle")
 
 
-def run(code: str, **kwargs):
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+def run(code: str):
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_kill9_leaves_no_chance_and_term_is_polite():
