@@ -199,7 +199,7 @@ def test_results_keep_the_order_of_the_items(pool):
 
 def test_the_clock_starts_with_the_scoring_not_with_the_queue(pool):
     p = pool("naps", workers=1, timeout_seconds=1.5)
-    for _ in range(2):  # 2.4 s of work for one worker: at first handed out one by one, then, it having got fast, at once
+    for _ in range(2):  # 2.4 s of work for one worker: handed out one by one, and at once when it has got fast
         result = p.score(items(*[0.3] * 8))
         assert [o["naps"] for o in result.outcomes] == ["ok"] * 8
         p.score(items(*[0.0] * 64))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -282,9 +282,11 @@ def _load(name, config, tokenizer, eos_id, tables, rows, targets, bad) -> Datase
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
     ds = Dataset(name, tables, _Reader(config, tokenizer, targets), bad)
+    limits = _Limits(config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_sequence_tokens,
+                     config.data.overlong_prompt)
     kept, rows = [], list(rows)
     for start in range(0, len(rows), CHUNK):
-        kept += _chunk(ds, config, rows[start:start + CHUNK], eos_id)
+        kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id)
     if not kept:
         why = (bad.messages + [f"{w}: too long" for w in ds.filtered])[:3]
         raise DataError(f"{name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
@@ -293,7 +295,14 @@ def _load(name, config, tokenizer, eos_id, tables, rows, targets, bad) -> Datase
     return ds
 
 
-def _chunk(ds: Dataset, config, numbers: list[int], eos_id) -> list:
+class _Limits(NamedTuple):
+    prompt: int
+    target: int
+    total: int   # 0 = prompt + target
+    policy: str  # data.overlong_prompt
+
+
+def _chunk(ds: Dataset, limits: _Limits, numbers: list[int], eos_id) -> list:
     """Reads and tokenises some rows; applies the length limits. Returns (row number, prompt ids, target ids)."""
     read_rows = []
     for i in numbers:
@@ -313,9 +322,9 @@ def _chunk(ds: Dataset, config, numbers: list[int], eos_id) -> list:
             target = target if target[-1:] == [eos_id] else [*target, eos_id]
         if not prompt:
             ds.bad.add(ds._tables.where(i), "the prompt has no tokens")
-        elif (problem := _overlong(config, prompt, target)) is None:
+        elif (problem := _overlong(limits, prompt, target)) is None:
             kept.append((i, prompt, target))
-        elif config.data.overlong_prompt == "error":
+        elif limits.policy == "error":
             raise DataError(f"{ds._tables.where(i)}: {problem}; raise the limit, or set data.overlong_prompt to "
                             "'filter' or 'truncate_left'")
         else:
@@ -324,18 +333,17 @@ def _chunk(ds: Dataset, config, numbers: list[int], eos_id) -> list:
     return kept
 
 
-def _overlong(config, prompt, target) -> str | None:
+def _overlong(limits: _Limits, prompt, target) -> str | None:
     """Why the row is too long, or None. A target is never cut: an answer without its end would be learnt."""
-    limit = config.data.max_prompt_tokens
-    if len(prompt) > limit and config.data.overlong_prompt != "truncate_left":
-        return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={limit}"
+    if len(prompt) > limits.prompt and limits.policy != "truncate_left":
+        return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={limits.prompt}"
     if target is None:
         return None
-    if len(target) > config.rollout.max_new_tokens:
-        return f"the completion has {len(target)} tokens, rollout.max_new_tokens={config.rollout.max_new_tokens}"
-    total, bound = min(len(prompt), limit) + len(target), config.train.max_sequence_tokens
-    if 0 < bound < total:
-        return f"prompt and completion have {total} tokens, train.max_sequence_tokens={bound}"
+    if len(target) > limits.target:
+        return f"the completion has {len(target)} tokens, rollout.max_new_tokens={limits.target}"
+    total = min(len(prompt), limits.prompt) + len(target)
+    if 0 < limits.total < total:
+        return f"prompt and completion have {total} tokens, train.max_sequence_tokens={limits.total}"
     return None
 
 

@@ -105,7 +105,10 @@ class Template:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text alone, nothing added."""
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
+                              return_token_type_ids=False)["input_ids"]
 
 
 def check_messages(value) -> list[dict]:
