@@ -30,7 +30,7 @@ REWARD = '''
 import pathlib, time
 def slow_once(prompt, completion, answer, user):
     """Times out the first time it sees one answer, and is quick ever after."""
-    flag = pathlib.Path(user["flags"]) / str(abs(hash((prompt, len(completion)))) % 1)
+    flag = pathlib.Path(user["flags"]) / "seen"
     if answer == user["slow_answer"] and not flag.exists():
         flag.touch()
         time.sleep(60)

@@ -24,6 +24,10 @@ class ConfigError(ValueError):
     """A config that cannot work. The message names the field, its value and the remedy."""
 
 
+class RunStopped(RuntimeError):
+    """A run that cannot go on (rewards fail, nothing is finite). The message says why and what to do."""
+
+
 class Option(NamedTuple):
     """One option. `kind` is needed only where the default is None; `choices` bounds a string."""
 
@@ -374,7 +378,12 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     module_spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ConfigError(f"--config={spec}: {path} defines no get_config(arg)")
-    cfg = module.get_config(arg)
+    try:
+        cfg = module.get_config(arg)
+    except (AttributeError, KeyError, TypeError) as e:  # a locked ConfigDict names the nearest key itself
+        raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {str(e).strip(chr(39))}; `--help` lists every option") from e
+    if not isinstance(cfg, config_dict.ConfigDict) or set(cfg) != set(SCHEMA):
+        raise ConfigError(f"--config={spec}: get_config must return jaxrl.default_config() with changes")
     for name, value in (overrides or {}).items():
         put(cfg, name, value)
     if not cfg.run.dir:

@@ -1,13 +1,14 @@
 """Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5
 
-Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config.
+Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
+or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes).
 """
 
 from __future__ import annotations
 
 import sys
 
-from jaxrl.config import ConfigError, help_text, load_config, parse_flags
+from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
 
 USAGE = """usage: python -m jaxrl.main --config=FILE[:ARG] [--config.group.option=value ...]
 
@@ -31,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as e:
         print(f"jaxrl: {e}", file=sys.stderr)
         return 2
+    except RunStopped as e:
+        print(f"jaxrl: stopped: {e}", file=sys.stderr)
+        return 1
     return 0
 
 

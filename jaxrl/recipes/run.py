@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import training
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import ConfigError, redacted
+from jaxrl.config import ConfigError, RunStopped, redacted
 from jaxrl.config_checks import derived
 from jaxrl.faults import Faults, GracefulStop
 from jaxrl.models import hf
@@ -25,7 +25,7 @@ from jaxrl.telemetry import Every, Phases, Telemetry, write_config
 log = logging.getLogger("jaxrl")
 
 
-class NothingFinite(RuntimeError):
+class NothingFinite(RunStopped):
     """Too many updates in a row were not finite."""
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rewards.process import Died, Late, WorkerProcess
 from jaxrl.rewards.shaping import weighted_sum
 from jaxrl.rewards.specs import FunctionFolder, check_specs, short_names, to_spec
@@ -38,7 +38,7 @@ ASYNC_AT_ONCE = 64     # calls of an asynchronous function in flight per worker
 CHUNK_SECONDS = 0.01   # work handed to a worker at once, as far as it can be foreseen
 
 
-class RewardFailure(RuntimeError):
+class RewardFailure(RunStopped):
     """Too many rewards of a step failed. The message names the function, the first errors and the remedy."""
 
 
