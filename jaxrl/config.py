@@ -42,7 +42,7 @@ TRIGGER = "0 = never"
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
-        "recipe": O("rl", "the job", choices=("rl", "sft")),
+        "recipe": O("rl", "the job to run", choices=("rl", "sft")),
         "mode": O("train", "what to do with the job", choices=("train", "eval")),
         "dir": O("", "run directory; empty = runs/<name of the config file>"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
@@ -138,8 +138,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "format_pattern": O("", "regex the whole answer must match (reward `format`)"),
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes"),
-        "timeout_seconds": O(10.0, "wall-clock limit per item; the worker is killed"),
-        "max_failed_fraction": O(0.2, "stop when more than this share of a step's rewards failed"),
+        "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's answers has a failed reward"),
         "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
         "bias": O(0.0, "added after scale"),
@@ -348,7 +348,7 @@ def unknown_option(dotted: str) -> str:
     near = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
     leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
-    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves]
+    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves or sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]
     near = list(dict.fromkeys(near))[:3]
     hint = f"did you mean {' or '.join(near)}?" if near else "`--help` lists every option."
     return f"config has no option {dotted!r}; {hint}"
@@ -381,7 +381,9 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     try:
         cfg = module.get_config(arg)
     except (AttributeError, KeyError, TypeError) as e:  # a locked ConfigDict names the nearest key itself
-        raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {str(e).strip(chr(39))}; `--help` lists every option") from e
+        missing = re.search(r'(?:Key|KeyError)\W+(\w+)', str(e))
+        why = unknown_option(missing.group(1)) if missing else str(e)
+        raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {why}") from e
     if not isinstance(cfg, config_dict.ConfigDict) or set(cfg) != set(SCHEMA):
         raise ConfigError(f"--config={spec}: get_config must return jaxrl.default_config() with changes")
     for name, value in (overrides or {}).items():

@@ -62,7 +62,7 @@ def _mesh(cfg):
     sizes = {a: cfg.mesh[a] for a in ("dp", "fsdp", "tp")}
     bad = [f"mesh.{a}={s}: sizes are positive, or -1 for the rest" for a, s in sizes.items() if s == 0 or s < -1]
     if list(sizes.values()).count(-1) > 1:
-        bad.append(f"mesh={sizes}: only one axis can be -1")
+        bad.append(", ".join(f"mesh.{a}={s}" for a, s in sizes.items()) + ": only one axis can be -1")
     return bad
 
 
@@ -146,7 +146,7 @@ def _rewards(cfg):
     if r.weights and len(r.weights) != len(r.functions):
         out.append(f"reward.weights={r.weights}: {len(r.weights)} weights for {len(r.functions)} functions {r.functions}")
     if "format" in r.functions and not r.format_pattern:
-        out.append("reward.format_pattern is empty: the reward `format` needs a regular expression")
+        out.append(f"reward.functions={r.functions}: reward.format_pattern is empty; `format` needs a regular expression")
     out += _regexes("reward.format_pattern", (r.format_pattern,))
     if r.overlong_buffer > cfg.rollout.max_new_tokens:
         out.append(f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}")

@@ -1,0 +1,159 @@
+"""Schema, flags, files, checks: what a person types, and what they are told."""
+
+import json
+import textwrap
+
+import pytest
+
+from jaxrl import config_checks
+from jaxrl.config import (
+    ConfigError,
+    default_config,
+    find_config,
+    get,
+    help_text,
+    load_config,
+    options,
+    parse_flags,
+    put,
+    redacted,
+)
+
+
+def usable():
+    """The smallest config that passes every check."""
+    c = default_config()
+    c.model.path, c.data.path = "some/model", ("some.jsonl",)
+    return c
+
+
+def test_every_option_has_a_meaning_and_help_shows_it():
+    text = help_text()
+    for name, opt in options().items():
+        assert len(opt.doc) > 8 and f"--config.{name}=" in text
+        assert opt.choices is None or opt.default in opt.choices or opt.default is None
+
+
+def test_flags_are_read_by_type():
+    spec, got = parse_flags(["--config=a.py:tiny", "--config.optimizer.lr=1e-5", "--config.data.path=a,b", "--config.log.wandb=true",
+                             "--config.profile.steps=(3, 4)", "--config.model.config.hidden_size=32", "--config.train.steps", "7",
+                             "--config.reward.clip=None", "--config.user.deep.name=x"])
+    assert spec == "a.py:tiny"
+    assert got == {"optimizer.lr": 1e-5, "data.path": ("a", "b"), "log.wandb": True, "profile.steps": (3, 4),
+                   "model.config.hidden_size": 32, "train.steps": 7, "reward.clip": None, "user.deep.name": "x"}
+    c = default_config()
+    for name, value in got.items():
+        put(c, name, value)
+        assert get(c, name) == value
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--config.optimizer.rl=1", "did you mean optimizer.lr"),
+    ("--config.optimiser.lr=1", "did you mean optimizer.lr"),
+    ("optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
+    ("--optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
+    ("--config.optimizer.lr=fast", "expected float"),
+    ("--config.train.steps=1.5", "expected int"),
+    ("--config.log.wandb=maybe", "expected bool"),
+    ("--steps=3", "unknown argument"),
+])
+def test_bad_flags_name_the_right_one(flag, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        parse_flags([flag])
+
+
+def test_config_files_take_an_argument_and_overrides(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(textwrap.dedent("""
+        from jaxrl.config import default_config
+        def get_config(arg=None):
+            c = default_config()
+            c.train.steps = 3 if arg == "short" else 300
+            return c
+    """))
+    c = load_config(f"{file}:short", {"optimizer.lr": 1e-4})
+    assert (c.train.steps, c.optimizer.lr, c.run.dir) == (3, 1e-4, "runs/mine_short")
+    with pytest.raises(ConfigError, match="shipped configs"):
+        find_config("no_such_config")
+    file.write_text("from jaxrl.config import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n")
+    with pytest.raises(ConfigError, match="did you mean optimizer.lr"):
+        load_config(str(file))
+
+
+def test_the_defaults_need_only_model_and_data():
+    with pytest.raises(ConfigError) as e:
+        config_checks.check(default_config())
+    assert "model.path" in str(e.value) and "data.path" in str(e.value) and str(e.value).count("\n  - ") == 3
+    config_checks.check(usable())
+
+
+BAD = [
+    ("algorithm.num_minibatches", 7, "choose a divisor of 64"),
+    ("algorithm.preset", "gpro", "choose one of grpo"),
+    ("rollout.group_size", 1, "at least 2 samples"),
+    ("rollout.temperature", 0.0, "use 1.0"),
+    ("rollout.temperature", -1.0, "must not be negative"),
+    ("rollout.top_p", 0.0, "1 = off"),
+    ("rollout.top_k", 0, "-1 for all"),
+    ("rollout.min_new_tokens", 5000, "above rollout.max_new_tokens"),
+    ("rollout.repetition_penalty", 1.2, "penalties_in_training"),
+    ("rollout.prompt_lengths", (8, 16), "must reach data.max_prompt_tokens"),
+    ("rollout.prompt_lengths", (1, 2, 3, 512), "at most 3"),
+    ("reward.weights", (1.0, 2.0), "2 weights for 1 functions"),
+    ("reward.functions", ("format",), "reward.format_pattern is empty"),
+    ("reward.format_pattern", "(", "not a regular expression"),
+    ("reward.overlong_buffer", 4096, "above rollout.max_new_tokens"),
+    ("reward.clip", -1.0, "must be above 0"),
+    ("algorithm.kl.coef", -0.1, "must not be negative"),
+    ("algorithm.kl.estimator", "k3", "no effect while algorithm.kl.coef is 0"),
+    ("reference.path", "x", "no effect while algorithm.kl.coef is 0"),
+    ("algorithm.clip_low", 1.5, "0 < clip_low < 1"),
+    ("mesh.dp", 0, "-1 for the rest"),
+    ("mesh.dp", -1, "only one axis can be -1"),
+    ("train.row_lengths", (64,), "raise the last length"),
+    ("train.max_sequence_tokens", 10_000, "lower it or set 0"),
+    ("optimizer.b2", 1.0, "[0, 1)"),
+    ("optimizer.lr", 0.0, "must be above 0"),
+    ("data.answer_pattern", "####", "needs a group"),
+    ("data.eval_fraction", 1.5, "0..1"),
+    ("eval.sets", ("test.jsonl",), "expected 'name=path'"),
+    ("eval.sets", ("a=x", "a=y"), "used twice"),
+    ("eval.samples", 8, "set a temperature"),
+    ("eval.accuracy_from", "speed", "not among the rewards"),
+    ("profile.steps", (5, 3), "(first, last)"),
+    ("run.resume", "sometimes", "auto, must, never"),
+    ("model.frozen", ("(",), "not a regular expression"),
+    ("model.chat_template", "no_such.jinja", "no such file"),
+]
+
+
+@pytest.mark.parametrize("name, value, message", BAD)
+def test_what_cannot_work_is_refused_by_name_value_and_remedy(name, value, message):
+    c = usable()
+    put(c, name, value)
+    with pytest.raises(ConfigError) as e:
+        config_checks.check(c)
+    assert name in str(e.value) and message in str(e.value)
+
+
+def test_all_problems_are_reported_at_once():
+    c = usable()
+    c.rollout.top_p, c.optimizer.b1, c.mesh.tp = 0.0, 2.0, 0
+    with pytest.raises(ConfigError) as e:
+        config_checks.check(c)
+    assert all(n in str(e.value) for n in ("rollout.top_p", "optimizer.b1", "mesh.tp"))
+
+
+def test_presets_and_origins():
+    c = usable()
+    c.algorithm.preset, c.algorithm.kl.coef = "grpo_paper", 0.01
+    row = config_checks.origins(c)
+    assert row["aggregation"] == ("sequence_mean", "preset grpo_paper") and row["kl.coef"] == (0.01, "config")
+    assert config_checks.derived(c)["sequences per step"] == 64 * 8
+
+
+def test_secrets_are_redacted():
+    c = default_config()
+    c.user.wandb_api_key, c.user.nested = "canary", {"password": "canary", "name": "visible"}
+    text = json.dumps(redacted(c))
+    assert "canary" not in text and "visible" in text and "1e-06" in text
