@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -44,8 +45,15 @@ def jsonable(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+# Line ends of Unicode, which `str.splitlines` takes for the end of a record, and halves of characters, which UTF-8
+# cannot write: escaped, all other text stays readable.
+_ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+
+
 def dumps(value: Any, indent: int | None = None) -> str:
-    return json.dumps(jsonable(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    """Strict JSON; without `indent` on one line whatever the text holds."""
+    text = json.dumps(jsonable(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _ESCAPED.sub(lambda m: f"\\u{ord(m.group()):04x}", text)
 
 
 def read_json(path: Path) -> dict:
