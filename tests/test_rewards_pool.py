@@ -35,6 +35,7 @@ FUNCTIONS = textwrap.dedent('''
         if n == "spin": collections.deque(itertools.count(), maxlen=0)  # C loop, never lets go of the interpreter
         if n == "print": print("hello from a worker", n); sys.stdout.write("{not json}\\\\n")
         if n == "input": return float(sys.stdin.read() == "")
+        if n == "term": os.kill(os.getpid(), 15); time.sleep(0.01)
         if n == "bool": return True
         if n == "metrics": return 0.5, {"depth": 3}
         if n == "badmetric": return 0.5, {"depth": "deep"}
@@ -164,12 +165,12 @@ def test_workers_are_spawned_and_hold_no_jax(pool):
 def test_every_end_has_its_outcome(pool):
     p = pool("odd", timeout_seconds=1.0)
     kinds = ["none", "nan", "inf", "text", "raise", "exit", "die", "crash", "sleep", "spin", "print", "input", "bool",
-             "metrics", "badmetric", "plain"]
+             "metrics", "badmetric", "term"]
     result = p.score(items(*kinds))
     outcome = {k: o["odd"] for k, o in zip(kinds, result.outcomes, strict=True)}
     part = dict(zip(kinds, result.parts["odd"], strict=True))
-    assert {k for k in kinds if outcome[k] == "ok"} == {"print", "input", "bool", "metrics", "plain"}
-    assert (part["print"], part["input"], part["bool"], part["metrics"], part["plain"]) == (2.0, 1.0, 1.0, 0.5, 2.0)
+    assert {k for k in kinds if outcome[k] == "ok"} == {"print", "input", "bool", "metrics", "term"}
+    assert (part["print"], part["input"], part["bool"], part["metrics"], part["term"]) == (2.0, 1.0, 1.0, 0.5, 2.0)
     assert all(math.isnan(part[k]) for k in kinds if outcome[k] != "ok")
     assert outcome["none"] == "none" and outcome["nan"] == outcome["inf"] == "nan"
     assert outcome["sleep"] == outcome["spin"] == "timeout"
@@ -316,6 +317,15 @@ def test_timeout_kills_what_the_function_started(pool, tmp_path):
     result = pool("child", timeout_seconds=1.0).score(items(0, pidfile=str(pidfile)))
     assert result.outcomes[0]["child"] == "timeout"
     wait_until(lambda: gone(int(pidfile.read_text())))
+
+
+def test_a_worker_that_died_idle_is_no_ones_fault(pool):
+    p = pool("imports", workers=1)
+    (pid,) = {int(m["imports"]["pid"]) for m in p.score(items(1, 2)).item_metrics}
+    os.kill(pid, 9)
+    wait_until(lambda: gone(pid))
+    result = p.score(items(1, 2))
+    assert [o["imports"] for o in result.outcomes] == ["ok", "ok"] and result.item_metrics[0]["imports"]["pid"] != pid
 
 
 def test_close_ends_the_workers(pool):

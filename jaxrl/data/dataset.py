@@ -152,7 +152,8 @@ class Dataset:
         self.truncated = int(self._cut.sum())
         self._prompts = _Ragged([p[-limit:] for _, p, _ in kept])
         targets = [t for _, _, t in kept]
-        self._targets = _Ragged([() if t is None else t for t in targets], [t is None for t in targets])
+        none = np.zeros(0, np.int32)
+        self._targets = _Ragged([none if t is None else t for t in targets], [t is None for t in targets])
         digest = hashlib.sha256(self._rows.tobytes())
         for part in (self._prompts, self._targets):
             digest.update(part.ids.tobytes() + part.offsets.tobytes())
@@ -182,9 +183,8 @@ class _Ragged:
     """Rows of ids in one flat array."""
 
     def __init__(self, rows, absent=None):
-        lengths = np.fromiter((len(r) for r in rows), np.int64, len(rows))
-        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
-        self.ids = np.fromiter((t for r in rows for t in r), np.int32, int(self.offsets[-1]))
+        self.offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int64)
+        self.ids = np.concatenate(rows)
         self.absent = absent
 
     def __getitem__(self, i):
@@ -319,11 +319,11 @@ def _chunk(ds: Dataset, limits: _Limits, numbers: list[int], eos_id) -> list:
         target = None
         if row.completion is not None:
             target = next(encoded)
-            target = target if target[-1:] == [eos_id] else [*target, eos_id]
+            target = np.array(target if target[-1:] == [eos_id] else [*target, eos_id], np.int32)
         if not prompt:
             ds.bad.add(ds._tables.where(i), "the prompt has no tokens")
         elif (problem := _overlong(limits, prompt, target)) is None:
-            kept.append((i, prompt, target))
+            kept.append((i, np.array(prompt, np.int32), target))
         elif limits.policy == "error":
             raise DataError(f"{ds._tables.where(i)}: {problem}; raise the limit, or set data.overlong_prompt to "
                             "'filter' or 'truncate_left'")

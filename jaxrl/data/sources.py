@@ -7,6 +7,7 @@ Every reader gives a `Table`: random access to rows as plain dicts, and for each
 
 from __future__ import annotations
 
+import bisect
 import csv
 import io
 import json
@@ -131,10 +132,8 @@ class Tables:
         return self._starts[-1]
 
     def _find(self, i: int):
-        for part, start in zip(self._parts, self._starts, strict=False):
-            if i < start + len(part):
-                return part, i - start
-        raise IndexError(i)
+        k = bisect.bisect_right(self._starts, i) - 1
+        return self._parts[k], i - self._starts[k]
 
     def row(self, i: int) -> dict[str, Any]:
         part, j = self._find(i)

@@ -329,6 +329,9 @@ class RewardPool:
                 task, number, items = self._next()
                 if task is None:
                     return
+                if worker.ended():  # while it had nothing to do: no job's fault
+                    worker.kill()
+                    worker = self._start(k)
                 if not self._do(worker, task, number, items):
                     worker.kill()
                     worker = None

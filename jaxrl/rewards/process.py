@@ -71,6 +71,9 @@ class WorkerProcess:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise Late
 
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def _how(self) -> str:
         try:
             code = self._process.wait(1.0)

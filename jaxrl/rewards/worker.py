@@ -25,6 +25,9 @@ from jaxrl.rewards.calling import Call, RewardLoadError, failure, outcome
 def main() -> None:
     """Serves until standard input ends, which it does when the parent goes, however it goes."""
     die_with_parent()
+    # Schedulers send SIGTERM to every process of a job; the parent decides what happens then. (A handler rather than
+    # SIG_IGN: programs that reward functions start must not inherit it.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     lines, out = _private_streams()
     setup = json.loads(next(lines))
     try:
