@@ -102,7 +102,7 @@ class Telemetry:
         self.flush()
         path = self._rollout_file(step)
         try:
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         except FileNotFoundError:
             return []
 
