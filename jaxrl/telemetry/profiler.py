@@ -1,0 +1,42 @@
+"""A trace of a few steps with the JAX profiler, for `profile.steps`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+
+class Profiler:
+    """Traces the steps first..last (both included) into `folder`; TensorBoard and Perfetto open it.
+
+    profiler.at(completed)     told before the first step and whenever one is completed, with growing numbers
+
+    The trace begins when the step before `first` is completed, or at once where a run resumes between the two, and
+    ends when `last` is, or in `close`. A run that is past `last` traces nothing.
+
+    Args:
+      steps: config.profile.steps; empty = never.
+      folder: made by the profiler.
+    """
+
+    def __init__(self, steps: tuple[int, int] | tuple[()], folder: str | Path):
+        self._steps, self._folder = tuple(steps), str(folder)
+        self._running = self._done = False
+
+    def at(self, completed: int) -> None:
+        if not self._steps or self._done:
+            return
+        first, last = self._steps
+        if completed >= last:
+            self.close()
+            self._done = True
+        elif completed + 1 >= first and not self._running:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def close(self) -> None:
+        """Ends a trace that is under way. May be called twice."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
