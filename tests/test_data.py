@@ -204,6 +204,21 @@ def test_unknown_hub_ids(plain):
         train(plain, "nobody/nothing-here")
 
 
+def test_without_a_network_the_hub_is_given_up_at_once(plain, monkeypatch, caplog):
+    import datasets
+    import huggingface_hub
+    for name in ("https_proxy", "http_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://no-such-host.invalid")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match="as a hub id it cannot be loaded"):
+        train(plain, "nobody/nothing-here")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+    assert caplog.text.count("no-such-host.invalid cannot be reached") == 1 and "Retry" not in caplog.text
+
+
 def test_no_path_at_all(plain):
     with pytest.raises(ConfigError, match="data.path is empty"):
         train(plain)

@@ -12,10 +12,13 @@ import csv
 import io
 import json
 import logging
+import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pyarrow as pa
 
@@ -43,6 +46,27 @@ def resolve(path: str) -> str:
         shipped = sorted(str(p.relative_to(EMBEDDED)) for p in EMBEDDED.glob("*/*") if not p.name.startswith("_"))
         raise DataError(f"{path}: no such file in the package; shipped: {', '.join(shipped) or 'nothing'}")
     return str(found)
+
+
+def offline_if_unreachable() -> bool:
+    """Puts the hub's libraries into offline mode if its host cannot even be resolved; True if so.
+
+    They then use their cache, or fail at once, instead of retrying for most of a minute per file. Nothing is changed
+    behind a proxy, which resolves names itself.
+    """
+    import huggingface_hub
+    if any(os.environ.get(n) or os.environ.get(n.upper()) for n in ("https_proxy", "http_proxy", "all_proxy")):
+        return False
+    host = urlparse(huggingface_hub.constants.ENDPOINT)
+    try:
+        socket.getaddrinfo(host.hostname, host.port or 443)
+        return False
+    except OSError as e:
+        import datasets
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            log.warning("%s cannot be reached (%s): only what is in its local cache can be loaded", host.hostname, e)
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        return True
 
 
 class BadRows:
@@ -297,6 +321,8 @@ def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
     """A `save_to_disk` folder, a folder of data files, or a hub id, through `datasets`."""
     import datasets
     local = Path(path)
+    if not local.is_dir():
+        offline_if_unreachable()
     parts = []
     for split in (splits,) if isinstance(splits, str) else splits:
         try:

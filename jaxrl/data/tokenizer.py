@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from jaxrl.config import ConfigError
-from jaxrl.data.sources import resolve
+from jaxrl.data.sources import offline_if_unreachable, resolve
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ def load_tokenizer(config):
     shown = config.model.tokenizer or config.model.path
     if not shown:
         raise ConfigError("model.tokenizer and model.path are empty: name a folder or hub id that holds a tokenizer")
+    if not Path(resolve(shown)).is_dir():
+        offline_if_unreachable()
     revision = None if config.model.tokenizer else config.model.revision
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(shown), revision=revision or "main",
