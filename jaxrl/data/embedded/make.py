@@ -1,0 +1,217 @@
+"""Makes the embedded task `arith`: word problems about one changing quantity, worked out line by line.
+
+    python -m jaxrl.data.embedded.make            # rewrites jaxrl/data/embedded/arith; the same bytes on every machine
+
+Files (JSONL, one problem per line):
+    train.jsonl   RL prompts: prompt, answer, kind, steps
+    test.jsonl    held-out prompts of the same mix, every problem once
+    sft.jsonl     demonstrations: prompt, completion, kind, steps
+    tokenizer/    word-level tokenizer in HF format, one token per integer or word
+
+A problem's *key* is what it asks with names and things left out: kind, numbers, operations. Each key belongs to
+one file only (by its hash), so the same problem never appears in two of them under other names.
+
+Three kinds: `chain` (1 to 7 steps), `skip` (the same with clauses that change nothing) and `reverse` (the end is
+given, the start is asked). What reinforcement learning finds here, by design:
+
+- Strategy. 60 % of the demonstrations jump to the box and 40 % show the working, whatever the problem, so a model
+  trained on them mostly jumps and is mostly wrong. The reward reads the box alone; that working pays is for the
+  policy to discover.
+- A class that stays hard. `reverse` is a tenth of the problems and almost none of the demonstrations: its groups
+  give next to no signal, and it stays the failing class at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+NAMES = ("Max", "Ann", "Tom", "Eva", "Ben", "Mia", "Leo", "Zoe", "Sam", "Ida", "Kai", "Liv")
+THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "eggs")
+GAIN = ("finds", "buys", "wins", "gets")
+LOSE = ("sells", "loses", "eats", "drops")
+IDLE = ("sees", "counts", "draws", "wants")
+TIMES = {2: "doubles", 3: "triples"}
+LARGEST = 20        # largest number anywhere in a problem or its working
+OPERATIONS = [(sign, n) for sign in "+- " for n in range(2, 10)] + [("*", n) for n in TIMES]
+JUMP = 0.6          # share of demonstrations without working
+
+# Problems of each kind and number of steps, per thousand. Demonstrations leave `reverse` almost out.
+MIX = {("chain", n): share for n, share in zip(range(1, 8), (50, 70, 100, 130, 150, 150, 100), strict=True)}
+MIX |= {("skip", n): 30 for n in range(1, 6)}
+MIX |= {("reverse", n): share for n, share in zip(range(1, 4), (30, 40, 30), strict=True)}
+DEMO_WEIGHT = {"chain": 1, "skip": 2, "reverse": 0.06}
+FILES = {"test": 0.15, "train": 0.35, "sft": 0.50}  # share of the keys
+
+
+class Problem(NamedTuple):
+    """`turns` are the clauses in order, each (sign, amount); the sign ' ' changes nothing."""
+
+    kind: str
+    start: int
+    turns: tuple[tuple[str, int], ...]
+
+    @property
+    def steps(self) -> list[tuple[int, str, int, int]]:
+        """(value, sign, amount, result) of each clause that changes the value."""
+        out, value = [], self.start
+        for sign, amount in self.turns:
+            if sign != " ":
+                out.append((value, sign, amount, apply(value, sign, amount)))
+                value = out[-1][-1]
+        return out
+
+
+def apply(value: int, sign: str, amount: int) -> int:
+    return {"+": value + amount, "-": value - amount, "*": value * amount, " ": value}[sign]
+
+
+def draw_problem(kind: str, steps: int, rng: random.Random) -> Problem:
+    """No operation occurs twice and no amount is named twice in a problem, so a step can be told by its amount."""
+    idle = rng.randint(1, 2) if kind == "skip" else 0
+    order = [True] * steps + [False] * idle
+    rng.shuffle(order)
+    while True:
+        start = value = rng.randint(1, LARGEST)
+        turns, unused = [], list(OPERATIONS)
+        for acts in order:
+            fitting = [op for op in unused if (op[0] != " ") == acts and 1 <= apply(value, *op) <= LARGEST]
+            if not fitting:
+                break
+            sign, amount = rng.choice(fitting)
+            value = apply(value, sign, amount)
+            turns.append((sign, amount))
+            unused = [op for op in unused if (op[0] == "*") != (sign == "*") or op[1] != amount]
+        if len(turns) == len(order):
+            return Problem(kind, start, tuple(turns))
+
+
+def file_of(problem: Problem) -> str:
+    """The one file this problem may be in, by the hash of its key."""
+    point = int.from_bytes(hashlib.sha256(repr(tuple(problem)).encode()).digest()[:6]) / 2**48
+    for name, share in FILES.items():
+        point -= share
+        if point < 0:
+            return name
+    return "sft"
+
+
+# ------------------------------------------------------------------------------------------------------------ wording
+
+def clause(sign: str, amount: int, rng: random.Random) -> str:
+    if sign == "*":
+        return f"{TIMES[amount]} them"
+    return f"{rng.choice({'+': GAIN, '-': LOSE, ' ': IDLE}[sign])} {amount}"
+
+
+def question(problem: Problem, rng: random.Random) -> str:
+    """The problem in words, e.g. 'Max has 11 apples, sells 5, triples them. How many now?'.
+
+    Every operation is three words, so the clause of a step is found by counting.
+    """
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    acts = ", ".join(clause(sign, amount, rng) for sign, amount in problem.turns)
+    if problem.kind == "reverse":
+        return f"{name} has {thing}, {acts}, now has {problem.steps[-1][-1]}. How many at first?"
+    return f"{name} has {problem.start} {thing}, {acts}. How many now?"
+
+
+def working(problem: Problem) -> str:
+    """One equation per line; a reverse problem is undone from its end."""
+    lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in problem.steps]
+    if problem.kind == "reverse":
+        undo = {"+": "-", "-": "+", "*": "/"}
+        lines = [f"{c}{undo[sign]}{b}={a}" for a, sign, b, c in reversed(problem.steps)]
+    return "".join(line + "\n" for line in lines)
+
+
+def answer(problem: Problem) -> int:
+    return problem.start if problem.kind == "reverse" else problem.steps[-1][-1]
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+def rows(name: str, count: int, seed: int) -> list[dict]:
+    """`count` rows of one file. Test problems are unique; the few short problems repeat in the other two.
+
+    A kind that has run out of new test problems (one-step problems are few) is left short rather than repeated.
+    """
+    rng = random.Random(f"{seed}/{name}")
+    mix = {k: share * DEMO_WEIGHT[k[0]] for k, share in MIX.items()} if name == "sft" else MIX
+    out, seen, total = [], set(), sum(mix.values())
+    for (kind, steps), share in mix.items():
+        wanted, tries = round(count * share / total), 0
+        while wanted and tries < 200 * count:
+            tries += 1
+            problem = draw_problem(kind, steps, rng)
+            if file_of(problem) != name or (name == "test" and problem in seen):
+                continue
+            seen.add(problem)
+            row = {"prompt": question(problem, rng)}
+            box = f"\\boxed{{{answer(problem)}}}"
+            if name == "sft":
+                row["completion"] = box if rng.random() < JUMP else working(problem) + box
+            else:
+                row["answer"] = str(answer(problem))
+            out.append(row | {"kind": kind, "steps": steps})
+            wanted -= 1
+    rng.shuffle(out)
+    return out
+
+
+# How text is cut into words. Spaces belong to the words around a number, so that a number is the same token in a
+# question and in its working.
+PIECE = r"\\boxed\{| ?[A-Za-z]+ ?|[0-9]+|[,.?] ?|[^A-Za-z0-9]"
+
+
+def vocabulary() -> list[str]:
+    """Every word of the task, by construction and not by counting, so new rows never leave it."""
+    words = ["<pad>", "<eos>", "<unk>", "\n", "\\boxed{", "}", "+", "-", "*", "/", "=", "?"]
+    words += [f"{n}" for n in range(LARGEST * 3 + 1)]
+    texts = [f"{name} has 0 {thing}, {act} 0. {name} has {thing}, {act} them, now has 0. How many at first?"
+             for name in NAMES for thing in THINGS for act in (*GAIN, *LOSE, *IDLE, *TIMES.values())]
+    texts += [f"{act} them. How many now?" for act in TIMES.values()]
+    for text in texts:
+        words += re.findall(PIECE, text)
+    return list(dict.fromkeys(words))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A `tokenizers` word-level model whose decoder glues words back to the exact text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {word: i for i, word in enumerate(vocabulary())}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>",
+              "unk_token": "<unk>", "clean_up_tokenization_spaces": False, "model_max_length": 256}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Rewrites the embedded task.")
+    parser.add_argument("--out", type=Path, default=HERE / "arith")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=4000)
+    parser.add_argument("--test", type=int, default=400)
+    parser.add_argument("--sft", type=int, default=24000)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        made = rows(name, getattr(args, name), args.seed)
+        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    write_tokenizer(args.out / "tokenizer")
+
+
+if __name__ == "__main__":
+    main()
