@@ -34,11 +34,8 @@ import orbax.checkpoint as ocp
 
 import jaxrl
 from jaxrl.config import ConfigError
-from jaxrl.faults import Faults, GracefulStop
-from jaxrl.resume import config_changes
-from jaxrl.telemetry.timing import Every
+from jaxrl.faults import Faults
 
-__all__ = ["CheckpointError", "Checkpointer", "Every", "GracefulStop", "Restored", "config_changes", "verify"]
 log = logging.getLogger("jaxrl")
 
 FORMAT = 1          # raised when an older jaxrl could not read what a newer one writes
@@ -401,7 +398,8 @@ def verify(path: Path) -> None:
 # ---- reading
 
 def _read(path: Path, abstract, partial: bool) -> Restored:
-    envelope = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "host")
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        envelope = reader.restore(path / "host")
     if envelope["format"] > FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this "
                               f"is jaxrl {jaxrl.__version__}, which reads up to format {FORMAT}: upgrade jaxrl")
@@ -412,7 +410,8 @@ def _read(path: Path, abstract, partial: bool) -> Restored:
     if stored:
         args = ocp.args.PyTreeRestore(item=stored, restore_args={k: _restore_args(v) for k, v in stored.items()},
                                       partial_restore=True)
-        values = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "arrays", args=args)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            values = reader.restore(path / "arrays", args=args)
     leaves = [values[k] if k in stored else _empty(v) for k, v in wanted.items()]
     tree = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return Restored(envelope["step"], tree, envelope["host"], path)

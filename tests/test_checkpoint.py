@@ -349,14 +349,21 @@ def test_killed_while_resuming(tmp_path, phase):
     assert check_all(tmp_path) == [1, 2]
 
 
-def test_a_killed_deletion_leaves_no_half_checkpoint(tmp_path):
+def test_a_killed_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     """Old checkpoints lose their name before their files."""
+    deleted = []
+    with monkeypatch.context() as m:
+        m.setattr("shutil.rmtree", lambda path, **kwargs: deleted.append(Path(path).name))
+        saved(tmp_path / "run", [1, 2], keep=1)
+    assert deleted == ["00000001.deleting"]
     checkpointer = saved(tmp_path, [1, 2])
     os.rename(checkpointer.directory / "00000001", checkpointer.directory / "00000001.deleting")
     delete_one(checkpointer.directory / "00000001.deleting")
     assert check_all(tmp_path) == [2]
     saved(tmp_path, [3])
     assert sorted(os.listdir(checkpointer.directory)) == ["00000002", "00000003"]
+    saved(tmp_path / "run", [3])
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["00000002", "00000003"]
 
 
 def test_a_failure_that_is_not_the_disks_is_raised_by_the_next_call(tmp_path):

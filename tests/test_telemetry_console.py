@@ -25,7 +25,8 @@ from jaxrl.telemetry.names import COLUMNS, duration, show
 
 STEP = {"reward/mean": 0.5123, "accuracy/train": 0.45, "length/mean": 31.2, "policy/kl": 0.00012,
         "policy/entropy": 0.81, "policy/clip_fraction": 0.002, "optim/grad_norm": 0.53, "gap/mean": 1.2e-7,
-        "rollout/truncated_fraction": 0.01, "rollout/zero_signal_fraction": 0.125, "optim/lr": 1e-6, "time/rollout": 1.1, "time/update": 0.75,
+        "rollout/truncated_fraction": 0.01, "rollout/zero_signal_fraction": 0.125, "optim/lr": 1e-6,
+        "time/rollout": 1.1, "time/update": 0.75,
         "time/other": 0.001, "time/step": 1.851, "time/tokens_per_second": 5312.4, "time/wall": 0.0}
 
 
@@ -61,6 +62,15 @@ def test_auto_is_a_table_on_a_terminal_only(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert type(make_console("auto", 1, "", Terminal())) is PlainConsole
     assert type(make_console("off", 1, "", Terminal())) is SilentConsole
+
+
+def test_a_kill_cannot_leave_the_cursor_hidden():
+    stream = io.StringIO()
+    console = make_console("table", 100, "t", stream)
+    console.step(1, STEP)
+    before_the_end = stream.getvalue()
+    console.close()
+    assert before_the_end.rfind("\x1b[?25h") > before_the_end.rfind("\x1b[?25l") >= 0
 
 
 def table(width, steps, monkeypatch):
@@ -203,7 +213,8 @@ def test_numbers_as_people_read_them():
 # ---- warnings of the first steps
 
 HEALTHY = {"reward/mean": 0.4, "reward/std": 0.4, "rollout/zero_signal_fraction": 0.3,
-           "rollout/truncated_fraction": 0.1, "optim/grad_norm": 0.5, "optim/lr": 1e-6, "optim/skipped": 0.0, "data/filtered_fraction": 0.01,
+           "rollout/truncated_fraction": 0.1, "optim/grad_norm": 0.5, "optim/lr": 1e-6, "optim/skipped": 0.0,
+           "data/filtered_fraction": 0.01,
            "rollout/absent_fraction": 0.0, "gap/mean": 1e-6, "policy/entropy": 0.8, "policy/clip_fraction": 0.01}
 SICK = {
     "equal_rewards": ({"reward/mean": 0.0, "reward/std": 0.0, "rollout/zero_signal_fraction": 1.0},

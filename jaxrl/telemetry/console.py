@@ -181,6 +181,7 @@ class TableConsole(SilentConsole):
     def _start(self) -> None:
         if not self._live.is_started:
             self._live.start()
+            self._rich.show_cursor(True)  # a killed process could not bring a hidden cursor back
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
         self.progress.advance(step)

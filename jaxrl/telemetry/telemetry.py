@@ -47,7 +47,11 @@ class Telemetry:
         self._sinks: dict[str, object] = {}
         self._lock = self._lines = None
         if not read_only:
-            self._open_files(config, resume_step)
+            try:
+                self._open_files(config, resume_step)
+            except BaseException:
+                self._release()
+                raise
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._work, name="telemetry", daemon=True)
         self._writer.start()
@@ -135,6 +139,8 @@ class Telemetry:
 
     def flush(self) -> None:
         """Waits until everything said so far is written (at most FLUSH_SECONDS). Called before each commit."""
+        if self._writer is None:  # closed: a checkpoint may still be committing in its thread
+            return
         done = threading.Event()
         self._queue.put(self._flush_sinks)
         self._queue.put(done.set)
@@ -152,10 +158,12 @@ class Telemetry:
         self._queue.put(None)
         self._writer = None
         self._try("console", self.console.close)
-        if self._lines is not None:
-            self._lines.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._release()
+
+    def _release(self) -> None:
+        for held in (self._lines, self._lock):
+            if held is not None:
+                held.close()
 
     # ---- the writer thread
 
