@@ -43,9 +43,9 @@ OPERATIONS = [(sign, n) for sign in "+- " for n in range(2, 10)] + [("*", n) for
 JUMP = 0.6          # share of demonstrations without working
 
 # Problems of each kind and number of steps, per thousand. Demonstrations leave `reverse` almost out.
-MIX = {("chain", n): share for n, share in zip(range(1, 8), (50, 70, 100, 130, 150, 150, 100), strict=True)}
+MIX = {("chain", n): share for n, share in zip(range(1, 8), (50, 70, 100, 140, 160, 150, 100), strict=True)}
 MIX |= {("skip", n): 30 for n in range(1, 6)}
-MIX |= {("reverse", n): share for n, share in zip(range(1, 4), (30, 40, 30), strict=True)}
+MIX |= {("reverse", n): share for n, share in zip(range(1, 4), (25, 30, 25), strict=True)}
 DEMO_WEIGHT = {"chain": 1, "skip": 2, "reverse": 0.06}
 FILES = {"test": 0.15, "train": 0.35, "sft": 0.50}  # share of the keys
 

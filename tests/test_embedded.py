@@ -1,0 +1,146 @@
+"""The embedded task: what ships is what the generator makes, right, disjoint and inside the configs' limits."""
+
+import collections
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from jaxrl.config import load_config
+from jaxrl.data.embedded import make
+from jaxrl.rewards.builtin import boxed_reward
+
+FOLDER = Path(make.__file__).parent / "arith"
+FILES = ("train", "test", "sft")
+
+
+def read(name):
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {name: read(name) for name in FILES}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER / "tokenizer")
+
+
+SIGNS = {verb: sign for sign, verbs in (("+", make.GAIN), ("-", make.LOSE), (" ", make.IDLE)) for verb in verbs}
+FACTORS = {verb: factor for factor, verb in make.TIMES.items()}
+
+
+def understood(prompt):
+    """Reads a prompt anew, knowing only the words: (kind, given number, operations) with names and things left out."""
+    text, _, question = prompt.rpartition("How many ")
+    first, *clauses = [part.strip(" .") for part in text.split(",")]
+    turns = []
+    for clause in [c for c in clauses if not c.startswith("now has")]:
+        verb, what = clause.split()
+        turns.append(("*", FACTORS[verb]) if what == "them" else (SIGNS[verb], int(what)))
+    if question == "at first?":
+        return "reverse", int(clauses[-1].removeprefix("now has ")), tuple(turns)
+    assert question == "now?"
+    kind = "skip" if any(sign == " " for sign, _ in turns) else "chain"
+    return kind, int(re.search(r"has (\d+)", first).group(1)), tuple(turns)
+
+
+def solved(kind, given, turns):
+    """The answer by arithmetic on the text's numbers; a reverse problem by trying every start."""
+    def run(value):
+        for sign, amount in turns:
+            value = {"+": value + amount, "-": value - amount, "*": value * amount, " ": value}[sign]
+        return value
+
+    if kind != "reverse":
+        return run(given)
+    starts = [start for start in range(1000) if run(start) == given]
+    assert len(starts) == 1
+    return starts[0]
+
+
+def test_the_shipped_files_are_what_the_generator_makes(tmp_path):
+    make.main(["--out", str(tmp_path)])
+    made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
+    assert made == {p.relative_to(FOLDER) for p in FOLDER.rglob("*") if p.is_file()} and len(made) == 5
+    for path in made:
+        assert (tmp_path / path).read_bytes() == (FOLDER / path).read_bytes(), path
+
+
+def test_another_seed_makes_other_problems(tmp_path):
+    make.main(["--out", str(tmp_path), "--seed", "1", "--train", "50", "--test", "20", "--sft", "50"])
+    assert (tmp_path / "train.jsonl").read_text().splitlines() != (FOLDER / "train.jsonl").read_text().splitlines()[:50]
+
+
+def test_no_problem_is_in_two_files_under_other_names(rows):
+    keys = {name: {understood(r["prompt"]) for r in rows[name]} for name in FILES}
+    for a, b in (("train", "test"), ("train", "sft"), ("test", "sft")):
+        assert not keys[a] & keys[b], (a, b)
+    assert len(keys["test"]) == len(rows["test"])  # and each is asked once
+
+
+def test_every_answer_is_right_and_every_line_of_working_true(rows):
+    for name in ("train", "test"):
+        for r in rows[name]:
+            kind, given, turns = understood(r["prompt"])
+            assert r["kind"] == kind and r["steps"] == sum(sign != " " for sign, _ in turns)
+            assert int(r["answer"]) == solved(kind, given, turns), r
+    for r in rows["sft"]:
+        *lines, box = r["completion"].split("\n")
+        assert boxed_reward(r["prompt"], r["completion"], str(solved(*understood(r["prompt"])))) == 1.0, r
+        assert len(lines) in (0, r["steps"]) and box.startswith("\\boxed{")
+        for line in lines:
+            a, sign, b, c = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
+            a, b, c = int(a), int(b), int(c)
+            assert c == {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[sign], r
+
+
+def test_most_demonstrations_jump_and_almost_none_are_reverse(rows):
+    jumps = [r for r in rows["sft"] if "=" not in r["completion"]]
+    assert abs(len(jumps) / len(rows["sft"]) - make.JUMP) < 0.01
+    share = {name: collections.Counter(r["kind"] for r in rows[name])["reverse"] / len(rows[name]) for name in FILES}
+    assert 0 < share["sft"] < 0.01 and 0.05 < share["train"] < 0.12 and 0.05 < share["test"] < 0.12
+
+
+def test_worked_answers_are_long_and_spread(rows, tokenizer):
+    lengths = [len(tokenizer(make.working(make.Problem(kind, given, turns)) + "\\boxed{1}")["input_ids"]) + 1
+               for kind, given, turns in (understood(r["prompt"]) for r in rows["test"]) if kind != "reverse"]
+    assert sum(lengths) / len(lengths) >= 24 and max(lengths) >= 4 * min(lengths)
+
+
+def test_text_survives_the_tokenizer(rows, tokenizer):
+    for name in FILES:
+        for r in rows[name]:
+            for text in (r["prompt"], r.get("completion", "")):
+                ids = tokenizer(text)["input_ids"]
+                assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+
+
+def test_the_tokenizer_names_its_special_tokens(tokenizer):
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<eos>", "<pad>")
+    assert tokenizer("<eos>")["input_ids"] == [tokenizer.eos_token_id]
+    assert tokenizer("Nobody")["input_ids"] == [tokenizer.unk_token_id]  # a word from elsewhere is seen, not guessed
+    assert tokenizer.chat_template is None
+
+
+def test_numbers_are_the_same_token_in_question_and_working(tokenizer):
+    eleven = tokenizer("11")["input_ids"]
+    assert len(eleven) == 1
+    for text in ("Max has 11 apples", "sells 11, ", "11-5=6\n", "\\boxed{11}"):
+        assert eleven[0] in tokenizer(text)["input_ids"], text
+
+
+@pytest.mark.parametrize("arg", ["", ":tiny"])
+def test_everything_fits_the_configs(rows, tokenizer, arg):
+    sft, rl = load_config("grpo_sft" + arg), load_config("grpo" + arg)
+    longest = max(len(tokenizer(r["prompt"])["input_ids"]) for name in FILES for r in rows[name])
+    assert longest <= min(sft.data.max_prompt_tokens, rl.data.max_prompt_tokens)
+    answer = max(len(tokenizer(r["completion"])["input_ids"]) + 1 for r in rows["sft"])
+    assert answer <= min(sft.rollout.max_new_tokens, rl.rollout.max_new_tokens)
+    assert len(tokenizer) <= sft.model.config.vocab_size
+    assert sft.train.steps * sft.data.prompts_per_step <= 1.05 * len(rows["sft"])  # demonstrations are seen about once
+    assert rl.train.steps * rl.data.prompts_per_step <= len(rows["train"])          # and prompts at most once
