@@ -10,13 +10,13 @@ policy discovers that working pays. `reverse` problems, almost absent from the d
 Variants:  tiny (a few seconds, learns next to nothing; for tests and the notebook).
 """
 
-from jaxrl.config import default_config
+from jaxrl.config import ConfigError, default_config
 
 
 def get_config(arg=None):
     """arg: None or 'tiny'."""
     if arg not in (None, "tiny"):
-        raise ValueError(f"grpo has the variant 'tiny', not {arg!r}")
+        raise ConfigError(f"grpo has the variant 'tiny', not {arg!r}")
     c = default_config()
     c.run.recipe = "rl"
     c.run.warm_start = "grpo_sft" + (f":{arg}" if arg else "")

@@ -14,13 +14,13 @@ on a CPU with a random model of Qwen2.5's shape and a file of GSM8K's columns, c
 No variants.
 """
 
-from jaxrl.config import default_config
+from jaxrl.config import ConfigError, default_config
 
 
 def get_config(arg=None):
     """Takes no argument."""
     if arg is not None:
-        raise ValueError(f"grpo_gsm8k has no variants, not {arg!r}")
+        raise ConfigError(f"grpo_gsm8k has no variants, not {arg!r}")
     c = default_config()
     c.run.recipe = "rl"
     c.model.path = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -7,13 +7,13 @@ Expected:  see README, "Measured". 60 % of the demonstrations jump to the box, s
 Variants:  tiny (a few seconds, learns next to nothing; for tests and the notebook).
 """
 
-from jaxrl.config import default_config
+from jaxrl.config import ConfigError, default_config
 
 
 def get_config(arg=None):
     """arg: None or 'tiny'."""
     if arg not in (None, "tiny"):
-        raise ValueError(f"grpo_sft has the variant 'tiny', not {arg!r}")
+        raise ConfigError(f"grpo_sft has the variant 'tiny', not {arg!r}")
     c = default_config()
     c.run.recipe = "sft"
 
