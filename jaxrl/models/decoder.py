@@ -1,7 +1,8 @@
 """The decoder: one linen module for every family, in three modes (packed rows, prefill, one token against a cache).
 
 Parameters keep the dtype they are given and are cast to the compute dtype where they are used. Norms, rotary angles
-and softmax run in fp32 (float64 where the compute dtype is).
+and softmax run in fp32 (float64 where the compute dtype is). The modules declare names and shapes; the initial values
+that count are Model.init's.
 
 Legend: B rows, L tokens per row, D hidden size, H query heads, G key-value heads, K head size, S cache slots, C cache
 length, N repetitions of the repeating block.
@@ -15,8 +16,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention import attention
 from jaxrl.models.config import Layer, ModelConfig
+from jaxrl.models.parameters import LAYER, Parameter
+from jaxrl.models.placement import embed, gathered, rows, sharded_attention, write
 from jaxrl.models.rope import rotate, rotations
 
 ACTIVATIONS = {
@@ -48,18 +50,18 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Contracts the last axes of x with the leading axes of `kernel` [*inputs, *outputs]."""
+    """Contracts the last axes of x with the leading axes of `kernel` [*inputs, *outputs]; `row` is its table row."""
 
+    row: Parameter
     outputs: tuple[int, ...]
-    inputs: int = 1
     bias: bool = False
-    std: float = 0.02
 
     @nn.compact
     def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.normal(self.std), x.shape[-self.inputs:] + self.outputs)
-        axes = tuple(range(x.ndim - self.inputs, x.ndim)), tuple(range(self.inputs))
-        y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+        inputs = self.row.inputs
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), x.shape[-inputs:] + self.outputs)
+        axes = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
+        y = jax.lax.dot_general(x, gathered(kernel.astype(x.dtype), self.row.axes), (axes, ((), ())))
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, self.outputs).astype(x.dtype)
         return y
@@ -77,7 +79,8 @@ class Attention(nn.Module):
         cfg = self.config
 
         def project(name, heads):
-            return Linear((heads, cfg.head_dim), bias=cfg.qkv_bias, std=cfg.init_std, name=name)(x_BxLxD)
+            row = LAYER[f"attention/{name}/kernel"]
+            return Linear(row, (heads, cfg.head_dim), bias=cfg.qkv_bias, name=name)(x_BxLxD)
 
         q, k, v = project("query", cfg.num_heads), project("key", cfg.num_kv_heads), project("value", cfg.num_kv_heads)
         if cfg.qk_norm:
@@ -89,24 +92,17 @@ class Attention(nn.Module):
         positions = shared["positions"]
         if cache is None:
             kv = {"k": k, "v": v}
-            out = attention(q, k, v, positions, positions, shared["segments"], shared["segments"], shared["prefixes"],
-                            implementation=self.implementation, **options)
+            segments = shared["segments"]
+            out = sharded_attention(q, k, v, positions, positions, segments, segments, shared["prefixes"],
+                                    implementation=self.implementation, **options)
         else:
-            kv = _write(cache, {"k": k, "v": v}, positions[:, 0], index)
+            kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
             now = kv if index is None else jax.tree.map(lambda a: a[index], kv)
             k_positions = jnp.arange(now["k"].shape[1], dtype=positions.dtype)[None]
-            out = attention(q, now["k"].astype(q.dtype), now["v"].astype(q.dtype), positions, k_positions,
-                            implementation="reference", **options)
-        out = Linear((cfg.hidden_size,), inputs=2, bias=cfg.out_bias, std=cfg.init_std, name="out")(out)
+            out = sharded_attention(q, now["k"].astype(q.dtype), now["v"].astype(q.dtype), positions, k_positions,
+                                    **options)
+        out = Linear(LAYER["attention/out/kernel"], (cfg.hidden_size,), bias=cfg.out_bias, name="out")(out)
         return out, kv
-
-
-def _write(cache, kv, positions_S, index):
-    """Puts one token per slot at its position, in place inside a jitted loop; beyond the cache it is dropped."""
-    slots = jnp.arange(positions_S.shape[0])
-    where = (slots, positions_S) if index is None else (index, slots, positions_S)
-    return {name: cache[name].at[where].set(kv[name][:, 0].astype(cache[name].dtype), mode="drop",
-                                            unique_indices=True) for name in cache}
 
 
 class MLP(nn.Module):
@@ -117,7 +113,7 @@ class MLP(nn.Module):
         cfg = self.config
 
         def linear(name, width):
-            return Linear((width,), bias=cfg.mlp_bias, std=cfg.init_std, name=name)
+            return Linear(LAYER[f"mlp/{name}/kernel"], (width,), bias=cfg.mlp_bias, name=name)
 
         gate = ACTIVATIONS[cfg.activation](linear("gate", cfg.mlp_size)(x))
         return linear("down", cfg.hidden_size)(gate * linear("up", cfg.mlp_size)(x))
@@ -141,7 +137,7 @@ class DecoderLayer(nn.Module):
             norm("attention_norm", x), shared, cache, index)
         x = x + (norm("attention_post_norm", y) if cfg.post_norms else y)
         y = MLP(cfg, name="mlp")(norm("mlp_norm", x))
-        return x + (norm("mlp_post_norm", y) if cfg.post_norms else y), kv
+        return rows(x + (norm("mlp_post_norm", y) if cfg.post_norms else y)), kv
 
 
 class Block(nn.Module):
@@ -201,8 +197,8 @@ class Decoder(nn.Module):
     def __call__(self, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False):
         cfg = self.config
         acc = jnp.promote_types(self.dtype, jnp.float32)
-        embedding = Embedding(cfg, name="embed")()
-        x = jnp.take(embedding, tokens_BxL, axis=0).astype(self.dtype) * jnp.asarray(cfg.embed_scale, self.dtype)
+        x = embed(Embedding(cfg, name="embed")(), tokens_BxL).astype(self.dtype)
+        x = x * jnp.asarray(cfg.embed_scale, self.dtype)
         shared = {"positions": positions_BxL, "segments": segments_BxL, "prefixes": prefixes_BxL,
                   "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]}
         out = {}
@@ -231,8 +227,8 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self):
-        return self.param("embedding", nn.initializers.normal(self.config.init_std),
-                          (self.config.vocab_size, self.config.hidden_size))
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return self.param("embedding", nn.initializers.normal(1.0), shape)
 
 
 class Head(nn.Module):
@@ -240,5 +236,5 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self):
-        return self.param("kernel", nn.initializers.normal(self.config.init_std),
-                          (self.config.hidden_size, self.config.vocab_size))
+        shape = (self.config.hidden_size, self.config.vocab_size)
+        return self.param("kernel", nn.initializers.lecun_normal(), shape)

@@ -19,6 +19,7 @@ from jaxrl.config import ConfigError
 from jaxrl.models import parameters
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.decoder import POLICIES, Decoder, repetitions
+from jaxrl.models.placement import gathered
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", attention: str = "auto") -> Model:
@@ -109,8 +110,9 @@ class Model:
 
     def head(self, params):
         """The output matrix [D, V] in the compute dtype; the embedding transposed where the model ties them."""
-        weights = params["embed"]["embedding"].T if self.config.tied else params["head"]["kernel"]
-        return weights.astype(self.compute_dtype)
+        tied = self.config.tied
+        weights = (params["embed"]["embedding"].T if tied else params["head"]["kernel"]).astype(self.compute_dtype)
+        return gathered(weights, parameters.MODEL["head/kernel"].axes)
 
     def logits(self, params, hidden):
         """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""

@@ -5,15 +5,16 @@ Legend: B rows, L queries per row, S keys per row, H query heads, G key-value he
 
 from __future__ import annotations
 
-from jaxrl.kernels.attention import blockwise, reference
+from jaxrl.kernels.attention import blockwise, decode, reference
 
 # Tried in order; an implementation that cannot serve a call raises NotImplementedError(reason) and the next one is
 # asked. The last one serves every call.
 IMPLEMENTATIONS = {
+    "decode": decode.attention,
     "blockwise": blockwise.attention,
     "reference": reference.attention,
 }
-AUTO = ("blockwise", "reference")
+AUTO = ("decode", "blockwise", "reference")
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL=None,

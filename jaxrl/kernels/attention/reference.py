@@ -9,6 +9,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
+def hidden_score(dtype):
+    """The score of a key that is not seen: finite, so that a query that sees nothing stays finite too."""
+    return jnp.finfo(dtype).min / 2
+
+
 def visible(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window):
     """The mask of api.attention: bool [B, L, S], True where the query sees the key."""
     q_pos, k_pos = q_positions_BxL[:, :, None], k_positions_BxS[:, None, :]
@@ -31,7 +36,7 @@ def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
     scores = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k_BxSxGxK, preferred_element_type=acc) * scale
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    return jnp.where(mask_BxLxS[:, None, None], scores, jnp.finfo(acc).min / 2)
+    return jnp.where(mask_BxLxS[:, None, None], scores, hidden_score(acc))
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
