@@ -25,7 +25,7 @@ sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "t
 from common import record, table  # noqa: E402
 from run_tools import command, environment, fingerprint, run  # noqa: E402
 
-STEPS, EVERY = 8, 2
+STEPS, EVERY = 8, 2  # of tests/tiny_job.py
 REWARD = '''
 import pathlib, time
 def slow_once(prompt, completion, answer, user):
@@ -54,9 +54,8 @@ def cases(rng):
             yield f"resume {point}, after step {step}", [f"update.kill9@step={step + 1}", f"resume.kill9@step={step},phase={point}"]
 
 
-def killed_and_resumed(folder, plans, warm):
+def killed_and_resumed(folder, plans):
     """Runs once per plan entry (each dies), then to the end. Returns the number of processes that died of SIGKILL."""
-    shutil.copytree(warm, folder / "warm_start")
     died = 0
     for plan in plans:
         status, _ = run(folder, *options((f"faults.plan={plan!r},",)))
@@ -66,9 +65,8 @@ def killed_and_resumed(folder, plans, warm):
     return died
 
 
-def random_kills(folder, warm, rng, count=3):
+def random_kills(folder, rng, count=3):
     """Kills from outside at random times of one run."""
-    shutil.copytree(warm, folder / "warm_start")
     times = []
     for _ in range(count):
         process = subprocess.Popen(command(folder, *options()), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -83,14 +81,13 @@ def random_kills(folder, warm, rng, count=3):
     return times
 
 
-def timeout_case(base, warm):
+def timeout_case(base):
     """The unbroken run saw a timeout; the killed one must keep its own record of it. Both see it at the same answer."""
     (base / "reward.py").write_text(REWARD)
     prints = []
     for name, plans in (("unbroken", []), ("killed", ["update.kill9@step=2"])):
         folder, flags = base / f"timeout_{name}", base / f"flags_{name}"
         flags.mkdir()
-        shutil.copytree(warm, folder / "warm_start")
         extra = (f"reward.functions={base / 'reward.py'}:slow_once", "reward.timeout_seconds=2", "reward.max_failed_fraction=1",
                  "reward.workers=1", f"user.flags={flags}", "user.slow_answer='9'", "train.steps=4", "eval.before=false", "eval.after=false",
                  "eval.every_steps=0")
@@ -108,20 +105,20 @@ def main():
     unbroken = base / "unbroken"
     status, text = run(unbroken, *options())
     assert status == 0, text
-    truth, warm, rows = fingerprint(unbroken), unbroken / "warm_start", []
+    truth, rows = fingerprint(unbroken), []
     for k, (name, plans) in enumerate(cases(rng)):
         folder = base / f"case{k}"
-        died = killed_and_resumed(folder, plans, warm)
+        died = killed_and_resumed(folder, plans)
         same = fingerprint(folder) == truth
         rows.append([name, f"{died} of {len(plans)}", "equal" if same else "DIFFERENT"])
         print(*rows[-1], flush=True)
         shutil.rmtree(folder)
     for k in range(3):
-        times = random_kills(base / f"random{k}", warm, rng)
+        times = random_kills(base / f"random{k}", rng)
         rows.append([f"random times (s): {times}", f"{len(times)} of 3", "equal" if fingerprint(base / f"random{k}") == truth else "DIFFERENT"])
         print(*rows[-1], flush=True)
-    rows.append(["reward timeout, then kill in the update", "1 of 1", "equal" if timeout_case(base, warm) else "DIFFERENT"])
-    rows.append(truncated_case(base, warm, truth))
+    rows.append(["reward timeout, then kill in the update", "1 of 1", "equal" if timeout_case(base) else "DIFFERENT"])
+    rows.append(truncated_case(base, truth))
     print()
     table(["killed in", "processes killed", "final parameters, metrics, rollouts"], rows)
     record("resume", {"steps": STEPS, "checkpoint_every": EVERY, "rows": rows})
@@ -129,10 +126,9 @@ def main():
     return 0 if all(r[-1].startswith("equal") for r in rows) else 1
 
 
-def truncated_case(base, warm, truth):
+def truncated_case(base, truth):
     """A newest checkpoint that lost half of a file: the run says so, falls back and still ends equal."""
     folder = base / "truncated"
-    shutil.copytree(warm, folder / "warm_start")
     run(folder, *options(("faults.plan='update.kill9@step=7',",)))
     newest = sorted((folder / "checkpoints").glob("0*"))[-1]
     victim = max((p for p in (newest / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)

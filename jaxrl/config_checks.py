@@ -152,7 +152,9 @@ def _rewards(cfg):
         out.append(f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}")
     if r.clip is not None and r.clip <= 0:
         out.append(f"reward.clip={r.clip}: must be above 0, or None for no clipping")
-    named = set(r.functions) | set(cfg.eval.rewards)
+    if not r.functions:
+        out.append("reward.functions is empty: reinforcement learning needs at least one reward")
+    named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)}
     if cfg.eval.accuracy_from and cfg.eval.accuracy_from not in named:
         out.append(f"eval.accuracy_from={cfg.eval.accuracy_from!r}: not among the rewards {sorted(named)}")
     return out

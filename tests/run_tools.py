@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def command(run_dir, *overrides, config="configs/grpo.py:tiny"):
+def command(run_dir, *overrides, config="tests/tiny_job.py"):
     return [sys.executable, "-m", "jaxrl.main", f"--config={ROOT / config}", f"--config.run.dir={run_dir}",
             "--config.log.console=plain", *[f"--config.{o}" for o in overrides]]
 
@@ -19,7 +19,7 @@ def environment():
     return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def run(run_dir, *overrides, config="configs/grpo.py:tiny", timeout=300):
+def run(run_dir, *overrides, config="tests/tiny_job.py", timeout=300):
     """Runs to the end; returns (exit status, everything printed)."""
     done = subprocess.run(command(run_dir, *overrides, config=config), env=environment(), capture_output=True, text=True, timeout=timeout)
     return done.returncode, done.stdout + done.stderr

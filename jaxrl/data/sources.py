@@ -54,7 +54,7 @@ def offline_if_unreachable() -> bool:
     They then use their cache, or fail at once, instead of retrying for most of a minute per file. Nothing is changed
     behind a proxy, which resolves names itself.
     """
-    import huggingface_hub
+    import huggingface_hub.constants
     if any(os.environ.get(n) or os.environ.get(n.upper()) for n in ("https_proxy", "http_proxy", "all_proxy")):
         return False
     host = urlparse(huggingface_hub.constants.ENDPOINT)

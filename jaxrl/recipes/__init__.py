@@ -25,6 +25,8 @@ def train(config, rewards=None) -> dict:
     config = load_config(config) if isinstance(config, str) else config.copy_and_resolve_references()
     if not config.run.dir:
         config.run.dir = f"runs/{config.run.recipe}"
+    if rewards is not None:
+        config.reward.functions, config.reward.weights = tuple(f if isinstance(f, str) else f.__name__ for f in rewards), ()
     config_checks.check(config)
     setup.start_jax(config)
     if config.run.warm_start:

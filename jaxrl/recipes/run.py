@@ -21,6 +21,7 @@ from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
 from jaxrl.telemetry import Every, Phases, Telemetry, write_config
+from jaxrl.telemetry.profiler import Profiler
 
 log = logging.getLogger("jaxrl")
 
@@ -67,6 +68,7 @@ class Run:
             self.eval_rewards = self.rewards
             if c.eval.rewards:
                 self.eval_rewards = self._own(RewardPool(c, names=c.eval.rewards))
+        data_room.offline_if_unreachable()
         self.job = setup.open_job(c)
         train_set, self.eval_sets = self._load_data()
         self.stream = None
@@ -114,6 +116,13 @@ class Run:
             self.state = setup.new_state(job, self.optimizer, abstract, setup.initial_params(job))
         else:
             self._take_over(restored)
+        if self._with_engine:
+            self.rewards.wait()  # a reward that cannot be imported stops the run here, before anything is compiled
+            self.eval_rewards.wait()
+        try:
+            self.checkpointer.require_space(abstract)
+        except OSError as e:
+            raise ConfigError(e.strerror) from None
         self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None))
         self.phases.watch = self.telemetry.phase
         write_config(job.run_dir, c, derived(c))
@@ -122,9 +131,11 @@ class Run:
         if restored is not None:
             self.say(f"resumed   step {self.step} from {restored.path}")
         self._triggers(restored.host["triggers"] if restored else {})
+        self.profiler = self._own(Profiler(c.profile.steps, job.run_dir / "profile"))
         if self.engine is not None:
             self.publish()
             self._show_first_prompt()
+        self.profiler.at(self.step)
         self._starting.__exit__(None, None, None)
         self.phases.take()  # start-up is not part of the first step
 
@@ -185,6 +196,7 @@ class Run:
         self.step += 1
         self.cursor = cursor
         self.samples += samples
+        self.profiler.at(self.step)
 
     def check_finite(self) -> None:
         streak = int(np.asarray(self.state.stats["nonfinite_streak"]))
@@ -194,8 +206,11 @@ class Run:
                 f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {self.job.run_dir / 'rollouts'}")
 
     def stream_metrics(self) -> dict[str, float]:
+        data = self.stream.dataset
+        filtered = len(data.filtered)
         return {"data/epoch": self.stream.epoch(self.cursor), "data/samples": float(self.samples),
-                "rollout/compiled_programs": float(self.engine.counters()["compiled"]) if self.engine else 0.0}
+                "data/filtered_fraction": filtered / (filtered + len(data)), "data/bad_rows": float(data.bad.count),
+                "time/compiled_programs": float(self.engine.counters()["compiled"]) if self.engine else 0.0}
 
     # -- around steps ---------------------------------------------------------------------------------------------
 

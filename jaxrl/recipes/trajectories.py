@@ -79,13 +79,12 @@ def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[
 def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
     """One JSON-able record per sequence: what was asked, answered, and how it was scored."""
     out = []
-    for i, (example, text) in enumerate(zip(examples, texts, strict=True)):
+    for i, (example, text, scored) in enumerate(zip(examples, texts, result.records(), strict=True)):
         start, end = int(traj.offsets[i] + traj.prompt_lengths[i]), int(traj.offsets[i + 1])
         record = {
             "group": int(traj.group[i]), "sample": int(traj.sample[i]), "seed": int(traj.seed[i]),
             "prompt": example.prompt_text, "completion": text, "answer": example.answer,
-            "score": _number(result.total[i]), "rewards": {k: _number(v[i]) for k, v in result.parts.items()},
-            "outcomes": result.outcomes[i], "finish": FINISH[traj.finish[i]],
+            "score": _number(result.total[i]), "reward": scored, "finish": FINISH[traj.finish[i]],
             "tokens": traj.tokens[start:end].tolist(), "logprobs": [round(float(x), 6) for x in traj.logprobs[start:end]],
             "version": int(traj.versions[start]) if end > start else -1,
         }
@@ -103,7 +102,7 @@ def recorded_outcomes(old: list[dict], traj: Trajectories) -> list[dict | None]:
         r = known.get((int(traj.group[i]), int(traj.sample[i])))
         start = traj.offsets[i] + traj.prompt_lengths[i]
         same = r is not None and r["tokens"] == traj.tokens[start:traj.offsets[i + 1]].tolist()
-        out.append({"parts": r["rewards"], "outcomes": r["outcomes"]} if same else None)
+        out.append(r["reward"] if same else None)
     return out
 
 

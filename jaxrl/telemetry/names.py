@@ -57,7 +57,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/kept_mass_mean", "mean probability mass the sampler kept under top-p, top-k or min-p"),
     Metric("rollout/tokens", "tokens sampled (SFT: trained on) in the step"),
     Metric("rollout/prompt_tokens", "prompt tokens of the step's sequences"),
-    Metric("rollout/compiled_programs", "programs the sampler has compiled so far; stops growing after some steps"),
     Metric("advantage/abs_mean", "mean |advantage| over the answers"),
     Metric("packing/efficiency", "share of the packed rows that is not padding"),
     Metric("data/epoch", "passes over the training data so far"),
@@ -67,11 +66,12 @@ METRICS: tuple[Metric, ...] = (
     # evaluation
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
     Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> the same for one set"),
-    # time: everything below lives under the key "time" of a metrics.jsonl line
+    # time, and what belongs to one process: everything below lives under the key "time" of a metrics.jsonl line
     Metric("time/step", "seconds of the step, saving and evaluating included", "s/step", "seconds"),
     Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step"),
     Metric("time/tokens_per_second", "rollout/tokens per second of the step less its eval, checkpoint and export",
            "tok/s", "count"),
+    Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}

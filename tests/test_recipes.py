@@ -1,0 +1,215 @@
+"""The jobs as a user runs them: what a run leaves behind, how it stops, resumes, ends and is evaluated again."""
+
+import json
+import signal
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+import tiny_job
+from run_tools import command, environment, fingerprint, run
+
+import jaxrl
+from jaxrl.config import ConfigError, RunStopped
+from jaxrl.recipes.evaluate import pass_at_k
+
+
+def config(tmp_path, arg=None, **changes):
+    c = tiny_job.get_config(arg)
+    c.run.dir, c.log.console, c.log.tensorboard = str(tmp_path / "run"), "off", False
+    for name, value in changes.items():
+        group, option = name.split("__")
+        c[group][option] = value
+    return c
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One whole run, with everything written."""
+    path = tmp_path_factory.mktemp("finished")
+    summary = jaxrl.train(config(path, log__tensorboard=True))
+    return path / "run", summary
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_behind(finished):
+    folder, summary = finished
+    assert {p.name for p in folder.iterdir()} >= {"config.json", "metrics.jsonl", "summary.json", "checkpoints", "export", "rollouts",
+                                                  "tensorboard", "eval"}
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["steps"] == 8 and written["finished"] and written["samples"] == 8 * 32
+    assert 0 <= written["eval_before"]["accuracy"] <= 1 and "test" in written["eval_after"]["sets"]
+    assert written["eval_after"]["step"] == 8 and set(written["seconds"]) >= {"rollout", "reward", "update", "publish"}
+    assert summary["export"] == written["export"]
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["00000002", "00000004", "00000006", "00000008"]
+    assert len(list((folder / "rollouts").iterdir())) == 8
+    assert json.loads((folder / "config.json").read_text())
+
+
+def test_it_learns_and_says_so(finished):
+    folder, _ = finished
+    rewards = [line["reward/mean"] for line in lines(folder) if "reward/mean" in line]
+    assert len(rewards) == 8 and np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
+    assert all(line["gap/max"] < 1e-4 for line in lines(folder) if "gap/max" in line)
+
+
+def test_phases_add_up_to_the_step(finished):
+    folder, _ = finished
+    for line in lines(folder):
+        phases = {k: v for k, v in line["time"].items() if k not in ("step", "wall", "tokens_per_second", "compiled_programs")}
+        assert sum(phases.values()) == pytest.approx(line["time"]["step"], abs=1e-3)
+
+
+def test_no_program_is_compiled_after_the_first_steps(finished):
+    folder, _ = finished
+    compiled = [line["time"]["compiled_programs"] for line in lines(folder) if "compiled_programs" in line["time"]]
+    assert compiled[-1] == compiled[1] and compiled[-1] <= 12
+
+
+def test_rollouts_are_ordered_and_hold_one_group_per_prompt(finished):
+    folder, _ = finished
+    seen = []
+    for path in sorted((folder / "rollouts").iterdir()):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        keys = [(r["group"], r["sample"]) for r in records]
+        assert keys == sorted(keys) and len(keys) == 32
+        for group in {g for g, _ in keys}:
+            mine = [r for r in records if r["group"] == group]
+            assert len({r["prompt"] for r in mine}) == 1 and len({r["seed"] for r in mine}) == 8
+            assert sum(r["advantage"] for r in mine) == pytest.approx(0, abs=1e-5)
+        seen += sorted({g for g, _ in keys})
+    assert seen == list(range(8 * 4))  # every position of the stream once, in order
+
+
+def test_the_end_token_is_part_of_what_is_trained_on(finished):
+    """An answer that stopped ends in the end-of-text token, with a log-prob: it is scored and in the loss."""
+    folder, _ = finished
+    eos = json.loads((folder / "export" / "config.json").read_text()).get("eos_token_id")
+    records = [json.loads(line) for p in (folder / "rollouts").iterdir() for line in p.read_text().splitlines()]
+    from transformers import AutoTokenizer
+    eos = AutoTokenizer.from_pretrained(str(folder / "export")).eos_token_id if eos is None else eos
+    stopped = [r for r in records if r["finish"] == "stop"]
+    assert stopped and all(r["tokens"][-1] == eos and len(r["logprobs"]) == len(r["tokens"]) for r in stopped)
+
+
+def test_a_finished_run_says_so_and_can_be_extended(finished, capfd, tmp_path):
+    folder, _ = finished
+    status, text = run(folder, "log.tensorboard=false")
+    assert status == 0 and "has finished its 8 steps" in text and "train.steps=16" in text
+    again = tiny_job.get_config()
+    again.run.dir, again.log.console, again.optimizer.lr = str(folder), "off", 1e-3
+    again.train.steps = 9
+    assert jaxrl.train(again)["steps"] == 9
+
+
+def test_what_would_change_the_past_is_refused_on_resume(finished):
+    folder, _ = finished
+    again = tiny_job.get_config()
+    again.run.dir, again.run.seed, again.log.console = str(folder), 5, "off"
+    with pytest.raises(ConfigError, match="run.seed: 0 -> 5"):
+        jaxrl.train(again)
+
+
+def test_evaluation_alone_reads_the_checkpoint(finished):
+    folder, _ = finished
+    c = tiny_job.get_config()
+    c.run.dir, c.run.mode, c.log.console = str(folder), "eval", "off"
+    c.eval.samples, c.eval.temperature = 4, 1.0
+    before = (folder / "metrics.jsonl").read_bytes()
+    out = jaxrl.train(c)
+    assert {"accuracy", "mean@4", "pass@2", "pass@4"} <= set(out["eval"])
+    assert out["eval"]["pass@4"] >= out["eval"]["pass@2"] >= out["eval"]["accuracy"]
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_export_opens_in_transformers_with_the_trainers_log_probs(finished):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _ = finished
+    export = folder / "export"
+    model = AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(str(export)).eos_token_id is not None
+    assert sum(p.numel() for p in model.parameters()) > 10_000
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A whole run in a process of its own."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    status, text = run(folder)
+    assert status == 0, text
+    return folder
+
+
+@pytest.mark.parametrize("plan", ["update.kill9@step=5", "checkpoint.kill9@step=4,phase=tensors"])
+def test_killed_and_resumed_is_bitwise_an_unbroken_run(plan, tmp_path, unbroken):
+    status, _ = run(tmp_path / "killed", f"faults.plan={plan!r},")
+    assert status == -signal.SIGKILL
+    status, text = run(tmp_path / "killed")
+    assert status == 0 and "resumed" in text, text
+    assert fingerprint(tmp_path / "killed") == fingerprint(unbroken)
+
+
+def test_sigterm_saves_and_leaves_cleanly_and_the_same_command_goes_on(tmp_path):
+    status, text = run(tmp_path / "run", "faults.plan='rollout.term@step=4',", "checkpoint.every_steps=0")
+    assert status == 0 and "stopped at step 3 of 8" in text, text
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["00000003"]
+    assert not json.loads((tmp_path / "run" / "summary.json").read_text())["finished"]
+    status, text = run(tmp_path / "run", "train.steps=5")
+    assert status == 0 and "resumed   step 3" in text
+
+
+def test_one_config_on_four_devices_is_the_same_run(tmp_path, unbroken):
+    done = subprocess.run(command(tmp_path / "four", "train.steps=3", "mesh.tp=2"), capture_output=True, text=True, timeout=400,
+                          env={**environment(), "JAX_NUM_CPU_DEVICES": "4"})
+    assert done.returncode == 0 and "fsdp=2 x tp=2" in done.stdout + done.stderr, done.stdout + done.stderr
+    one, four = lines(unbroken), lines(tmp_path / "four")
+    assert len(four) == 4
+    assert all(line["gap/max"] < 1e-4 for line in four if "gap/max" in line)
+    for a, b in zip(one, four, strict=False):  # a rare token falls on the other side of a rounding
+        for key in set(a) & {"reward/mean", "length/mean", "policy/entropy", "optim/grad_norm"}:
+            assert a[key] == pytest.approx(b[key], rel=0.05), key
+
+
+def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
+    summary = jaxrl.train(config(tmp_path, "sft", train__steps=30, log__every_steps=10))
+    losses = [line["loss"] for line in lines(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.5 and summary["steps"] == 30
+
+
+def test_a_python_reward_replaces_the_configs(tmp_path):
+    summary = jaxrl.train(config(tmp_path, train__steps=1, eval__sets=()), rewards=[tiny_job.digits])
+    assert summary["steps"] == 1
+
+
+def test_rewards_that_fail_stop_the_run_and_leave_the_checkpoint(tmp_path):
+    reward = tmp_path / "bad.py"
+    reward.write_text("def broken(prompt, completion, **columns):\n    raise ValueError('no such key')\n")
+    with pytest.raises(RunStopped, match="broken"):
+        jaxrl.train(config(tmp_path, reward__functions=(f"{reward}:broken",), eval__sets=()))
+
+
+def test_kl_to_the_reference_and_several_updates_per_batch(tmp_path):
+    c = config(tmp_path, train__steps=3, eval__sets=())
+    c.algorithm.kl.coef, c.algorithm.ppo_epochs, c.algorithm.num_minibatches, c.reference.dtype = 0.1, 2, 2, "fp32"
+    jaxrl.train(c)
+    got = lines(tmp_path / "run")
+    assert got[0]["policy/kl"] >= 0 and got[-1]["policy/kl"] > got[0]["policy/kl"]
+    assert got[-1]["policy/ratio_mean"] != 1.0 and got[-1]["old_gap/max"] > 0
+
+
+def test_pass_at_k_closed_forms():
+    assert pass_at_k(0, 8, 4) == 0 and pass_at_k(8, 8, 1) == 1 and pass_at_k(1, 8, 8) == 1
+    assert pass_at_k(2, 8, 1) == pytest.approx(0.25) and pass_at_k(1, 4, 2) == pytest.approx(0.5)
+
+
+def test_the_core_needs_neither_torch_nor_vllm():
+    code = "import sys, jaxrl.recipes.rl, jaxrl.recipes.sft; assert not {'torch', 'vllm', 'flax.nnx'} & set(sys.modules), 'imported'"
+    done = subprocess.run([command("x")[0], "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert jax.devices()[0].platform == "cpu"

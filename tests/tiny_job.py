@@ -1,0 +1,37 @@
+"""A config of a few seconds for tests, and its reward: a random two-layer model learns to answer with digits.
+
+Used as a file, too: python -m jaxrl.main --config=tests/tiny_job.py
+"""
+
+from pathlib import Path
+
+from jaxrl.config import default_config
+
+MODEL = {"model_type": "qwen2", "vocab_size": 192, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True}
+
+
+def digits(prompt, completion, **columns):
+    """Share of the answer's characters that are digits."""
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+
+
+def get_config(arg=None):
+    c = default_config()
+    c.model.init, c.model.config, c.model.tokenizer = "random", MODEL, "jaxrl://arith/tokenizer"
+    c.data.path, c.data.max_rows = ("jaxrl://arith/train.jsonl",), 24
+    c.data.prompts_per_step, c.data.max_prompt_tokens = 4, 96
+    c.rollout.group_size, c.rollout.max_new_tokens = 8, 12
+    c.rollout.prompt_lengths = (96,)
+    c.reward.functions = (f"{Path(__file__).resolve()}:digits",)
+    c.reward.pass_mark, c.reward.workers = 0.5, 1
+    c.eval.sets, c.eval.max_rows, c.eval.every_steps = ("test=jaxrl://arith/test.jsonl",), 6, 4
+    c.train.steps, c.train.tokens_per_microbatch = 8, 512
+    c.optimizer.lr, c.optimizer.warmup_steps = 3e-2, 1
+    c.checkpoint.every_steps, c.checkpoint.keep = 2, 10
+    c.log.tensorboard = False
+    if arg == "sft":
+        c.run.recipe = "sft"
+        c.data.path, c.eval.sets, c.log.every_steps = ("jaxrl://arith/sft.jsonl",), (), 2
+        c.rollout.max_new_tokens = 64
+    return c
