@@ -1,0 +1,584 @@
+"""Options act: each is set to something else than its default, and what it decides is looked at.
+
+Options that a room's own tests already show are listed in options.csv with those tests. Runs from end to end are in
+test_options_runs.py.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from data_cases import make_config, make_tokenizer, questions, write_jsonl
+from jax.experimental.compilation_cache import compilation_cache
+from training_helpers import batch_of_groups, tiny_model
+
+from jaxrl import config_checks, training
+from jaxrl.algorithms import group_advantages
+from jaxrl.config import ConfigError, default_config, get, put
+from jaxrl.data import load_tokenizer, load_train
+from jaxrl.faults import FaultError
+from jaxrl.models import hf
+from jaxrl.recipes import setup
+from jaxrl.recipes.rl import Algorithm
+from jaxrl.recipes.run import NothingFinite, Run
+from jaxrl.recipes.sft import demonstrations
+from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
+from jaxrl.rollout import Engine, Request, Result, make_engine
+from jaxrl.training.optimizer import make_schedule
+from jaxrl.training.update import loss_and_metrics
+
+MODEL = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+         "tie_word_embeddings": True, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def tiny(tokenizer):
+    """tiny("group.option", value, ...) -> a config of a random model that passes every check."""
+    def make(*pairs):
+        c = default_config()
+        c.model.init, c.model.tokenizer, c.data.path = "random", tokenizer, ("some.jsonl",)
+        c.model.config.update(MODEL)
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+            put(c, name, value)
+        config_checks.check(c)
+        return c
+    return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Programs compiled by one test serve the others."""
+    compilation_cache.reset_cache()
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def jax_as_it_was():
+    """`open_job` and `start_jax` set jax up for the whole process."""
+    names = ("jax_default_matmul_precision", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+             "jax_persistent_cache_min_entry_size_bytes")
+    before, mesh = {n: getattr(jax.config, n) for n in names}, jax.sharding.get_mesh()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax.set_mesh(mesh)
+
+
+def same(a, b):
+    return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+# -- run -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_seed_decides_parameters_and_samples(tiny):
+    first, again, other = (setup.initial_params(setup.open_job(tiny("run.seed", s))) for s in (0, 0, 1))
+    assert same(first, again) and not same(first, other)
+    example = SimpleNamespace(prompt_ids=np.arange(3))
+    seeds = [[r.seed for r in make_requests([(5, example)], 4, None, s, "train", 1)] for s in (0, 0, 1)]
+    assert seeds[0] == seeds[1] and not set(seeds[0]) & set(seeds[2]) and len(set(seeds[0])) == 4
+
+
+def test_deterministic_and_compile_cache_reach_jax(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    jax.config.update("jax_compilation_cache_dir", None)
+    setup.start_jax(tiny("run.compile_cache", ""))
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1" and jax.config.jax_compilation_cache_dir is None
+    setup.start_jax(tiny("run.compile_cache", str(tmp_path / "cache"), "run.deterministic", True))
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1 --xla_gpu_deterministic_ops=true"
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache")
+    setup.start_jax(tiny())
+    assert jax.config.jax_compilation_cache_dir.endswith(os.path.join(".cache", "jaxrl", "xla"))
+
+
+@pytest.mark.parametrize("precision, dtype, expected", [
+    ("auto", "fp32", "highest"), ("auto", "bf16", None), ("default", "fp32", None), ("high", "fp32", "high")])
+def test_matmul_precision(tiny, precision, dtype, expected):
+    setup.open_job(tiny("run.matmul_precision", precision, "train.compute_dtype", dtype))
+    assert jax.config.jax_default_matmul_precision == expected
+
+
+def test_faults_reach_the_run(tiny):
+    Run(tiny()).fault("reward")
+    with pytest.raises(FaultError):
+        Run(tiny("faults.plan", ("reward.raise@step=1",))).fault("reward")
+
+
+# -- model -----------------------------------------------------------------------------------------------------------
+
+
+def test_model_config_and_init(tiny, tmp_path):
+    """init=random reads a folder's config only, init=pretrained its weights too; model.config wins over the folder."""
+    job = setup.open_job(tiny("run.seed", 3))
+    params = setup.initial_params(job)
+    assert job.model.config.num_layers == 1
+    assert setup.open_job(tiny("model.config.num_hidden_layers", 3)).model.config.num_layers == 3
+    hf.export(job.model, params, tmp_path / "m", job.hf_config, "fp32", tokenizer=job.tokenizer)
+    path = str(tmp_path / "m")
+    for init, equal in (("pretrained", True), ("random", False)):
+        c = tiny("model.path", path, "model.init", init)
+        c.model.config = {}
+        job = setup.open_job(c)
+        assert job.model.config.num_layers == 1 and same(setup.initial_params(job), params) == equal
+    c = tiny("model.path", path)
+    c.model.config = {"num_hidden_layers": 3}
+    assert setup.open_job(c).model.config.num_layers == 3
+
+
+def test_revisions_of_a_hub_model(tiny, tmp_path, monkeypatch):
+    """A hub cache with two revisions, read without a network."""
+    import huggingface_hub.constants
+    repo = tmp_path / "models--somebody--tiny"
+    for name, commit, layers in (("main", "a" * 40, 1), ("v2", "b" * 40, 2)):
+        (repo / "refs").mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / name).write_text(commit)
+        (repo / "snapshots" / commit).mkdir(parents=True)
+        (repo / "snapshots" / commit / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for revision, layers in ((None, 1), ("v2", 2)):
+        c = tiny("model.path", "somebody/tiny", "model.revision", revision)
+        c.model.config = {}
+        assert setup.open_job(c).model.config.num_layers == layers
+
+
+def test_scan_layers_decides_how_parameters_are_stacked(tiny):
+    def names(scan):
+        model = setup.open_job(tiny("model.scan_layers", scan, "model.config.num_hidden_layers", 2)).model
+        return set(jax.eval_shape(model.init, jax.random.key(0)))
+    assert "layers" in names("true") and "layer_1" in names("false") and names("auto") == names("false")
+
+
+def program(c):
+    """The gradient's program of a config's model, as text."""
+    model = setup.open_job(c).model
+    tokens = jnp.ones((1, 8), jnp.int32)
+
+    def loss(params):
+        return model.hidden(params, tokens, jnp.arange(8)[None], tokens, 0 * tokens).sum()
+    return str(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0))))
+
+
+def test_remat_and_attention_choose_the_program(tiny):
+    remat = {r: program(tiny("model.remat", r)) for r in ("auto", "none", "full", "dots")}
+    assert remat["auto"] == remat["none"] and "remat" not in remat["none"]
+    assert "remat" in remat["full"] and "remat" in remat["dots"] and remat["full"] != remat["dots"]
+    attention = {a: program(tiny("model.attention", a)) for a in ("auto", "reference", "blockwise")}
+    assert attention["reference"] != attention["blockwise"] and attention["auto"] in attention.values()
+
+
+def test_trainable_and_frozen_decide_what_has_optimizer_state(tiny):
+    def names(*pairs):
+        job = setup.open_job(tiny(*pairs))
+        optimizer, _ = training.make_optimizer(job.config.optimizer, 10, job.flat_axes())
+        state = setup.abstract_state(job, optimizer)
+        moments = {str(getattr(p[-1], "key", "")) for p, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)}
+        assert set(state.trainable) <= moments and not set(state.frozen) & moments
+        return set(state.trainable), set(state.frozen)
+
+    everything, none = names()
+    assert not none
+    only, rest = names("model.trainable", ("layer_0/",))
+    assert only == {n for n in everything if "layer_0/" in n} and only | rest == everything
+    kept, frozen = names("model.trainable", ("layer_0/",), "model.frozen", ("norm",))
+    assert kept == {n for n in only if "norm" not in n} and kept | frozen == everything
+
+
+def test_eos_tokens_end_an_answer(tiny):
+    assert setup.open_job(tiny()).eos_ids == (2,)
+    assert setup.open_job(tiny("model.eos_tokens", ("<end>", "<eos>"))).eos_ids == (3, 2)
+    with pytest.raises(ConfigError, match="model.eos_tokens"):
+        setup.open_job(tiny("model.eos_tokens", ("<nope>",)))
+
+
+def test_tokenizer_code_runs_when_it_is_trusted(tmp_path, monkeypatch):
+    import transformers.dynamic_module_utils as modules
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "t"
+    make_tokenizer(folder)
+    (folder / "code.py").write_text("from transformers import PreTrainedTokenizerFast\n"
+                                    "class Own(PreTrainedTokenizerFast):\n    trusted = True\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "code.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(make_config(folder, model__trust_remote_code=True))
+    assert tokenizer.trusted and len(tokenizer) == 260
+
+
+# -- mesh ------------------------------------------------------------------------------------------------------------
+
+
+MESHES = """
+    import jax, json, sys
+    from jaxrl.config import default_config
+    from jaxrl.recipes import setup
+    out = []
+    for dp, fsdp, tp in ((1, -1, 1), (1, 2, 2), (2, -1, 1), (1, 1, -1)):
+        c = default_config()
+        c.model.init, c.model.tokenizer, c.run.deterministic = "random", sys.argv[2], True
+        c.model.config.update(json.loads(sys.argv[1]))
+        c.mesh.update({"dp": dp, "fsdp": fsdp, "tp": tp})
+        setup.start_jax(c)
+        job = setup.open_job(c)
+        up = setup.param_shardings(job)["layer_0"]["mlp"]["up"]["kernel"]
+        tokens = job.put(jax.numpy.zeros((8, 4)))
+        out.append([dict(job.mesh.shape), up.shard_shape((32, 48)), tokens.sharding.shard_shape(tokens.shape)])
+    print(json.dumps(out))
+"""
+
+
+def test_mesh_splits_batch_parameters_and_width(tokenizer):
+    """Four devices. Batch rows go over dp x fsdp, parameters over fsdp x tp. (Also under run.deterministic.)"""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(MESHES), json.dumps(MODEL), tokenizer], env=env,
+                         capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert json.loads(out.stdout) == [
+        [{"dp": 1, "fsdp": 4, "tp": 1}, [8, 48], [2, 4]],
+        [{"dp": 1, "fsdp": 2, "tp": 2}, [16, 24], [4, 4]],
+        [{"dp": 2, "fsdp": 2, "tp": 1}, [16, 48], [2, 4]],
+        [{"dp": 1, "fsdp": 1, "tp": 4}, [32, 12], [8, 4]]]
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_subsets_of_a_folder(tokenizer, tmp_path, monkeypatch):
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for k, name in enumerate(("easy", "hard")):
+        write_jsonl(folder / f"{name}.jsonl", questions(k + 2))
+    entries = "".join(f"- config_name: {n}\n  data_files: {n}.jsonl\n" for n in ("easy", "hard"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    for subset, rows in (("easy", 2), ("hard", 3)):
+        config = make_config(tokenizer, folder, data__subset=subset)
+        assert len(load_train(config, load_tokenizer(config))) == rows
+
+
+def test_a_hub_data_set_is_asked_for_by_name_subset_split_and_revision(tokenizer, monkeypatch):
+    """What is asked of the hub's client; the hub itself is out of reach of tests."""
+    import datasets
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list(questions(2))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = make_config(tokenizer, "somebody/rows", data__revision="v2", data__subset="easy",
+                         data__split=("train", "more"))
+    assert len(load_train(config, load_tokenizer(config))) == 4
+    assert asked == [(("somebody/rows", "easy"), {"split": s, "revision": "v2"}) for s in ("train", "more")]
+
+
+# -- rollout and eval sampling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", ["rollout", "eval"])
+@pytest.mark.parametrize("name, value", [("temperature", 0.7), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1),
+                                         ("repetition_penalty", 1.1), ("frequency_penalty", 0.2)])
+def test_sampling_options_reach_the_sampler(tiny, group, name, value):
+    c = tiny(f"{group}.{name}", value, "rollout.penalties_in_training", True)
+    other = "eval" if group == "rollout" else "rollout"
+    assert getattr(sampling_params(c[group], 8), name) == value
+    assert getattr(sampling_params(c[other], 8), name) != value
+
+
+def test_penalties_in_training_need_consent(tiny):
+    for name, value in (("rollout.repetition_penalty", 1.1), ("rollout.frequency_penalty", 0.2)):
+        with pytest.raises(ConfigError, match="rollout.penalties_in_training=true"):
+            tiny(name, value)
+        tiny(name, value, "rollout.penalties_in_training", True)
+
+
+def test_engine_names(tiny):
+    for name in ("auto", "jax"):
+        job = setup.open_job(tiny("rollout.engine", name))
+        engine = make_engine(job.config, job.model, job.tokenizer, job.mesh, job.eos_ids)
+        assert isinstance(engine, Engine)
+        engine.close()
+    with pytest.raises(ConfigError, match="rollout.engine='vlm': choose one of auto, jax"):
+        tiny("rollout.engine", "vlm")
+
+
+# -- algorithm -------------------------------------------------------------------------------------------------------
+
+
+def algorithm(c):
+    job = setup.open_job(c)
+    return Algorithm(SimpleNamespace(config=c, job=job))
+
+
+@pytest.mark.parametrize("name, value, field", [
+    ("rollout.temperature", 0.7, "temperature"), ("algorithm.clip_low", 0.1, "clip_low"),
+    ("algorithm.clip_high", 0.28, "clip_high"), ("algorithm.kl.coef", 0.05, "kl_coef"),
+    ("algorithm.entropy_coef", 0.01, "entropy_coef"), ("algorithm.mismatch.correction", "token_tis", "mismatch"),
+    ("algorithm.mismatch.cap", 3.0, "mismatch_cap"), ("train.logprob_chunk", 77, "chunk"),
+    ("optimizer.max_grad_norm", 0.3, "max_grad_norm")])
+def test_algorithm_options_reach_the_loss(tiny, name, value, field):
+    assert getattr(algorithm(tiny(name, value)).loss, field) == value
+    assert getattr(algorithm(tiny()).loss, field) != value
+
+
+def test_kl_estimator_reaches_the_loss(tiny):
+    for estimator in ("k2", "k3"):
+        c = tiny("algorithm.kl.coef", 0.1, "algorithm.kl.estimator", estimator)
+        assert algorithm(c).loss.kl_estimator == estimator
+
+
+def test_old_logprobs_and_the_number_of_updates(tiny):
+    """auto scores once more only where a batch gets several updates."""
+    def source(*pairs):
+        a = algorithm(tiny(*pairs))
+        return a.old_source, a.loss.old, a.updates_per_step
+    assert source() == ("current", "current", 1)
+    assert source("algorithm.ppo_epochs", 3) == ("recompute", "column", 3)
+    assert source("algorithm.ppo_epochs", 2, "algorithm.num_minibatches", 4) == ("recompute", "column", 8)
+    assert source("algorithm.old_logprobs", "recompute") == ("recompute", "column", 1)
+    assert source("algorithm.old_logprobs", "rollout") == ("rollout", "column", 1)
+
+
+def test_mismatch_correction_by_default_where_the_sampler_is_not_exact(tiny):
+    assert algorithm(tiny()).loss.mismatch == "none"
+    assert algorithm(tiny("rollout.dtype", "bf16")).loss.mismatch == "token_tis"
+    assert algorithm(tiny("rollout.dtype", "bf16", "algorithm.mismatch.correction", "none")).loss.mismatch == "none"
+    assert algorithm(tiny("rollout.dtype", "bf16", "algorithm.old_logprobs", "rollout")).loss.mismatch == "none"
+
+
+def test_advantage_options(tiny):
+    scores, groups = [3.0, 1.0, 1.0, 2.0], [0, 0, 1, 1]
+
+    def advantages(*pairs):
+        v = config_checks.resolved_algorithm(tiny(*pairs))
+        return group_advantages(scores, groups, mean=v["advantage_mean"], std=v["advantage_std"])[0]
+    np.testing.assert_allclose(advantages(), [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5], rtol=1e-5)
+    np.testing.assert_allclose(advantages("algorithm.advantage_std", "none"), [1, -1, -0.5, 0.5])
+    plain = advantages("algorithm.advantage_std", "none", "algorithm.advantage_mean", "none")
+    np.testing.assert_allclose(plain, scores)
+
+
+def test_preset_fills_what_is_not_set(tiny):
+    paper = config_checks.resolved_algorithm(tiny("algorithm.preset", "grpo_paper", "algorithm.kl.coef", 0.5))
+    assert (paper["aggregation"], paper["kl.estimator"], paper["kl.coef"]) == ("sequence_mean", "k3", 0.5)
+    own = config_checks.resolved_algorithm(tiny("algorithm.aggregation", "sequence_mean"))
+    assert (own["aggregation"], own["kl.coef"]) == ("sequence_mean", 0.0)
+
+
+@pytest.fixture(scope="module")
+def loss_of():
+    """loss_of(columns, **LossConfig) -> (loss, metrics) of one packed batch of groups."""
+    model, (traj, columns) = tiny_model(), batch_of_groups(groups=3, size=3)
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    random = jax.tree.map(lambda s: jnp.asarray(0.3 * rng.normal(size=s.shape), s.dtype), shapes)
+    params, _ = training.partition(random, (".*",), ())
+    shapes = training.row_shapes((), 24, 24 * 9, 1)
+    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=False)
+
+    def compute(change, **options):
+        weights = training.loss_weights(traj, np.arange(9), options.pop("aggregation", "token_mean"), False)
+        batch = training.pack(traj, layout.minibatches[0].microbatches[0], columns | change(columns), weights)
+        cfg = training.LossConfig(**options)
+        loss, metrics = loss_and_metrics(params, {}, jax.tree.map(jnp.asarray, batch), model, cfg)
+        return float(loss), {k: float(v) for k, v in metrics.items()}
+    return compute
+
+
+def quiet(columns):
+    """No reward: only the terms that need none are left."""
+    return {"advantage": 0 * columns["advantage"]}
+
+
+def test_each_coefficient_weighs_its_term(loss_of):
+    assert loss_of(quiet)[0] == 0.0
+    loss, m = loss_of(quiet, entropy_coef=0.5)
+    assert loss == pytest.approx(-0.5 * m["policy/entropy"], rel=1e-6) and m["policy/entropy"] > 1
+    loss, m = loss_of(quiet, kl_coef=0.5, kl_estimator="k3")
+    assert loss == pytest.approx(0.5 * m["policy/kl"], rel=1e-6) and m["policy/kl"] > 0.01
+
+
+def test_clip_bounds_temperature_aggregation_and_cap_act(loss_of):
+    keep = lambda columns: {}  # noqa: E731
+    both = [loss_of(keep, old="column", clip_low=c, clip_high=c)[1] for c in (0.01, 0.2, 0.9)]
+    assert both[0]["policy/clip_fraction"] > both[1]["policy/clip_fraction"] > both[2]["policy/clip_fraction"]
+    one = loss_of(keep, old="column", clip_low=0.2, clip_high=0.2)
+    other = loss_of(keep, old="column", clip_low=0.2, clip_high=0.6)
+    assert one[0] != other[0] and one[1]["policy/clip_fraction"] > other[1]["policy/clip_fraction"]
+    assert loss_of(keep, temperature=0.5)[1]["policy/entropy"] < loss_of(keep)[1]["policy/entropy"]
+    assert loss_of(keep)[0] != loss_of(keep, aggregation="sequence_mean")[0]
+    low, high = (loss_of(keep, old="column", mismatch="token_tis", mismatch_cap=c)[1] for c in (0.1, 9))
+    assert low["gap/weight_mean"] == pytest.approx(0.1) and high["gap/weight_mean"] > 0.5
+
+
+def test_truncated_answers_can_be_masked():
+    traj, _ = batch_of_groups(groups=2, size=2)
+    traj.finish[:] = [0, 1, 0, 1]
+    cut = np.repeat(traj.finish == 1, traj.lengths) & traj.loss_mask
+    kept, masked = (training.loss_weights(traj, np.arange(4), "token_mean", mask)["policy"] for mask in (False, True))
+    assert (kept[cut] > 0).all() and (masked[cut] == 0).all()
+    np.testing.assert_array_equal(kept[~cut], masked[~cut])  # denominators stay
+
+
+def test_reference_path_and_dtype(tiny, tmp_path):
+    job = setup.open_job(tiny("run.seed", 9))
+    given = setup.initial_params(job)
+    hf.export(job.model, given, tmp_path / "ref", job.hf_config, "fp32", tokenizer=job.tokenizer)
+
+    def reference(*pairs):
+        c = tiny("run.seed", 1, *pairs)
+        r = SimpleNamespace(config=c, job=setup.open_job(c), say=lambda text: None)
+        a = Algorithm(r)
+        a.begin(r)
+        return a.reference, setup.initial_params(r.job)
+
+    assert reference()[0] is None  # no KL term, nothing is loaded
+    own, start = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32")
+    assert same(own, start)
+    other, _ = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32", "reference.path", str(tmp_path / "ref"))
+    assert same(other, given) and not same(other, start)
+    half, _ = reference("algorithm.kl.coef", 0.1)
+    assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+# -- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_is_the_formula_with_every_option():
+    c = default_config().optimizer
+    c.lr, c.b1, c.b2, c.eps, c.weight_decay, c.warmup_steps = 0.1, 0.7, 0.9, 0.3, 0.05, 0
+    optimizer, _ = training.make_optimizer(c, 10, {"w": ("embed", "mlp")})
+    w, state = {"w": jnp.array([[1.0, -2.0]])}, None
+    m = v = np.zeros((1, 2))
+    want = np.array(w["w"], np.float64)
+    state = optimizer.init(w)
+    for t, g in enumerate((np.array([[0.5, 0.1]]), np.array([[-0.2, 0.4]])), 1):
+        updates, state = optimizer.update({"w": jnp.asarray(g, jnp.float32)}, state, w)
+        w = {"w": w["w"] + updates["w"]}
+        m, v = 0.7 * m + 0.3 * g, 0.9 * v + 0.1 * g * g
+        want = want - 0.1 * (m / (1 - 0.7**t) / (np.sqrt(v / (1 - 0.9**t)) + 0.3) + 0.05 * want)
+    np.testing.assert_allclose(w["w"], want, rtol=1e-5)
+
+
+def test_warm_up_as_a_fraction_and_from_a_start():
+    c = default_config().optimizer
+    c.lr, c.warmup_fraction, c.warmup_start, c.warmup_steps = 2.0, 0.25, 0.5, 1000
+    assert [float(make_schedule(c, 16)(i)) for i in range(6)] == pytest.approx([1.25, 1.5, 1.75, 2.0, 2.0, 2.0])
+
+
+def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
+    def check(streak, limit):
+        r = SimpleNamespace(config=tiny("optimizer.max_nonfinite", limit), job=SimpleNamespace(run_dir=setup.Path("x")),
+                            state=SimpleNamespace(stats={"nonfinite_streak": np.int32(streak)}))
+        Run.check_finite(r)
+    check(2, 3)
+    with pytest.raises(NothingFinite, match="optimizer.max_nonfinite=3"):
+        check(3, 3)
+    check(3, 4)
+
+
+# -- train -----------------------------------------------------------------------------------------------------------
+
+
+def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
+    short = ("data.max_prompt_tokens", 40, "rollout.max_new_tokens", 60)
+    shapes = [setup.open_job(tiny(*short, *more)).row_shapes for more in (
+        (), ("train.tokens_per_microbatch", 416), ("train.row_lengths", (64, 128)), ("train.max_sequence_tokens", 56))]
+    assert [(s.lengths, s.counts[-1]) for s in shapes] == [
+        ((104,), (157, 39)), ((104,), (4, 1)), ((64, 128), (128, 32)), ((56,), (292, 73))]
+
+
+def test_answers_are_cut_to_max_sequence_tokens():
+    ids = np.arange(10, dtype=np.int32)
+    requests = [Request(f"t/0/0/{k}", ids[:3], seed=k) for k in range(2)]
+    zeros = np.zeros(5, np.float32)
+    results = [Result(r.id, ids[:5], zeros, zeros, ids[:5] * 0, "stop", r.seed) for r in requests]
+    assert collect(requests, results, 8).answer_lengths.tolist() == [5, 5]
+    cut = collect(requests, results, 6)
+    assert cut.answer_lengths.tolist() == [3, 3] and (cut.finish == 1).all()
+
+
+def test_share_prompts_packs_one_copy_per_group():
+    shapes = training.row_shapes((64,), 20, 640, 1)
+    layouts = [training.make_layout([10] * 4, [5] * 4, [0] * 4, shapes, share_prompts=s) for s in (True, False)]
+    assert [layout.used_tokens for layout in layouts] == [10 + 4 * 5, 4 * 15]
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", jnp.float32), ("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
+def test_compute_dtype(tiny, name, dtype):
+    job = setup.open_job(tiny("train.compute_dtype", name))
+    tokens = jnp.ones((1, 4), jnp.int32)
+    params = jax.eval_shape(job.model.init, jax.random.key(0))
+    hidden = jax.eval_shape(job.model.hidden, params, tokens, tokens, tokens, tokens)
+    assert job.compute_dtype == hidden.dtype == dtype
+    assert setup.open_job(tiny()).compute_dtype == jnp.float32  # auto, here on the CPU
+
+
+def test_param_dtype(tiny):
+    for name, dtype in (("fp32", jnp.float32), ("bf16", jnp.bfloat16)):
+        job = setup.open_job(tiny("train.param_dtype", name))
+        params = jax.eval_shape(lambda job=job: setup.initial_params(job))
+        state = setup.abstract_state(job, optax.sgd(1.0))
+        assert {x.dtype for x in jax.tree.leaves((params, state.trainable))} == {jnp.dtype(dtype)}
+
+
+def test_loss_on_prompt():
+    example = SimpleNamespace(prompt_ids=np.array([5, 6, 7]), target_ids=np.array([8, 9]))
+    masks = [demonstrations([example], [0], on).loss_mask.tolist() for on in (False, True)]
+    assert masks == [[False, False, False, True, True], [False, True, True, True, True]]
+
+
+def test_a_run_ends_at_max_samples_or_steps(tiny):
+    def finished(limit, samples, step=3):
+        r = SimpleNamespace(config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9,
+                            samples=samples)
+        return Run.finished(r)
+    assert not finished(0, 10**9) and not finished(64, 63)
+    assert finished(64, 64) and finished(0, 0, step=9)
+
+
+# -- triggers --------------------------------------------------------------------------------------------------------
+
+
+OFF = {"eval.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": 0.0}
+STEPS = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0), (5, 1.25), (6, 1.5)]
+
+
+@pytest.mark.parametrize("option, value, what, due", [
+    ("eval.every_steps", 3, "eval", [3, 6]), ("eval.every_epochs", 0.5, "eval", [2, 4, 6]),
+    ("eval.every_seconds", 1e-9, "eval", [1, 2, 3, 4, 5, 6]),
+    ("checkpoint.every_steps", 4, "save", [4]), ("checkpoint.every_epochs", 1.0, "save", [4]),
+    ("checkpoint.every_minutes", 1e-9, "save", [1, 2, 3, 4, 5, 6]), ("checkpoint.every_minutes", 1e9, "save", []),
+    ("checkpoint.export_every_steps", 5, "export", [5])])
+def test_triggers(tiny, option, value, what, due):
+    r = SimpleNamespace(config=tiny(*[x for pair in {**OFF, option: value}.items() for x in pair]))
+    Run._triggers(r, {})
+    said = {name: [step for step, epoch in STEPS if every(step, epoch)] for name, every in r.due.items()}
+    assert said == {"eval": [], "save": [], "export": []} | {what: due}
+
+
+# -- free tables -----------------------------------------------------------------------------------------------------
+
+
+def test_free_tables_keep_what_is_put_in(tiny):
+    c = tiny("user.bonus", 0.5, "model.config.rope_theta", 5.0)
+    assert get(c, "user.bonus") == 0.5 and math.isclose(setup.open_job(c).hf_config["rope_theta"], 5.0)
