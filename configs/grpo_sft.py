@@ -35,7 +35,7 @@ def get_config(arg=None):
     c.optimizer.floor = 0.05
     c.optimizer.warmup_steps = 20
 
-    c.train.steps = 1100
+    c.train.steps = 750
     c.train.row_lengths = (128,)
     c.train.tokens_per_microbatch = 1024
     c.log.every_steps = 50

@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=4000)
     parser.add_argument("--test", type=int, default=400)
-    parser.add_argument("--sft", type=int, default=24000)
+    parser.add_argument("--sft", type=int, default=16000)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
