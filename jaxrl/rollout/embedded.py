@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl.config import ConfigError
-from jaxrl.rollout.programs import Programs, Progress
+from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Request, Result
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, from_config
@@ -78,7 +78,7 @@ class EmbeddedEngine:
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids):
         self.shapes = shapes
-        self._programs = Programs(model, shapes, mesh, model.compute_dtype)
+        self._programs = programs(model, shapes, mesh, model.compute_dtype)
         self._vocab = model.config.vocab_size
         self._eos = tuple(int(i) for i in eos_ids)
         self._decode_text = text_decoder(tokenizer) if tokenizer is not None else None
@@ -149,8 +149,8 @@ class EmbeddedEngine:
                 "slots": self.shapes.slots}
 
     def counters(self) -> dict:
-        """Totals since the start. slot_steps counts decode steps times slots of the program that ran; the two
-        `_queued` counters count only chunks during which requests waited for a slot."""
+        """Totals since the start. compiled: programs of these shapes so far. slot_steps: decode steps times slots of
+        the program that ran. The two `_queued` counters cover the chunks during which requests waited for a slot."""
         return {**self._counts, "compiled": len(self._programs.compiled)}
 
     def close(self) -> None:
@@ -265,6 +265,8 @@ class EmbeddedEngine:
         chunk = jax.device_get(chunk)
         emitted = (chunk.tokens >= 0).sum(axis=0)
         if not np.isfinite(chunk.logprobs).all():
+            self.abort()
+            self._cache, self._stash = self._programs.new_caches()  # masked keys must be finite too
             raise RuntimeError(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or "
                                "logits in this dtype, are not finite (rollout.dtype)")
         queued, tokens = bool(self._waiting), 0
@@ -286,7 +288,9 @@ class EmbeddedEngine:
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
     def _length(self, progress: Progress) -> int:
-        """The shortest cache length that holds every key the chunk can write."""
+        """The shortest cache length that holds every key the chunk can write; the tail has the longest one only."""
+        if len(progress.active) < self.shapes.slots:
+            return self.shapes.cache_lengths[-1]
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
         return next((n for n in self.shapes.cache_lengths if n >= need), self.shapes.cache_lengths[-1])

@@ -100,7 +100,7 @@ def decode_part(model, steps: int, length: int, whole: bool, constrain, params, 
 
 
 class Programs:
-    """The compiled programs of one engine and the layout of what they work on."""
+    """The compiled programs of an engine and the layout of what they work on. Holds no arrays; see `programs`."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype):
         self.model, self.shapes, self.mesh, self.dtype = model, shapes, mesh, dtype
@@ -178,3 +178,9 @@ class Programs:
 
     def _constrain(self, cache):
         return jax.lax.with_sharding_constraint(cache, self.cache_shardings(cache))
+
+
+@functools.lru_cache(maxsize=8)
+def programs(model, shapes: Shapes, mesh, dtype) -> Programs:
+    """The programs of these shapes; a second engine in the same process (evaluation, a next job) compiles nothing."""
+    return Programs(model, shapes, mesh, dtype)

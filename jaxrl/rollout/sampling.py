@@ -203,10 +203,9 @@ def lane_mass(q_SxV, peak_S):
 
 
 def random_words(seed_S, index_S):
-    """Two uint32 per slot from fold_in(key(seed), index), whatever PRNG jax is set to."""
+    """The two words of fold_in(key(seed), index), whatever PRNG jax is set to. No other number comes from that key."""
     def words(seed, index):
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
-        return jax.random.bits(key, (2,), jnp.uint32)
+        return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index))
 
     return jax.vmap(words)(seed_S, index_S)
 

@@ -1,0 +1,130 @@
+"""Shared by the rollout tests: a tiny model whose distributions are far from flat, its tokenizer, its scorer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl import models
+from jaxrl.config import default_config
+from jaxrl.rollout import Request, SamplingParams, make_engine
+from jaxrl.rollout.sampling import lanes_for, random_words
+
+VOCAB, END = 64, 1
+HF = dict(model_type="qwen2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+          num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+
+
+@functools.cache
+def model():
+    return models.build(HF, compute_dtype=jnp.float32, scan_layers=False)
+
+
+@functools.cache
+def params(seed=0):
+    """Random weights with a large head, so that probabilities spread over several orders of magnitude."""
+    tree = jax.jit(model().init)(jax.random.key(seed))
+    tree["head"]["kernel"] = tree["head"]["kernel"] * 25.0
+    tree["embed"]["embedding"] = tree["embed"]["embedding"] * 20.0
+    return tree
+
+
+@functools.cache
+def tokenizer():
+    """One token per letter, plus pairs, two byte tokens of 'é', an end token; text is the plain concatenation."""
+    words = ["<pad>", "<end>", "<0xC3>", "<0xA9>", " "] + [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    words += [x + y for x in "abcdef" for y in "uvwxyz"][:VOCAB - len(words)]
+    core = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
+
+
+def ids(*words):
+    return tokenizer().convert_tokens_to_ids(list(words))
+
+
+def config(**rollout):
+    cfg = default_config()
+    cfg.data.max_prompt_tokens = 20
+    cfg.rollout.update({"max_new_tokens": 24, "group_size": 4, "decode_steps": 4, "slots": 16, **rollout})
+    return cfg
+
+
+def engine(eos=(END,), mesh=None, publish=True, **rollout):
+    made = make_engine(config(**rollout), model(), tokenizer(), mesh, eos)
+    if publish:
+        made.publish(params(), 0)
+    return made
+
+
+def prompt(seed, length=None):
+    rng = np.random.default_rng(seed)
+    return rng.integers(4, VOCAB, length or rng.integers(1, 21)).astype(np.int32)
+
+
+def requests(count, seed=0, prompts=None, **sampling):
+    """`count` requests with mixed prompts; `prompts` distinct ones, repeated in order."""
+    return [Request(f"r{i}", prompt(1000 * seed + (i if prompts is None else i * prompts // count)),
+                    SamplingParams(**{"max_new_tokens": 24, **sampling}), seed=7919 * seed + i) for i in range(count)]
+
+
+@functools.cache
+def _scorer():
+    m = model()
+
+    def logits(params, tokens_1xL):
+        positions = jnp.arange(tokens_1xL.shape[1])[None]
+        hidden = m.hidden(params, tokens_1xL, positions, jnp.ones_like(tokens_1xL), jnp.zeros_like(tokens_1xL))
+        return m.logits(params, hidden)[0]
+
+    return jax.jit(logits)
+
+
+def teacher_logits(prompt_ids, answer, seed=0):
+    """Logits [n, V] the full model gives for each answer position, float64."""
+    whole = np.zeros(48, np.int32)
+    n = len(prompt_ids) + len(answer)
+    whole[:n] = np.concatenate([prompt_ids, answer])
+    out = np.asarray(_scorer()(params(seed), whole[None]), np.float64)
+    return out[len(prompt_ids) - 1:n - 1]
+
+
+def log_softmax(x):
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def support(logits, p: SamplingParams):
+    """Oracle of the kept set by sorting: min_p, then top_k, then top_p of the rest; bool [V]."""
+    prob = np.exp(log_softmax(logits / p.temperature))
+    keep = prob >= p.min_p * prob.max()
+    if p.top_k > 0:
+        keep &= prob >= np.sort(prob)[-min(p.top_k, len(prob))]
+    if p.top_p < 1:
+        order = np.argsort(-np.where(keep, prob, -1), kind="stable")
+        mass = np.cumsum(np.where(keep, prob, 0)[order]) / prob[keep].sum()
+        last = order[int(np.searchsorted(mass, p.top_p))]
+        keep &= prob >= prob[last]
+    return keep
+
+
+def redraw(logits, p: SamplingParams, seed, index):
+    """The draw repeated in float64: (token, margin), the margin being how far the two uniforms are from a boundary."""
+    keep = support(logits, p)
+    prob = np.where(keep, np.exp(log_softmax(logits / p.temperature)), 0)
+    lanes = lanes_for(len(prob))
+    folded = np.pad(prob, (0, -len(prob) % lanes)).reshape(-1, lanes)
+    words = np.asarray(random_words(np.array([seed], np.uint32), np.array([index], np.int32)))[0] / 2.0**32
+
+    def pick(weights, u):
+        edges = np.cumsum(weights) / weights.sum()
+        at = int(np.searchsorted(edges, u, side="right"))
+        return at, min(abs(u - edges[at]), abs(u - (edges[at - 1] if at else 0.0)))
+
+    lane, first = pick(folded.sum(0), words[0])
+    row, second = pick(folded[:, lane], words[1])
+    return row * lanes + lane, min(first, second)
