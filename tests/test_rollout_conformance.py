@@ -103,7 +103,7 @@ def test_greedy_is_the_scorers_argmax_with_logprobs_of_temperature_one(idle):
 
 
 def test_seeds_decide_the_answer(idle):
-    one = Request("one", prompt(5), SamplingParams(max_new_tokens=24), seed=11)
+    one = Request("one", prompt(5), SamplingParams(max_new_tokens=24, min_new_tokens=8), seed=11)
     same, other = dataclasses.replace(one, id="same"), dataclasses.replace(one, id="other", seed=12)
     a, b, c = generate(idle, [one, same, other], TIMEOUT)
     np.testing.assert_array_equal(a.tokens, b.tokens)

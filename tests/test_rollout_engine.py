@@ -18,6 +18,7 @@ from rollout_helpers import (
     model,
     params,
     prompt,
+    random_params,
     redraw,
     requests,
     teacher_logits,
@@ -211,7 +212,7 @@ def test_windows_soft_caps_and_scanned_layers_agree_with_the_scorer():
                           num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
                           head_dim=12, query_pre_attn_scalar=20, sliding_window=5, attn_logit_softcapping=3.0,
                           final_logit_softcapping=4.0), compute_dtype=jnp.float32, scan_layers=True)
-    weights = jax.jit(m.init)(jax.random.key(2))
+    weights = random_params(m, 2, 0.3)
     made = make_engine(config(slots=16, compaction=False, prompt_lengths=(20,)), m, None, None, (END,))
     made.publish(weights, 0)
     asked = requests(20, seed=32)
