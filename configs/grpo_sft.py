@@ -19,25 +19,25 @@ def get_config(arg=None):
 
     c.model.init = "random"
     c.model.tokenizer = "jaxrl://arith/tokenizer"
-    c.model.config = dict(
-        model_type="llama", vocab_size=128, hidden_size=96, num_hidden_layers=3, num_attention_heads=3,
+    c.model.config = dict(  # qk-norm (qwen3) halves the demonstrations it takes to learn where the next step stands
+        model_type="qwen3", vocab_size=128, hidden_size=96, num_hidden_layers=3, num_attention_heads=3,
         num_key_value_heads=3, head_dim=32, intermediate_size=256, max_position_embeddings=256, rope_theta=10000.0,
         tie_word_embeddings=True, initializer_range=0.08)
 
     c.data.path = ("jaxrl://arith/sft.jsonl",)
-    c.data.prompts_per_step = 20
+    c.data.prompts_per_step = 14
     c.data.max_prompt_tokens = 32
     c.rollout.max_new_tokens = 48  # longest demonstration
 
-    c.optimizer.lr = 2e-3
+    c.optimizer.lr = 3e-3
     c.optimizer.b2 = 0.98
     c.optimizer.schedule = "cosine"
     c.optimizer.floor = 0.05
     c.optimizer.warmup_steps = 20
 
-    c.train.steps = 750
+    c.train.steps = 900
     c.train.row_lengths = (128,)
-    c.train.tokens_per_microbatch = 1024
+    c.train.tokens_per_microbatch = 640
     c.log.every_steps = 50
     c.checkpoint.every_steps = 0
     if arg == "tiny":
