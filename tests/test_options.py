@@ -5,6 +5,7 @@ test_options_runs.py.
 """
 
 import json
+import logging
 import math
 import os
 import subprocess
@@ -26,6 +27,7 @@ from jaxrl.algorithms import group_advantages
 from jaxrl.config import ConfigError, default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
 from jaxrl.faults import FaultError
+from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
@@ -33,6 +35,8 @@ from jaxrl.recipes.run import NothingFinite, Run
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.rollout import Engine, Request, Result, make_engine
+from jaxrl.rollout.shapes import from_config
+from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
 
@@ -291,6 +295,13 @@ def test_a_hub_data_set_is_asked_for_by_name_subset_split_and_revision(tokenizer
     assert asked == [(("somebody/rows", "easy"), {"split": s, "revision": "v2"}) for s in ("train", "more")]
 
 
+def test_the_completion_column(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "p", "completion": "no", "solution": "yes"}])
+    config = make_config(tokenizer, path, run__recipe="sft", data__completion_column="solution")
+    loaded = load_tokenizer(config)
+    assert loaded.decode(load_train(config, loaded, 2)[0].target_ids) == "yes<eos>"
+
+
 # -- rollout and eval sampling ---------------------------------------------------------------------------------------
 
 
@@ -319,6 +330,18 @@ def test_engine_names(tiny):
         engine.close()
     with pytest.raises(ConfigError, match="rollout.engine='vlm': choose one of auto, jax"):
         tiny("rollout.engine", "vlm")
+
+
+def test_static_shapes_of_the_sampler(tiny):
+    def shapes(*pairs):
+        return from_config(tiny(*pairs), 1, 1)
+    usual = shapes()
+    assert (usual.slot_counts, usual.prompt_lengths, usual.cache_lengths) == ((32, 128, 256), (128, 256, 512), (1536,))
+    assert shapes("rollout.slots", 40).slot_counts == (5, 20, 40)
+    assert shapes("rollout.slots", 40, "rollout.compaction", False).slot_counts == (40,)
+    assert shapes("rollout.prompt_lengths", (64, 512)).prompt_lengths == (64, 512)
+    assert shapes("rollout.cache_lengths", (512, 1536)).cache_lengths == (512, 1536)
+    assert (usual.decode_steps, shapes("rollout.decode_steps", 3).decode_steps) == (16, 3)
 
 
 # -- algorithm -------------------------------------------------------------------------------------------------------
@@ -434,7 +457,8 @@ def test_truncated_answers_can_be_masked():
     traj, _ = batch_of_groups(groups=2, size=2)
     traj.finish[:] = [0, 1, 0, 1]
     cut = np.repeat(traj.finish == 1, traj.lengths) & traj.loss_mask
-    kept, masked = (training.loss_weights(traj, np.arange(4), "token_mean", mask)["policy"] for mask in (False, True))
+    kept, masked = (training.loss_weights(traj, np.arange(4), "token_mean", mask_truncated=m)["policy"]
+                    for m in (False, True))
     assert (kept[cut] > 0).all() and (masked[cut] == 0).all()
     np.testing.assert_array_equal(kept[~cut], masked[~cut])  # denominators stay
 
@@ -533,6 +557,16 @@ def test_compute_dtype(tiny, name, dtype):
     assert setup.open_job(tiny()).compute_dtype == jnp.float32  # auto, here on the CPU
 
 
+def test_log_probs_are_fp32_under_bf16():
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((2, 6, 16), (16, 50)))
+    targets = rng.integers(0, 50, (2, 6))
+    logp, _ = logprob_and_entropy(hidden, head, jnp.asarray(targets))
+    exact = jax.nn.log_softmax(np.asarray(hidden, np.float64) @ np.asarray(head, np.float64))
+    assert logp.dtype == jnp.float32
+    np.testing.assert_allclose(logp, np.take_along_axis(np.asarray(exact), targets[..., None], -1)[..., 0], atol=1e-4)
+
+
 def test_param_dtype(tiny):
     for name, dtype in (("fp32", jnp.float32), ("bf16", jnp.bfloat16)):
         job = setup.open_job(tiny("train.param_dtype", name))
@@ -574,6 +608,22 @@ def test_triggers(tiny, option, value, what, due):
     Run._triggers(r, {})
     said = {name: [step for step, epoch in STEPS if every(step, epoch)] for name, every in r.due.items()}
     assert said == {"eval": [], "save": [], "export": []} | {what: due}
+
+
+# -- log -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_level_is_the_configs(tiny, tmp_path):
+    log = logging.getLogger("jaxrl")
+    before = log.level, list(log.handlers)
+    try:
+        for name in ("debug", "info", "warning", "error"):
+            c = tiny("log.level", name, "log.console", "off", "log.tensorboard", False)
+            Telemetry(tmp_path / name, c, 1).close()
+            assert log.getEffectiveLevel() == getattr(logging, name.upper())
+    finally:
+        log.setLevel(before[0])
+        log.handlers[:] = before[1]
 
 
 # -- free tables -----------------------------------------------------------------------------------------------------

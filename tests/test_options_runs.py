@@ -178,6 +178,11 @@ def test_epochs_minibatches_and_reference(first, folder):
     assert first.metrics[1]["policy/kl"] < first.metrics[2]["policy/kl"] and first.metrics[2]["old_gap/max"] > 1e-3
 
 
+def test_every_step_samples_from_the_weights_of_the_step_before(first):
+    assert [{r["version"] for r in step} for step in first.rollouts] == [{0}, {1}]
+    assert [{r["version"] for r in first.evals[k, "one"]} for k in (0, 1, 2)] == [{0}, {1}, {2}]
+
+
 def test_eval_triggers_samples_rows_and_tokens(first):
     """Before, after each step, after the last; three samples of two rows of both sets, at most five tokens."""
     assert [line["step"] for line in first.metrics if "eval/accuracy" in line] == [0, 1, 2]

@@ -1,0 +1,212 @@
+"""What of five other systems works here, and that no option of ours is without a test.
+
+seed_parameters.csv       the parameters of AReaL, RLinf, SkyRL, Cosmos-RL and ROLL
+coverage.csv              those that work, as an option of ours or an `equivalent: ...`, each with a test that shows it
+coverage_excluded.csv     the others, with the reason
+options.csv               our own options, each with tests that show that it acts
+"""
+
+import ast
+import csv
+import functools
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+import jaxrl
+from jaxrl.config import SCHEMA, options
+
+HERE = Path(__file__).parent
+REASONS = ("automatic", "out of scope", "later issue")
+
+# Equivalents that are no option but what the code always does: text in coverage.csv -> where it is documented.
+BEHAVIOURS = {
+    "log-probs that are not finite end the run": ("rollout/embedded.py", "non-finite log-probs"),
+    "seconds by phase in every line of metrics.jsonl": ("telemetry/sinks.py", "Everything measured with a clock"),
+    "the rollout metrics in every line of metrics.jsonl": ("telemetry/names.py", "rollout/tokens"),
+    "policy/entropy is in every line of metrics.jsonl": ("telemetry/names.py", "policy/entropy"),
+    "every evaluation writes its answers and scores": ("recipes/evaluate.py", "Answers and scores per row"),
+    "every step samples from the weights of the step before": ("recipes/rl.py", "publish the new weights"),
+    "tokens in, tokens out": ("recipes/trajectories.py", "never re-encoded"),
+    "the sampler's log-probs are always kept": ("rollout/protocol.py", "logprobs: np.ndarray"),
+    "one denominator for all microbatches and devices": ("training/update.py", "weights 1/denominator"),
+    "log-probs are at least fp32": ("algorithms/losses.py", "fp32 or better"),
+}
+
+# Options whose whole effect is what a config may say.
+CHECKED_ONLY = {
+    "rollout.engine",                 # one engine so far; a name that is none is refused
+    "rollout.penalties_in_training",  # consent
+}
+# Names under which files hold a group of the config.
+ALIASES = {
+    "training/optimizer.py": {"c": "optimizer", "config": "optimizer"}, "rollout/shapes.py": {"roll": "rollout"},
+    "recipes/trajectories.py": {"group": "rollout eval"}, "recipes/setup.py": {"c": "model"},
+    "recipes/rl.py": {"v": "algorithm", "values": "algorithm"}, "data/stream.py": {"d": "data"},
+    "checkpoint.py": {"_options": "checkpoint"}, "telemetry/telemetry.py": {"_log": "log"},
+    "telemetry/sinks.py": {"log_config": "log"}, "rewards/pool.py": {"_reward": "reward"},
+    "rewards/specs.py": {"r": "reward"}, "sharding/mesh.py": {"mesh_config": "mesh"},
+}
+
+
+def rows(name):
+    with open(HERE / f"{name}.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def parameters(name):
+    return [(r["system"], r["section"], r["parameter"]) for r in rows(name)]
+
+
+def named_options(text):
+    """The options that a text names."""
+    return {n for n in options() if re.search(rf"(?<![\w.]){re.escape(n)}(?!\w)", text)}
+
+
+# -- tests by name -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def definitions(path):
+    """Name -> source of all that a test file or a helper module defines at its top or imports from helper modules."""
+    source = path.read_text()
+    out = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            out[node.name] = "\n".join(ast.get_source_segment(source, n) for n in (*node.decorator_list, node))
+            if isinstance(node, ast.ClassDef):
+                out |= {f"{node.name}::{m.name}": out[node.name] for m in node.body if isinstance(m, ast.FunctionDef)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                out |= {n.id: ast.get_source_segment(source, node) for n in ast.walk(target) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.ImportFrom) and (HERE / f"{node.module}.py").is_file():
+            helpers = definitions(HERE / f"{node.module}.py")
+            out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
+        elif isinstance(node, ast.Import):
+            for a in node.names:
+                if (HERE / f"{a.name}.py").is_file():
+                    out[a.asname or a.name] = (HERE / f"{a.name}.py").read_text()
+    return out
+
+
+def _with_helpers(name, known):
+    """The source of `name` and of everything it uses, directly or not."""
+    seen, todo = {}, [name]
+    while todo:
+        one = todo.pop()
+        if one in known and one not in seen:
+            seen[one] = known[one]
+            todo += set(re.findall(r"[A-Za-z_]\w*", known[one]))
+    return "\n".join(seen.values())
+
+
+def test_source(test):
+    """All that a test runs of the tests' own code; KeyError where there is no such test."""
+    path, _, name = test.partition("::")
+    known = definitions(HERE.parent / path)
+    if not name.rsplit("::", 1)[-1].startswith("test_") or name not in known:
+        raise KeyError(test)
+    return _with_helpers(name, known)
+
+
+test_source.__test__ = False
+
+
+def mentions(test, option):
+    """Whether a test's code has the option's own name in it."""
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(option.rsplit('.', 1)[-1])}(?![A-Za-z0-9_])", test_source(test))
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_in_one_table_once():
+    together = Counter(parameters("coverage") + parameters("coverage_excluded"))
+    assert [p for p, n in together.items() if n > 1] == []
+    wanted = parameters("seed_parameters")
+    assert len(wanted) == len(set(wanted)) == 854
+    assert set(together) == set(wanted)
+
+
+def test_reasons_are_of_the_known_kinds():
+    for row in rows("coverage_excluded"):
+        kind, _, why = row["reason"].partition(": ")
+        assert kind in REASONS and why, row
+
+
+def test_every_covered_parameter_names_an_option_or_a_documented_behaviour():
+    used = set()
+    for row in rows("coverage"):
+        text = row["option"].removeprefix("equivalent: ")
+        if text == row["option"]:
+            assert text in options(), row
+        elif not named_options(text) and text.split(" ")[0] not in SCHEMA:
+            assert text in BEHAVIOURS, row
+            used.add(text)
+    assert used == set(BEHAVIOURS)
+
+
+@pytest.mark.parametrize("text", BEHAVIOURS)
+def test_behaviours_are_documented_where_they_are(text):
+    file, phrase = BEHAVIOURS[text]
+    assert phrase in (Path(jaxrl.__file__).parent / file).read_text()
+
+
+@pytest.mark.parametrize("table", ["coverage", "options"])
+def test_every_named_test_exists(table):
+    missing = []
+    for row in rows(table):
+        try:
+            test_source(row["test"])
+        except (KeyError, FileNotFoundError):
+            missing.append(row["test"])
+    assert sorted(set(missing)) == []
+
+
+def test_every_option_has_a_test():
+    shown = {r["option"] for r in rows("options")} | {r["option"] for r in rows("coverage")}
+    assert sorted(set(options()) - shown) == []
+    assert sorted(r["option"] for r in rows("options") if r["option"] not in options()) == []
+
+
+def test_an_option_is_named_in_a_test_that_shows_it():
+    """It is set or passed by its name, by the test itself or in what that uses."""
+    covered = {(r["option"], r["test"]) for r in rows("coverage") if r["option"] in options()}
+    assert sorted(pair for pair in covered if not mentions(pair[1], pair[0])) == []
+    tests = defaultdict(list)
+    for row in rows("options"):
+        tests[row["option"]].append(row["test"])
+    assert sorted(option for option, mine in tests.items() if not any(mentions(t, option) for t in mine)) == []
+
+
+def test_every_option_is_read_where_it_acts():
+    """No option is only parsed, checked and listed."""
+    root, seen = Path(jaxrl.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        file = str(path.relative_to(root))
+        if file not in ("config.py", "config_checks.py", "resume.py"):
+            seen |= _reads(ast.parse(path.read_text()), ALIASES.get(file, {}))
+    assert sorted(set(options()) - seen - CHECKED_ONLY) == []
+
+
+def _reads(tree, aliases):
+    """'group.option' of every attribute and every subscript by a text, read off what it is taken from."""
+    def name(node):
+        return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+    out = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            leaf = node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            leaf = node.slice.value
+        else:
+            continue
+        group = name(node.value)
+        for one in (group, *aliases.get(group, "").split()):
+            out.add(f"{one}.{leaf}")
+            if isinstance(node.value, ast.Attribute):
+                out.add(f"{name(node.value.value)}.{one}.{leaf}")
+    return out
