@@ -18,10 +18,22 @@ def machine() -> dict:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        model = next((line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")), model)
+        model = next(
+            (line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")),
+            model,
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")}
-    return {"processor": model, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "python": platform.python_version(), **versions}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+    }
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def commit() -> str:

@@ -39,7 +39,13 @@ def slow_once(prompt, completion, answer, user):
 
 
 def options(extra=()):
-    return (f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}", "eval.every_steps=4", "checkpoint.keep=10", *extra)
+    return (
+        f"train.steps={STEPS}",
+        f"checkpoint.every_steps={EVERY}",
+        "eval.every_steps=4",
+        "checkpoint.keep=10",
+        *extra,
+    )
 
 
 def cases(rng):
@@ -51,7 +57,10 @@ def cases(rng):
             yield f"checkpoint {point}, step {step}", [f"checkpoint.kill9@step={step},phase={point}"]
     for point in ("before", "arrays"):
         for step in (2, 4, 6):
-            yield f"resume {point}, after step {step}", [f"update.kill9@step={step + 1}", f"resume.kill9@step={step},phase={point}"]
+            yield (
+                f"resume {point}, after step {step}",
+                [f"update.kill9@step={step + 1}", f"resume.kill9@step={step},phase={point}"],
+            )
 
 
 def killed_and_resumed(folder, plans):
@@ -69,7 +78,9 @@ def random_kills(folder, rng, count=3):
     """Kills from outside at random times of one run."""
     times = []
     for _ in range(count):
-        process = subprocess.Popen(command(folder, *options()), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(folder, *options()), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         delay = rng.uniform(3, 14)
         time.sleep(delay)
         if process.poll() is None:
@@ -88,9 +99,18 @@ def timeout_case(base):
     for name, plans in (("unbroken", []), ("killed", ["update.kill9@step=2"])):
         folder, flags = base / f"timeout_{name}", base / f"flags_{name}"
         flags.mkdir()
-        extra = (f"reward.functions={base / 'reward.py'}:slow_once", "reward.timeout_seconds=2", "reward.max_failed_fraction=1",
-                 "reward.workers=1", f"user.flags={flags}", "user.slow_answer='9'", "train.steps=4", "eval.before=false", "eval.after=false",
-                 "eval.every_steps=0")
+        extra = (
+            f"reward.functions={base / 'reward.py'}:slow_once",
+            "reward.timeout_seconds=2",
+            "reward.max_failed_fraction=1",
+            "reward.workers=1",
+            f"user.flags={flags}",
+            "user.slow_answer='9'",
+            "train.steps=4",
+            "eval.before=false",
+            "eval.after=false",
+            "eval.every_steps=0",
+        )
         for plan in plans:
             run(folder, *options((*extra, f"faults.plan={plan!r},")))
         status, text = run(folder, *options(extra))
@@ -115,7 +135,13 @@ def main():
         shutil.rmtree(folder)
     for k in range(3):
         times = random_kills(base / f"random{k}", rng)
-        rows.append([f"random times (s): {times}", f"{len(times)} of 3", "equal" if fingerprint(base / f"random{k}") == truth else "DIFFERENT"])
+        rows.append(
+            [
+                f"random times (s): {times}",
+                f"{len(times)} of 3",
+                "equal" if fingerprint(base / f"random{k}") == truth else "DIFFERENT",
+            ]
+        )
         print(*rows[-1], flush=True)
     rows.append(["reward timeout, then kill in the update", "1 of 1", "equal" if timeout_case(base) else "DIFFERENT"])
     rows.append(truncated_case(base, truth))

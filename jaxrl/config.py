@@ -245,7 +245,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wandb_group": O("", "W&B group"),
         "wandb_name": O("", "W&B run name; empty = name of the run directory"),
         "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
-        "sinks": O((), "further metric sinks: package.module:Class or ./file.py:Class, called with (run_dir, config dict); has write(step, scalars), close()"),
+        "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
+                       " has write(step, scalars) and close()"),
         "every_steps": O(1, "SFT: steps per line of metrics (RL writes a line every step)"),
         "print_samples": O(1, "sampled conversations shown at each evaluation"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),

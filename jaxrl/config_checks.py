@@ -30,19 +30,65 @@ def _types(cfg):
     return out
 
 
-POSITIVE = ("data.prompts_per_step", "data.max_prompt_tokens", "rollout.group_size", "rollout.max_new_tokens",
-            "rollout.decode_steps", "rollout.timeout_seconds", "reward.timeout_seconds", "reward.workers", "train.steps",
-            "train.tokens_per_microbatch", "train.logprob_chunk", "eval.samples", "checkpoint.keep", "checkpoint.shard_gb",
-            "optimizer.lr", "algorithm.mismatch.cap", "optimizer.max_nonfinite", "rollout.repetition_penalty",
-            "eval.repetition_penalty", "data.prefetch")
-NOT_NEGATIVE = ("rollout.temperature", "rollout.min_new_tokens", "rollout.slots", "eval.temperature", "eval.every_steps",
-                "eval.every_epochs", "eval.every_seconds", "eval.max_rows", "eval.max_new_tokens", "checkpoint.every_steps",
-                "checkpoint.every_minutes", "checkpoint.every_epochs", "checkpoint.export_every_steps", "optimizer.weight_decay",
-                "optimizer.max_grad_norm", "optimizer.warmup_steps", "optimizer.decay_steps", "train.max_samples",
-                "train.max_sequence_tokens", "data.epochs", "data.max_rows", "data.workers", "reward.overlong_buffer",
-                "reward.overlong_penalty", "log.print_samples", "optimizer.eps")
-FRACTIONS = ("data.eval_fraction", "reward.max_failed_fraction", "optimizer.warmup_fraction", "optimizer.warmup_start",
-             "optimizer.floor", "rollout.min_p", "eval.min_p")
+POSITIVE = (
+    "data.prompts_per_step",
+    "data.max_prompt_tokens",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "rollout.decode_steps",
+    "rollout.timeout_seconds",
+    "reward.timeout_seconds",
+    "reward.workers",
+    "train.steps",
+    "train.tokens_per_microbatch",
+    "train.logprob_chunk",
+    "eval.samples",
+    "checkpoint.keep",
+    "checkpoint.shard_gb",
+    "optimizer.lr",
+    "algorithm.mismatch.cap",
+    "optimizer.max_nonfinite",
+    "rollout.repetition_penalty",
+    "eval.repetition_penalty",
+    "data.prefetch",
+)
+NOT_NEGATIVE = (
+    "rollout.temperature",
+    "rollout.min_new_tokens",
+    "rollout.slots",
+    "eval.temperature",
+    "eval.every_steps",
+    "eval.every_epochs",
+    "eval.every_seconds",
+    "eval.max_rows",
+    "eval.max_new_tokens",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.every_epochs",
+    "checkpoint.export_every_steps",
+    "optimizer.weight_decay",
+    "optimizer.max_grad_norm",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+    "train.max_samples",
+    "train.max_sequence_tokens",
+    "data.epochs",
+    "data.max_rows",
+    "data.workers",
+    "reward.overlong_buffer",
+    "reward.overlong_penalty",
+    "log.print_samples",
+    "optimizer.eps",
+)
+FRACTIONS = (
+    "data.eval_fraction",
+    "reward.max_failed_fraction",
+    "optimizer.warmup_fraction",
+    "optimizer.warmup_start",
+    "optimizer.floor",
+    "rollout.min_p",
+    "eval.min_p",
+)
 
 
 def _ranges(cfg):
@@ -71,7 +117,9 @@ def _model(cfg):
     if cfg.model.init == "pretrained" and not cfg.model.path and not cfg.run.warm_start:
         out.append("model.path is empty: give an HF folder or hub id, or model.init=random with model.config")
     if cfg.model.init == "random" and not cfg.model.path and "model_type" not in cfg.model.config:
-        out.append("model.init=random needs an architecture: set model.path (its config.json) or model.config.model_type")
+        out.append(
+            "model.init=random needs an architecture: set model.path (its config.json) or model.config.model_type"
+        )
     if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start:
         out.append("model.tokenizer is empty and there is no model.path to take one from")
     if cfg.model.chat_template and not Path(cfg.model.chat_template).is_file():
@@ -100,7 +148,9 @@ def _data(cfg):
     if cfg.data.answer_pattern:
         out += _regexes("data.answer_pattern", (cfg.data.answer_pattern,))
         if not out and re.compile(cfg.data.answer_pattern).groups < 1:
-            out.append(f"data.answer_pattern={cfg.data.answer_pattern!r}: needs a group (...) around what is the answer")
+            out.append(
+                f"data.answer_pattern={cfg.data.answer_pattern!r}: needs a group (...) around what is the answer"
+            )
     return out
 
 
@@ -108,14 +158,18 @@ def _batch(cfg):
     limit = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
     if cfg.train.max_sequence_tokens and cfg.run.recipe == "rl" and cfg.train.max_sequence_tokens > limit:
-        out.append(f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens +"
-                   f" rollout.max_new_tokens = {limit}; lower it or set 0")
+        out.append(
+            f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens +"
+            f" rollout.max_new_tokens = {limit}; lower it or set 0"
+        )
     longest = cfg.train.max_sequence_tokens or limit
     lengths = cfg.train.row_lengths
     if len(lengths) > 2:
         out.append(f"train.row_lengths={lengths}: at most 2 (each is compiled)")
     if lengths and max(lengths) < longest:
-        out.append(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last length")
+        out.append(
+            f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last length"
+        )
     return out
 
 
@@ -125,9 +179,15 @@ def _rollout(cfg):
         out.append(f"rollout.min_new_tokens={r.min_new_tokens}: above rollout.max_new_tokens={r.max_new_tokens}")
     if cfg.run.recipe == "rl" and cfg.run.mode == "train" and r.temperature == 0:
         out.append("rollout.temperature=0: greedy samples of a group are all equal, nothing can be learnt; use 1.0")
-    if (r.repetition_penalty != 1 or r.frequency_penalty != 0) and not r.penalties_in_training and cfg.run.recipe == "rl":
-        out.append(f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: penalties"
-                   " bend the policy ratio; use eval.* penalties, or allow them with rollout.penalties_in_training=true")
+    if (
+        (r.repetition_penalty != 1 or r.frequency_penalty != 0)
+        and not r.penalties_in_training
+        and cfg.run.recipe == "rl"
+    ):
+        out.append(
+            f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: penalties"
+            " bend the policy ratio; use eval.* penalties, or allow them with rollout.penalties_in_training=true"
+        )
     for name, most in (("prompt_lengths", cfg.data.max_prompt_tokens), ("cache_lengths", None)):
         lengths = r[name]
         if len(lengths) > 3:
@@ -144,12 +204,18 @@ def _rewards(cfg):
     if cfg.run.recipe != "rl":
         return out
     if r.weights and len(r.weights) != len(r.functions):
-        out.append(f"reward.weights={r.weights}: {len(r.weights)} weights for {len(r.functions)} functions {r.functions}")
+        out.append(
+            f"reward.weights={r.weights}: {len(r.weights)} weights for {len(r.functions)} functions {r.functions}"
+        )
     if "format" in r.functions and not r.format_pattern:
-        out.append(f"reward.functions={r.functions}: reward.format_pattern is empty; `format` needs a regular expression")
+        out.append(
+            f"reward.functions={r.functions}: reward.format_pattern is empty; `format` needs a regular expression"
+        )
     out += _regexes("reward.format_pattern", (r.format_pattern,))
     if r.overlong_buffer > cfg.rollout.max_new_tokens:
-        out.append(f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}")
+        out.append(
+            f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"
+        )
     if r.clip is not None and r.clip <= 0:
         out.append(f"reward.clip={r.clip}: must be above 0, or None for no clipping")
     if not r.functions:
@@ -168,22 +234,34 @@ def _algorithm(cfg):
     if v["advantage_mean"] == "group" and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
         out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
     if v["num_minibatches"] < 1 or v["ppo_epochs"] < 1:
-        out.append(f"algorithm.ppo_epochs={v['ppo_epochs']}, algorithm.num_minibatches={v['num_minibatches']}: both at least 1")
+        out.append(
+            f"algorithm.ppo_epochs={v['ppo_epochs']}, algorithm.num_minibatches={v['num_minibatches']}: both at least 1"
+        )
     elif cfg.data.prompts_per_step % v["num_minibatches"]:
         size = cfg.data.prompts_per_step / v["num_minibatches"]
-        out.append(f"algorithm.num_minibatches={v['num_minibatches']}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
-                   f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}")
+        out.append(
+            f"algorithm.num_minibatches={v['num_minibatches']}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
+            f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}"
+        )
     if not 0 < v["clip_low"] < 1 or v["clip_high"] <= 0:
-        out.append(f"algorithm.clip_low={v['clip_low']}, algorithm.clip_high={v['clip_high']}: need 0 < clip_low < 1 and clip_high > 0")
+        out.append(
+            f"algorithm.clip_low={v['clip_low']}, algorithm.clip_high={v['clip_high']}: need 0 < clip_low < 1 and clip_high > 0"
+        )
     if v["kl.coef"] < 0:
         out.append(f"algorithm.kl.coef={v['kl.coef']}: must not be negative")
     if v["kl.coef"] == 0 and a.kl.estimator is not None:
-        out.append(f"algorithm.kl.estimator={a.kl.estimator!r} has no effect while algorithm.kl.coef is 0; set a coefficient")
+        out.append(
+            f"algorithm.kl.estimator={a.kl.estimator!r} has no effect while algorithm.kl.coef is 0; set a coefficient"
+        )
     if v["kl.coef"] == 0 and cfg.reference.path:
-        out.append(f"reference.path={cfg.reference.path!r} has no effect while algorithm.kl.coef is 0; set a coefficient")
+        out.append(
+            f"reference.path={cfg.reference.path!r} has no effect while algorithm.kl.coef is 0; set a coefficient"
+        )
     if a.mismatch.correction == "token_tis" and a.old_logprobs == "rollout":
-        out.append("algorithm.mismatch.correction=token_tis with algorithm.old_logprobs=rollout: the clip already is around the"
-                   " sampler's log-probs; use one of them")
+        out.append(
+            "algorithm.mismatch.correction=token_tis with algorithm.old_logprobs=rollout: the clip already is around the"
+            " sampler's log-probs; use one of them"
+        )
     return out
 
 
@@ -206,7 +284,9 @@ def _eval(cfg):
             out.append(f"eval.sets: the name {name!r} is used twice")
         seen.add(name)
     if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
-        out.append(f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy answers are all equal; set a temperature")
+        out.append(
+            f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy answers are all equal; set a temperature"
+        )
     return out
 
 

@@ -21,17 +21,17 @@ class Trajectories:
     Sequences are ordered by (prompt, sample). Nothing here is padded; only `training.pack` pads.
     """
 
-    tokens: np.ndarray      # [T] int32: prompt, then answer (end-of-text kept)
-    offsets: np.ndarray     # [N+1] int64
-    loss_mask: np.ndarray   # [T] bool: True on sampled tokens; False on prompt, observations, tool output
-    logprobs: np.ndarray    # [T] float32: the sampler's log-prob at its temperature, full support; 0 where not sampled
-    versions: np.ndarray    # [T] int32: weight version that sampled the token; -1 where not sampled
+    tokens: np.ndarray  # [T] int32: prompt, then answer (end-of-text kept)
+    offsets: np.ndarray  # [N+1] int64
+    loss_mask: np.ndarray  # [T] bool: True on sampled tokens; False on prompt, observations, tool output
+    logprobs: np.ndarray  # [T] float32: the sampler's log-prob at its temperature, full support; 0 where not sampled
+    versions: np.ndarray  # [T] int32: weight version that sampled the token; -1 where not sampled
     prompt_lengths: np.ndarray  # [N] int32: leading tokens that are the prompt
-    group: np.ndarray       # [N] int64: global prompt index (position in the epoch stream)
-    sample: np.ndarray      # [N] int32: index within the group
-    seed: np.ndarray        # [N] uint32
-    finish: np.ndarray      # [N] int8, index into FINISH
-    turns: np.ndarray       # [N] int32: model turns
+    group: np.ndarray  # [N] int64: global prompt index (position in the epoch stream)
+    sample: np.ndarray  # [N] int32: index within the group
+    seed: np.ndarray  # [N] uint32
+    finish: np.ndarray  # [N] int8, index into FINISH
+    turns: np.ndarray  # [N] int32: model turns
     rewards: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [N] float64, NaN = absent
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T] further token columns
 
@@ -56,12 +56,12 @@ class PackedBatch:
     positions not above its own. Scored token j of row r is `targets[r, j]`, predicted by row position `sources[r, j]`.
     """
 
-    tokens: Any      # [R, L] int32
-    positions: Any   # [R, L] int32, restart at each prompt; answers continue their prompt's
-    segments: Any    # [R, L] int32, 0 = padding
-    prefixes: Any    # [R, L] int32, segment of the shared prompt, 0 = none
-    sources: Any     # [R, S] int32
-    targets: Any     # [R, S] int32
+    tokens: Any  # [R, L] int32
+    positions: Any  # [R, L] int32, restart at each prompt; answers continue their prompt's
+    segments: Any  # [R, L] int32, 0 = padding
+    prefixes: Any  # [R, L] int32, segment of the shared prompt, 0 = none
+    sources: Any  # [R, S] int32
+    targets: Any  # [R, S] int32
     columns: dict[str, Any]  # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...)
     weights: dict[str, Any]  # loss term -> [R, S] float32, 1/denominator where the token counts, else 0
 
@@ -73,7 +73,7 @@ class TrainState:
     trainable: Any
     frozen: Any
     opt_state: Any
-    step: Any      # [] int32: optimizer updates applied
-    version: Any   # [] int32: published weight version
-    rng: Any       # key data of the root key
-    stats: Any     # dict of scalars: skipped updates, non-finite streak
+    step: Any  # [] int32: optimizer updates applied
+    version: Any  # [] int32: published weight version
+    rng: Any  # key data of the root key
+    stats: Any  # dict of scalars: skipped updates, non-finite streak

@@ -11,8 +11,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def command(run_dir, *overrides, config="tests/tiny_job.py"):
-    return [sys.executable, "-m", "jaxrl.main", f"--config={ROOT / config}", f"--config.run.dir={run_dir}",
-            "--config.log.console=plain", *[f"--config.{o}" for o in overrides]]
+    return [
+        sys.executable,
+        "-m",
+        "jaxrl.main",
+        f"--config={ROOT / config}",
+        f"--config.run.dir={run_dir}",
+        "--config.log.console=plain",
+        *[f"--config.{o}" for o in overrides],
+    ]
 
 
 def environment():
@@ -21,7 +28,9 @@ def environment():
 
 def run(run_dir, *overrides, config="tests/tiny_job.py", timeout=300):
     """Runs to the end; returns (exit status, everything printed)."""
-    done = subprocess.run(command(run_dir, *overrides, config=config), env=environment(), capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        command(run_dir, *overrides, config=config), env=environment(), capture_output=True, text=True, timeout=timeout
+    )
     return done.returncode, done.stdout + done.stderr
 
 

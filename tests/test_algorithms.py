@@ -116,7 +116,11 @@ def _enumerate(estimator):
             total = 0.0
             for a, b in itertools.product(range(5), repeat=2):
                 prob = jnp.exp(old[0, a] + old[1, b])
-                args = (jnp.array([lp[0, a], lp[1, b]]), jnp.array([ref[0, a], ref[1, b]]), jnp.array([old[0, a], old[1, b]]))
+                args = (
+                    jnp.array([lp[0, a], lp[1, b]]),
+                    jnp.array([ref[0, a], ref[1, b]]),
+                    jnp.array([old[0, a], old[1, b]]),
+                )
                 total += prob * jnp.sum(kl_penalty(*args, jnp.ones(2, bool), estimator))
             return total
 

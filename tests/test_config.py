@@ -35,28 +35,50 @@ def test_every_option_has_a_meaning_and_help_shows_it():
 
 
 def test_flags_are_read_by_type():
-    spec, got = parse_flags(["--config=a.py:tiny", "--config.optimizer.lr=1e-5", "--config.data.path=a,b", "--config.log.wandb=true",
-                             "--config.profile.steps=(3, 4)", "--config.model.config.hidden_size=32", "--config.train.steps", "7",
-                             "--config.reward.clip=None", "--config.user.deep.name=x"])
+    spec, got = parse_flags(
+        [
+            "--config=a.py:tiny",
+            "--config.optimizer.lr=1e-5",
+            "--config.data.path=a,b",
+            "--config.log.wandb=true",
+            "--config.profile.steps=(3, 4)",
+            "--config.model.config.hidden_size=32",
+            "--config.train.steps",
+            "7",
+            "--config.reward.clip=None",
+            "--config.user.deep.name=x",
+        ]
+    )
     assert spec == "a.py:tiny"
-    assert got == {"optimizer.lr": 1e-5, "data.path": ("a", "b"), "log.wandb": True, "profile.steps": (3, 4),
-                   "model.config.hidden_size": 32, "train.steps": 7, "reward.clip": None, "user.deep.name": "x"}
+    assert got == {
+        "optimizer.lr": 1e-5,
+        "data.path": ("a", "b"),
+        "log.wandb": True,
+        "profile.steps": (3, 4),
+        "model.config.hidden_size": 32,
+        "train.steps": 7,
+        "reward.clip": None,
+        "user.deep.name": "x",
+    }
     c = default_config()
     for name, value in got.items():
         put(c, name, value)
         assert get(c, name) == value
 
 
-@pytest.mark.parametrize("flag, message", [
-    ("--config.optimizer.rl=1", "did you mean optimizer.lr"),
-    ("--config.optimiser.lr=1", "did you mean optimizer.lr"),
-    ("optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
-    ("--optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
-    ("--config.optimizer.lr=fast", "expected float"),
-    ("--config.train.steps=1.5", "expected int"),
-    ("--config.log.wandb=maybe", "expected bool"),
-    ("--steps=3", "unknown argument"),
-])
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--config.optimizer.rl=1", "did you mean optimizer.lr"),
+        ("--config.optimiser.lr=1", "did you mean optimizer.lr"),
+        ("optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
+        ("--optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
+        ("--config.optimizer.lr=fast", "expected float"),
+        ("--config.train.steps=1.5", "expected int"),
+        ("--config.log.wandb=maybe", "expected bool"),
+        ("--steps=3", "unknown argument"),
+    ],
+)
 def test_bad_flags_name_the_right_one(flag, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         parse_flags([flag])
@@ -64,18 +86,22 @@ def test_bad_flags_name_the_right_one(flag, message):
 
 def test_config_files_take_an_argument_and_overrides(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(textwrap.dedent("""
+    file.write_text(
+        textwrap.dedent("""
         from jaxrl.config import default_config
         def get_config(arg=None):
             c = default_config()
             c.train.steps = 3 if arg == "short" else 300
             return c
-    """))
+    """)
+    )
     c = load_config(f"{file}:short", {"optimizer.lr": 1e-4})
     assert (c.train.steps, c.optimizer.lr, c.run.dir) == (3, 1e-4, "runs/mine_short")
     with pytest.raises(ConfigError, match="shipped configs"):
         find_config("no_such_config")
-    file.write_text("from jaxrl.config import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n")
+    file.write_text(
+        "from jaxrl.config import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
+    )
     with pytest.raises(ConfigError, match="did you mean optimizer.lr"):
         load_config(str(file))
 

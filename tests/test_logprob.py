@@ -23,8 +23,9 @@ def test_chunked_equals_reference_with_gradients(softcap, chunk):
     hidden, head, targets, valid = _inputs()
 
     def loss(h, w, implementation):
-        logp, ent = logprob_and_entropy(h, w, targets, valid, temperature=0.7, softcap=softcap, chunk=chunk,
-                                        implementation=implementation)
+        logp, ent = logprob_and_entropy(
+            h, w, targets, valid, temperature=0.7, softcap=softcap, chunk=chunk, implementation=implementation
+        )
         return jnp.sum(jnp.sin(logp) + 0.3 * jnp.square(ent)), (logp, ent)
 
     outs = {}
@@ -57,13 +58,17 @@ def test_invalid_tokens_are_inert_even_when_not_finite():
 
 def test_memory_does_not_hold_the_logits():
     rows, scored, d, vocab = 1, 4096, 64, 32768
-    shapes = (jax.ShapeDtypeStruct((rows, scored, d), jnp.float32), jax.ShapeDtypeStruct((d, vocab), jnp.float32),
-              jax.ShapeDtypeStruct((rows, scored), jnp.int32))
+    shapes = (
+        jax.ShapeDtypeStruct((rows, scored, d), jnp.float32),
+        jax.ShapeDtypeStruct((d, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((rows, scored), jnp.int32),
+    )
 
     def peak(implementation):
         def loss(h, w, t):
             logp, ent = logprob_and_entropy(h, w, t, chunk=256, implementation=implementation)
             return jnp.sum(logp + ent)
+
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -38,14 +38,27 @@ def lines(folder):
 
 def test_a_run_leaves_everything_behind(finished):
     folder, summary = finished
-    assert {p.name for p in folder.iterdir()} >= {"config.json", "metrics.jsonl", "summary.json", "checkpoints", "export", "rollouts",
-                                                  "tensorboard", "eval"}
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+        "export",
+        "rollouts",
+        "tensorboard",
+        "eval",
+    }
     written = json.loads((folder / "summary.json").read_text())
     assert written["steps"] == 8 and written["finished"] and written["samples"] == 8 * 32
     assert 0 <= written["eval_before"]["accuracy"] <= 1 and "test" in written["eval_after"]["sets"]
     assert written["eval_after"]["step"] == 8 and set(written["seconds"]) >= {"rollout", "reward", "update", "publish"}
     assert summary["export"] == written["export"]
-    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["00000002", "00000004", "00000006", "00000008"]
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+        "00000002",
+        "00000004",
+        "00000006",
+        "00000008",
+    ]
     assert len(list((folder / "rollouts").iterdir())) == 8
     assert json.loads((folder / "config.json").read_text())
 
@@ -60,7 +73,9 @@ def test_it_learns_and_says_so(finished):
 def test_phases_add_up_to_the_step(finished):
     folder, _ = finished
     for line in lines(folder):
-        phases = {k: v for k, v in line["time"].items() if k not in ("step", "wall", "tokens_per_second", "compiled_programs")}
+        phases = {
+            k: v for k, v in line["time"].items() if k not in ("step", "wall", "tokens_per_second", "compiled_programs")
+        }
         assert sum(phases.values()) == pytest.approx(line["time"]["step"], abs=1e-3)
 
 
@@ -91,6 +106,7 @@ def test_the_end_token_is_part_of_what_is_trained_on(finished):
     eos = json.loads((folder / "export" / "config.json").read_text()).get("eos_token_id")
     records = [json.loads(line) for p in (folder / "rollouts").iterdir() for line in p.read_text().splitlines()]
     from transformers import AutoTokenizer
+
     eos = AutoTokenizer.from_pretrained(str(folder / "export")).eos_token_id if eos is None else eos
     stopped = [r for r in records if r["finish"] == "stop"]
     assert stopped and all(r["tokens"][-1] == eos and len(r["logprobs"]) == len(r["tokens"]) for r in stopped)
@@ -126,6 +142,7 @@ def test_evaluation_alone_reads_the_checkpoint(finished):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.torch
 def test_the_export_opens_in_transformers_with_the_trainers_log_probs(finished):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -165,8 +182,13 @@ def test_sigterm_saves_and_leaves_cleanly_and_the_same_command_goes_on(tmp_path)
 
 
 def test_one_config_on_four_devices_is_the_same_run(tmp_path, unbroken):
-    done = subprocess.run(command(tmp_path / "four", "train.steps=3", "mesh.tp=2"), capture_output=True, text=True, timeout=400,
-                          env={**environment(), "JAX_NUM_CPU_DEVICES": "4"})
+    done = subprocess.run(
+        command(tmp_path / "four", "train.steps=3", "mesh.tp=2"),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**environment(), "JAX_NUM_CPU_DEVICES": "4"},
+    )
     assert done.returncode == 0 and "fsdp=2 x tp=2" in done.stdout + done.stderr, done.stdout + done.stderr
     one, four = lines(unbroken), lines(tmp_path / "four")
     assert len(four) == 4

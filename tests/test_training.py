@@ -23,7 +23,9 @@ LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
     "packed_shared_8_microbatches": (48, 1, True),
     "one_row": (512, 1, True),
 }
-LOSS = training.LossConfig(kl_coef=0.1, entropy_coef=0.01, old="column", mismatch="token_tis", chunk=32, max_grad_norm=0.0)
+LOSS = training.LossConfig(
+    kl_coef=0.1, entropy_coef=0.01, old="column", mismatch="token_tis", chunk=32, max_grad_norm=0.0
+)
 
 
 def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, dirty=False):
@@ -37,10 +39,14 @@ def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, di
             batch = training.pack(traj, micro, columns, weights, dtype)
             if dirty:
                 pad = batch.segments == 0
-                batch = batch.replace(tokens=np.where(pad, 7, batch.tokens), positions=np.where(pad, 3, batch.positions))
+                batch = batch.replace(
+                    tokens=np.where(pad, 7, batch.tokens), positions=np.where(pad, 3, batch.positions)
+                )
                 unused = batch.weights["token"] == 0
-                batch = batch.replace(columns={k: np.where(unused, 1e30, v).astype(dtype) for k, v in batch.columns.items()},
-                                      targets=np.where(unused, 5, batch.targets))
+                batch = batch.replace(
+                    columns={k: np.where(unused, 1e30, v).astype(dtype) for k, v in batch.columns.items()},
+                    targets=np.where(unused, 5, batch.targets),
+                )
             yield jax.tree.map(jnp.asarray, batch)
 
     return update.gradients(state, batches())
@@ -120,14 +126,14 @@ def test_scoring_equals_each_sequence_alone():
     score = training.make_score(model, temperature=0.7, chunk=32, put=lambda b: jax.tree.map(jnp.asarray, b))
     got = score(params, traj, layout_of(traj, "packed_shared"))
     for i in range(0, traj.num_sequences, 3):
-        ids = traj.tokens[traj.offsets[i]:traj.offsets[i + 1]]
+        ids = traj.tokens[traj.offsets[i] : traj.offsets[i + 1]]
         row = jnp.asarray(ids)[None]
         ones, zeros = jnp.ones_like(row), jnp.zeros_like(row)
         hidden = model.hidden(params, row, jnp.arange(len(ids))[None], ones, zeros)
         logp = jax.nn.log_softmax(model.logits(params, hidden) / 0.7)[0]
         p = traj.prompt_lengths[i]
         want = [logp[t - 1, ids[t]] for t in range(p, len(ids))]
-        np.testing.assert_allclose(got[traj.offsets[i] + p:traj.offsets[i + 1]], want, atol=2e-5)
+        np.testing.assert_allclose(got[traj.offsets[i] + p : traj.offsets[i + 1]], want, atol=2e-5)
 
 
 def test_the_first_answer_token_and_the_last_are_scored_and_no_prompt_token_is():
@@ -141,7 +147,11 @@ def test_the_first_answer_token_and_the_last_are_scored_and_no_prompt_token_is()
     # what is predicted follows, in its own answer or from the shared prompt, what predicts it
     for source, target in zip(batch.sources[0][scored], batch.targets[0][scored], strict=True):
         here = batch.positions[0, source] + 1
-        hits = [(k, batch.tokens[0, k]) for k in range(batch.tokens.shape[1]) if batch.positions[0, k] == here and batch.segments[0, k]]
+        hits = [
+            (k, batch.tokens[0, k])
+            for k in range(batch.tokens.shape[1])
+            if batch.positions[0, k] == here and batch.segments[0, k]
+        ]
         assert target in [t for _, t in hits]
     back = np.zeros(len(traj.tokens))
     training.unpack(traj, micro, batch.columns["behaviour"], back)
@@ -192,7 +202,10 @@ def _update(optimizer, loss, columns_patch=None, steps=1):
     before = jax.tree.map(np.asarray, state)
     layout = layout_of(traj, "packed_shared_2_microbatches")
     for _ in range(steps):
-        batches = (jax.tree.map(jnp.asarray, training.pack(traj, m, columns, weights)) for m in layout.minibatches[0].microbatches)
+        batches = (
+            jax.tree.map(jnp.asarray, training.pack(traj, m, columns, weights))
+            for m in layout.minibatches[0].microbatches
+        )
         state, metrics = update(state, batches)
     return before, jax.tree.map(np.asarray, state), metrics
 
@@ -200,7 +213,11 @@ def _update(optimizer, loss, columns_patch=None, steps=1):
 def test_a_non_finite_update_changes_nothing_but_its_counters():
     bad = {"advantage": np.full(10_000, np.nan)}
     before, after, metrics = _update(optax.adamw(1e-2), LOSS, bad, steps=2)
-    for a, b in zip(jax.tree.leaves((before.trainable, before.opt_state)), jax.tree.leaves((after.trainable, after.opt_state)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((before.trainable, before.opt_state)),
+        jax.tree.leaves((after.trainable, after.opt_state)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(a, b)
     assert after.step == 0 and after.stats["skipped"] == 2 and after.stats["nonfinite_streak"] == 2
     assert metrics["optim/skipped"] == 1
@@ -233,7 +250,11 @@ def test_fp16_loss_scale_halves_on_overflow_and_the_step_is_skipped():
     layout = layout_of(traj, "packed")
 
     def batches():
-        return (jax.tree.map(jnp.asarray, training.pack(traj, m, columns, weights)) for m in layout.minibatches[0].microbatches)
+        return (
+            jax.tree.map(jnp.asarray, training.pack(traj, m, columns, weights))
+            for m in layout.minibatches[0].microbatches
+        )
+
     state, metrics = update(state, batches())
     assert float(metrics["optim/skipped"]) == 1 and float(state.stats["loss_scale"]) == 2.0**23
     for _ in range(20):
@@ -249,8 +270,14 @@ def test_schedules(name):
     assert [float(f(i)) for i in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert float(f(4)) == pytest.approx(1.0)
     assert float(f(24)) == pytest.approx(1.0 if name == "constant" else 0.1)
-    assert float(f(13)) == pytest.approx({"constant": 1.0, "wsd": 1.0, "linear": 1 - 0.9 * 9 / 20,
-                                          "cosine": 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * 9 / 20))}[name])
+    assert float(f(13)) == pytest.approx(
+        {
+            "constant": 1.0,
+            "wsd": 1.0,
+            "linear": 1 - 0.9 * 9 / 20,
+            "cosine": 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * 9 / 20)),
+        }[name]
+    )
 
 
 def test_optimizer_groups_and_decay_spare_vectors():
@@ -295,8 +322,9 @@ def test_entropy_and_kl_metrics_are_those_of_the_distribution():
     layout = layout_of(traj, "padded")
     _, metrics = gradient(model, params, traj, columns, weights, layout, np.float32)
     batch = training.pack(traj, layout.minibatches[0].microbatches[0], columns, weights)
-    logp, entropy = forward_logprobs(model, params, jax.tree.map(jnp.asarray, batch), temperature=1.0, chunk=32,
-                                     valid_RxS=batch.weights["token"] > 0)
+    logp, entropy = forward_logprobs(
+        model, params, jax.tree.map(jnp.asarray, batch), temperature=1.0, chunk=32, valid_RxS=batch.weights["token"] > 0
+    )
     w = batch.weights["token"]
     assert float(metrics["policy/entropy"]) == pytest.approx(float((w * entropy).sum()), rel=1e-5)
     d = np.asarray(logp) - batch.columns["ref"]

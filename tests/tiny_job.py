@@ -7,8 +7,17 @@ from pathlib import Path
 
 from jaxrl.config import default_config
 
-MODEL = {"model_type": "qwen2", "vocab_size": 192, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True}
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 192,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
 
 
 def digits(prompt, completion, **columns):

@@ -7,9 +7,20 @@ import numpy as np
 from jaxrl import models
 from jaxrl.types import Trajectories
 
-HF = {"model_type": "qwen2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-      "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-      "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu"}
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 
 
 def tiny_model(dtype=jnp.float32, remat="none"):
@@ -36,9 +47,22 @@ def batch_of_groups(groups=5, size=4, seed=0, vocab=61, max_prompt=9, max_answer
     flat_mask = np.concatenate(mask)
     noise = lambda: np.where(flat_mask, -np.log(vocab) + 0.3 * rng.normal(size=total), 0)  # noqa: E731
     traj = Trajectories(
-        tokens=np.concatenate(tokens).astype(np.int32), offsets=np.array(offsets, np.int64), loss_mask=flat_mask,
-        logprobs=noise(), versions=np.zeros(total, np.int32), prompt_lengths=np.array(prompts, np.int32),
-        group=np.repeat(np.arange(groups), size), sample=np.tile(np.arange(size), groups).astype(np.int32),
-        seed=np.arange(n, dtype=np.uint32), finish=np.zeros(n, np.int8), turns=np.ones(n, np.int32))
-    columns = {"advantage": np.repeat(rng.normal(size=n), traj.lengths), "behaviour": traj.logprobs, "old": noise(), "ref": noise()}
+        tokens=np.concatenate(tokens).astype(np.int32),
+        offsets=np.array(offsets, np.int64),
+        loss_mask=flat_mask,
+        logprobs=noise(),
+        versions=np.zeros(total, np.int32),
+        prompt_lengths=np.array(prompts, np.int32),
+        group=np.repeat(np.arange(groups), size),
+        sample=np.tile(np.arange(size), groups).astype(np.int32),
+        seed=np.arange(n, dtype=np.uint32),
+        finish=np.zeros(n, np.int8),
+        turns=np.ones(n, np.int32),
+    )
+    columns = {
+        "advantage": np.repeat(rng.normal(size=n), traj.lengths),
+        "behaviour": traj.logprobs,
+        "old": noise(),
+        "ref": noise(),
+    }
     return traj, columns

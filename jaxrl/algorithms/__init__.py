@@ -6,6 +6,12 @@ from jaxrl.algorithms.losses import clipped_policy_loss, kl_penalty, masked_exp,
 from jaxrl.algorithms.presets import PRESETS, resolve
 
 __all__ = [
-    "PRESETS", "aggregation_weights", "clipped_policy_loss", "group_advantages", "kl_penalty", "masked_exp",
-    "mismatch_weight", "resolve",
+    "PRESETS",
+    "aggregation_weights",
+    "clipped_policy_loss",
+    "group_advantages",
+    "kl_penalty",
+    "masked_exp",
+    "mismatch_weight",
+    "resolve",
 ]

@@ -17,12 +17,14 @@ _GRPO = {
     "num_minibatches": 1,
 }
 
-PRESETS = MappingProxyType({
-    # What users of today's libraries get: group mean and std, one token mean over the batch, no reference model.
-    "grpo": _GRPO,
-    # Shao et al. 2024 (arXiv 2402.03300), eq. 3-4: mean over sequences of token means, k3 to the reference in the loss.
-    "grpo_paper": {**_GRPO, "aggregation": "sequence_mean", "kl.coef": 0.04, "kl.estimator": "k3"},
-})
+PRESETS = MappingProxyType(
+    {
+        # What users of today's libraries get: group mean and std, one token mean over the batch, no reference model.
+        "grpo": _GRPO,
+        # Shao et al. 2024 (arXiv 2402.03300), eq. 3-4: mean over sequences of token means, k3 to the reference in the loss.
+        "grpo_paper": {**_GRPO, "aggregation": "sequence_mean", "kl.coef": 0.04, "kl.estimator": "k3"},
+    }
+)
 
 
 def resolve(preset: str, given: dict) -> dict[str, tuple]:
@@ -32,5 +34,7 @@ def resolve(preset: str, given: dict) -> dict[str, tuple]:
       preset: a key of PRESETS.
       given: option -> value or None (None = not set by the user).
     """
-    return {name: (value, f"preset {preset}") if given.get(name) is None else (given[name], "config")
-            for name, value in PRESETS[preset].items()}
+    return {
+        name: (value, f"preset {preset}") if given.get(name) is None else (given[name], "config")
+        for name, value in PRESETS[preset].items()
+    }

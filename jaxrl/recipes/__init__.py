@@ -26,7 +26,10 @@ def train(config, rewards=None) -> dict:
     if not config.run.dir:
         config.run.dir = f"runs/{config.run.recipe}"
     if rewards is not None:
-        config.reward.functions, config.reward.weights = tuple(f if isinstance(f, str) else f.__name__ for f in rewards), ()
+        config.reward.functions, config.reward.weights = (
+            tuple(f if isinstance(f, str) else f.__name__ for f in rewards),
+            (),
+        )
     config_checks.check(config)
     setup.start_jax(config)
     if config.run.warm_start:
@@ -38,7 +41,9 @@ def _after_warm_start(config):
     """Runs the warm-start job unless its export is already there; the job then starts from that export."""
     first = load_config(config.run.warm_start)
     if first.run.recipe != "sft" or first.run.warm_start:
-        raise ConfigError(f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own")
+        raise ConfigError(
+            f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
+        )
     folder = Path(config.run.dir) / "warm_start"
     for name in ("seed", "compile_cache", "matmul_precision", "deterministic"):
         first.run[name] = config.run[name]

@@ -28,8 +28,13 @@ def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, 
       (metrics "eval/<set>/<name>", records per set); both empty when `stop()` turned true on the way.
     """
     c = job.config
-    sampling = sampling_params(c.eval, c.eval.max_new_tokens or c.rollout.max_new_tokens, c.rollout.stop,
-                               c.rollout.stop_token_ids, c.rollout.keep_stop)
+    sampling = sampling_params(
+        c.eval,
+        c.eval.max_new_tokens or c.rollout.max_new_tokens,
+        c.rollout.stop,
+        c.rollout.stop_token_ids,
+        c.rollout.keep_stop,
+    )
     metrics, rows, hits_of = {}, {}, {}
     for name, dataset in sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
@@ -49,7 +54,9 @@ def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, 
         metrics[f"eval/{name}/length_mean"] = float(traj.answer_lengths.mean())
         metrics[f"eval/{name}/truncated_fraction"] = float((traj.finish == 1).mean())
         metrics[f"eval/{name}/failed_fraction"] = float(np.isnan(scores).mean())
-        metrics[f"eval/{name}/reward_mean"] = float(np.nanmean(result.total)) if np.isfinite(result.total).any() else 0.0
+        metrics[f"eval/{name}/reward_mean"] = (
+            float(np.nanmean(result.total)) if np.isfinite(result.total).any() else 0.0
+        )
         rows[name] = records(traj, examples, texts, result)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)

@@ -1,14 +1,14 @@
 """Reinforcement learning from rewards: generate, score, update, publish.
 
-    for step:
-        prompts      <- the next data.prompts_per_step rows of the global shuffle
-        trajectories <- rollout.group_size answers to each, from the engine
-        scores       <- rewards of the answers
-        layout       <- where every sequence goes, from lengths alone
-        old, ref     <- log-probs under the proximal policy and the reference, where the algorithm needs them
-        advantages   <- scores relative to their group
-        for each pass, for each minibatch: one optimizer step
-        publish the new weights to the engine
+for step:
+    prompts      <- the next data.prompts_per_step rows of the global shuffle
+    trajectories <- rollout.group_size answers to each, from the engine
+    scores       <- rewards of the answers
+    layout       <- where every sequence goes, from lengths alone
+    old, ref     <- log-probs under the proximal policy and the reference, where the algorithm needs them
+    advantages   <- scores relative to their group
+    for each pass, for each minibatch: one optimizer step
+    publish the new weights to the engine
 """
 
 from __future__ import annotations
@@ -70,16 +70,30 @@ class Algorithm:
         c, v = r.config, resolved_algorithm(r.config)
         self.values = v
         self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
-        recompute = c.algorithm.old_logprobs == "recompute" or (c.algorithm.old_logprobs == "auto" and self.updates_per_step > 1)
-        self.old_source = "recompute" if recompute else ("rollout" if c.algorithm.old_logprobs == "rollout" else "current")
+        recompute = c.algorithm.old_logprobs == "recompute" or (
+            c.algorithm.old_logprobs == "auto" and self.updates_per_step > 1
+        )
+        self.old_source = (
+            "recompute" if recompute else ("rollout" if c.algorithm.old_logprobs == "rollout" else "current")
+        )
         self.reference = None
-        self.score = make_score(r.job.model, temperature=c.rollout.temperature, chunk=c.train.logprob_chunk, put=r.job.put)
+        self.score = make_score(
+            r.job.model, temperature=c.rollout.temperature, chunk=c.train.logprob_chunk, put=r.job.put
+        )
         self.loss = training.LossConfig(
-            temperature=c.rollout.temperature, clip_low=v["clip_low"], clip_high=v["clip_high"], kl_coef=v["kl.coef"],
-            kl_estimator=v["kl.estimator"], entropy_coef=v["entropy_coef"],
-            old="current" if self.old_source == "current" else "column", mismatch=self.mismatch(r),
-            mismatch_cap=c.algorithm.mismatch.cap, chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm,
-            fp16=r.job.compute_dtype == jnp.float16)
+            temperature=c.rollout.temperature,
+            clip_low=v["clip_low"],
+            clip_high=v["clip_high"],
+            kl_coef=v["kl.coef"],
+            kl_estimator=v["kl.estimator"],
+            entropy_coef=v["entropy_coef"],
+            old="current" if self.old_source == "current" else "column",
+            mismatch=self.mismatch(r),
+            mismatch_cap=c.algorithm.mismatch.cap,
+            chunk=c.train.logprob_chunk,
+            max_grad_norm=c.optimizer.max_grad_norm,
+            fp16=r.job.compute_dtype == jnp.float16,
+        )
 
     def mismatch(self, r: Run) -> str:
         c = r.config
@@ -106,8 +120,14 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     c, job = r.config, r.job
     with r.phase("rollout"):
         batch, cursor = r.stream.take(r.cursor)
-        sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids,
-                                   c.rollout.keep_stop, c.rollout.min_new_tokens)
+        sampling = sampling_params(
+            c.rollout,
+            c.rollout.max_new_tokens,
+            c.rollout.stop,
+            c.rollout.stop_token_ids,
+            c.rollout.keep_stop,
+            c.rollout.min_new_tokens,
+        )
         requests = make_requests(batch, c.rollout.group_size, sampling, c.run.seed, "train", r.step)
         r.fault("rollout")
         results = generate(r.engine, requests, c.rollout.timeout_seconds, r.stopping)
@@ -121,15 +141,22 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         r.fault("reward")
         result = r.rewards.score(reward_items(traj, examples, texts, c.data.response_prefix), recorded=earlier)
         scores = rewards_room.shape(result, traj.answer_lengths, traj.finish == 1, c.reward, c.rollout.max_new_tokens)
-        advantages, zero_signal = group_advantages(scores, traj.group, mean=algorithm.values["advantage_mean"],
-                                                   std=algorithm.values["advantage_std"])
+        advantages, zero_signal = group_advantages(
+            scores, traj.group, mean=algorithm.values["advantage_mean"], std=algorithm.values["advantage_std"]
+        )
     r.telemetry.rollouts(r.step + 1, records(traj, examples, texts, result, advantages))
     if r.stopping():
         return None
 
     layout = training.make_layout(
-        traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=c.train.share_prompts,
-        num_minibatches=algorithm.values["num_minibatches"], seed=hash_seed(c.run.seed, r.step))
+        traj.prompt_lengths,
+        traj.answer_lengths,
+        traj.group,
+        job.row_shapes,
+        share_prompts=c.train.share_prompts,
+        num_minibatches=algorithm.values["num_minibatches"],
+        seed=hash_seed(c.run.seed, r.step),
+    )
     columns = {"advantage": np.repeat(advantages, traj.lengths).astype(np.float32), "behaviour": traj.logprobs}
     with r.phase("score"):
         if algorithm.old_source == "recompute":
@@ -154,13 +181,18 @@ def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str,
     c, pending = r.config, []
     for _ in range(algorithm.values["ppo_epochs"]):
         for minibatch in layout.minibatches:
-            weights = training.loss_weights(traj, minibatch.sequences, algorithm.values["aggregation"], c.algorithm.mask_truncated)
+            weights = training.loss_weights(
+                traj, minibatch.sequences, algorithm.values["aggregation"], c.algorithm.mask_truncated
+            )
             batches = (r.job.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
             r.state, metrics = r.update(r.state, batches)
             pending.append(metrics)
     steps = [host_scalars(m) for m in pending]
     r.check_finite()
-    return {k: float(np.max([s[k] for s in steps]) if k.endswith("/max") else np.mean([s[k] for s in steps])) for k in steps[0]}
+    return {
+        k: float(np.max([s[k] for s in steps]) if k.endswith("/max") else np.mean([s[k] for s in steps]))
+        for k in steps[0]
+    }
 
 
 def rollout_metrics(traj, scores, result, zero_signal, advantages, layout) -> dict[str, float]:
@@ -170,11 +202,14 @@ def rollout_metrics(traj, scores, result, zero_signal, advantages, layout) -> di
     out = {
         "reward/mean": float(known.mean()) if len(known) else 0.0,
         "reward/std": float(known.std()) if len(known) else 0.0,
-        "length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/min": float(lengths.min()),
         "rollout/truncated_fraction": float((traj.finish == 1).mean()),
         "rollout/zero_signal_fraction": float(zero_signal.mean()),
         "rollout/absent_fraction": float(1 - len(known) / len(scores)),
-        "rollout/tokens": float(lengths.sum()), "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
         "rollout/kept_mass_mean": float(np.exp(traj.columns["kept"][traj.loss_mask]).mean()),
         "advantage/abs_mean": float(np.abs(advantages).mean()),
         "packing/efficiency": layout.efficiency,

@@ -123,7 +123,9 @@ class Run:
             self.checkpointer.require_space(abstract)
         except OSError as e:
             raise ConfigError(e.strerror) from None
-        self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None))
+        self.telemetry = self._own(
+            Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None)
+        )
         self.phases.watch = self.telemetry.phase
         write_config(job.run_dir, c, derived(c))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
@@ -143,8 +145,11 @@ class Run:
         host = restored.host
         refused, taken = config_changes(host["config"], redacted(self.config))
         if refused:
-            raise ConfigError(f"resuming {restored.path}: these options would change the past: " + "; ".join(refused)
-                              + ". Use another run.dir, or run.resume=never")
+            raise ConfigError(
+                f"resuming {restored.path}: these options would change the past: "
+                + "; ".join(refused)
+                + ". Use another run.dir, or run.resume=never"
+            )
         for change in taken:
             log.info("changed since the checkpoint: %s", change)
         self.state = restored.arrays
@@ -162,10 +167,15 @@ class Run:
 
     def _triggers(self, states: dict) -> None:
         c = self.config
-        periods = {"eval": dict(steps=c.eval.every_steps, epochs=c.eval.every_epochs, seconds=c.eval.every_seconds),
-                   "save": dict(steps=c.checkpoint.every_steps, epochs=c.checkpoint.every_epochs,
-                                seconds=60 * c.checkpoint.every_minutes),
-                   "export": dict(steps=c.checkpoint.export_every_steps)}
+        periods = {
+            "eval": dict(steps=c.eval.every_steps, epochs=c.eval.every_epochs, seconds=c.eval.every_seconds),
+            "save": dict(
+                steps=c.checkpoint.every_steps,
+                epochs=c.checkpoint.every_epochs,
+                seconds=60 * c.checkpoint.every_minutes,
+            ),
+            "export": dict(steps=c.checkpoint.export_every_steps),
+        }
         self.due = {name: Every(**period, state=states.get(name)) for name, period in periods.items()}
 
     # -- during a step --------------------------------------------------------------------------------------------
@@ -185,7 +195,11 @@ class Run:
 
     def finished(self) -> bool:
         c = self.config
-        return (self.stopping() or self.step >= self.total_steps or bool(c.train.max_samples and self.samples >= c.train.max_samples))
+        return (
+            self.stopping()
+            or self.step >= self.total_steps
+            or bool(c.train.max_samples and self.samples >= c.train.max_samples)
+        )
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""
@@ -201,23 +215,31 @@ class Run:
     def check_finite(self) -> None:
         streak = int(np.asarray(self.state.stats["nonfinite_streak"]))
         if streak >= self.config.optimizer.max_nonfinite:
+            limit = self.config.optimizer.max_nonfinite
             raise NothingFinite(
-                f"{streak} updates in a row had a non-finite loss or gradient (optimizer.max_nonfinite={self.config.optimizer.max_nonfinite});"
-                f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {self.job.run_dir / 'rollouts'}")
+                f"{streak} updates in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
+                f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {self.job.run_dir / 'rollouts'}"
+            )
 
     def stream_metrics(self) -> dict[str, float]:
         data = self.stream.dataset
         filtered = len(data.filtered)
-        return {"data/epoch": self.stream.epoch(self.cursor), "data/samples": float(self.samples),
-                "data/filtered_fraction": filtered / (filtered + len(data)), "data/bad_rows": float(data.bad.count),
-                "time/compiled_programs": float(self.engine.counters()["compiled"]) if self.engine else 0.0}
+        return {
+            "data/epoch": self.stream.epoch(self.cursor),
+            "data/samples": float(self.samples),
+            "data/filtered_fraction": filtered / (filtered + len(data)),
+            "data/bad_rows": float(data.bad.count),
+            "time/compiled_programs": float(self.engine.counters()["compiled"]) if self.engine else 0.0,
+        }
 
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
         if self.step >= self.total_steps:
-            self.say(f"this run has finished its {self.total_steps} steps; extend it with --config.train.steps="
-                     f"{2 * self.total_steps}, or start another with --config.run.dir=...")
+            self.say(
+                f"this run has finished its {self.total_steps} steps; extend it with --config.train.steps="
+                f"{2 * self.total_steps}, or start another with --config.run.dir=..."
+            )
             return
         if self.step == 0 and self.config.eval.before and self.eval_sets and self.engine:
             with self.phase("eval"):
@@ -252,33 +274,59 @@ class Run:
         if self._saved_step == self.step:
             return
         with self.phase("checkpoint"):
-            host = {"step": self.step, "cursor": self.cursor, "samples": self.samples, "eval_before": self.eval_before,
-                    "last_eval": self.last_eval, "config": redacted(self.config),
-                    "triggers": {name: due.state() for name, due in self.due.items()}}
+            host = {
+                "step": self.step,
+                "cursor": self.cursor,
+                "samples": self.samples,
+                "eval_before": self.eval_before,
+                "last_eval": self.last_eval,
+                "config": redacted(self.config),
+                "triggers": {name: due.state() for name, due in self.due.items()},
+            }
             self.checkpointer.save(self.step, self.state, host)
         self._saved_step = self.step
 
     def export(self, folder) -> None:
         c = self.config
         with self.phase("export"):
-            hf.export(self.job.model, training.merge(self.state.trainable, self.state.frozen), folder, self.job.hf_config,
-                      c.checkpoint.export_dtype, tokenizer=self.job.tokenizer, shard_gb=c.checkpoint.shard_gb)
+            hf.export(
+                self.job.model,
+                training.merge(self.state.trainable, self.state.frozen),
+                folder,
+                self.job.hf_config,
+                c.checkpoint.export_dtype,
+                tokenizer=self.job.tokenizer,
+                shard_gb=c.checkpoint.shard_gb,
+            )
 
     def close_run(self, evaluate) -> dict:
         """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint."""
         c = self.config
         stopped = self.stopping() and self.step < self.total_steps
-        if not stopped and c.eval.after and self.eval_sets and self.engine and (self.last_eval or {}).get("step") != self.step:
+        if (
+            not stopped
+            and c.eval.after
+            and self.eval_sets
+            and self.engine
+            and (self.last_eval or {}).get("step") != self.step
+        ):
             with self.phase("eval"):
                 self.telemetry.step(self.step, self._evaluate(evaluate), self.phases.take())
         if (stopped or c.checkpoint.at_end) and self.step > 0:
             self.save()
         self.checkpointer.wait()
         self.phases.take()
-        out = {"steps": self.step, "finished": not stopped, "samples": self.samples, "seconds": self.phases.totals(),
-               "wall_seconds": time.monotonic() - self.started, "run_dir": str(self.job.run_dir),
-               "checkpoints": str(self.job.run_dir / "checkpoints"), "metrics": str(self.job.run_dir / "metrics.jsonl"),
-               "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}
+        out = {
+            "steps": self.step,
+            "finished": not stopped,
+            "samples": self.samples,
+            "seconds": self.phases.totals(),
+            "wall_seconds": time.monotonic() - self.started,
+            "run_dir": str(self.job.run_dir),
+            "checkpoints": str(self.job.run_dir / "checkpoints"),
+            "metrics": str(self.job.run_dir / "metrics.jsonl"),
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        }
         if self.eval_before:
             out["eval_before"] = self.eval_before
         if self.last_eval and not stopped:
@@ -288,7 +336,9 @@ class Run:
             out["export"] = str(self.job.run_dir / "export")
         self.telemetry.summary(out)
         if stopped:
-            self.say(f"stopped at step {self.step} of {self.total_steps}; everything is saved, the same command goes on from here")
+            self.say(
+                f"stopped at step {self.step} of {self.total_steps}; everything is saved, the same command goes on from here"
+            )
         return out
 
     def evaluate_only(self, evaluate=None) -> dict:
@@ -298,7 +348,9 @@ class Run:
         c, job = self.config, self.job
         optimizer, _ = training.make_optimizer(c.optimizer, 1, job.flat_axes())
         state = setup.abstract_state(job, optimizer)
-        restored = self.checkpointer.restore({"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True)
+        restored = self.checkpointer.restore(
+            {"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True
+        )
         params = setup.initial_params(job) if restored is None else training.merge(**restored.arrays)
         self.step = 0 if restored is None else restored.host["step"]
         self.engine.publish(params, self.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from pathlib import Path
@@ -15,9 +16,9 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
-from jaxrl.models import hf
 from jaxrl.config import ConfigError
 from jaxrl.config_checks import derived, longest_sequence, origins
+from jaxrl.models import hf
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -88,17 +89,30 @@ def open_job(config) -> Job:
 
     tokenizer = data_room.load_tokenizer(config)
     path = data_room.resolve(config.model.path) if config.model.path else ""
-    hf_config = hf.load_config(path, config.model.revision, config.model.config.to_dict(), weights=config.model.init == "pretrained")
+    hf_config = hf.load_config(
+        path, config.model.revision, config.model.config.to_dict(), weights=config.model.init == "pretrained"
+    )
     model = build_model(config, hf_config, compute_dtype)
     if len(tokenizer) > model.config.vocab_size:
-        raise ConfigError(f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {model.config.vocab_size};"
-                          " use the model's own tokenizer or set model.config.vocab_size")
-    shapes = training.row_shapes(config.train.row_lengths, longest_sequence(config), config.train.tokens_per_microbatch,
-                                 sharding.data_shards(mesh))
+        raise ConfigError(
+            f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {model.config.vocab_size};"
+            " use the model's own tokenizer or set model.config.vocab_size"
+        )
+    shapes = training.row_shapes(
+        config.train.row_lengths,
+        longest_sequence(config),
+        config.train.tokens_per_microbatch,
+        sharding.data_shards(mesh),
+    )
     if config.train.tokens_per_microbatch < shapes.lengths[-1]:
-        log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
-                    config.train.tokens_per_microbatch, shapes.lengths[-1])
-    return Job(config, run_dir, mesh, tokenizer, hf_config, model, eos_ids(config, hf_config, tokenizer), compute_dtype, shapes)
+        log.warning(
+            "train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
+            config.train.tokens_per_microbatch,
+            shapes.lengths[-1],
+        )
+    return Job(
+        config, run_dir, mesh, tokenizer, hf_config, model, eos_ids(config, hf_config, tokenizer), compute_dtype, shapes
+    )
 
 
 def build_model(config, hf_config, compute_dtype):
@@ -106,13 +120,18 @@ def build_model(config, hf_config, compute_dtype):
     layers = hf_config.get("num_hidden_layers", 0)
     if scan == "auto":
         scan = "false" if jax.devices()[0].platform == "cpu" and layers <= 8 else "true"
-    build = lambda remat: models.build(hf_config, compute_dtype=compute_dtype, scan_layers=scan == "true",  # noqa: E731
-                                       remat=remat, attention=config.model.attention)
+    build = functools.partial(
+        models.build,
+        hf_config,
+        compute_dtype=compute_dtype,
+        scan_layers=scan == "true",
+        attention=config.model.attention,
+    )
     if config.model.remat != "auto":
-        return build(config.model.remat)
-    model = build("none")
+        return build(remat=config.model.remat)
+    model = build(remat="none")
     small = model.num_parameters < SMALL_MODEL or jax.devices()[0].platform == "cpu"
-    return model if small else build("full")
+    return model if small else build(remat="full")
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:

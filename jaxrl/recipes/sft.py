@@ -18,9 +18,15 @@ def run(config, rewards=None) -> dict:
     with Run(config, rewards, with_engine=held_out) as r:
         if config.run.mode == "eval":
             return r.evaluate_only()
-        r.prepare(updates_per_step=1, loss=training.LossConfig(
-            kind="nll", chunk=config.train.logprob_chunk, max_grad_norm=config.optimizer.max_grad_norm,
-            fp16=r.job.compute_dtype == jnp.float16))
+        r.prepare(
+            updates_per_step=1,
+            loss=training.LossConfig(
+                kind="nll",
+                chunk=config.train.logprob_chunk,
+                max_grad_norm=config.optimizer.max_grad_norm,
+                fp16=r.job.compute_dtype == jnp.float16,
+            ),
+        )
         r.before_first_step(answers_by_engine)
         pending = []
         while not r.finished():
@@ -51,15 +57,26 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
     flat, n = np.concatenate(tokens), len(examples)
     zeros = np.zeros(len(flat), np.float32)
     return Trajectories(
-        tokens=flat, offsets=offsets, loss_mask=mask, logprobs=zeros, versions=zeros.astype(np.int32) - 1, prompt_lengths=prompts,
-        group=np.array(positions, np.int64), sample=np.zeros(n, np.int32), seed=np.zeros(n, np.uint32),
-        finish=np.zeros(n, np.int8), turns=np.ones(n, np.int32))
+        tokens=flat,
+        offsets=offsets,
+        loss_mask=mask,
+        logprobs=zeros,
+        versions=zeros.astype(np.int32) - 1,
+        prompt_lengths=prompts,
+        group=np.array(positions, np.int64),
+        sample=np.zeros(n, np.int32),
+        seed=np.zeros(n, np.uint32),
+        finish=np.zeros(n, np.int8),
+        turns=np.ones(n, np.int32),
+    )
 
 
 def one_update(r: Run, traj: Trajectories):
     """One optimizer step on all sequences; metrics stay on the device."""
     job = r.job
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=False)
+    layout = training.make_layout(
+        traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=False
+    )
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
     batches = (job.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
     r.state, metrics = r.update(r.state, batches)
@@ -71,8 +88,12 @@ def averaged(pending) -> dict[str, float]:
     steps = [host_scalars(m) for m, _, _ in pending]
     out = {k: float(np.mean([s[k] for s in steps])) for k in steps[0]}
     lengths = np.concatenate([t.answer_lengths for _, t, _ in pending])
-    return out | {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()),
-                  "rollout/tokens": float(lengths.sum()), "packing/efficiency": float(np.mean([e for _, _, e in pending]))}
+    return out | {
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "rollout/tokens": float(lengths.sum()),
+        "packing/efficiency": float(np.mean([e for _, _, e in pending])),
+    }
 
 
 def answers_by_engine(r: Run):

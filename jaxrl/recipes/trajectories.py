@@ -9,21 +9,39 @@ from jaxrl.rollout import Request, SamplingParams, request_seed
 from jaxrl.types import FINISH, Trajectories
 
 
-def sampling_params(group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0) -> SamplingParams:
+def sampling_params(
+    group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0
+) -> SamplingParams:
     """SamplingParams from config.rollout or config.eval (they share option names)."""
     return SamplingParams(
-        temperature=group.temperature, top_p=group.top_p, top_k=group.top_k, min_p=group.min_p,
-        repetition_penalty=group.repetition_penalty, frequency_penalty=group.frequency_penalty,
-        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, stop=tuple(stop), keep_stop=keep_stop,
-        stop_token_ids=tuple(stop_token_ids))
+        temperature=group.temperature,
+        top_p=group.top_p,
+        top_k=group.top_k,
+        min_p=group.min_p,
+        repetition_penalty=group.repetition_penalty,
+        frequency_penalty=group.frequency_penalty,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        stop=tuple(stop),
+        keep_stop=keep_stop,
+        stop_token_ids=tuple(stop_token_ids),
+    )
 
 
-def make_requests(batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int) -> list[Request]:
+def make_requests(
+    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int
+) -> list[Request]:
     """One request per (prompt, sample), ordered; `batch` is [(position, Example)]. Seeds are folded by name, step, prompt, sample."""
     return [
-        Request(id=f"{stream}/{step}/{position}/{k}", prompt=example.prompt_ids, sampling=sampling,
-                seed=request_seed(root_seed, stream, step, position, k), group=position)
-        for position, example in batch for k in range(samples)
+        Request(
+            id=f"{stream}/{step}/{position}/{k}",
+            prompt=example.prompt_ids,
+            sampling=sampling,
+            seed=request_seed(root_seed, stream, step, position, k),
+            group=position,
+        )
+        for position, example in batch
+        for k in range(samples)
     ]
 
 
@@ -44,22 +62,35 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         parts["mask"].append(np.arange(prompt + answer) >= prompt)
         parts["logprobs"].append(np.concatenate([zeros, result.logprobs[:answer]]).astype(np.float32))
         parts["kept"].append(np.concatenate([zeros, result.kept[:answer]]).astype(np.float32))
-        parts["versions"].append(np.concatenate([zeros.astype(np.int32) - 1, result.versions[:answer]]).astype(np.int32))
+        parts["versions"].append(
+            np.concatenate([zeros.astype(np.int32) - 1, result.versions[:answer]]).astype(np.int32)
+        )
         offsets.append(offsets[-1] + prompt + answer)
         finish.append(FINISH.index(reason))
     groups = np.array([r.group for r in requests], np.int64)
     sample = np.array([int(r.id.rsplit("/", 1)[1]) for r in requests], np.int32)
     flat = {k: np.concatenate(v) for k, v in parts.items()}
     return Trajectories(
-        tokens=flat["tokens"], offsets=np.array(offsets, np.int64), loss_mask=flat["mask"], logprobs=flat["logprobs"],
-        versions=flat["versions"], prompt_lengths=np.array([len(r.prompt) for r in requests], np.int32), group=groups,
-        sample=sample, seed=np.array([r.seed for r in requests], np.uint32), finish=np.array(finish, np.int8),
-        turns=np.ones(len(requests), np.int32), columns={"kept": flat["kept"]})
+        tokens=flat["tokens"],
+        offsets=np.array(offsets, np.int64),
+        loss_mask=flat["mask"],
+        logprobs=flat["logprobs"],
+        versions=flat["versions"],
+        prompt_lengths=np.array([len(r.prompt) for r in requests], np.int32),
+        group=groups,
+        sample=sample,
+        seed=np.array([r.seed for r in requests], np.uint32),
+        finish=np.array(finish, np.int8),
+        turns=np.ones(len(requests), np.int32),
+        columns={"kept": flat["kept"]},
+    )
 
 
 def answers(traj: Trajectories, tokenizer) -> list[str]:
     """Decoded answers without special tokens; for rewards and people, never re-encoded."""
-    ids = [traj.tokens[traj.offsets[i] + traj.prompt_lengths[i]:traj.offsets[i + 1]] for i in range(traj.num_sequences)]
+    ids = [
+        traj.tokens[traj.offsets[i] + traj.prompt_lengths[i] : traj.offsets[i + 1]] for i in range(traj.num_sequences)
+    ]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
@@ -70,9 +101,17 @@ def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[
         start = traj.offsets[i] + traj.prompt_lengths[i]
         columns = dict(example.columns)
         columns.setdefault("answer", example.answer)
-        items.append(RewardItem(
-            prompt=example.prompt, completion=prefix + text, columns=columns, finish=FINISH[traj.finish[i]],
-            group=int(traj.group[i]), sample=int(traj.sample[i]), token_ids=traj.tokens[start:traj.offsets[i + 1]].tolist()))
+        items.append(
+            RewardItem(
+                prompt=example.prompt,
+                completion=prefix + text,
+                columns=columns,
+                finish=FINISH[traj.finish[i]],
+                group=int(traj.group[i]),
+                sample=int(traj.sample[i]),
+                token_ids=traj.tokens[start : traj.offsets[i + 1]].tolist(),
+            )
+        )
     return items
 
 
@@ -82,10 +121,17 @@ def records(traj: Trajectories, examples, texts, result, advantages=None) -> lis
     for i, (example, text, scored) in enumerate(zip(examples, texts, result.records(), strict=True)):
         start, end = int(traj.offsets[i] + traj.prompt_lengths[i]), int(traj.offsets[i + 1])
         record = {
-            "group": int(traj.group[i]), "sample": int(traj.sample[i]), "seed": int(traj.seed[i]),
-            "prompt": example.prompt_text, "completion": text, "answer": example.answer,
-            "score": _number(result.total[i]), "reward": scored, "finish": FINISH[traj.finish[i]],
-            "tokens": traj.tokens[start:end].tolist(), "logprobs": [round(float(x), 6) for x in traj.logprobs[start:end]],
+            "group": int(traj.group[i]),
+            "sample": int(traj.sample[i]),
+            "seed": int(traj.seed[i]),
+            "prompt": example.prompt_text,
+            "completion": text,
+            "answer": example.answer,
+            "score": _number(result.total[i]),
+            "reward": scored,
+            "finish": FINISH[traj.finish[i]],
+            "tokens": traj.tokens[start:end].tolist(),
+            "logprobs": [round(float(x), 6) for x in traj.logprobs[start:end]],
             "version": int(traj.versions[start]) if end > start else -1,
         }
         if advantages is not None:
@@ -101,7 +147,7 @@ def recorded_outcomes(old: list[dict], traj: Trajectories) -> list[dict | None]:
     for i in range(traj.num_sequences):
         r = known.get((int(traj.group[i]), int(traj.sample[i])))
         start = traj.offsets[i] + traj.prompt_lengths[i]
-        same = r is not None and r["tokens"] == traj.tokens[start:traj.offsets[i + 1]].tolist()
+        same = r is not None and r["tokens"] == traj.tokens[start : traj.offsets[i + 1]].tolist()
         out.append(r["reward"] if same else None)
     return out
 

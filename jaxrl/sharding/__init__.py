@@ -4,6 +4,13 @@ from jaxrl.sharding.mesh import batch_sharding, data_shards, make_mesh, mesh_sha
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings, spec_for
 
 __all__ = [
-    "ROLLOUT_RULES", "TRAIN_RULES", "batch_sharding", "data_shards", "make_mesh", "mesh_shape", "param_shardings",
-    "replicated", "spec_for",
+    "ROLLOUT_RULES",
+    "TRAIN_RULES",
+    "batch_sharding",
+    "data_shards",
+    "make_mesh",
+    "mesh_shape",
+    "param_shardings",
+    "replicated",
+    "spec_for",
 ]

@@ -8,6 +8,19 @@ from jaxrl.training.state import init_state, merge, partition
 from jaxrl.training.update import LossConfig, make_update
 
 __all__ = [
-    "Layout", "LossConfig", "Minibatch", "init_state", "loss_weights", "make_layout", "make_optimizer", "make_schedule", "make_score",
-    "make_update", "merge", "pack", "partition", "row_shapes", "unpack",
+    "Layout",
+    "LossConfig",
+    "Minibatch",
+    "init_state",
+    "loss_weights",
+    "make_layout",
+    "make_optimizer",
+    "make_schedule",
+    "make_score",
+    "make_update",
+    "merge",
+    "pack",
+    "partition",
+    "row_shapes",
+    "unpack",
 ]

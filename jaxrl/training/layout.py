@@ -70,8 +70,10 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
     if len(lengths) > 2:
         raise ConfigError(f"train.row_lengths={lengths}: at most 2 lengths (each is compiled)")
     if lengths[-1] < longest:
-        raise ConfigError(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last"
-                          " length or lower train.max_sequence_tokens")
+        raise ConfigError(
+            f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last"
+            " length or lower train.max_sequence_tokens"
+        )
     counts = []
     for length in lengths:
         per_shard = max(1, tokens_per_microbatch // length)
@@ -80,8 +82,9 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
     return RowShapes(lengths, tuple(counts))
 
 
-def make_layout(prompt_lengths, answer_lengths, groups, shapes: RowShapes, *, num_minibatches=1, share_prompts=True,
-                seed=0) -> Layout:
+def make_layout(
+    prompt_lengths, answer_lengths, groups, shapes: RowShapes, *, num_minibatches=1, share_prompts=True, seed=0
+) -> Layout:
     """Places sequences.
 
     Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows by
@@ -103,7 +106,11 @@ def make_layout(prompt_lengths, answer_lengths, groups, shapes: RowShapes, *, nu
     members = {g: np.flatnonzero(np.asarray(groups) == g) for g in order}
     minibatches, used, total = [], 0, 0
     for part in np.array_split(order, num_minibatches):
-        blocks = [b for g in part for b in _blocks(members[g], prompt_lengths, answer_lengths, shapes.lengths[-1], share_prompts)]
+        blocks = [
+            b
+            for g in part
+            for b in _blocks(members[g], prompt_lengths, answer_lengths, shapes.lengths[-1], share_prompts)
+        ]
         micro = _microbatches(blocks, shapes)
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
         used += sum(b.tokens for b in blocks)

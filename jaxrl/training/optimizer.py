@@ -63,7 +63,9 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
     for pattern, group in groups:
         extra = set(group) - {"lr", "weight_decay"}
         if extra:
-            raise ConfigError(f"optimizer.groups[{pattern!r}]: unknown keys {sorted(extra)}; known are lr and weight_decay")
+            raise ConfigError(
+                f"optimizer.groups[{pattern!r}]: unknown keys {sorted(extra)}; known are lr and weight_decay"
+            )
         if not any(re.search(pattern, name) for name in logical_axes):
             raise ConfigError(f"optimizer.groups: pattern {pattern!r} matches no trainable parameter")
 
@@ -72,7 +74,9 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
             return _imported(config.name)(learning_rate=lambda i: multiplier * schedule(i))
         parts = [_NAMED[config.name](config)]
         if config.name in _DECOUPLED_DECAY and decay:
-            parts.append(optax.add_decayed_weights(decay, mask=lambda params: {k: _decays(logical_axes[k]) for k in params}))
+            parts.append(
+                optax.add_decayed_weights(decay, mask=lambda params: {k: _decays(logical_axes[k]) for k in params})
+            )
         return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
 
     if not groups:
@@ -96,5 +100,7 @@ def _imported(path: str):
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
-        raise ConfigError(f"optimizer.name={path!r}: not one of {', '.join(_NAMED)} and not an importable optax factory"
-                          " such as optax.contrib.muon") from None
+        raise ConfigError(
+            f"optimizer.name={path!r}: not one of {', '.join(_NAMED)} and not an importable optax factory"
+            " such as optax.contrib.muon"
+        ) from None

@@ -19,8 +19,13 @@ def scored_tokens(traj: Trajectories, i: int) -> np.ndarray:
     return start + inside[inside > 0]  # the very first token has nothing that predicts it
 
 
-def pack(traj: Trajectories, micro: Microbatch, columns: dict[str, np.ndarray], weights: dict[str, np.ndarray],
-         dtype=np.float32) -> PackedBatch:
+def pack(
+    traj: Trajectories,
+    micro: Microbatch,
+    columns: dict[str, np.ndarray],
+    weights: dict[str, np.ndarray],
+    dtype=np.float32,
+) -> PackedBatch:
     """Fills the rows of one microbatch.
 
     Args:
@@ -35,7 +40,10 @@ def pack(traj: Trajectories, micro: Microbatch, columns: dict[str, np.ndarray], 
       target 0. Segment ids count from 1 in each row: prompt, then its answers.
     """
     rows, length = len(micro.rows), micro.row_length
-    ints = {k: np.zeros((rows, length), np.int32) for k in ("tokens", "positions", "segments", "prefixes", "sources", "targets")}
+    ints = {
+        k: np.zeros((rows, length), np.int32)
+        for k in ("tokens", "positions", "segments", "prefixes", "sources", "targets")
+    }
     cols = {k: np.zeros((rows, length), dtype) for k in columns}
     wts = {k: np.zeros((rows, length), dtype) for k in weights}
     for r, row in enumerate(micro.rows):
@@ -53,11 +61,11 @@ def _place(traj, block, r, cursor, scored, segment, ints, columns, cols, weights
     prompt_segment = segment + 1 if prompt_length else 0
     segment = prompt_segment or segment
     begin = traj.offsets[first]
-    _write(ints, r, cursor, traj.tokens[begin:begin + prompt_length], 0, prompt_segment, 0)
+    _write(ints, r, cursor, traj.tokens[begin : begin + prompt_length], 0, prompt_segment, 0)
     cursor += prompt_length
     for k, i in enumerate(block.sequences):
         start, end = int(traj.offsets[i]), int(traj.offsets[i + 1])
-        answer = traj.tokens[start + prompt_length:end]
+        answer = traj.tokens[start + prompt_length : end]
         segment += 1
         _write(ints, r, cursor, answer, prompt_length, segment, prompt_segment)
         idx = scored_tokens(traj, i)
@@ -66,7 +74,9 @@ def _place(traj, block, r, cursor, scored, segment, ints, columns, cols, weights
         local = idx - start
         slots = slice(scored, scored + len(idx))
         before = local - 1
-        ints["sources"][r, slots] = np.where(before < prompt_length, prompt_start + before, cursor + before - prompt_length)
+        ints["sources"][r, slots] = np.where(
+            before < prompt_length, prompt_start + before, cursor + before - prompt_length
+        )
         ints["targets"][r, slots] = traj.tokens[idx]
         for name, column in columns.items():
             cols[name][r, slots] = column[idx]
@@ -94,7 +104,7 @@ def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T:
                 idx = scored_tokens(traj, i)
                 if k:
                     idx = idx[idx - traj.offsets[i] >= traj.prompt_lengths[i]]
-                out_T[idx] = values_RxS[r, scored:scored + len(idx)]
+                out_T[idx] = values_RxS[r, scored : scored + len(idx)]
                 scored += len(idx)
 
 

@@ -22,8 +22,15 @@ def forward_logprobs(model, params, batch, *, temperature, chunk, valid_RxS):
     """
     hidden_RxLxD = model.hidden(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
     hidden_RxSxD = jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1)
-    return logprob_and_entropy(hidden_RxSxD, model.head(params), batch.targets, valid_RxS, temperature=temperature,
-                               softcap=model.config.final_softcap, chunk=chunk)
+    return logprob_and_entropy(
+        hidden_RxSxD,
+        model.head(params),
+        batch.targets,
+        valid_RxS,
+        temperature=temperature,
+        softcap=model.config.final_softcap,
+        chunk=chunk,
+    )
 
 
 def make_score(model, *, temperature: float, chunk: int, put):
@@ -38,8 +45,9 @@ def make_score(model, *, temperature: float, chunk: int, put):
 
     @jax.jit
     def program(params, batch):
-        return forward_logprobs(model, params, batch, temperature=temperature, chunk=chunk,
-                                valid_RxS=batch.weights["scored"] > 0)[0]
+        return forward_logprobs(
+            model, params, batch, temperature=temperature, chunk=chunk, valid_RxS=batch.weights["scored"] > 0
+        )[0]
 
     def score(params, traj, layout):
         out = np.zeros(len(traj.tokens), np.float32)

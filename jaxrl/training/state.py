@@ -22,10 +22,14 @@ def partition(tree, trainable_patterns, frozen_patterns):
     for option, patterns in (("model.trainable", trainable_patterns), ("model.frozen", frozen_patterns)):
         for p in patterns:
             if not any(re.search(p, name) for name in flat):
-                raise ConfigError(f"{option}: pattern {p!r} matches no parameter; names look like {', '.join(list(flat)[:3])}")
+                raise ConfigError(
+                    f"{option}: pattern {p!r} matches no parameter; names look like {', '.join(list(flat)[:3])}"
+                )
 
     def trains(name):
-        return any(re.search(p, name) for p in trainable_patterns) and not any(re.search(p, name) for p in frozen_patterns)
+        return any(re.search(p, name) for p in trainable_patterns) and not any(
+            re.search(p, name) for p in frozen_patterns
+        )
 
     trainable = {k: v for k, v in flat.items() if trains(k)}
     if not trainable:
@@ -44,5 +48,11 @@ def init_state(trainable, frozen, optimizer, seed: int, fp16: bool = False) -> T
     if fp16:
         stats |= {"loss_scale": jnp.asarray(2.0**15, jnp.float32), "finite_streak": jnp.zeros((), jnp.int32)}
     return TrainState(
-        trainable=trainable, frozen=frozen, opt_state=optimizer.init(trainable), step=jnp.zeros((), jnp.int32),
-        version=jnp.zeros((), jnp.int32), rng=jax.random.key_data(jax.random.key(seed)), stats=stats)
+        trainable=trainable,
+        frozen=frozen,
+        opt_state=optimizer.init(trainable),
+        step=jnp.zeros((), jnp.int32),
+        version=jnp.zeros((), jnp.int32),
+        rng=jax.random.key_data(jax.random.key(seed)),
+        stats=stats,
+    )

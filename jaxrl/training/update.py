@@ -23,15 +23,15 @@ from jaxrl.training.state import merge
 class LossConfig:
     """Static choices of the loss. Columns read: advantage (policy); old, ref, behaviour where the choice needs them."""
 
-    kind: str = "policy"          # policy or nll
+    kind: str = "policy"  # policy or nll
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0
     kl_estimator: str = "k3_unbiased"
     entropy_coef: float = 0.0
-    old: str = "current"          # current: ratio 1 by construction; column: the column "old"
-    mismatch: str = "none"        # none or token_tis
+    old: str = "current"  # current: ratio 1 by construction; column: the column "old"
+    mismatch: str = "none"  # none or token_tis
     mismatch_cap: float = 2.0
     chunk: int = 1024
     max_grad_norm: float = 1.0
@@ -49,11 +49,15 @@ def loss_and_metrics(trainable, frozen, batch, model, cfg: LossConfig):
     """
     token = batch.weights["token"]
     mask = token > 0
-    logp, entropy = forward_logprobs(model, merge(trainable, frozen), batch, temperature=cfg.temperature,
-                                     chunk=cfg.chunk, valid_RxS=mask)
+    logp, entropy = forward_logprobs(
+        model, merge(trainable, frozen), batch, temperature=cfg.temperature, chunk=cfg.chunk, valid_RxS=mask
+    )
     policy_weight = batch.weights["policy"]
     fixed = jax.lax.stop_gradient(logp)
-    metrics = {"policy/entropy": jnp.sum(token * jax.lax.stop_gradient(entropy)), "policy/logprob": jnp.sum(token * fixed)}
+    metrics = {
+        "policy/entropy": jnp.sum(token * jax.lax.stop_gradient(entropy)),
+        "policy/logprob": jnp.sum(token * fixed),
+    }
     if cfg.kind == "nll":
         loss = -jnp.sum(policy_weight * logp)
         return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
@@ -67,7 +71,9 @@ def loss_and_metrics(trainable, frozen, batch, model, cfg: LossConfig):
     loss = jnp.sum(policy_weight * token_loss)
     metrics["policy/loss"] = jax.lax.stop_gradient(loss)
     if cfg.kl_coef:
-        loss += cfg.kl_coef * jnp.sum(policy_weight * kl_penalty(logp, batch.columns["ref"], old, mask, cfg.kl_estimator))
+        loss += cfg.kl_coef * jnp.sum(
+            policy_weight * kl_penalty(logp, batch.columns["ref"], old, mask, cfg.kl_estimator)
+        )
         metrics["policy/kl"] = jnp.sum(token * kl_penalty(fixed, batch.columns["ref"], fixed, mask, "k3"))
     if cfg.entropy_coef:
         loss -= cfg.entropy_coef * jnp.sum(token * entropy)
@@ -135,14 +141,24 @@ def make_apply(optimizer, schedule, cfg: LossConfig):
         trainable = optax.apply_updates(state.trainable, updates)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
         good = finite.astype(jnp.int32)
-        stats = {**state.stats, "skipped": state.stats["skipped"] + 1 - good,
-                 "nonfinite_streak": (state.stats["nonfinite_streak"] + 1) * (1 - good)}
+        stats = {
+            **state.stats,
+            "skipped": state.stats["skipped"] + 1 - good,
+            "nonfinite_streak": (state.stats["nonfinite_streak"] + 1) * (1 - good),
+        }
         if cfg.fp16:
             stats |= _rescale(state.stats, finite)
-        metrics = metrics | {"optim/grad_norm": norm, "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
-                             "optim/skipped": 1.0 - good}
-        state = state.replace(trainable=keep(trainable, state.trainable), opt_state=keep(opt_state, state.opt_state),
-                              step=state.step + good, stats=stats)
+        metrics = metrics | {
+            "optim/grad_norm": norm,
+            "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
+            "optim/skipped": 1.0 - good,
+        }
+        state = state.replace(
+            trainable=keep(trainable, state.trainable),
+            opt_state=keep(opt_state, state.opt_state),
+            step=state.step + good,
+            stats=stats,
+        )
         return state, metrics
 
     return apply

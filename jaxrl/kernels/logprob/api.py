@@ -10,8 +10,17 @@ import jax.numpy as jnp
 from jaxrl.kernels.logprob import chunked, reference
 
 
-def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS=None, *, temperature=1.0, softcap=0.0,
-                        chunk=1024, implementation="chunked"):
+def logprob_and_entropy(
+    hidden_RxSxD,
+    head_DxV,
+    targets_RxS,
+    valid_RxS=None,
+    *,
+    temperature=1.0,
+    softcap=0.0,
+    chunk=1024,
+    implementation="chunked",
+):
     """Log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) / temperature).
 
     Args:

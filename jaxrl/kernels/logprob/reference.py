@@ -12,8 +12,9 @@ import jax.numpy as jnp
 def scaled_logits(hidden, head, temperature, softcap):
     """[..., D] x [D, V] -> logits [..., V] in fp32 or better: soft-capped, then divided by the temperature."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), (((hidden.ndim - 1,), (0,)), ((), ())),
-                                 preferred_element_type=acc)
+    logits = jax.lax.dot_general(
+        hidden, head.astype(hidden.dtype), (((hidden.ndim - 1,), (0,)), ((), ())), preferred_element_type=acc
+    )
     if softcap:
         logits = softcap * jnp.tanh(logits / softcap)
     return logits / temperature
