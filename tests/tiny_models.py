@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", {"head_dim": 12}),
     "gemma2": ("gemma2", {"num_hidden_layers": 5, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 8, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
                                "sliding_window_pattern": 3, "rope_parameters": {
                                    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3000.0},
                                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),

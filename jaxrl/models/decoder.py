@@ -1,8 +1,7 @@
 """The decoder: one linen module for every family, in three modes (packed rows, prefill, one token against a cache).
 
 Parameters keep the dtype they are given and are cast to the compute dtype where they are used. Norms, rotary angles
-and softmax run in fp32 (float64 where the compute dtype is). The modules declare names and shapes; the initial values
-that count are Model.init's.
+and softmax run in fp32 (float64 where the compute dtype is).
 
 Legend: B rows, L tokens per row, D hidden size, H query heads, G key-value heads, K head size, S cache slots, C cache
 length, N repetitions of the repeating block.
@@ -26,6 +25,7 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+DECLARED = nn.initializers.zeros  # names and shapes are what counts here; Model.init makes the values
 POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -41,7 +41,7 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x):
         acc = jnp.promote_types(x.dtype, jnp.float32)
-        scale = self.param("scale", nn.initializers.constant(1.0 - self.offset), (x.shape[-1],))
+        scale = self.param("scale", DECLARED, (x.shape[-1],))
         y = x.astype(acc)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.offset:
@@ -59,11 +59,11 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x):
         inputs = self.row.inputs
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), x.shape[-inputs:] + self.outputs)
+        kernel = self.param("kernel", DECLARED, x.shape[-inputs:] + self.outputs)
         axes = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
         y = jax.lax.dot_general(x, gathered(kernel.astype(x.dtype), self.row.axes), (axes, ((), ())))
         if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, self.outputs).astype(x.dtype)
+            y = y + self.param("bias", DECLARED, self.outputs).astype(x.dtype)
         return y
 
 
@@ -227,8 +227,7 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self):
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        return self.param("embedding", nn.initializers.normal(1.0), shape)
+        return self.param("embedding", DECLARED, (self.config.vocab_size, self.config.hidden_size))
 
 
 class Head(nn.Module):
@@ -236,5 +235,4 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self):
-        shape = (self.config.hidden_size, self.config.vocab_size)
-        return self.param("kernel", nn.initializers.lecun_normal(), shape)
+        return self.param("kernel", DECLARED, (self.config.hidden_size, self.config.vocab_size))

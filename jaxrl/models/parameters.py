@@ -71,6 +71,11 @@ class Entry:
     inputs: int                     # as in Parameter
     stacked: bool
 
+    @property
+    def kind(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Shape and logical axes of one repetition."""
+        return (self.shape[1:], self.axes[1:]) if self.stacked else (self.shape, self.axes)
+
     def from_hf(self, tensor):
         """HF tensor -> ours (one repetition): a view, so that slicing it copies only the slice."""
         shape = self.shape[1:] if self.stacked else self.shape

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import attention
-from jaxrl.sharding import ROLLOUT_RULES, spec_for
+from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
 
 
@@ -40,6 +40,15 @@ def gathered(weight, axes):
         return weight
     spec = spec_for("/".join(map(str, axes)), axes, weight.shape, mesh, ROLLOUT_RULES)
     return jax.lax.with_sharding_constraint(weight, spec)
+
+
+def stored(weights, axes):
+    """[N, *weight] split as parameters are kept, the first axis whole."""
+    mesh = _mesh()
+    if mesh is None:
+        return weights
+    spec = spec_for("/".join(map(str, axes)), axes, weights.shape[1:], mesh, TRAIN_RULES)
+    return jax.lax.with_sharding_constraint(weights, P(None, *spec))
 
 
 def rows(x):
