@@ -37,17 +37,23 @@ BEHAVIOURS = {
 
 # Options whose whole effect is what a config may say.
 CHECKED_ONLY = {
-    "rollout.engine",                 # one engine so far; a name that is none is refused
+    "rollout.engine",  # one engine so far; a name that is none is refused
     "rollout.penalties_in_training",  # consent
 }
 # Names under which files hold a group of the config.
 ALIASES = {
-    "training/optimizer.py": {"c": "optimizer", "config": "optimizer"}, "rollout/shapes.py": {"roll": "rollout"},
-    "recipes/trajectories.py": {"group": "rollout eval"}, "recipes/setup.py": {"c": "model"},
-    "recipes/rl.py": {"v": "algorithm", "values": "algorithm"}, "data/stream.py": {"d": "data"},
-    "checkpoint.py": {"_options": "checkpoint"}, "telemetry/telemetry.py": {"_log": "log"},
-    "telemetry/sinks.py": {"log_config": "log"}, "rewards/pool.py": {"_reward": "reward"},
-    "rewards/specs.py": {"r": "reward"}, "sharding/mesh.py": {"mesh_config": "mesh"},
+    "training/optimizer.py": {"c": "optimizer", "config": "optimizer"},
+    "rollout/shapes.py": {"roll": "rollout"},
+    "recipes/trajectories.py": {"group": "rollout eval"},
+    "recipes/setup.py": {"c": "model"},
+    "recipes/rl.py": {"v": "algorithm", "values": "algorithm"},
+    "data/stream.py": {"d": "data"},
+    "checkpoint.py": {"_options": "checkpoint"},
+    "telemetry/telemetry.py": {"_log": "log"},
+    "telemetry/sinks.py": {"log_config": "log"},
+    "rewards/pool.py": {"_reward": "reward"},
+    "rewards/specs.py": {"r": "reward"},
+    "sharding/mesh.py": {"mesh_config": "mesh"},
 }
 
 
@@ -193,6 +199,7 @@ def test_every_option_is_read_where_it_acts():
 
 def _reads(tree, aliases):
     """'group.option' of every attribute and every subscript by a text, read off what it is taken from."""
+
     def name(node):
         return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 

@@ -34,15 +34,25 @@ from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.run import NothingFinite, Run
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
+from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rollout import Engine, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
 
-MODEL = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-         "tie_word_embeddings": True, "eos_token_id": 2}
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +63,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def tiny(tokenizer):
     """tiny("group.option", value, ...) -> a config of a random model that passes every check."""
+
     def make(*pairs):
         c = default_config()
         c.model.init, c.model.tokenizer, c.data.path = "random", tokenizer, ("some.jsonl",)
@@ -61,6 +72,7 @@ def tiny(tokenizer):
             put(c, name, value)
         config_checks.check(c)
         return c
+
     return make
 
 
@@ -78,8 +90,12 @@ def compiled_once(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def jax_as_it_was():
     """`open_job` and `start_jax` set jax up for the whole process."""
-    names = ("jax_default_matmul_precision", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
-             "jax_persistent_cache_min_entry_size_bytes")
+    names = (
+        "jax_default_matmul_precision",
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
     before, mesh = {n: getattr(jax.config, n) for n in names}, jax.sharding.get_mesh()
     yield
     for name, value in before.items():
@@ -114,8 +130,10 @@ def test_deterministic_and_compile_cache_reach_jax(tiny, tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_dir.endswith(os.path.join(".cache", "jaxrl", "xla"))
 
 
-@pytest.mark.parametrize("precision, dtype, expected", [
-    ("auto", "fp32", "highest"), ("auto", "bf16", None), ("default", "fp32", None), ("high", "fp32", "high")])
+@pytest.mark.parametrize(
+    "precision, dtype, expected",
+    [("auto", "fp32", "highest"), ("auto", "bf16", None), ("default", "fp32", None), ("high", "fp32", "high")],
+)
 def test_matmul_precision(tiny, precision, dtype, expected):
     setup.open_job(tiny("run.matmul_precision", precision, "train.compute_dtype", dtype))
     assert jax.config.jax_default_matmul_precision == expected
@@ -151,6 +169,7 @@ def test_model_config_and_init(tiny, tmp_path):
 def test_revisions_of_a_hub_model(tiny, tmp_path, monkeypatch):
     """A hub cache with two revisions, read without a network."""
     import huggingface_hub.constants
+
     repo = tmp_path / "models--somebody--tiny"
     for name, commit, layers in (("main", "a" * 40, 1), ("v2", "b" * 40, 2)):
         (repo / "refs").mkdir(parents=True, exist_ok=True)
@@ -168,6 +187,7 @@ def test_scan_layers_decides_how_parameters_are_stacked(tiny):
     def names(scan):
         model = setup.open_job(tiny("model.scan_layers", scan, "model.config.num_hidden_layers", 2)).model
         return set(jax.eval_shape(model.init, jax.random.key(0)))
+
     assert "layers" in names("true") and "layer_1" in names("false") and names("auto") == names("false")
 
 
@@ -178,6 +198,7 @@ def program(c):
 
     def loss(params):
         return model.hidden(params, tokens, jnp.arange(8)[None], tokens, 0 * tokens).sum()
+
     return str(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0))))
 
 
@@ -215,12 +236,14 @@ def test_eos_tokens_end_an_answer(tiny):
 
 def test_tokenizer_code_runs_when_it_is_trusted(tmp_path, monkeypatch):
     import transformers.dynamic_module_utils as modules
+
     monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     folder = tmp_path / "t"
     make_tokenizer(folder)
-    (folder / "code.py").write_text("from transformers import PreTrainedTokenizerFast\n"
-                                    "class Own(PreTrainedTokenizerFast):\n    trusted = True\n")
+    (folder / "code.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    trusted = True\n"
+    )
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "code.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -253,14 +276,20 @@ MESHES = """
 def test_mesh_splits_batch_parameters_and_width(tokenizer):
     """Four devices. Batch rows go over dp x fsdp, parameters over fsdp x tp. (Also under run.deterministic.)"""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    out = subprocess.run([sys.executable, "-c", textwrap.dedent(MESHES), json.dumps(MODEL), tokenizer], env=env,
-                         capture_output=True, text=True, timeout=300)
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MESHES), json.dumps(MODEL), tokenizer],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert out.returncode == 0, out.stderr[-3000:]
     assert json.loads(out.stdout) == [
         [{"dp": 1, "fsdp": 4, "tp": 1}, [8, 48], [2, 4]],
         [{"dp": 1, "fsdp": 2, "tp": 2}, [16, 24], [4, 4]],
         [{"dp": 2, "fsdp": 2, "tp": 1}, [16, 48], [2, 4]],
-        [{"dp": 1, "fsdp": 1, "tp": 4}, [32, 12], [8, 4]]]
+        [{"dp": 1, "fsdp": 1, "tp": 4}, [32, 12], [8, 4]],
+    ]
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -268,6 +297,7 @@ def test_mesh_splits_batch_parameters_and_width(tokenizer):
 
 def test_subsets_of_a_folder(tokenizer, tmp_path, monkeypatch):
     import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -283,14 +313,17 @@ def test_subsets_of_a_folder(tokenizer, tmp_path, monkeypatch):
 def test_a_hub_data_set_is_asked_for_by_name_subset_split_and_revision(tokenizer, monkeypatch):
     """What is asked of the hub's client; the hub itself is out of reach of tests."""
     import datasets
+
     asked = []
 
     def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
         return datasets.Dataset.from_list(questions(2))
+
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    config = make_config(tokenizer, "somebody/rows", data__revision="v2", data__subset="easy",
-                         data__split=("train", "more"))
+    config = make_config(
+        tokenizer, "somebody/rows", data__revision="v2", data__subset="easy", data__split=("train", "more")
+    )
     assert len(load_train(config, load_tokenizer(config))) == 4
     assert asked == [(("somebody/rows", "easy"), {"split": s, "revision": "v2"}) for s in ("train", "more")]
 
@@ -306,8 +339,17 @@ def test_the_completion_column(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("group", ["rollout", "eval"])
-@pytest.mark.parametrize("name, value", [("temperature", 0.7), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1),
-                                         ("repetition_penalty", 1.1), ("frequency_penalty", 0.2)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("frequency_penalty", 0.2),
+    ],
+)
 def test_sampling_options_reach_the_sampler(tiny, group, name, value):
     c = tiny(f"{group}.{name}", value, "rollout.penalties_in_training", True)
     other = "eval" if group == "rollout" else "rollout"
@@ -335,6 +377,7 @@ def test_engine_names(tiny):
 def test_static_shapes_of_the_sampler(tiny):
     def shapes(*pairs):
         return from_config(tiny(*pairs), 1, 1)
+
     usual = shapes()
     assert (usual.slot_counts, usual.prompt_lengths, usual.cache_lengths) == ((32, 128, 256), (128, 256, 512), (1536,))
     assert shapes("rollout.slots", 40).slot_counts == (5, 20, 40)
@@ -342,6 +385,17 @@ def test_static_shapes_of_the_sampler(tiny):
     assert shapes("rollout.prompt_lengths", (64, 512)).prompt_lengths == (64, 512)
     assert shapes("rollout.cache_lengths", (512, 1536)).cache_lengths == (512, 1536)
     assert (usual.decode_steps, shapes("rollout.decode_steps", 3).decode_steps) == (16, 3)
+
+
+def test_reward_workers(tiny, tmp_path):
+    (tmp_path / "who.py").write_text(
+        "import os, time\ndef who(prompt, completion):\n    time.sleep(0.1)\n    return 1.0, {'pid': os.getpid()}\n"
+    )
+    for workers in (1, 2):
+        c = tiny("reward.workers", workers, "reward.functions", (f"{tmp_path}/who.py:who",))
+        with RewardPool(c) as pool:
+            result = pool.score([RewardItem("q", "c")] * 8)
+        assert len({m["who"]["pid"] for m in result.item_metrics}) == workers
 
 
 # -- algorithm -------------------------------------------------------------------------------------------------------
@@ -352,12 +406,20 @@ def algorithm(c):
     return Algorithm(SimpleNamespace(config=c, job=job))
 
 
-@pytest.mark.parametrize("name, value, field", [
-    ("rollout.temperature", 0.7, "temperature"), ("algorithm.clip_low", 0.1, "clip_low"),
-    ("algorithm.clip_high", 0.28, "clip_high"), ("algorithm.kl.coef", 0.05, "kl_coef"),
-    ("algorithm.entropy_coef", 0.01, "entropy_coef"), ("algorithm.mismatch.correction", "token_tis", "mismatch"),
-    ("algorithm.mismatch.cap", 3.0, "mismatch_cap"), ("train.logprob_chunk", 77, "chunk"),
-    ("optimizer.max_grad_norm", 0.3, "max_grad_norm")])
+@pytest.mark.parametrize(
+    "name, value, field",
+    [
+        ("rollout.temperature", 0.7, "temperature"),
+        ("algorithm.clip_low", 0.1, "clip_low"),
+        ("algorithm.clip_high", 0.28, "clip_high"),
+        ("algorithm.kl.coef", 0.05, "kl_coef"),
+        ("algorithm.entropy_coef", 0.01, "entropy_coef"),
+        ("algorithm.mismatch.correction", "token_tis", "mismatch"),
+        ("algorithm.mismatch.cap", 3.0, "mismatch_cap"),
+        ("train.logprob_chunk", 77, "chunk"),
+        ("optimizer.max_grad_norm", 0.3, "max_grad_norm"),
+    ],
+)
 def test_algorithm_options_reach_the_loss(tiny, name, value, field):
     assert getattr(algorithm(tiny(name, value)).loss, field) == value
     assert getattr(algorithm(tiny()).loss, field) != value
@@ -371,9 +433,11 @@ def test_kl_estimator_reaches_the_loss(tiny):
 
 def test_old_logprobs_and_the_number_of_updates(tiny):
     """auto scores once more only where a batch gets several updates."""
+
     def source(*pairs):
         a = algorithm(tiny(*pairs))
         return a.old_source, a.loss.old, a.updates_per_step
+
     assert source() == ("current", "current", 1)
     assert source("algorithm.ppo_epochs", 3) == ("recompute", "column", 3)
     assert source("algorithm.ppo_epochs", 2, "algorithm.num_minibatches", 4) == ("recompute", "column", 8)
@@ -394,6 +458,7 @@ def test_advantage_options(tiny):
     def advantages(*pairs):
         v = config_checks.resolved_algorithm(tiny(*pairs))
         return group_advantages(scores, groups, mean=v["advantage_mean"], std=v["advantage_std"])[0]
+
     np.testing.assert_allclose(advantages(), [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5], rtol=1e-5)
     np.testing.assert_allclose(advantages("algorithm.advantage_std", "none"), [1, -1, -0.5, 0.5])
     plain = advantages("algorithm.advantage_std", "none", "algorithm.advantage_mean", "none")
@@ -424,6 +489,7 @@ def loss_of():
         cfg = training.LossConfig(**options)
         loss, metrics = loss_and_metrics(params, {}, jax.tree.map(jnp.asarray, batch), model, cfg)
         return float(loss), {k: float(v) for k, v in metrics.items()}
+
     return compute
 
 
@@ -457,8 +523,9 @@ def test_truncated_answers_can_be_masked():
     traj, _ = batch_of_groups(groups=2, size=2)
     traj.finish[:] = [0, 1, 0, 1]
     cut = np.repeat(traj.finish == 1, traj.lengths) & traj.loss_mask
-    kept, masked = (training.loss_weights(traj, np.arange(4), "token_mean", mask_truncated=m)["policy"]
-                    for m in (False, True))
+    kept, masked = (
+        training.loss_weights(traj, np.arange(4), "token_mean", mask_truncated=m)["policy"] for m in (False, True)
+    )
     assert (kept[cut] > 0).all() and (masked[cut] == 0).all()
     np.testing.assert_array_equal(kept[~cut], masked[~cut])  # denominators stay
 
@@ -511,9 +578,13 @@ def test_warm_up_as_a_fraction_and_from_a_start():
 
 def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
     def check(streak, limit):
-        r = SimpleNamespace(config=tiny("optimizer.max_nonfinite", limit), job=SimpleNamespace(run_dir=setup.Path("x")),
-                            state=SimpleNamespace(stats={"nonfinite_streak": np.int32(streak)}))
+        r = SimpleNamespace(
+            config=tiny("optimizer.max_nonfinite", limit),
+            job=SimpleNamespace(run_dir=setup.Path("x")),
+            state=SimpleNamespace(stats={"nonfinite_streak": np.int32(streak)}),
+        )
         Run.check_finite(r)
+
     check(2, 3)
     with pytest.raises(NothingFinite, match="optimizer.max_nonfinite=3"):
         check(3, 3)
@@ -525,10 +596,21 @@ def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
 
 def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
     short = ("data.max_prompt_tokens", 40, "rollout.max_new_tokens", 60)
-    shapes = [setup.open_job(tiny(*short, *more)).row_shapes for more in (
-        (), ("train.tokens_per_microbatch", 416), ("train.row_lengths", (64, 128)), ("train.max_sequence_tokens", 56))]
+    shapes = [
+        setup.open_job(tiny(*short, *more)).row_shapes
+        for more in (
+            (),
+            ("train.tokens_per_microbatch", 416),
+            ("train.row_lengths", (64, 128)),
+            ("train.max_sequence_tokens", 56),
+        )
+    ]
     assert [(s.lengths, s.counts[-1]) for s in shapes] == [
-        ((104,), (157, 39)), ((104,), (4, 1)), ((64, 128), (128, 32)), ((56,), (292, 73))]
+        ((104,), (157, 39)),
+        ((104,), (4, 1)),
+        ((64, 128), (128, 32)),
+        ((56,), (292, 73)),
+    ]
 
 
 def test_answers_are_cut_to_max_sequence_tokens():
@@ -583,9 +665,11 @@ def test_loss_on_prompt():
 
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
-        r = SimpleNamespace(config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9,
-                            samples=samples)
+        r = SimpleNamespace(
+            config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9, samples=samples
+        )
         return Run.finished(r)
+
     assert not finished(0, 10**9) and not finished(64, 63)
     assert finished(64, 64) and finished(0, 0, step=9)
 
@@ -597,12 +681,19 @@ OFF = {"eval.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.every_min
 STEPS = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0), (5, 1.25), (6, 1.5)]
 
 
-@pytest.mark.parametrize("option, value, what, due", [
-    ("eval.every_steps", 3, "eval", [3, 6]), ("eval.every_epochs", 0.5, "eval", [2, 4, 6]),
-    ("eval.every_seconds", 1e-9, "eval", [1, 2, 3, 4, 5, 6]),
-    ("checkpoint.every_steps", 4, "save", [4]), ("checkpoint.every_epochs", 1.0, "save", [4]),
-    ("checkpoint.every_minutes", 1e-9, "save", [1, 2, 3, 4, 5, 6]), ("checkpoint.every_minutes", 1e9, "save", []),
-    ("checkpoint.export_every_steps", 5, "export", [5])])
+@pytest.mark.parametrize(
+    "option, value, what, due",
+    [
+        ("eval.every_steps", 3, "eval", [3, 6]),
+        ("eval.every_epochs", 0.5, "eval", [2, 4, 6]),
+        ("eval.every_seconds", 1e-9, "eval", [1, 2, 3, 4, 5, 6]),
+        ("checkpoint.every_steps", 4, "save", [4]),
+        ("checkpoint.every_epochs", 1.0, "save", [4]),
+        ("checkpoint.every_minutes", 1e-9, "save", [1, 2, 3, 4, 5, 6]),
+        ("checkpoint.every_minutes", 1e9, "save", []),
+        ("checkpoint.export_every_steps", 5, "export", [5]),
+    ],
+)
 def test_triggers(tiny, option, value, what, due):
     r = SimpleNamespace(config=tiny(*[x for pair in {**OFF, option: value}.items() for x in pair]))
     Run._triggers(r, {})

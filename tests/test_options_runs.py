@@ -18,8 +18,16 @@ import jaxrl
 from jaxrl.config import ConfigError, default_config, load_config, put
 from jaxrl.models.tensorfile import list_folder
 
-MODEL = {"model_type": "qwen2", "vocab_size": 192, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 192,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
 WARM_START = f"""
     from jaxrl.config import default_config
     def get_config(arg=None):
@@ -53,23 +61,48 @@ def rl(folder, **options):
     c = default_config()
     mine = f"{folder}/mine.py"
     base = {
-        "run.dir": f"{folder}/run", "run.warm_start": f"{folder}/sft.py", "run.compile_cache": f"{folder}/compiled",
-        "data.path": ("jaxrl://arith/train.jsonl",), "data.max_rows": 40, "data.prompts_per_step": 4,
-        "data.max_prompt_tokens": 120, "data.response_prefix": "So",
-        "train.steps": 2, "train.tokens_per_microbatch": 128,
-        "rollout.group_size": 3, "rollout.max_new_tokens": 8, "rollout.prompt_lengths": (120,),
-        "rollout.compaction": False, "rollout.slots": 12,
-        "reward.functions": (f"{mine}:variety", f"{mine}:length"), "reward.weights": (1.0, 0.25), "reward.scale": 2.0,
-        "reward.pass_mark": 0.5, "reward.workers": 1,
-        "algorithm.advantage_std": "none", "algorithm.ppo_epochs": 2, "algorithm.num_minibatches": 2,
-        "algorithm.kl.coef": 0.05, "algorithm.kl.estimator": "k3", "reference.dtype": "fp32",
-        "optimizer.lr": 1e-2, "optimizer.warmup_steps": 0,
-        "eval.sets": ("one=jaxrl://arith/test.jsonl", "two=jaxrl://arith/test.jsonl"), "eval.max_rows": 2,
-        "eval.samples": 3, "eval.temperature": 1.0, "eval.max_new_tokens": 5, "eval.every_steps": 1,
+        "run.dir": f"{folder}/run",
+        "run.warm_start": f"{folder}/sft.py",
+        "run.compile_cache": f"{folder}/compiled",
+        "data.path": ("jaxrl://arith/train.jsonl",),
+        "data.max_rows": 40,
+        "data.prompts_per_step": 4,
+        "data.max_prompt_tokens": 120,
+        "data.response_prefix": "So",
+        "train.steps": 2,
+        "train.tokens_per_microbatch": 128,
+        "rollout.group_size": 3,
+        "rollout.max_new_tokens": 8,
+        "rollout.prompt_lengths": (120,),
+        "rollout.compaction": False,
+        "rollout.slots": 12,
+        "reward.functions": (f"{mine}:variety", f"{mine}:length"),
+        "reward.weights": (1.0, 0.25),
+        "reward.scale": 2.0,
+        "reward.pass_mark": 0.5,
+        "reward.workers": 1,
+        "algorithm.advantage_std": "none",
+        "algorithm.ppo_epochs": 2,
+        "algorithm.num_minibatches": 2,
+        "algorithm.kl.coef": 0.05,
+        "algorithm.kl.estimator": "k3",
+        "reference.dtype": "fp32",
+        "optimizer.lr": 1e-2,
+        "optimizer.warmup_steps": 0,
+        "eval.sets": ("one=jaxrl://arith/test.jsonl", "two=jaxrl://arith/test.jsonl"),
+        "eval.max_rows": 2,
+        "eval.samples": 3,
+        "eval.temperature": 1.0,
+        "eval.max_new_tokens": 5,
+        "eval.every_steps": 1,
         "eval.rewards": (f"{mine}:variety",),
-        "checkpoint.every_steps": 1, "checkpoint.keep": 1, "checkpoint.export_every_steps": 1,
-        "checkpoint.export_dtype": "bf16", "checkpoint.shard_gb": 1e-5,
-        "log.console": "off", "log.sinks": (f"{mine}:Sink",),
+        "checkpoint.every_steps": 1,
+        "checkpoint.keep": 1,
+        "checkpoint.export_every_steps": 1,
+        "checkpoint.export_dtype": "bf16",
+        "checkpoint.shard_gb": 1e-5,
+        "log.console": "off",
+        "log.sinks": (f"{mine}:Sink",),
     }
     for name, value in (base | {k.replace("__", "."): v for k, v in options.items()}).items():
         put(c, name, value)
@@ -103,18 +136,28 @@ def first(folder):
     summary = jaxrl.train(rl(folder))
     run = folder / "run"
     return SimpleNamespace(
-        summary=summary, run=run, files=listing(run), metrics=lines(run / "metrics.jsonl"),
+        summary=summary,
+        run=run,
+        files=listing(run),
+        metrics=lines(run / "metrics.jsonl"),
         rollouts=[lines(run / "rollouts" / f"step_0000000{k}.jsonl") for k in (1, 2)],
         evals={(k, s): lines(run / "eval" / f"step_0000000{k}_{s}.jsonl") for k in (0, 1, 2) for s in ("one", "two")},
-        host=json.loads((run / "summary.json").read_text()))
+        host=json.loads((run / "summary.json").read_text()),
+    )
 
 
 @pytest.fixture(scope="module")
 def evaluated(folder, first):
     """run.mode=eval, of the checkpoint and of the bare model."""
     before = (folder / "run" / "metrics.jsonl").read_text()
-    c = rl(folder, run__mode="eval", eval__sets=("one=jaxrl://arith/test.jsonl",), eval__accuracy_from="length",
-           eval__rewards=(f"{folder}/mine.py:variety", f"{folder}/mine.py:length"), reward__pass_mark=3.0)
+    c = rl(
+        folder,
+        run__mode="eval",
+        eval__sets=("one=jaxrl://arith/test.jsonl",),
+        eval__accuracy_from="length",
+        eval__rewards=(f"{folder}/mine.py:variety", f"{folder}/mine.py:length"),
+        reward__pass_mark=3.0,
+    )
     return SimpleNamespace(summary=jaxrl.train(c), before=before, after=(folder / "run" / "metrics.jsonl").read_text())
 
 
@@ -122,10 +165,25 @@ def evaluated(folder, first):
 def third(folder, first, evaluated):
     """One more step of the first run, with all outputs off."""
     before = listing(folder / "run")
-    c = rl(folder, run__resume="must", train__steps=9, train__max_samples=36, eval__before=False, eval__after=False,
-           eval__every_steps=0, checkpoint__at_end=False, checkpoint__every_steps=0, checkpoint__export_every_steps=0,
-           checkpoint__export_at_end=False, log__rollouts=False, log__sinks=(), algorithm__advantage_mean="none",
-           checkpoint__every_minutes=0.0, log__tensorboard=False, profile__steps=(3, 3))
+    c = rl(
+        folder,
+        run__resume="must",
+        train__steps=9,
+        train__max_samples=36,
+        eval__before=False,
+        eval__after=False,
+        eval__every_steps=0,
+        checkpoint__at_end=False,
+        checkpoint__every_steps=0,
+        checkpoint__export_every_steps=0,
+        checkpoint__export_at_end=False,
+        log__rollouts=False,
+        log__sinks=(),
+        algorithm__advantage_mean="none",
+        checkpoint__every_minutes=0.0,
+        log__tensorboard=False,
+        profile__steps=(3, 3),
+    )
     summary = jaxrl.train(c)
     run = folder / "run"
     return SimpleNamespace(summary=summary, new=listing(run) - before, metrics=lines(run / "metrics.jsonl"))
@@ -172,8 +230,10 @@ def test_epochs_minibatches_and_reference(first, folder):
     """2 passes x 2 minibatches x 2 steps = 8 updates; the KL to the reference starts at 0 and grows."""
     from jaxrl.checkpoint import Checkpointer
     from jaxrl.faults import Faults
+
     restored = Checkpointer(first.run, rl(folder), Faults(())).restore(
-        {"step": jax.ShapeDtypeStruct((), np.int32)}, "must", partial=True)
+        {"step": jax.ShapeDtypeStruct((), np.int32)}, "must", partial=True
+    )
     assert int(restored.arrays["step"]) == 8
     assert first.metrics[1]["policy/kl"] < first.metrics[2]["policy/kl"] and first.metrics[2]["old_gap/max"] > 1e-3
 
