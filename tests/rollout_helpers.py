@@ -1,5 +1,6 @@
 """Shared by the rollout tests: a tiny model whose distributions are far from flat, its tokenizer, its scorer."""
 
+import dataclasses
 import functools
 
 import jax
@@ -139,3 +140,19 @@ def redraw(logits, p: SamplingParams, seed, index):
     lane, first = pick(folded.sum(0), words[0])
     row, second = pick(folded[:, lane], words[1])
     return row * lanes + lane, min(first, second)
+
+
+def sampled_logprobs(logits, p: SamplingParams, token, slack=5e-5):
+    """Log-probs of the token under the truncated distribution: with the options as they are, and moved by `slack`.
+
+    The support is a step function: where a token lies on its border within the rounding of fp32 logits, the sampler
+    and the oracle may differ by that token. A token outside a support has -inf.
+    """
+    logp = log_softmax(logits / p.temperature)
+    out = []
+    for sign in (0, -1, 1):
+        moved = dataclasses.replace(p, top_p=min(1.0, p.top_p * (1 + sign * slack)) if p.top_p < 1 else 1.0,
+                                    min_p=p.min_p * (1 + sign * slack))
+        keep = support(logits, moved)
+        out.append(logp[token] - np.log(np.exp(logp)[keep].sum()) if keep[token] else -np.inf)
+    return out

@@ -176,6 +176,16 @@ def test_every_static_length_agrees_with_the_scorer(compact):
     assert {("prefill", 8), ("prefill", 20), ("decode", 64, 32), ("decode", 64, 44)} <= set(compact._programs.compiled)
 
 
+def test_the_cache_is_updated_in_place(compact):
+    held = sum(a.nbytes for a in jax.tree.leaves(compact._cache))
+    programs = compact._programs.compiled
+    for key in (("decode", 64, 44), ("decode", 64, 32), ("decode", 32, 44), ("decode", 8, 44), ("insert",)):
+        assert programs[key].memory_analysis().alias_size_in_bytes == held
+    before = jax.tree.leaves(compact._cache)
+    generate(compact, requests(1), TIMEOUT)
+    assert all(a.is_deleted() for a in before)
+
+
 def test_bf16_engine_with_a_copy_of_the_weights_and_a_bound_on_total_length():
     cfg = config(slots=8, dtype="bf16", prompt_lengths=(20,))
     cfg.train.max_sequence_tokens = 25
