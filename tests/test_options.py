@@ -20,7 +20,7 @@ import optax
 import pytest
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
-from training_helpers import batch_of_groups, tiny_model
+from training_helpers import batch_of_groups
 
 from jaxrl import config_checks, training
 from jaxrl.algorithms import group_advantages
@@ -474,12 +474,17 @@ def test_preset_fills_what_is_not_set(tiny):
 
 @pytest.fixture(scope="module")
 def loss_of():
-    """loss_of(columns, **LossConfig) -> (loss, metrics) of one packed batch of groups."""
-    model, (traj, columns) = tiny_model(), batch_of_groups(groups=3, size=3)
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    random = jax.tree.map(lambda s: jnp.asarray(0.3 * rng.normal(size=s.shape), s.dtype), shapes)
-    params, _ = training.partition(random, (".*",), ())
+    """loss_of(change of the columns, **LossConfig) -> (loss, metrics) of one packed batch of groups.
+
+    The model is a table of hidden states by token: what is looked at comes after it.
+    """
+    traj, columns = batch_of_groups(groups=3, size=3)
+    model = SimpleNamespace(
+        hidden=lambda params, tokens, *where: params["table"][tokens],
+        head=lambda params: params["table"].T,
+        config=SimpleNamespace(final_softcap=0.0),
+    )
+    params = {"table": jnp.asarray(0.5 * np.random.default_rng(0).normal(size=(61, 8)), jnp.float32)}
     shapes = training.row_shapes((), 24, 24 * 9, 1)
     layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=False)
 
