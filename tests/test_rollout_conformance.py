@@ -268,6 +268,13 @@ def test_generate_gives_up_at_the_deadline_and_cleans_up(idle):
     assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
 
 
+def test_generate_can_be_stopped(idle):
+    asked = iter([False, False, True])
+    assert generate(idle, long_requests(40), TIMEOUT, lambda: next(asked)) is None
+    assert idle.health()["waiting"] == idle.health()["running"] == 0
+    assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
+
+
 def test_generate_refuses_answers_it_did_not_ask_for(idle):
     idle.submit(requests(1, seed=13))
     with pytest.raises(RuntimeError, match="'r0'"):

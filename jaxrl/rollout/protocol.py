@@ -136,7 +136,7 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float,
              stop: Callable[[], bool] = lambda: False) -> list[Result] | None:
     """Submits requests to an idle engine and waits for all of them; results in request order.
 
-    When `stop()` turns true the rest is aborted and None is returned.
+    `stop` is asked about once a second; when it turns true the rest is aborted and None is returned.
 
     Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
     RuntimeError when the engine is paused or returns an answer that nobody here asked for.
@@ -159,7 +159,7 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float,
             raise TimeoutError(
                 f"rollout: {len(missing)} of {len(requests)} answers are missing after {timeout:g} s; raise "
                 "rollout.timeout_seconds, or ask for fewer or shorter answers")
-        for result in engine.poll(left):
+        for result in engine.poll(min(left, 1.0)):
             if result.id not in missing:
                 raise RuntimeError(f"rollout: the engine returned {result.id!r}, which is not part of this batch")
             missing.discard(result.id)
