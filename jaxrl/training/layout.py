@@ -143,9 +143,8 @@ def _microbatches(blocks, shapes: RowShapes):
         lower = length
         rows = _fit_rows(mine, length)
         while rows:
-            count = next((c for c in counts if c <= len(rows)), counts[-1])
-            if len(rows) > counts[-1] * (counts[0] // counts[-1] - 1):
-                count = counts[0]  # the large program with few empty rows beats several small ones
+            # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
+            count = counts[0] if len(rows) > 2 * counts[-1] else counts[-1]
             taken, rows = rows[:count], rows[count:]
             out.append(Microbatch(length, tuple(taken) + ((),) * (count - len(taken))))
     return tuple(out)

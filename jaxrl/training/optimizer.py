@@ -95,6 +95,12 @@ def _decays(axes) -> bool:
     return len([a for a in axes if a != "layers"]) > 1
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigError unless `optimizer.name` is one of ours or can be imported."""
+    if name not in _NAMED:
+        _imported(name)
+
+
 def _imported(path: str):
     module, _, name = path.replace(":", ".").rpartition(".")
     try:

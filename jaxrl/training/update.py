@@ -9,9 +9,11 @@ Legend: R rows, S scored slots per row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxrl.algorithms.losses import clipped_policy_loss, kl_penalty, masked_exp, mismatch_weight
@@ -184,9 +186,13 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
     def empty(trainable):
         return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), trainable)
 
+    names = {}  # of the metrics with their dtypes; found once, by tracing
+
     def no_metrics(state, batch):
-        shapes = jax.eval_shape(lambda *a: loss_and_metrics(*a, model, cfg)[1], state.trainable, state.frozen, batch)
-        return {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        if not names:
+            trace = functools.partial(loss_and_metrics, model=model, cfg=cfg)
+            names.update(jax.eval_shape(trace, state.trainable, state.frozen, batch)[1])
+        return {k: np.zeros(s.shape, s.dtype) for k, s in names.items()}
 
     def gradients(state, microbatches):
         grads, metrics = empty(state.trainable), None
