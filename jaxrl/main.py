@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as e:
         print(f"jaxrl: {e}", file=sys.stderr)
         return 2
-    except RunStopped as e:
+    except (RunStopped, TimeoutError) as e:
         print(f"jaxrl: stopped: {e}", file=sys.stderr)
         return 1
     return 0

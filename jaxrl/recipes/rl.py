@@ -172,8 +172,10 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     with r.phase("publish"):
         r.publish()
     metrics |= rollout_metrics(traj, scores, result, zero_signal, advantages, layout) | r.stream_metrics()
-    accurate = result.parts[c.eval.accuracy_from or next(iter(result.parts))] >= c.reward.pass_mark
-    return metrics | {"accuracy/train": float(accurate.mean())}
+    judge = c.eval.accuracy_from or next(iter(result.parts))
+    if judge in result.parts:  # it may be a reward of evaluation only
+        metrics["accuracy/train"] = float((result.parts[judge] >= c.reward.pass_mark).mean())
+    return metrics
 
 
 def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str, float]:

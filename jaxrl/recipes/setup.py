@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
@@ -53,12 +54,14 @@ def start_jax(config) -> None:
     """Process-wide jax settings; called once before the first device use."""
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
-    if config.run.compile_cache:
-        cache = config.run.compile_cache
-        path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(path))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    cache = config.run.compile_cache
+    path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
+    directory = str(path) if cache else None
+    if jax.config.jax_compilation_cache_dir != directory:  # an earlier job of this process may have used another
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def resolve_dtype(name: str):
