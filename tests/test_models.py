@@ -8,7 +8,7 @@ import pytest
 from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
 
 from jaxrl.config import ConfigError
-from jaxrl.models import FAMILIES, build, hf
+from jaxrl.models import FAMILIES, build, hf, rope
 from jaxrl.models.config import model_config
 
 SMALL = {**SIZES, "model_type": "qwen3", "head_dim": 8}
@@ -46,13 +46,8 @@ def test_logits_equal_transformers(checkpoints, architecture):
     ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("gemma2", {"attn_logit_softcapping": 3.3}), ("gemma2", {"final_logit_softcapping": 4.4}),
     ("gemma2", {"query_pre_attn_scalar": 24}), ("gemma2", {"hidden_activation": "silu"}),
-    ("llama3", {"rms_norm_eps": 1e-2}), ("llama3", {"rope_scaling": {"low_freq_factor": 1.5}}),
-    ("llama3", {"rope_scaling": {"high_freq_factor": 6.0}}), ("llama3", {"rope_theta": 600.0}),
-    ("qwen2_yarn", {"rope_scaling": {"beta_fast": 2.0, "truncate": False}}),
-    ("qwen2_yarn", {"rope_scaling": {"beta_slow": 0.5}}), ("qwen2_yarn", {"rope_scaling": {"attention_factor": 1.0}}),
-    ("qwen2_yarn", {"rope_scaling": {"mscale": 0.7, "mscale_all_dim": 0.3}}),
-    ("llama_linear", {"rope_scaling": {"factor": 2.0}}),
-    ("gemma3", {"rope_scaling": {"factor": 3.0}}), ("gemma3", {"sliding_window": 4}),
+    ("llama3", {"rms_norm_eps": 1e-2}), ("llama3", {"rope_theta": 600.0}),
+    ("qwen2_yarn", {"rope_scaling": {"attention_factor": 1.0}}), ("gemma3", {"rope_scaling": {"factor": 3.0}}),
 ])
 def test_every_entry_matters_and_agrees(checkpoints, tmp_path, architecture, entry):
     """Changing one config entry moves our logits, and moves them to where transformers' go."""
@@ -64,7 +59,7 @@ def test_every_entry_matters_and_agrees(checkpoints, tmp_path, architecture, ent
     def logits(config):
         model = build(config, compute_dtype=jnp.float32, scan_layers=False)
         params = hf.load_params(model, path)
-        return np.asarray(model.logits(params, model.hidden(params, *row)))[0]
+        return np.asarray(model_cases.forward(model, params, *row))[0]
 
     changed = logits(config)
     assert np.abs(changed - logits(hf.load_config(path))).max() > 1e-3
@@ -75,30 +70,36 @@ def test_every_entry_matters_and_agrees(checkpoints, tmp_path, architecture, ent
 
 
 def test_float64_forms_agree():
-    """Scanned and unrolled, packed and alone: 1e-12 in float64."""
+    """Scanned and unrolled, packed and alone in a row: 1e-12 in float64."""
     with jax.enable_x64(True):
-        config = {**SMALL, "model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window_pattern": 3,
+        config = {**SMALL, "model_type": "gemma3_text", "num_hidden_layers": 5, "sliding_window_pattern": 2,
                   "sliding_window": 5}
         arrays, checks = model_cases.batch()
+        alone = np.zeros((4, len(checks), model_cases.LENGTH), np.int32)  # tokens, positions, segments, prefixes
+        for i, (_, _, _, sequence) in enumerate(checks):
+            n = len(sequence)
+            alone[0, i, :n], alone[1, i, :n], alone[2, i, :n] = sequence, np.arange(n), 1
+        both = [np.concatenate([a, b]) for a, b in zip(arrays, alone, strict=True)]
         results = []
         for scan_layers in (False, True):
             model = build(config, compute_dtype=jnp.float64, scan_layers=scan_layers)
-            params = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(7)))
-            run = jax.jit(model.hidden)
-            results.append(np.asarray(run(params, *arrays)))
+            params = jax.tree.map(lambda x: x.astype(jnp.float64), init(model, 7))
+            results.append(np.asarray(model_cases.forward(model, params, *both)))
         assert results[0].dtype == np.float64
         np.testing.assert_allclose(results[0], results[1], rtol=0, atol=1e-12)
-        for case, row, columns, sequence in checks:
-            n = len(sequence)
-            alone = run(params, sequence[None], np.arange(n)[None], np.ones((1, n), int), np.zeros((1, n), int))
-            np.testing.assert_allclose(results[1][row, columns], alone[0, n - len(columns):], rtol=0, atol=1e-12,
-                                       err_msg=case)
+        for i, (case, row, columns, sequence) in enumerate(checks):
+            want = results[0][len(arrays[0]) + i, :len(sequence)]
+            np.testing.assert_allclose(results[0][row, columns], want[-len(columns):], rtol=0, atol=1e-12, err_msg=case)
+
+
+def init(model, seed=0):
+    return jax.jit(model.init, compiler_options=model_cases.QUICK)(jax.random.key(seed))
 
 
 def test_padding_content_does_not_matter():
     """Other padding tokens: the same hidden states and gradients, all finite."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=False)
-    params = model.init(jax.random.key(0))
+    params = init(model)
     (tokens, positions, segments, prefixes), _ = model_cases.batch()
     real = (segments > 0)[..., None]
 
@@ -106,7 +107,7 @@ def test_padding_content_does_not_matter():
         hidden = model.hidden(params, tokens, positions, segments, prefixes)
         return jnp.sum(jnp.where(real, hidden, 0) ** 2), hidden
 
-    run = jax.jit(jax.grad(loss, has_aux=True))
+    run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=model_cases.QUICK)
     grads, hidden = run(params, tokens)
     other_grads, other_hidden = run(params, np.where(segments > 0, tokens, (tokens + 11) % 90))
     assert np.isfinite(hidden).all() and not np.array_equal(hidden, other_hidden)
@@ -114,19 +115,24 @@ def test_padding_content_does_not_matter():
     jax.tree.map(np.testing.assert_array_equal, grads, other_grads)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_remat_changes_memory_and_not_the_gradient(scan_layers):
-    config = {**SMALL, "num_hidden_layers": 6}
-    arrays = tuple(np.repeat(x, 8, axis=0) for x in model_cases.batch()[0])
-    memory, grads = {}, {}
-    for remat in ("none", "dots", "full"):
-        model = build(config, compute_dtype=jnp.float32, scan_layers=scan_layers, remat=remat)
-        params = model.init(jax.random.key(0))
-        run = jax.jit(jax.grad(lambda p, m=model: m.hidden(p, *arrays).sum())).lower(params).compile()
-        memory[remat], grads[remat] = run.memory_analysis().temp_size_in_bytes, run(params)
-    assert memory["full"] < 0.7 * memory["none"] and memory["dots"] < memory["none"]
-    for remat in ("dots", "full"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads["none"], grads[remat])
+@pytest.mark.parametrize("scan_layers, policies", [(False, ("full",)), (True, ("full", "dots"))])
+def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
+    """More operations for the same gradient; less memory where scanned (see build for the unrolled CPU)."""
+    config = {**SMALL, "num_hidden_layers": 6 if scan_layers else 2}
+    arrays = tuple(np.repeat(x, 4, axis=0) for x in model_cases.batch()[0])
+    memory, flops, grads = {}, {}, {}
+    with jax.enable_x64(True):
+        params = init(build(config, compute_dtype=jnp.float64, scan_layers=scan_layers))
+        for remat in ("none", *policies):
+            model = build(config, compute_dtype=jnp.float64, scan_layers=scan_layers, remat=remat)
+            grad = jax.grad(lambda p, m=model: (m.hidden(p, *arrays) ** 2).mean())
+            run = jax.jit(grad, compiler_options=model_cases.QUICK).lower(params).compile()
+            memory[remat], flops[remat] = run.memory_analysis().temp_size_in_bytes, run.cost_analysis()["flops"]
+            grads[remat] = run(params)
+    for remat in policies:  # the parameters are fp32, and so are their gradients
+        assert flops["none"] < 0.95 * flops[remat]
+        assert not scan_layers or memory["full"] <= memory[remat] < 0.8 * memory["none"]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12), grads["none"], grads[remat])
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -155,8 +161,8 @@ def test_decoding_updates_the_cache_in_place(scan_layers):
 def test_cache_slots():
     """insert copies rows into slots (dropping slots beyond the cache), take picks slots, longer prompts are refused."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
-    params = model.init(jax.random.key(0))
-    _, kv = model.prefill(params, np.arange(8).reshape(2, 4), np.array([4, 3]))
+    params = init(model)
+    _, kv = jax.jit(model.prefill, compiler_options=model_cases.QUICK)(params, np.arange(8).reshape(2, 4), np.array([4, 3]))
     empty = model.init_cache(3, 6, jnp.bfloat16)
     cache = model.insert(empty, kv, np.array([1, 0, 0]), np.array([0, 2, 3]))
     for into, values in zip(jax.tree.leaves(cache), jax.tree.leaves(kv), strict=True):
@@ -175,7 +181,7 @@ def test_initial_parameters():
     config = {**SIZES, "model_type": "qwen2", "vocab_size": 500, "initializer_range": 0.05, "num_hidden_layers": 4}
     flat = build(config, compute_dtype=jnp.bfloat16, scan_layers=False)
     deep = build(config, compute_dtype=jnp.bfloat16, scan_layers=True)
-    a, b = flat.init(jax.random.key(3)), jax.jit(deep.init)(jax.random.key(3))
+    a, b = init(flat, 3), init(deep, 3)
     for i in range(4):
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x, y[i], rtol=1e-6),
                      a[f"layer_{i}"], b["layers"]["sub_0"])
@@ -183,8 +189,23 @@ def test_initial_parameters():
     assert not np.array_equal(a["layer_0"]["mlp"]["up"]["kernel"], a["layer_1"]["mlp"]["up"]["kernel"])
     assert (a["final_norm"]["scale"] == 1).all() and not a["layer_0"]["attention"]["query"]["bias"].any()
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(a))
-    hidden = flat.hidden(a, *model_cases.batch()[0])
-    assert hidden.dtype == jnp.bfloat16 and flat.logits(a, hidden).dtype == jnp.float32
+    hidden = jax.eval_shape(flat.hidden, a, *model_cases.batch()[0])
+    assert hidden.dtype == jnp.bfloat16 and jax.eval_shape(flat.logits, a, hidden).dtype == jnp.float32
+
+
+def test_initial_parameters_of_large_models(monkeypatch):
+    """Beyond AT_ONCE each shape has its own generator: still scan-independent, independent between tensors, normal."""
+    from jaxrl.models import model as room
+    monkeypatch.setattr(room, "AT_ONCE", 0)
+    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 500}
+    flat, deep = (build(config, compute_dtype=jnp.float32, scan_layers=scan) for scan in (False, True))
+    a, b = init(flat, 3), init(deep, 3)
+    for i in range(2):
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x, y[i], rtol=1e-6),
+                     a[f"layer_{i}"], b["layers"]["sub_0"])
+    mlp = a["layer_0"]["mlp"]
+    assert abs(np.corrcoef(mlp["up"]["kernel"].ravel(), mlp["gate"]["kernel"].ravel())[0, 1]) < 0.1
+    assert abs(float(a["embed"]["embedding"].std()) - 0.2) < 4e-3
 
 
 @pytest.mark.parametrize("architecture", ["llama_bias", "gemma3"])
@@ -270,6 +291,39 @@ def test_repeating_blocks():
         "layer_12", "layer_13", *(f"layers/sub_{j}" for j in range(6))]
     assert keys(model_type="gemma3_text", num_hidden_layers=7) == [f"layer_{i}" for i in range(7)]
     assert keys(model_type="llama", scan_layers=False) == ["layer_0", "layer_1", "layer_2"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("plain, change", [
+    ({"rope_type": "default"}, {"rope_theta": 5e5}), ({"rope_type": "linear", "factor": 2.0}, {"factor": 3.0}),
+    (LLAMA3, {"factor": 32.0}), (LLAMA3, {"low_freq_factor": 2.0}), (LLAMA3, {"high_freq_factor": 8.0}),
+    (LLAMA3, {"original_max_position_embeddings": 4096}), (YARN, {"factor": 8.0}), (YARN, {"beta_fast": 16.0}),
+    (YARN, {"beta_slow": 2.0}), (YARN, {"truncate": False}), (YARN, {"original_max_position_embeddings": 8192}),
+    (YARN, {"attention_factor": 1.5}), (YARN, {"mscale": 0.7, "mscale_all_dim": 0.3}),
+])
+def test_rotary_scalings_equal_transformers(plain, change):
+    """Frequencies and magnitude of every scaling at real sizes; every entry matters."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    found = []
+    for entries in (plain, {**plain, **change}):
+        parameters = {"rope_theta": 1e6, **entries}
+        config = {"model_type": "llama", **SIZES, "hidden_size": 512, "max_position_embeddings": 131072}
+        layer = model_config({**config, "rope_parameters": parameters}).layers[0].rope
+        ours = rope.frequencies(layer, 128), rope.magnitude(layer)
+        theirs = LlamaConfig(**{**config, "rope_parameters": dict(parameters)})
+        if entries["rope_type"] == "default":
+            want = 1 / parameters["rope_theta"] ** (np.arange(0, 128, 2) / 128), 1.0
+        else:
+            want = ROPE_INIT_FUNCTIONS[entries["rope_type"]](theirs, None)
+        np.testing.assert_allclose(ours[0], np.asarray(want[0]), rtol=2e-6)
+        assert ours[1] == pytest.approx(want[1])
+        found.append(ours)
+    assert not np.allclose(found[0][0], found[1][0]) or found[0][1] != found[1][1]
 
 
 def test_dynamic_rope_beyond_its_window_names_yarn():

@@ -165,6 +165,10 @@ def _check(hf, family):
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     if head_dim % 2:
         raise ConfigError(f"model config: head_dim={head_dim}; rotary embeddings need an even head size")
+    for key, default in family.defaults.items():
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        if number and not isinstance(hf[key], int | float | None):
+            raise ConfigError(f"model config: {key}={hf[key]!r}; give a number")
     activation = hf[family.activation]
     if activation not in ACTIVATIONS:
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")

@@ -154,6 +154,12 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     return model.tree(load)
 
 
+def check_weights(model, path: str, revision: str | None = None) -> None:
+    """Raises what `load_params` would raise about a folder's tensors, from the files' headers."""
+    folder = folder_of(path, revision)
+    _match(model, tensorfile.list_folder(folder), folder)
+
+
 def _place(entry, tensor, sharding, dtype):
     """One HF tensor as one of our arrays, device slice by device slice."""
     view = entry.from_hf(tensor.read())

@@ -29,7 +29,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       hf_config: a config.json as a dict (see hf.load_config).
       compute_dtype: dtype of activations; parameters are cast to it where they are used.
       scan_layers: scan over the model's repeating block (compile time flat in depth) instead of unrolling.
-      remat: what the backward pass recomputes: none, full (each layer), dots (all but matrix products).
+      remat: what the backward pass recomputes: none, full (each layer), dots (all but matrix products). On the CPU it
+        saves memory only with scan_layers: unrolled, XLA's scheduler there recomputes too early.
       attention: implementation, see kernels.attention.
 
     Raises ConfigError for configs no family here serves.
