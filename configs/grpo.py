@@ -23,11 +23,11 @@ def get_config(arg=None):
 
     c.data.path = ("jaxrl://arith/train.jsonl",)
     c.data.prompts_per_step = 16
-    c.data.max_prompt_tokens = 32
+    c.data.max_prompt_tokens = 40
 
     c.rollout.group_size = 8
-    c.rollout.max_new_tokens = 48
-    c.rollout.prompt_lengths = (32,)  # one length: every further one is compiled
+    c.rollout.max_new_tokens = 72
+    c.rollout.prompt_lengths = (40,)  # one length: every further one is compiled
     c.rollout.slots = 128
     c.rollout.compaction = False  # another slot count is another program, and a tiny model gains little from it
 

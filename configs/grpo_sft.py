@@ -25,9 +25,9 @@ def get_config(arg=None):
         tie_word_embeddings=True, initializer_range=0.08)
 
     c.data.path = ("jaxrl://arith/sft.jsonl",)
-    c.data.prompts_per_step = 14
-    c.data.max_prompt_tokens = 32
-    c.rollout.max_new_tokens = 48  # longest demonstration
+    c.data.prompts_per_step = 16
+    c.data.max_prompt_tokens = 40
+    c.rollout.max_new_tokens = 72  # longest demonstration
 
     c.optimizer.lr = 3e-3
     c.optimizer.b2 = 0.98
@@ -35,9 +35,9 @@ def get_config(arg=None):
     c.optimizer.floor = 0.05
     c.optimizer.warmup_steps = 20
 
-    c.train.steps = 900
+    c.train.steps = 550
     c.train.row_lengths = (128,)
-    c.train.tokens_per_microbatch = 640
+    c.train.tokens_per_microbatch = 1024
     c.log.every_steps = 50
     c.checkpoint.every_steps = 0
     if arg == "tiny":

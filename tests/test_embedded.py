@@ -36,17 +36,20 @@ FACTORS = {verb: factor for factor, verb in make.TIMES.items()}
 
 def understood(prompt):
     """Reads a prompt anew, knowing only the words: (kind, given number, operations) with names and things left out."""
-    text, _, question = prompt.rpartition("How many ")
-    first, *clauses = [part.strip(" .") for part in text.split(",")]
+    first, _, rest = prompt.partition(": ")
+    text, _, question = rest.rpartition("How many ")
+    given = re.search(r"has (\d+)", first)
     turns = []
-    for clause in [c for c in clauses if not c.startswith("now has")]:
-        verb, what = clause.split()
+    for clause in text.strip(" .").split(", "):
+        if clause.startswith("now has "):
+            given = re.search(r"(\d+)", clause)
+            continue
+        letter, verb, what = clause.split()
+        assert letter == f"{make.LETTERS[len(turns)]})"
         turns.append(("*", FACTORS[verb]) if what == "them" else (SIGNS[verb], int(what)))
-    if question == "at first?":
-        return "reverse", int(clauses[-1].removeprefix("now has ")), tuple(turns)
-    assert question == "now?"
-    kind = "skip" if any(sign == " " for sign, _ in turns) else "chain"
-    return kind, int(re.search(r"has (\d+)", first).group(1)), tuple(turns)
+    kind = "reverse" if question == "at first?" else "skip" if any(sign == " " for sign, _ in turns) else "chain"
+    assert kind == "reverse" or question == "now?"
+    return kind, int(given.group(1)), tuple(turns)
 
 
 def solved(kind, given, turns):
@@ -91,24 +94,28 @@ def test_every_answer_is_right_and_every_line_of_working_true(rows):
             assert int(r["answer"]) == solved(kind, given, turns), r
     for r in rows["sft"]:
         *lines, box = r["completion"].split("\n")
-        assert boxed_reward(r["prompt"], r["completion"], str(solved(*understood(r["prompt"])))) == 1.0, r
-        assert len(lines) in (0, r["steps"]) and box.startswith("\\boxed{")
+        kind, given, turns = understood(r["prompt"])
+        assert boxed_reward(r["prompt"], r["completion"], str(solved(kind, given, turns))) == 1.0, r
+        assert len(lines) in (0, len(turns)) and box.startswith("\\boxed{")
         for line in lines:
-            a, sign, b, c = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
-            a, b, c = int(a), int(b), int(c)
-            assert c == {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[sign], r
+            clause, equation = line.split(": ")
+            assert clause in r["prompt"]
+            a, sign, b, c = re.fullmatch(r"(\d+)(?:([-+*/])(\d+)=(\d+))?", equation).groups()
+            if sign:
+                a, b, c = int(a), int(b), int(c)
+                assert c == {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[sign], r
 
 
 def test_most_demonstrations_jump_and_almost_none_are_reverse(rows):
-    jumps = [r for r in rows["sft"] if "=" not in r["completion"]]
+    jumps = [r for r in rows["sft"] if ":" not in r["completion"]]
     assert abs(len(jumps) / len(rows["sft"]) - make.JUMP) < 0.01
     share = {name: collections.Counter(r["kind"] for r in rows[name])["reverse"] / len(rows[name]) for name in FILES}
     assert 0 < share["sft"] < 0.01 and 0.05 < share["train"] < 0.12 and 0.05 < share["test"] < 0.12
 
 
 def test_worked_answers_are_long_and_spread(rows, tokenizer):
-    lengths = [len(tokenizer(make.working(make.Problem(kind, given, turns)) + "\\boxed{1}")["input_ids"]) + 1
-               for kind, given, turns in (understood(r["prompt"]) for r in rows["test"]) if kind != "reverse"]
+    worked = [r["completion"] for r in rows["sft"] if ":" in r["completion"] and r["kind"] != "reverse"]
+    lengths = [len(ids) + 1 for ids in tokenizer(worked)["input_ids"]]
     assert sum(lengths) / len(lengths) >= 24 and max(lengths) >= 4 * min(lengths)
 
 
@@ -130,7 +137,7 @@ def test_the_tokenizer_names_its_special_tokens(tokenizer):
 def test_numbers_are_the_same_token_in_question_and_working(tokenizer):
     eleven = tokenizer("11")["input_ids"]
     assert len(eleven) == 1
-    for text in ("Max has 11 apples", "sells 11, ", "11-5=6\n", "\\boxed{11}"):
+    for text in ("Max has 11 apples", "a) sells 11, ", "b) finds 11: 11-5=6\n", "\\boxed{11}"):
         assert eleven[0] in tokenizer(text)["input_ids"], text
 
 

@@ -11,7 +11,7 @@ Files (JSONL, one problem per line):
 A problem's *key* is what it asks with names and things left out: kind, numbers, operations. Each key belongs to
 one file only (by its hash), so the same problem never appears in two of them under other names.
 
-Three kinds: `chain` (1 to 7 steps), `skip` (the same with clauses that change nothing) and `reverse` (the end is
+Three kinds: `chain` (1 to 6 steps), `skip` (the same with clauses that change nothing) and `reverse` (the end is
 given, the start is asked). What reinforcement learning finds here, by design:
 
 - Strategy. 60 % of the demonstrations jump to the box and 40 % show the working, whatever the problem, so a model
@@ -34,17 +34,18 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 NAMES = ("Max", "Ann", "Tom", "Eva", "Ben", "Mia", "Leo", "Zoe", "Sam", "Ida", "Kai", "Liv")
 THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "eggs")
-GAIN = ("finds", "buys", "wins", "gets")
-LOSE = ("sells", "loses", "eats", "drops")
-IDLE = ("sees", "counts", "draws", "wants")
+GAIN = ("finds", "buys", "wins")
+LOSE = ("sells", "loses", "drops")
+IDLE = ("sees", "counts", "wants")
+LETTERS = "abcdef"
 TIMES = {2: "doubles", 3: "triples"}
-LARGEST = 20        # largest number anywhere in a problem or its working
-OPERATIONS = [(sign, n) for sign in "+- " for n in range(2, 10)] + [("*", n) for n in TIMES]
+LARGEST = 12        # largest number anywhere in a problem or its working
+OPERATIONS = [(sign, n) for sign in "+- " for n in range(2, 6)] + [("*", n) for n in TIMES]
 JUMP = 0.6          # share of demonstrations without working
 
 # Problems of each kind and number of steps, per thousand. Demonstrations leave `reverse` almost out.
-MIX = {("chain", n): share for n, share in zip(range(1, 8), (50, 70, 100, 140, 160, 150, 100), strict=True)}
-MIX |= {("skip", n): 30 for n in range(1, 6)}
+MIX = {("chain", n): share for n, share in zip(range(1, 7), (80, 100, 130, 150, 170, 150), strict=True)}
+MIX |= {("skip", n): 35 for n in range(1, 5)}
 MIX |= {("reverse", n): share for n, share in zip(range(1, 4), (25, 30, 25), strict=True)}
 DEMO_WEIGHT = {"chain": 1, "skip": 2, "reverse": 0.06}
 FILES = {"test": 0.15, "train": 0.35, "sft": 0.50}  # share of the keys
@@ -73,23 +74,15 @@ def apply(value: int, sign: str, amount: int) -> int:
 
 
 def draw_problem(kind: str, steps: int, rng: random.Random) -> Problem:
-    """No operation occurs twice and no amount is named twice in a problem, so a step can be told by its amount."""
-    idle = rng.randint(1, 2) if kind == "skip" else 0
-    order = [True] * steps + [False] * idle
+    """A random problem whose values stay in 1..LARGEST."""
+    order = [True] * steps + [False] * (rng.randint(1, 2) if kind == "skip" else 0)
     rng.shuffle(order)
-    while True:
-        start = value = rng.randint(1, LARGEST)
-        turns, unused = [], list(OPERATIONS)
-        for acts in order:
-            fitting = [op for op in unused if (op[0] != " ") == acts and 1 <= apply(value, *op) <= LARGEST]
-            if not fitting:
-                break
-            sign, amount = rng.choice(fitting)
-            value = apply(value, sign, amount)
-            turns.append((sign, amount))
-            unused = [op for op in unused if (op[0] == "*") != (sign == "*") or op[1] != amount]
-        if len(turns) == len(order):
-            return Problem(kind, start, tuple(turns))
+    start = value = rng.randint(1, LARGEST)
+    turns = []
+    for acts in order:
+        turns.append(rng.choice([op for op in OPERATIONS if (op[0] != " ") == acts and 1 <= apply(value, *op) <= LARGEST]))
+        value = apply(value, *turns[-1])
+    return Problem(kind, start, tuple(turns))
 
 
 def file_of(problem: Problem) -> str:
@@ -104,31 +97,36 @@ def file_of(problem: Problem) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ wording
 
-def clause(sign: str, amount: int, rng: random.Random) -> str:
-    if sign == "*":
-        return f"{TIMES[amount]} them"
-    return f"{rng.choice({'+': GAIN, '-': LOSE, ' ': IDLE}[sign])} {amount}"
+def clauses(problem: Problem, rng: random.Random) -> list[str]:
+    """One text per clause, e.g. 'b) sells 5'. Question and working use the same words."""
+    verbs = {"+": GAIN, "-": LOSE, " ": IDLE}
+    return [f"{letter}) " + (f"{TIMES[amount]} them" if sign == "*" else f"{rng.choice(verbs[sign])} {amount}")
+            for letter, (sign, amount) in zip(LETTERS, problem.turns, strict=False)]
 
 
-def question(problem: Problem, rng: random.Random) -> str:
-    """The problem in words, e.g. 'Max has 11 apples, sells 5, triples them. How many now?'.
-
-    Every operation is three words, so the clause of a step is found by counting.
-    """
+def question(problem: Problem, texts: list[str], rng: random.Random) -> str:
+    """The problem in words, e.g. 'Max has 11 apples: a) sells 5, b) triples them. How many now?'."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    acts = ", ".join(clause(sign, amount, rng) for sign, amount in problem.turns)
     if problem.kind == "reverse":
-        return f"{name} has {thing}, {acts}, now has {problem.steps[-1][-1]}. How many at first?"
-    return f"{name} has {problem.start} {thing}, {acts}. How many now?"
+        return f"{name} has {thing}: {', '.join(texts)}, now has {problem.steps[-1][-1]}. How many at first?"
+    return f"{name} has {problem.start} {thing}: {', '.join(texts)}. How many now?"
 
 
-def working(problem: Problem) -> str:
-    """One equation per line; a reverse problem is undone from its end."""
-    lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in problem.steps]
-    if problem.kind == "reverse":
-        undo = {"+": "-", "-": "+", "*": "/"}
-        lines = [f"{c}{undo[sign]}{b}={a}" for a, sign, b, c in reversed(problem.steps)]
-    return "".join(line + "\n" for line in lines)
+def working(problem: Problem, texts: list[str]) -> str:
+    """One line per clause: its words and its equation, or the value alone where nothing changes.
+
+    A reverse problem is undone from its end.
+    """
+    undo = {"+": "-", "-": "+", "*": "/"}
+    lines, value = [], problem.start
+    for text, (sign, amount) in zip(texts, problem.turns, strict=True):
+        after = apply(value, sign, amount)
+        equation = f"{value}{sign}{amount}={after}" if sign != " " else f"{value}"
+        if problem.kind == "reverse":
+            equation = f"{after}{undo[sign]}{amount}={value}"
+        lines.append(f"{text}: {equation}\n")
+        value = after
+    return "".join(reversed(lines) if problem.kind == "reverse" else lines)
 
 
 def answer(problem: Problem) -> int:
@@ -153,10 +151,11 @@ def rows(name: str, count: int, seed: int) -> list[dict]:
             if file_of(problem) != name or (name == "test" and problem in seen):
                 continue
             seen.add(problem)
-            row = {"prompt": question(problem, rng)}
+            texts = clauses(problem, rng)
+            row = {"prompt": question(problem, texts, rng)}
             box = f"\\boxed{{{answer(problem)}}}"
             if name == "sft":
-                row["completion"] = box if rng.random() < JUMP else working(problem) + box
+                row["completion"] = box if rng.random() < JUMP else working(problem, texts) + box
             else:
                 row["answer"] = str(answer(problem))
             out.append(row | {"kind": kind, "steps": steps})
@@ -167,16 +166,17 @@ def rows(name: str, count: int, seed: int) -> list[dict]:
 
 # How text is cut into words. Spaces belong to the words around a number, so that a number is the same token in a
 # question and in its working.
-PIECE = r"\\boxed\{| ?[A-Za-z]+ ?|[0-9]+|[,.?] ?|[^A-Za-z0-9]"
+PIECE = r"\\boxed\{|[a-z]\) | ?[A-Za-z]+ ?|[0-9]+|[,.?:] ?|[^A-Za-z0-9]"
 
 
 def vocabulary() -> list[str]:
     """Every word of the task, by construction and not by counting, so new rows never leave it."""
-    words = ["<pad>", "<eos>", "<unk>", "\n", "\\boxed{", "}", "+", "-", "*", "/", "=", "?"]
-    words += [f"{n}" for n in range(LARGEST * 3 + 1)]
+    words = ["<pad>", "<eos>", "<unk>", "\n", "\\boxed{", "}", "+", "-", "*", "/", "=", "?", ": "]
+    words += [f"{letter}) " for letter in LETTERS]
+    words += [f"{n}" for n in range(2 * LARGEST + 1)]
     texts = [f"{name} has 0 {thing}, {act} 0. {name} has {thing}, {act} them, now has 0. How many at first?"
              for name in NAMES for thing in THINGS for act in (*GAIN, *LOSE, *IDLE, *TIMES.values())]
-    texts += [f"{act} them. How many now?" for act in TIMES.values()]
+    texts += [f"them. How many now? {act} them: {act} 0: 0" for act in (*GAIN, *LOSE, *IDLE, *TIMES.values())]
     for text in texts:
         words += re.findall(PIECE, text)
     return list(dict.fromkeys(words))
