@@ -122,7 +122,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--here", action="store_true", help="no clone, no install")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--control-seeds", default="0,1,2", help="seeds that also run the controls; empty = none")
     parser.add_argument("--out", default="", help="keep the runs here")
     args = parser.parse_args()
     folder = Path(args.out or tempfile.mkdtemp(prefix="quickstart"))
@@ -132,12 +132,12 @@ def main():
     for seed in map(int, args.seeds.split(",")):
         run = {"install_s": install} | main_run(python, tree, folder / str(seed), seed)
         run["shuffled_gain"] = None
-        if not args.no_controls:
+        if str(seed) in args.control_seeds.split(","):
             run |= controls(python, tree, folder / str(seed), seed, run["rl_s"])
         runs.append({k: round(v, 3) if isinstance(v, float) else v for k, v in run.items()})
         print(json.dumps(runs[-1]), flush=True)
     names = [n for n in runs[0] if n not in ("kinds", "seed")]
-    table(["figure", *[f"seed {r['seed']}" for r in runs]], [[n, *[r[n] for r in runs]] for n in names])
+    table(["figure", *[f"seed {r['seed']}" for r in runs]], [[n, *[r.get(n, "") for r in runs]] for n in names])
     missed = [f"seed {r['seed']}: {name}, measured {r[figure]}" for r in runs for name, (figure, met) in BOUNDS.items()
               if not met(r[figure])]
     command = " ".join(["python evidence/quickstart.py", *sys.argv[1:]])
