@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Repeats every measurement that is quoted anywhere; each script writes evidence/results/<name>.json. Wants a quiet
+# machine: the figures hold processor time beside wall time. PYTHON picks the interpreter; arguments pick scripts
+# (bash evidence/run.sh sampler gradients), none means all.
+#
+#   showing                                                  command
+#    1  install, first reward, gain on three seeds           quickstart.py
+#    2  logits and round trips of every architecture         models.py, pytest tests/test_models.py tests/test_models_hf.py
+#    3  sampler and scorer agree                              sampler.py
+#    4  gradients of all layouts                              gradients.py
+#    5  kill -9 and resume                                    resume.py
+#    6  memory of the log-prob                                logprob_memory.py
+#    7  bad input                                             bad_input.py, pytest tests/test_config.py tests/test_data.py
+#    8  the export opens in transformers                      pytest tests/test_recipes.py
+#    9  the gain is learning                                  quickstart.py
+#   10  the GSM8K config on files of its shape                pytest tests/test_embedded_configs.py
+#   11  parameters that work, each with its test              tests/coverage.csv, pytest tests/test_coverage.py
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+scripts=("$@")
+if [ ${#scripts[@]} -eq 0 ]; then scripts=(logprob_memory gradients sampler models bad_input resume quickstart); fi
+for name in "${scripts[@]}"; do
+  printf '\n== evidence/%s.py\n' "$name"
+  "$python" "evidence/$name.py"
+done
