@@ -124,7 +124,7 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     """The weights of a folder or hub id as a parameter tree.
 
     Tensors are mapped, not read whole: each device's slice is copied out, converted and sent, one tensor at a time.
-    Stacked arrays are filled by donated writes.
+    Stacked arrays are filled by donated writes. Each step is waited for, so that host copies do not pile up.
 
     Args:
       model: the Model the weights are for.
@@ -144,11 +144,11 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     def load(entry):
         sharding = functools.reduce(lambda node, name: node[name], entry.path, shardings)
         if not entry.stacked:
-            return _place(entry, stored[entry.hf_names[0]], sharding, dtype)
-        array = _zeros(entry.shape, jnp.dtype(dtype), sharding)
+            return _place(entry, stored[entry.hf_names[0]], sharding, dtype).block_until_ready()
+        array = jnp.zeros(entry.shape, dtype, device=sharding)
         part = NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
         for i, name in enumerate(entry.hf_names):
-            array = _fill(array, _place(entry, stored[name], part, dtype), i, sharding)
+            array = _filler(sharding)(array, _place(entry, stored[name], part, dtype), i).block_until_ready()
         return array
 
     return model.tree(load)
@@ -163,18 +163,13 @@ def check_weights(model, path: str, revision: str | None = None) -> None:
 def _place(entry, tensor, sharding, dtype):
     """One HF tensor as one of our arrays, device slice by device slice."""
     view = entry.from_hf(tensor.read())
-    array = jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index], dtype, order="C"))
-    return array.block_until_ready()  # the next tensor's host copy starts when this one is gone
+    return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index], dtype, order="C"))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(shape, dtype, sharding):
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _fill(array, part, i, sharding):
-    return jax.lax.with_sharding_constraint(array.at[i].set(part), sharding)
+@functools.cache
+def _filler(sharding):
+    """Puts a part into a stacked array, in place."""
+    return jax.jit(lambda array, part, i: array.at[i].set(part), donate_argnums=0, out_shardings=sharding)
 
 
 def _match(model, stored, folder):
@@ -189,7 +184,7 @@ def _match(model, stored, folder):
         if stored[HEAD].shape != shapes[EMBEDDING] or not np.array_equal(stored[HEAD].read(), stored[EMBEDDING].read()):
             raise ConfigError(f"{folder}: {HEAD} differs from {EMBEDDING} although tie_word_embeddings=True; set "
                               "tie_word_embeddings=False in model.config if the checkpoint has a head of its own")
-    missing, extra = [n for n in shapes if n not in names], sorted(names - set(shapes))
+    missing, extra = sorted(set(shapes) - names), sorted(names - set(shapes))
     hint = "; is config.json the one of these weights?"
     if missing:
         more = f", and has extra ones: {shortened(extra)}" if extra else ""
