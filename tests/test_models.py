@@ -11,6 +11,7 @@ from jaxrl.config import ConfigError
 from jaxrl.models import FAMILIES, build, hf, rope
 from jaxrl.models.config import model_config
 
+pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models
 SMALL = {**SIZES, "model_type": "qwen3", "head_dim": 8}
 
 

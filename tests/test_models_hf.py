@@ -19,6 +19,9 @@ from jaxrl.config import ConfigError
 from jaxrl.models import build, hf
 
 
+pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models
+
+
 def model_of(path, scan_layers=True, **overrides):
     return build(hf.load_config(path, overrides=overrides), compute_dtype=jnp.float32, scan_layers=scan_layers)
 
