@@ -18,7 +18,6 @@ from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
 from jaxrl.config import ConfigError
 from jaxrl.models import build, hf
 
-
 pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models
 
 
