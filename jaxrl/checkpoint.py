@@ -33,7 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxrl
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, RunStopped
 from jaxrl.faults import Faults
 
 log = logging.getLogger("jaxrl")
@@ -50,8 +50,20 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be written or used. The message names the path and the remedy."""
 
 
+class SavesFail(CheckpointError, RunStopped):
+    """The disk refused MAX_FAILURES saves in a row."""
+
+
 class Damaged(Exception):
     """A checkpoint whose files are not what its manifest says."""
+
+
+class Chosen(NamedTuple):
+    """A checkpoint that is whole, before its arrays are read."""
+
+    step: int
+    host: dict
+    path: Path
 
 
 class Restored(NamedTuple):
@@ -82,6 +94,7 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._failures = 0
         self._saving = -1
+        self._chosen: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
         self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
 
     # ---- what is there
@@ -222,7 +235,7 @@ class Checkpointer:
         if self._failures < MAX_FAILURES:
             log.error("%s; training goes on, failure %d of %d", text, self._failures, MAX_FAILURES)
         else:
-            self._error = CheckpointError(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
+            self._error = SavesFail(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
                                           f"{self.directory} and start again: the run resumes from there")
 
     def _drop_manager(self) -> None:
@@ -253,6 +266,38 @@ class Checkpointer:
 
     # ---- restoring
 
+    def choose(self, resume: str = "auto") -> Chosen | None:
+        """The newest usable checkpoint, or None when there is nothing to resume. Reads no arrays, touches no device.
+
+        Args:
+          resume: as in `restore`, which then takes this one without looking again.
+        Raises:
+          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; a format
+            that this jaxrl does not know.
+        """
+        self._chosen = (resume, self._choose(resume))
+        return self._chosen[1]
+
+    def _choose(self, resume: str) -> Chosen | None:
+        paths, only = self._candidates(resume)
+        for path in paths:
+            self._faults.fire("resume", int(path.name), "before")
+            try:
+                verify(path)
+            except Damaged as e:
+                if only:
+                    raise CheckpointError(
+                        f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}; name another one, or the run's "
+                        "folder for its newest whole one") from None
+                log.error("CHECKPOINT DAMAGED: %s: %s. Falling back to the previous one.", path, e)
+                continue
+            envelope = _envelope(path)
+            return Chosen(envelope["step"], envelope["host"], path)
+        if paths:
+            raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; run.resume=never "
+                                  "starts over (they are kept), run.resume=<path> takes another run's")
+        return None
+
     def restore(self, abstract, resume: str = "auto", *, partial: bool = False) -> Restored | None:
         """Restores the newest usable checkpoint, or None when there is nothing to resume.
 
@@ -266,25 +311,15 @@ class Checkpointer:
           CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; names,
             shapes or dtypes that differ; a format that this jaxrl does not know.
         """
-        paths, only = self._candidates(resume)
-        for path in paths:
-            self._faults.fire("resume", int(path.name), "before")
-            try:
-                verify(path)
-            except Damaged as e:
-                if only:
-                    raise CheckpointError(f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}") from None
-                log.error("CHECKPOINT DAMAGED: %s: %s. Falling back to the previous one.", path, e)
-                continue
-            restored = _read(path, abstract, partial)
-            self._faults.fire("resume", restored.step, "arrays")
-            self._stale = self._later_than(path)
-            return restored
-        if paths:
-            raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; run.resume=never "
-                                  "starts over (they are kept), run.resume=<path> takes another run's")
-        self._stale = _checkpoints(self.directory)
-        return None
+        known, self._chosen = self._chosen, None
+        chosen = known[1] if known and known[0] == resume else self._choose(resume)
+        if chosen is None:
+            self._stale = _checkpoints(self.directory)
+            return None
+        restored = _read(chosen.path, abstract, partial)
+        self._faults.fire("resume", restored.step, "arrays")
+        self._stale = self._later_than(chosen.path)
+        return restored
 
     def _later_than(self, path: Path) -> list[Path]:
         own = _checkpoints(self.directory)
@@ -397,12 +432,17 @@ def verify(path: Path) -> None:
 
 # ---- reading
 
-def _read(path: Path, abstract, partial: bool) -> Restored:
+def _envelope(path: Path) -> dict:
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         envelope = reader.restore(path / "host")
     if envelope["format"] > FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this "
                               f"is jaxrl {jaxrl.__version__}, which reads up to format {FORMAT}: upgrade jaxrl")
+    return envelope
+
+
+def _read(path: Path, abstract, partial: bool) -> Restored:
+    envelope = _envelope(path)
     wanted, saved = flatten(abstract), envelope["arrays"]
     _check_table(path, wanted, saved, partial)
     stored = {k: v for k, v in wanted.items() if _nbytes(v)}

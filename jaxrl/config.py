@@ -14,6 +14,7 @@ import difflib
 import importlib.util
 import json
 import re
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ class Option(NamedTuple):
 
 
 O = Option
+# Lists of integers; the entries of all others but reward.weights are text.
+INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps")
 TRIGGER = "0 = never"
 
 SCHEMA: dict[str, dict[str, Any]] = {
@@ -138,6 +141,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "format_pattern": O("", "regex the whole answer must match (reward `format`)"),
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes"),
+        "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
+                         " stop if it fails on both"),
         "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed"),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's answers has a failed reward"),
         "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
@@ -376,22 +381,44 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     path, arg = find_config(spec)
     module_spec = importlib.util.spec_from_file_location(f"jaxrl_config_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as e:  # it is the user's code: anything may go wrong in it
+        raise ConfigError(f"--config={spec}: {path} cannot be loaded: {_failure(e, path)}") from e
     if not hasattr(module, "get_config"):
-        raise ConfigError(f"--config={spec}: {path} defines no get_config(arg)")
+        raise ConfigError(f"--config={spec}: {path} defines no get_config(arg); see configs/grpo.py for one")
     try:
         cfg = module.get_config(arg)
-    except (AttributeError, KeyError, TypeError) as e:  # a locked ConfigDict names the nearest key itself
-        missing = re.search(r'(?:Key|KeyError)\W+(\w+)', str(e))
-        why = unknown_option(missing.group(1)) if missing else str(e)
-        raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {why}") from e
+    except Exception as e:
+        raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {_failure(e, path)}") from e
     if not isinstance(cfg, config_dict.ConfigDict) or set(cfg) != set(SCHEMA):
-        raise ConfigError(f"--config={spec}: get_config must return jaxrl.default_config() with changes")
+        raise ConfigError(
+            f"--config={spec}: get_config({arg!r}) must return jaxrl.default_config() with changes, not"
+            f" {type(cfg).__name__}"
+        )
     for name, value in (overrides or {}).items():
         put(cfg, name, value)
     if not cfg.run.dir:
         cfg.run.dir = f"runs/{path.stem}" + (f"_{arg}" if arg else "")
     return cfg
+
+
+def _failure(error: Exception, path: Path) -> str:
+    """What went wrong in a config file, and in which line of it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} (line {error.lineno})"
+    where = f" (line {lines[-1]})" if lines else ""
+    # A locked ConfigDict says what it lacks, or what it cannot cast, beside a dump of all it holds.
+    lacks = re.search(r'Key "(\w+)" does not exist|^"\'(\w+)\'"$', str(error))
+    if lacks and isinstance(error, AttributeError):
+        return unknown_option(lacks[1] or lacks[2]) + where
+    cast = re.search(r"field '(\w+)'.*?\. (.*) is of original type <class '(\w+)'>.* type <class '([\w.]+)'>", str(error), re.S)
+    if cast and isinstance(error, TypeError):
+        leaf, value, got, kind = cast[1], cast[2], cast[3], cast[4].rpartition(".")[2]
+        names = [n for n, o in options().items() if n.endswith(f".{leaf}") and (o.kind or type(o.default)).__name__ == kind]
+        return f"{' or '.join(names) or leaf}={value}: expected {kind}, got {got}{where}"
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
@@ -403,7 +430,7 @@ def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
     while args:
         arg = args.pop(0)
         name, eq, text = arg.partition("=")
-        if not name.startswith("--config"):
+        if name != "--config" and not name.startswith("--config."):
             guess = name.lstrip("-")
             if guess in options() or guess.split(".")[0] in SCHEMA:
                 raise ConfigError(f"{arg}: options are given as --config.{guess}{eq}{text}")
@@ -430,17 +457,31 @@ def parse_value(dotted: str, text: str):
     kind = opt.kind or type(opt.default)
     try:
         if isinstance(opt.default, tuple):
-            value = _literal(text)
-            if isinstance(value, str):
-                value = tuple(_literal(v) for v in text.split(",") if v)
-            return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+            kind = element_kind(dotted)
+            return _parse_list(text, kind)
         if text in ("None", "none", "null") and opt.default is None:
             return None
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return kind(text) if kind in (int, float, str) else _literal(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"--config.{dotted}={text}: expected {kind.__name__}; {opt.doc}") from None
+        wanted = f"a list of {kind.__name__}" if isinstance(opt.default, tuple) else kind.__name__
+        raise ConfigError(f"--config.{dotted}={text}: expected {wanted}; {opt.doc}") from None
+
+
+def element_kind(dotted: str) -> type:
+    """What the entries of an option that is a list are: int, float or str."""
+    return {"reward.weights": float}.get(dotted, int if dotted in INTEGERS else str)
+
+
+def _parse_list(text: str, kind: type) -> tuple:
+    """'a,b', "('a', 'b')", "'a,b'" (one entry) or '3' as a tuple. ValueError for numbers that are none."""
+    value = _literal(text)
+    if text[:1] in ("(", "[") or (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+    if isinstance(value, str) and value != text:  # it was quoted
+        return (value,)
+    return tuple(kind(v) for v in text.split(",") if v)
 
 
 def _literal(text: str):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import re
 from pathlib import Path
 
 from jaxrl.algorithms.presets import PRESETS, resolve
-from jaxrl.config import ConfigError, get, options
+from jaxrl.config import ConfigError, element_kind, get, options
+from jaxrl.training import optimizer
 
 
 def check(cfg) -> None:
@@ -27,7 +30,21 @@ def _types(cfg):
             continue
         if opt.choices and value not in opt.choices:
             out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}")
+        if isinstance(opt.default, tuple):
+            out += _elements(name, value)
+        if isinstance(value, float) and not math.isfinite(value):
+            out.append(f"{name}={value}: must be a finite number")
     return out
+
+
+def _elements(name, values):
+    kind = element_kind(name)
+    fits = {str: str, int: int, float: int | float}[kind]
+    if any(not isinstance(v, fits) or isinstance(v, bool) for v in values):
+        return [f"{name}={values}: every entry must be {'text' if kind is str else 'an integer' if kind is int else 'a number'}"]
+    if kind is float and not all(map(math.isfinite, values)):
+        return [f"{name}={values}: must be finite numbers"]
+    return []
 
 
 POSITIVE = (
@@ -257,6 +274,10 @@ def _algorithm(cfg):
         out.append(
             f"reference.path={cfg.reference.path!r} has no effect while algorithm.kl.coef is 0; set a coefficient"
         )
+    if a.mismatch.correction == "none" and a.mismatch.cap != options()["algorithm.mismatch.cap"].default:
+        out.append(
+            f"algorithm.mismatch.cap={a.mismatch.cap} has no effect while algorithm.mismatch.correction is none; set token_tis"
+        )
     if a.mismatch.correction == "token_tis" and a.old_logprobs == "rollout":
         out.append(
             "algorithm.mismatch.correction=token_tis with algorithm.old_logprobs=rollout: the clip already is around the"
@@ -271,6 +292,13 @@ def _optimizer(cfg):
         if not 0 <= o[name] < 1:
             out.append(f"optimizer.{name}={o[name]}: must lie in [0, 1)")
     out += _regexes("optimizer.groups", tuple(o.groups.keys()))
+    for pattern, group in o.groups.items():
+        if not hasattr(group, "items"):
+            out.append(f"optimizer.groups[{pattern!r}]={group!r}: must be a table such as {{'lr': 0.1}}")
+    try:
+        optimizer.check_name(o.name)
+    except ConfigError as e:
+        out.append(str(e))
     return out
 
 
@@ -281,7 +309,7 @@ def _eval(cfg):
         if not eq or not name or not path:
             out.append(f"eval.sets entry {entry!r}: expected 'name=path'")
         elif name in seen:
-            out.append(f"eval.sets: the name {name!r} is used twice")
+            out.append(f"eval.sets: the name {name!r} is used twice; give one of them another name")
         seen.add(name)
     if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
         out.append(
@@ -295,6 +323,8 @@ def _misc(cfg):
     steps = cfg.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         out.append(f"profile.steps={steps}: expected (first, last)")
+    if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
+        out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set log.wandb=false")
     if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():
         out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")
     return out

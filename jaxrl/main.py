@@ -6,10 +6,12 @@ or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same com
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
 
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 USAGE = """usage: python -m jaxrl.main --config=FILE[:ARG] [--config.group.option=value ...]
 
 FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).
@@ -29,11 +31,17 @@ def main(argv: list[str] | None = None) -> int:
         from jaxrl.recipes import train  # imports jax: only after the config could be read
 
         train(config)
+    except (RunStopped, TimeoutError) as e:
+        print(f"jaxrl: stopped: {e}", file=sys.stderr)
+        return 1
     except ConfigError as e:
         print(f"jaxrl: {e}", file=sys.stderr)
         return 2
-    except (RunStopped, TimeoutError) as e:
-        print(f"jaxrl: stopped: {e}", file=sys.stderr)
+    except OSError as e:
+        if e.errno not in DISK_TROUBLE:
+            raise
+        print(f"jaxrl: stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from"
+              " the newest checkpoint", file=sys.stderr)
         return 1
     return 0
 

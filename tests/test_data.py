@@ -180,7 +180,7 @@ def test_nothing_usable_is_an_error(plain, tmp_path):
     with pytest.raises(DataError, match=r"no usable row among 3\n.*a.jsonl:1: column 'prompt' is missing"):
         train(plain, path, data__bad_rows="skip")
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(DataError, match="no usable row among 0"):
+    with pytest.raises(DataError, match=r"data.path=.*empty.jsonl: no rows"):
         train(plain, tmp_path / "empty.jsonl")
 
 

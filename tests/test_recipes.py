@@ -211,7 +211,7 @@ def test_a_python_reward_replaces_the_configs(tmp_path):
 
 def test_rewards_that_fail_stop_the_run_and_leave_the_checkpoint(tmp_path):
     reward = tmp_path / "bad.py"
-    reward.write_text("def broken(prompt, completion, **columns):\n    raise ValueError('no such key')\n")
+    reward.write_text("def broken(prompt, completion, answer, **columns):\n    return {answer: 1.0}[completion]\n")
     with pytest.raises(RunStopped, match="broken"):
         jaxrl.train(config(tmp_path, reward__functions=(f"{reward}:broken",), eval__sets=()))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.config import ConfigError
-from jaxrl.data.sources import BadRows, DataError, Tables, read
+from jaxrl.data.sources import BadRows, DataError, Tables, check_path, read
 from jaxrl.data.tokenizer import PromptError, Template, check_messages
 
 log = logging.getLogger(__name__)
@@ -237,14 +237,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     """
     out: dict[str, Dataset] = {}
     targets = "optional" if config.run.recipe == "sft" else "none"
-    for entry in config.eval.sets:
-        name, eq, path = entry.partition("=")
-        if not eq or not path or not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(f"eval.sets: {entry!r} is not 'name=path' (name: letters, digits, '_', '.', '-')")
-        if name in out or (name == "heldout" and config.data.eval_fraction):
-            raise ConfigError(f"eval.sets: the name {name!r} is used twice"
-                              + (" (data.eval_fraction makes a set of that name)" if name == "heldout" else ""))
-        path, _, split = path.rpartition("@") if re.search(r"@[\w\[\]:%+-]+$", path) else (path, "", "test")
+    for name, path, split in _eval_sources(config):
         bad = BadRows(config.data.bad_rows)
         tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=config.data.subset,
                       revision=config.data.revision, limit=config.eval.max_rows)
@@ -255,6 +248,35 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows))
         out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout)
     return out
+
+
+def _eval_sources(config) -> list[tuple[str, str, str]]:
+    """(name, path, split) of each entry of eval.sets."""
+    out: list[tuple[str, str, str]] = []
+    for entry in config.eval.sets:
+        name, eq, path = entry.partition("=")
+        if not eq or not path or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"eval.sets: {entry!r} is not 'name=path' (name: letters, digits, '_', '.', '-')")
+        if name in [n for n, _, _ in out] or (name == "heldout" and config.data.eval_fraction):
+            raise ConfigError(f"eval.sets: the name {name!r} is used twice; give one of them another name"
+                              + (" (data.eval_fraction makes a set of that name)" if name == "heldout" else ""))
+        path, _, split = path.rpartition("@") if re.search(r"@[\w\[\]:%+-]+$", path) else (path, "", "test")
+        out.append((name, path, split))
+    return out
+
+
+def check_paths(config) -> None:
+    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there."""
+    named = [(path, "data.path") for path in config.data.path if config.run.mode == "train" or config.data.eval_fraction]
+    named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config)]
+    problems = []
+    for path, field in named:
+        try:
+            check_path(path, field)
+        except DataError as e:
+            problems.append(str(e))
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def data_seed(config) -> int:

@@ -181,10 +181,27 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
         part = _read_one(resolve(path), path, bad, field, splits, subset, revision, left)
         parts.append(part)
         left -= len(part)
+    if left == (limit or sys.maxsize):
+        why = "".join(f"\n  {m}" for m in bad.messages[:3])
+        shown = paths if isinstance(paths, str) else ", ".join(paths)
+        raise DataError(f"{field}={shown}: no rows that can be read; put at least one into it{why}")
     return Tables(parts)
 
 
+def check_path(path: str, field: str) -> None:
+    """Raises DataError for what is plainly no source: a local file that is missing or of an unknown kind."""
+    found = resolve(path)
+    suffix, exists = Path(found).suffix.lower(), Path(found).exists()
+    if "://" in found or Path(found).is_dir():
+        return
+    if exists and suffix not in SUFFIXES:
+        raise DataError(f"{field}={path}: unknown kind of file {suffix!r}; known: {', '.join(SUFFIXES)}")
+    if not exists and (suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", found)):
+        raise DataError(f"{field}={path}: no such file or folder (relative to {Path.cwd()}); check the path")
+
+
 def _read_one(path, shown, bad, field, splits, subset, revision, limit):
+    check_path(shown, field)
     suffix = Path(path).suffix.lower()
     local = Path(path)
     if "://" not in path and local.is_dir():
@@ -195,16 +212,17 @@ def _read_one(path, shown, bad, field, splits, subset, revision, limit):
                 return ArrowTable(_parquet(f, shown).slice(0, limit), shown)
             reader = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[suffix]
             return reader(f, shown, bad, limit)
-    if "://" in path or local.is_file():
+    if "://" in path:
         raise DataError(f"{field}={shown}: unknown kind of file {suffix!r}; known: {', '.join(SUFFIXES)}")
-    if suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise DataError(f"{field}={shown}: no such file or folder (relative to {Path.cwd()})")
     return _read_hf(path, shown, field, splits, subset, revision, limit)
 
 
 def _open(path: str, field: str):
     if "://" not in path:
-        return open(path, "rb")
+        try:
+            return open(path, "rb")
+        except OSError as e:
+            raise DataError(f"{field}={path}: cannot be opened: {e.strerror}; check its permissions") from None
     import fsspec
     try:
         return fsspec.open(path, "rb").open()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 from jaxrl.config import ConfigError, load_config
@@ -19,8 +18,7 @@ def train(config, rewards=None) -> dict:
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
     """
-    from jaxrl import config_checks
-    from jaxrl.recipes import setup
+    from jaxrl import config_checks, data, telemetry
 
     config = load_config(config) if isinstance(config, str) else config.copy_and_resolve_references()
     if not config.run.dir:
@@ -31,15 +29,23 @@ def train(config, rewards=None) -> dict:
             (),
         )
     config_checks.check(config)
+    data.check_paths(config)
+    telemetry.setup_logging(config.log.level)
+    telemetry.require_free(config.run.dir, lock=config.run.mode == "train")
+    from jaxrl.recipes import setup
+
     setup.start_jax(config)
     if config.run.warm_start:
-        config = _after_warm_start(config)
+        config = _after_warm_start(config, rewards)
     return importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, rewards)
 
 
-def _after_warm_start(config):
+def _after_warm_start(config, rewards):
     """Runs the warm-start job unless its export is already there; the job then starts from that export."""
-    first = load_config(config.run.warm_start)
+    try:
+        first = load_config(config.run.warm_start)
+    except ConfigError as e:
+        raise ConfigError(f"run.warm_start={config.run.warm_start!r}: {e}") from e
     if first.run.recipe != "sft" or first.run.warm_start:
         raise ConfigError(
             f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
@@ -54,6 +60,7 @@ def _after_warm_start(config):
     if not _finished(folder):
         if config.run.mode == "eval":
             raise ConfigError(f"run.mode=eval: the warm start in {folder} has not finished; train first")
+        _check_before(first, config, rewards)
         train(first)
     if not _finished(folder):
         raise SystemExit(0)  # the warm start was asked to stop; the same command goes on from its checkpoint
@@ -62,6 +69,18 @@ def _after_warm_start(config):
     return config
 
 
+def _check_before(first, config, rewards) -> None:
+    """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
+    from jaxrl.recipes.run import Run
+
+    later = config.copy_and_resolve_references()
+    for name in ("path", "init", "config"):
+        later.model[name] = first.model[name]
+    later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
+    Run(later, rewards).check()
+
+
 def _finished(folder: Path) -> bool:
-    summary = folder / "summary.json"
-    return summary.is_file() and bool(json.loads(summary.read_text()).get("finished")) and (folder / "export").is_dir()
+    from jaxrl.telemetry import read_json
+
+    return bool(read_json(folder / "summary.json").get("finished")) and (folder / "export").is_dir()

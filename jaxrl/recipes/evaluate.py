@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 
 import numpy as np
 
 from jaxrl.recipes.trajectories import answers, collect, make_requests, records, reward_items, sampling_params
 from jaxrl.rollout import generate
+from jaxrl.telemetry import write_atomic
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -80,12 +80,9 @@ def _scores(hits):
 def write_rows(run_dir, step: int, rows: dict[str, list[dict]]) -> None:
     """Answers and scores per row in <run_dir>/eval/step_<step>_<set>.jsonl, each file written whole or not at all."""
     folder = run_dir / "eval"
-    folder.mkdir(parents=True, exist_ok=True)
     for name, records_ in rows.items():
-        path = folder / f"step_{step:08d}_{name}.jsonl"
-        tmp = path.with_suffix(".tmp")
-        tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records_))
-        os.replace(tmp, path)
+        text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records_)
+        write_atomic(folder / f"step_{step:08d}_{name}.jsonl", text)
 
 
 def summary(metrics: dict[str, float]) -> dict:

@@ -17,10 +17,11 @@ from jaxrl.faults import Faults, GracefulStop
 from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
-from jaxrl.telemetry import Every, Phases, Telemetry, write_config
+from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
 from jaxrl.telemetry.profiler import Profiler
 
 log = logging.getLogger("jaxrl")
@@ -63,34 +64,56 @@ class Run:
         self._starting = self.phases("start")
         self._starting.__enter__()
         self._enter(self.stop)
-        if self._with_engine:  # workers start while the model loads
-            self.rewards = self._own(RewardPool(c, functions=self._rewards_given))
-            self.eval_rewards = self.rewards
-            if c.eval.rewards:
-                self.eval_rewards = self._own(RewardPool(c, names=c.eval.rewards))
-        data_room.offline_if_unreachable()
-        self.job = setup.open_job(c)
-        train_set, self.eval_sets = self._load_data()
-        self.stream = None
-        if train_set is not None:
-            self.stream = self._own(data_room.Stream.from_config(c, train_set))
-            self.total_steps = min(c.train.steps, self.stream.total_steps or c.train.steps)
-        else:
-            self.total_steps = c.train.steps
-        # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
-        self.checkpointer = self._own(Checkpointer(self.job.run_dir, c, self.faults, lambda: self.telemetry.flush()))
+        inputs = self._read_inputs()
+        self.job = setup.open_job(c, inputs)
         self.engine = None
         if self._with_engine:
             self.engine = self._own(make_engine(c, self.job.model, self.job.tokenizer, self.job.mesh, self.job.eos_ids))
         return self
 
-    def _load_data(self):
-        c, job = self.config, self.job
-        eos = job.eos_ids[0]
+    def _read_inputs(self) -> setup.Inputs:
+        """Reads and checks everything that a user brings, before any device work. Raises ConfigError."""
+        c = self.config
+        for sink in c.log.sinks:
+            find_sink(sink)
+        if self._with_engine:  # workers start while the rest is read
+            self.rewards = self._own(RewardPool(c, functions=self._rewards_given))
+            self.eval_rewards = self.rewards
+            if c.eval.rewards:
+                self.eval_rewards = self._own(RewardPool(c, names=c.eval.rewards))
+        inputs = setup.read_inputs(c)
+        # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
+        self.checkpointer = self._own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
+        chosen = self.checkpointer.choose(c.run.resume)
+        if chosen is None:
+            setup.check_weights(c, inputs)
+        elif c.run.mode == "train":
+            self._refuse_other_past(chosen)
+        train_set, self.eval_sets = self._load_data(inputs)
+        self.stream, self.total_steps = None, c.train.steps
+        if train_set is not None:
+            self.stream = self._own(data_room.Stream.from_config(c, train_set))
+            self.total_steps = min(c.train.steps, self.stream.total_steps or c.train.steps)
+        if self._with_engine:
+            self._try_rewards(inputs.tokenizer, train_set)
+        return inputs
+
+    def _load_data(self, inputs):
+        c, tokenizer, eos = self.config, inputs.tokenizer, inputs.eos_ids[0]
         if c.run.mode == "eval":
-            return None, data_room.load_eval_sets(c, job.tokenizer, eos)
-        train_set = data_room.load_train(c, job.tokenizer, eos)
-        return train_set, data_room.load_eval_sets(c, job.tokenizer, eos, train_set)
+            return None, data_room.load_eval_sets(c, tokenizer, eos)
+        train_set = data_room.load_train(c, tokenizer, eos)
+        return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set)
+
+    def _try_rewards(self, tokenizer, train_set) -> None:
+        """A reward that cannot be imported, or fails on the first rows of what it is for, stops the run here."""
+        c = self.config
+        first_eval = next(iter(self.eval_sets.values()), None)
+        scored = train_set if c.run.recipe == "rl" and train_set is not None else first_eval
+        for pool, dataset in {self.eval_rewards: first_eval, self.rewards: scored}.items():
+            pool.wait()
+            if c.reward.trial and dataset is not None:
+                pool.trial(trial_items(dataset, tokenizer, c.data.response_prefix))
 
     def _own(self, thing):
         self._closers.append(thing.close)
@@ -99,6 +122,13 @@ class Run:
     def _enter(self, context):
         context.__enter__()
         self._closers.append(lambda: context.__exit__(None, None, None))
+
+    def check(self) -> None:
+        """Reads and checks all inputs and closes them again. Raises ConfigError; touches no device."""
+        try:
+            self._read_inputs()
+        finally:
+            self.__exit__()
 
     def __exit__(self, *exc):
         while self._closers:
@@ -111,18 +141,15 @@ class Run:
         total = max(1, self.total_steps * updates_per_step)
         self.optimizer, self.schedule = training.make_optimizer(c.optimizer, total, axes)
         abstract = setup.abstract_state(job, self.optimizer)
+        try:
+            self.checkpointer.require_space(abstract)
+        except OSError as e:
+            raise ConfigError(f"run.dir={c.run.dir!r}: {e.strerror}") from None
         restored = self.checkpointer.restore(abstract, c.run.resume)
         if restored is None:
             self.state = setup.new_state(job, self.optimizer, abstract, setup.initial_params(job))
         else:
             self._take_over(restored)
-        if self._with_engine:
-            self.rewards.wait()  # a reward that cannot be imported stops the run here, before anything is compiled
-            self.eval_rewards.wait()
-        try:
-            self.checkpointer.require_space(abstract)
-        except OSError as e:
-            raise ConfigError(e.strerror) from None
         self.telemetry = self._own(
             Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None)
         )
@@ -141,17 +168,19 @@ class Run:
         self._starting.__exit__(None, None, None)
         self.phases.take()  # start-up is not part of the first step
 
-    def _take_over(self, restored):
-        host = restored.host
-        refused, taken = config_changes(host["config"], redacted(self.config))
+    def _refuse_other_past(self, chosen):
+        refused, taken = config_changes(chosen.host["config"], redacted(self.config))
         if refused:
             raise ConfigError(
-                f"resuming {restored.path}: these options would change the past: "
+                f"resuming {chosen.path}: these options would change the past: "
                 + "; ".join(refused)
                 + ". Use another run.dir, or run.resume=never"
             )
         for change in taken:
             log.info("changed since the checkpoint: %s", change)
+
+    def _take_over(self, restored):
+        host = restored.host
         self.state = restored.arrays
         self.step, self.cursor, self.samples = host["step"], host["cursor"], host["samples"]
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]

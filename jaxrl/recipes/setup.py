@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +76,60 @@ def resolve_dtype(name: str):
     return jnp.bfloat16
 
 
-def open_job(config) -> Job:
-    """Reads tokenizer and model description, makes the mesh. Loads no weights.
+class Inputs(NamedTuple):
+    """What a job reads before it touches a device. `table` is the model's, for its parameter table only."""
 
-    Raises ConfigError when tokenizer and model do not fit each other.
+    tokenizer: Any
+    hf_config: dict
+    eos_ids: tuple[int, ...]
+    table: Any
+
+
+def read_inputs(config) -> Inputs:
+    """Reads tokenizer and model description. Touches no device, loads no weights.
+
+    Raises ConfigError when one cannot be read or they do not fit each other.
     """
+    m = config.model
+    try:
+        hf_config = hf.load_config(_source(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained")
+        table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
+    except ConfigError as e:
+        raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
+    tokenizer = data_room.load_tokenizer(config)
+    if len(tokenizer) > table.config.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"
+            " use the model's own tokenizer or set model.config.vocab_size"
+        )
+    return Inputs(tokenizer, hf_config, eos_ids(config, hf_config, tokenizer), table)
+
+
+def check_weights(config, inputs: Inputs) -> None:
+    """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
+    if config.model.init == "pretrained":
+        hf.check_weights(inputs.table, _source(config.model.path), config.model.revision)
+    if config.reference.path:
+        try:
+            hf.check_weights(inputs.table, _source(config.reference.path))
+        except ConfigError as e:
+            raise ConfigError(f"reference.path={config.reference.path!r}: {e}") from None
+
+
+def _source(path: str) -> str:
+    """Where a model really is. Without a network the hub is given up at once."""
+    found = data_room.resolve(path) if path else ""
+    if found and not Path(found).is_dir():
+        data_room.offline_if_unreachable()
+    return found
+
+
+def open_job(config, inputs: Inputs | None = None) -> Job:
+    """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
+
+    Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
+    """
+    tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
     run_dir = Path(config.run.dir)
     mesh = sharding.make_mesh(config.mesh)
     jax.set_mesh(mesh)
@@ -90,17 +139,7 @@ def open_job(config) -> Job:
         precision = "highest" if compute_dtype == jnp.float32 else "default"
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
 
-    tokenizer = data_room.load_tokenizer(config)
-    path = data_room.resolve(config.model.path) if config.model.path else ""
-    hf_config = hf.load_config(
-        path, config.model.revision, config.model.config.to_dict(), weights=config.model.init == "pretrained"
-    )
     model = build_model(config, hf_config, compute_dtype)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ConfigError(
-            f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {model.config.vocab_size};"
-            " use the model's own tokenizer or set model.config.vocab_size"
-        )
     shapes = training.row_shapes(
         config.train.row_lengths,
         longest_sequence(config),
@@ -113,9 +152,7 @@ def open_job(config) -> Job:
             config.train.tokens_per_microbatch,
             shapes.lengths[-1],
         )
-    return Job(
-        config, run_dir, mesh, tokenizer, hf_config, model, eos_ids(config, hf_config, tokenizer), compute_dtype, shapes
-    )
+    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes)
 
 
 def build_model(config, hf_config, compute_dtype):
@@ -169,7 +206,7 @@ def initial_params(job: Job, path: str = "", dtype=None):
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
         revision = c.revision if not path else None
-        return hf.load_params(job.model, data_room.resolve(source), revision, shardings, dtype)
+        return hf.load_params(job.model, _source(source), revision, shardings, dtype)
     init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 

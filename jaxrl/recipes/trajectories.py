@@ -115,6 +115,18 @@ def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[
     return items
 
 
+def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
+    """The first two rows as if they had been answered with their reference answers; for trying reward functions."""
+    items = []
+    for i in range(min(2, len(dataset))):
+        example = dataset[i]
+        columns = {"answer": example.answer, **example.columns}
+        text = prefix + ("" if example.answer is None else str(example.answer))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids))
+    return items
+
+
 def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
     """One JSON-able record per sequence: what was asked, answered, and how it was scored."""
     out = []

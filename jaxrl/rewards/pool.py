@@ -165,6 +165,30 @@ class RewardPool:
             self._forward_output()
             return self._result(applied, known)
 
+    def trial(self, items: list[RewardItem]) -> None:
+        """Calls every function on a few items, before a run depends on them. Keeps no scores.
+
+        Raises ConfigError naming each function that fails on all items it applies to (see `score` for the rest).
+        """
+        with self._busy:
+            applied = [self._applied(item, i) for i, item in enumerate(items)]
+            results: dict[tuple[int, int], dict] = {}
+            jobs = [(i, f) for i, functions in enumerate(applied) for f in functions]
+            try:
+                self._run([_as_json(item, i) for i, item in enumerate(items)], jobs, results, most_failed=len(items))
+            except RewardFailure as e:
+                raise ConfigError(f"reward.functions, tried on the first rows: {e}") from None
+            lines = []
+            for f, name in enumerate(self.names):
+                outcomes = [r["outcome"] for (_, g), r in sorted(results.items()) if g == f]
+                if outcomes and all(map(is_failure, outcomes)):
+                    lines.append(f"  {name}: {outcomes[0]}")
+            if lines:
+                slow = f" or raise reward.timeout_seconds={self._limit:g}," if "timeout" in str(lines) else ""
+                raise ConfigError("reward.functions fail on the first rows, tried with the reference answers as completions:\n"
+                                  + "\n".join(lines) + f"\nmend the function,{slow} or set reward.trial=false if it is right to"
+                                  f" fail there{self._tail()}")
+
     def close(self) -> None:
         """Ends the workers. Safe to call twice."""
         atexit.unregister(self.close)
@@ -211,14 +235,17 @@ class RewardPool:
                                    "metrics": record.get("metrics", {}).get(name, {})}
         return known
 
-    def _run(self, items: list[str], jobs: list, known: dict) -> None:
-        """Has the jobs done by the workers; `known` receives the results."""
+    def _run(self, items: list[str], jobs: list, known: dict, most_failed: float | None = None) -> None:
+        """Has the jobs done by the workers; `known` receives the results.
+
+        More than `most_failed` items with a failed part (None: reward.max_failed_fraction of them) end it.
+        """
         if jobs:
             self._wait_for_one()
         with self._state:
             self._items, self._results, self._wanted = items, known, len(known) + len(jobs)
             self._failed = {i for (i, _), r in known.items() if is_failure(r["outcome"])}
-            self._most_failed = self._reward.max_failed_fraction * len(items)
+            self._most_failed = self._reward.max_failed_fraction * len(items) if most_failed is None else most_failed
             self._tasks.extend(self._split(jobs))
             self._state.notify_all()
             try:

@@ -16,7 +16,7 @@ from collections import Counter, deque
 import jax
 import numpy as np
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Request, Result
 from jaxrl.rollout.sampling import Controls
@@ -267,8 +267,9 @@ class EmbeddedEngine:
         if not np.isfinite(chunk.logprobs).all():
             self.abort()
             self._cache, self._stash = self._programs.new_caches()  # masked keys must be finite too
-            raise RuntimeError(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or "
-                               "logits in this dtype, are not finite (rollout.dtype)")
+            raise RunStopped(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or logits "
+                             f"in this dtype, are not finite: look at model.path and "
+                             "optimizer.lr, or choose a wider rollout.dtype")
         queued, tokens = bool(self._waiting), 0
         for column, slot in enumerate(rows.tolist()):
             if slot in self._running:

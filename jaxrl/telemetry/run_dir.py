@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,30 @@ def set_aside(run_dir: Path) -> Path | None:
     for path in there:
         shutil.move(path, target / path.name)
     return target
+
+
+def require_free(run_dir, lock: bool = True) -> None:
+    """Raises ConfigError unless `run_dir` is, or can become, a folder that can be written and (`lock`) no run writes.
+
+    Leaves nothing behind.
+    """
+    run_dir = Path(run_dir)
+    made = [p for p in (run_dir, *run_dir.parents) if not p.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+        if lock and (run_dir / ".lock").exists():
+            Lock(run_dir).close()
+    except ConfigError:
+        raise
+    except OSError as e:
+        why = "is not a folder" if run_dir.exists() and not run_dir.is_dir() else f"cannot be written: {e.strerror}"
+        raise ConfigError(f"run.dir={str(run_dir)!r} {why}; choose another run.dir, or mend this one") from None
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 class Lock:

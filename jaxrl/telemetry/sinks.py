@@ -13,6 +13,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,18 @@ def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
 
     Raises ConfigError naming what is missing.
     """
+    factory = find_sink(spec)
+    try:
+        sink = factory(run_dir, config)
+    except Exception as e:  # it is the user's code
+        raise ConfigError(f"log.sinks: {spec!r} fails when it is made: {type(e).__name__}: {e}; mend it or leave it out") from e
+    if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
+        raise ConfigError(f"log.sinks: {spec!r}: {type(sink).__name__} lacks write(step, scalars) or close()")
+    return sink
+
+
+def find_sink(spec: str) -> Callable:
+    """The class that a spec names. Raises ConfigError naming what is missing."""
     where, colon, name = spec.rpartition(":")
     if not colon:
         raise ConfigError(f"log.sinks: {spec!r} is not 'package.module:Class' or './file.py:Class'")
@@ -153,13 +166,10 @@ def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
             module_spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-        factory = getattr(module, name)
-    except (ImportError, OSError, AttributeError) as e:
-        raise ConfigError(f"log.sinks: {spec!r} cannot be imported: {e}") from None
-    sink = factory(run_dir, config)
-    if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
-        raise ConfigError(f"log.sinks: {spec!r}: {type(sink).__name__} lacks write(step, scalars) or close()")
-    return sink
+        return getattr(module, name)
+    except Exception as e:  # it is the user's code
+        raise ConfigError(f"log.sinks: {spec!r} cannot be imported: {type(e).__name__}: {e}; give package.module:Class or"
+                          " ./file.py:Class") from None
 
 
 def time_scalars(phases: dict[str, float], tokens: float | None) -> dict[str, float]:
