@@ -38,6 +38,7 @@ def get_config(arg=None):
     c.train.steps = 550
     c.train.row_lengths = (128,)
     c.train.tokens_per_microbatch = 1024
+    c.train.row_counts = 1
     c.log.every_steps = 50
     c.checkpoint.every_steps = 0
     if arg == "tiny":

@@ -203,6 +203,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_samples": O(0, "end after this many samples; 0 = no limit"),
         "tokens_per_microbatch": O(16384, "rows x row length held at once, per data shard"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = from the longest sequence"),
+        "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
+                           " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + answer; 0 = max_prompt_tokens + max_new_tokens"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl import sharding
 from jaxrl.models import build, hf
 
+QUICK = {"xla_backend_optimization_level": 0}
 source, out = sys.argv[1:]
 config = hf.load_config(source)
 model = build(config, compute_dtype=jnp.float32, scan_layers=True, remat="full")
@@ -42,7 +43,7 @@ def loss(params, tokens, *rest):
 
 plain = hf.load_params(model, source)
 run = jax.grad(loss, has_aux=True)
-want_grads, want_logits = jax.device_get(jax.jit(run)(plain, *batch))
+want_grads, want_logits = jax.device_get(jax.jit(run, compiler_options=QUICK)(plain, *batch))
 
 with jax.set_mesh(mesh):
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -51,7 +52,7 @@ with jax.set_mesh(mesh):
     for a, b, s in zip(*map(jax.tree.leaves, (params, plain, layout)), strict=True):
         assert a.sharding == s
         np.testing.assert_array_equal(a, b)
-    grads, logits = jax.jit(run, out_shardings=(layout, None))(
+    grads, logits = jax.jit(run, out_shardings=(layout, None), compiler_options=QUICK)(
         params, *jax.device_put(batch, sharding.batch_sharding(mesh)))
     kernels = [e for e in model.entries if e.inputs]
     shares = []

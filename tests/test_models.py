@@ -1,5 +1,7 @@
 """The decoder against transformers, and against itself in its other forms."""
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import model_cases
@@ -32,11 +34,11 @@ def checkpoints(tmp_path_factory):
 def test_logits_equal_transformers(checkpoints, architecture):
     """Plain, padded, packed, shared prompt, and prefill + decode; all beyond the windows.
 
-    Scanned where the repeating block is one, two and three layers long (evidence/models.py scans them all).
+    Scanned for a block of one layer, and of two with a remainder (evidence/models.py scans them all).
     """
     path = checkpoints(architecture)
     want = model_cases.reference(path)
-    for scan_layers in (False, True) if architecture in ("qwen2", "gemma2", "gemma3") else (False,):
+    for scan_layers in (False, True) if architecture in ("qwen2", "gemma3") else (False,):
         worst = model_cases.differences(path, scan_layers, want)
         assert set(worst) == set(model_cases.CASES)
         assert max(worst.values()) < 1e-4, (scan_layers, worst)
@@ -44,7 +46,7 @@ def test_logits_equal_transformers(checkpoints, architecture):
 
 @pytest.mark.parametrize("architecture, entry", [
     ("mistral", {"sliding_window": 7}), ("qwen2_window", {"sliding_window": 6}),
-    ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("gemma2", {"attn_logit_softcapping": 3.3}), ("gemma2", {"final_logit_softcapping": 4.4}),
     ("gemma2", {"query_pre_attn_scalar": 24}), ("gemma2", {"hidden_activation": "silu"}),
     ("llama3", {"rms_norm_eps": 1e-2}), ("llama3", {"rope_theta": 600.0}),
@@ -73,8 +75,7 @@ def test_every_entry_matters_and_agrees(checkpoints, tmp_path, architecture, ent
 def test_float64_forms_agree():
     """Scanned and unrolled, packed and alone in a row: 1e-12 in float64."""
     with jax.enable_x64(True):
-        config = {**SMALL, "model_type": "gemma3_text", "num_hidden_layers": 5, "sliding_window_pattern": 2,
-                  "sliding_window": 5}
+        config = {**SMALL, "model_type": "gemma2", "num_hidden_layers": 4, "sliding_window": 5}
         arrays, checks = model_cases.batch()
         alone = np.zeros((4, len(checks), model_cases.LENGTH), np.int32)  # tokens, positions, segments, prefixes
         for i, (_, _, _, sequence) in enumerate(checks):
@@ -119,7 +120,7 @@ def test_padding_content_does_not_matter():
 @pytest.mark.parametrize("scan_layers, policies", [(False, ("full",)), (True, ("full", "dots"))])
 def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
     """More operations for the same gradient; less memory where scanned (see build for the unrolled CPU)."""
-    config = {**SMALL, "num_hidden_layers": 6 if scan_layers else 2}
+    config = {**SMALL, "num_hidden_layers": 6 if scan_layers else 1}
     arrays = tuple(np.repeat(x, 4, axis=0) for x in model_cases.batch()[0])
     memory, flops, grads = {}, {}, {}
     with jax.enable_x64(True):
@@ -179,11 +180,11 @@ def test_cache_slots():
 
 def test_initial_parameters():
     """normal(init_std), zero biases, unit norms; the same numbers scanned and unrolled; pure and traceable."""
-    config = {**SIZES, "model_type": "qwen2", "vocab_size": 500, "initializer_range": 0.05, "num_hidden_layers": 4}
+    config = {**SIZES, "model_type": "qwen2", "vocab_size": 500, "initializer_range": 0.05, "num_hidden_layers": 3}
     flat = build(config, compute_dtype=jnp.bfloat16, scan_layers=False)
     deep = build(config, compute_dtype=jnp.bfloat16, scan_layers=True)
     a, b = init(flat, 3), init(deep, 3)
-    for i in range(4):
+    for i in range(3):
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x, y[i], rtol=1e-6),
                      a[f"layer_{i}"], b["layers"]["sub_0"])
     assert abs(float(a["embed"]["embedding"].std()) - 0.05) < 1e-3
@@ -195,18 +196,19 @@ def test_initial_parameters():
 
 
 def test_initial_parameters_of_large_models(monkeypatch):
-    """Beyond AT_ONCE each shape has its own generator: still scan-independent, independent between tensors, normal."""
+    """Beyond AT_ONCE every tensor is a normal draw of the key folded with its HF name, wherever it is stacked."""
     from jaxrl.models import model as room
     monkeypatch.setattr(room, "AT_ONCE", 0)
-    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 500}
-    flat, deep = (build(config, compute_dtype=jnp.float32, scan_layers=scan) for scan in (False, True))
-    a, b = init(flat, 3), init(deep, 3)
-    for i in range(2):
-        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x, y[i], rtol=1e-6),
-                     a[f"layer_{i}"], b["layers"]["sub_0"])
-    mlp = a["layer_0"]["mlp"]
-    assert abs(np.corrcoef(mlp["up"]["kernel"].ravel(), mlp["gate"]["kernel"].ravel())[0, 1]) < 0.1
-    assert abs(float(a["embed"]["embedding"].std()) - 0.2) < 4e-3
+    model = build({**SIZES, "model_type": "llama"}, compute_dtype=jnp.float32, scan_layers=True)
+    params = init(model, 3)
+    for name, entry in hf.param_map(model).items():
+        ours = params
+        for part in name.split("/"):
+            ours = ours[part]
+        for i, hf_name in enumerate(entry.hf_names if entry.inputs else ()):
+            key = jax.random.fold_in(jax.random.key(3), np.uint32(zlib.crc32(hf_name.encode())))
+            array = ours[i] if entry.stacked else ours
+            np.testing.assert_allclose(array, 0.2 * jax.random.normal(key, array.shape), rtol=1e-5, err_msg=hf_name)
 
 
 @pytest.mark.parametrize("architecture", ["llama_bias", "gemma3"])
@@ -264,13 +266,13 @@ def test_defaults_are_those_of_transformers(family):
                           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
     ({"model_type": "gemma3_text", "rope_theta": 2e6, "rope_local_base_freq": 3e4, "sliding_window_pattern": 2,
       "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-     {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+     {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
          "full_attention": {"rope_type": "linear", "rope_theta": 2e6, "factor": 8.0},
          "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}}),
     ({"model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": True, "sliding_window": 9,
-      "max_window_layers": 2},
+      "max_window_layers": 1},
      {"rope_parameters": {"rope_theta": 1e6}, "use_sliding_window": True, "sliding_window": 9,
-      "layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+      "layer_types": ["full_attention", "sliding_attention"]}),
 ])
 def test_old_and_new_spellings(old, new):
     from transformers import AutoConfig
@@ -291,7 +293,7 @@ def test_repeating_blocks():
     assert keys(model_type="gemma3_text", num_hidden_layers=14) == [
         "layer_12", "layer_13", *(f"layers/sub_{j}" for j in range(6))]
     assert keys(model_type="gemma3_text", num_hidden_layers=7) == [f"layer_{i}" for i in range(7)]
-    assert keys(model_type="llama", scan_layers=False) == ["layer_0", "layer_1", "layer_2"]
+    assert keys(model_type="llama", scan_layers=False) == ["layer_0", "layer_1"]
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
@@ -353,7 +355,7 @@ def test_dynamic_rope_beyond_its_window_names_yarn():
     ({"rope_scaling": {"rope_type": "linear"}}, r"rope_type=linear needs factor"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"rope_type=llama3 needs low_freq_factor, high_freq"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is not supported"),
-    ({"use_sliding_window": True, "layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\]; give 3 entries"),
+    ({"use_sliding_window": True, "layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\]; give 2 entries"),
 ])
 def test_configs_that_cannot_work(entries, message):
     with pytest.raises(ConfigError, match=message):

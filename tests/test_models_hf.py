@@ -219,7 +219,7 @@ def _drop(name):
 
 
 def _resize(tensors):
-    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.2.mlp.up_proj.weight"][:-1]
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:-1]
 
 
 def _quantize(tensors):
@@ -238,7 +238,7 @@ def _extra(tensors):
 @pytest.mark.parametrize("change, message", [
     (_drop("model.layers.1.mlp.up_proj.weight"), r"lacks 1 tensors: model.layers.1.mlp.up_proj.weight; is config.json"),
     (_extra, r"1 tensors have no place in a llama model: vision.weight; is config.json"),
-    (_resize, r"model.layers.2.mlp.up_proj.weight has shape \(55, 32\), the config needs \(56, 32\); is config.json"),
+    (_resize, r"model.layers.0.mlp.up_proj.weight has shape \(55, 32\), the config needs \(56, 32\); is config.json"),
     (_quantize, r"tensor model.norm.weight has dtype I8; only unquantized checkpoints"),
     (_untie, r"lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings=True"),
 ])
@@ -250,8 +250,8 @@ def test_wrong_tensors_are_named(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("overrides, message", [
-    ({"num_hidden_layers": 4}, r"lacks 9 tensors: model.layers.3.input_layernorm.weight, .* and 4 more; is config"),
-    ({"num_hidden_layers": 2}, r"9 tensors have no place in a llama model: model.layers.2"),
+    ({"num_hidden_layers": 3}, r"lacks 9 tensors: model.layers.2.input_layernorm.weight, .* and 4 more; is config"),
+    ({"num_hidden_layers": 1}, r"9 tensors have no place in a llama model: model.layers.1"),
     ({"vocab_size": 97}, r"model.embed_tokens.weight has shape \(96, 32\), the config needs \(97, 32\)"),
     ({"tie_word_embeddings": False}, r"lacks 1 tensors: lm_head.weight"),
 ])
@@ -327,22 +327,21 @@ def test_hub_ids_resolve_through_the_cache(tmp_path, monkeypatch):
         huggingface_hub.snapshot_download, cache_dir=tmp_path))
     config = hf.load_config("someone/tiny", revision="v1")
     params = hf.load_params(build(config, compute_dtype=jnp.float32, scan_layers=True), "someone/tiny", revision="v1")
-    assert params["layers"]["sub_0"]["mlp"]["up"]["kernel"].shape == (3, 32, 56)
+    assert params["layers"]["sub_0"]["mlp"]["up"]["kernel"].shape == (2, 32, 56)
     with pytest.raises(ConfigError, match=r"'someone/tiny' \(revision v2\)"):
         hf.load_config("someone/tiny", revision="v2")
 
 
 def test_sharded_loading_and_running(tmp_path):
     """On eight simulated devices: see sharded_models.py, which runs in a process of its own."""
-    source = make_tiny("gemma2", tmp_path / "source", dtype="bfloat16", tokenizer=False, num_attention_heads=4,
-                       hidden_size=32)
+    source = make_tiny("gemma2", tmp_path / "source", dtype="bfloat16", tokenizer=False, num_hidden_layers=4)
     worker = Path(__file__).with_name("sharded_models.py")
     command = [sys.executable, worker, source, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert raw(tmp_path / "out") == raw(source)
-    assert found["devices"] == 8 and found["sharded"] > 20
+    assert found["devices"] == 8 and found["sharded"] == 15
     assert found["largest_share"] <= 0.27, "a parameter that can be split lies whole on a device"
     assert found["logits"] < 1e-4 and found["gradient"] < 1e-5 and found["decode"] < 1e-4
     assert found["decode_gathers"] == 0

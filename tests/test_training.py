@@ -183,6 +183,14 @@ def test_layout_invariants():
     assert [m.sequences.tolist() for m in again.minibatches] == [m.sequences.tolist() for m in layout.minibatches]
 
 
+def test_row_counts_bound_the_programs():
+    assert training.row_shapes((64,), 60, 512, 2).counts == ((16, 4),)
+    whole = training.row_shapes((64,), 60, 512, 2, sizes=1)
+    assert whole.counts == ((16,),)
+    layout = training.make_layout([30] * 20, [30] * 20, np.arange(20), whole)
+    assert [len(m.rows) for m in layout.minibatches[0].microbatches] == [16, 16]
+
+
 def test_packing_fills_rows_of_long_tailed_lengths():
     rng = np.random.default_rng(0)
     answers = np.clip(rng.lognormal(4, 0.8, 128).astype(int), 8, 512)

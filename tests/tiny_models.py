@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 VOCAB = 96
-SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
              pad_token_id=0, initializer_range=0.2)
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -24,10 +24,10 @@ ARCHITECTURES = {
                                                  "original_max_position_embeddings": 32}}),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 12}),
-    "gemma2": ("gemma2", {"num_hidden_layers": 5, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+    "gemma2": ("gemma2", {"num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
-                               "sliding_window_pattern": 3, "rope_parameters": {
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+                               "sliding_window_pattern": 2, "rope_parameters": {
                                    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3000.0},
                                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
 }

@@ -145,6 +145,7 @@ def open_job(config, inputs: Inputs | None = None) -> Job:
         longest_sequence(config),
         config.train.tokens_per_microbatch,
         sharding.data_shards(mesh),
+        config.train.row_counts,
     )
     if config.train.tokens_per_microbatch < shapes.lengths[-1]:
         log.warning(

@@ -55,7 +55,7 @@ class RowShapes:
     counts: tuple[tuple[int, ...], ...]
 
 
-def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int) -> RowShapes:
+def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2) -> RowShapes:
     """Static row shapes from the config.
 
     Args:
@@ -63,8 +63,7 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
       longest: bound on prompt + answer in tokens.
       tokens_per_microbatch: per data shard; raised to one row where it is smaller.
       shards: data shards; row counts are multiples of it.
-
-    Each length has two row counts, whole and a quarter, so that a last microbatch wastes little.
+      sizes: row counts per length: 2 = whole and a quarter, so that a last microbatch wastes little; 1 = whole only.
     """
     lengths = tuple(sorted(row_lengths)) or (-(-longest // 8) * 8,)
     if len(lengths) > 2:
@@ -77,8 +76,8 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
     counts = []
     for length in lengths:
         per_shard = max(1, tokens_per_microbatch // length)
-        quarter = max(1, per_shard // 4)
-        counts.append(tuple(c * shards for c in sorted({per_shard, quarter}, reverse=True)))
+        wanted = {per_shard, max(1, per_shard // 4)} if sizes == 2 else {per_shard}
+        counts.append(tuple(c * shards for c in sorted(wanted, reverse=True)))
     return RowShapes(lengths, tuple(counts))
 
 
