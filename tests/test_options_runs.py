@@ -227,7 +227,7 @@ def test_rewards_weights_scale_and_advantages(first):
 
 
 def test_epochs_minibatches_and_reference(first, folder):
-    """2 passes x 2 minibatches x 2 steps = 8 updates; the KL to the reference starts at 0 and grows."""
+    """2 passes x 2 minibatches x 2 steps = 8 updates; there is a KL to the reference once the policy has moved."""
     from jaxrl.checkpoint import Checkpointer
     from jaxrl.faults import Faults
 
@@ -235,7 +235,7 @@ def test_epochs_minibatches_and_reference(first, folder):
         {"step": jax.ShapeDtypeStruct((), np.int32)}, "must", partial=True
     )
     assert int(restored.arrays["step"]) == 8
-    assert first.metrics[1]["policy/kl"] < first.metrics[2]["policy/kl"] and first.metrics[2]["old_gap/max"] > 1e-3
+    assert min(first.metrics[i]["policy/kl"] for i in (1, 2)) > 1e-3 and first.metrics[2]["old_gap/max"] > 1e-3
 
 
 def test_every_step_samples_from_the_weights_of_the_step_before(first):

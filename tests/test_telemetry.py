@@ -222,6 +222,9 @@ def test_wandb_offline(tmp_path):
     t.close()
     assert wandb.run is None
     record, = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 60  # another process of W&B writes the file
+    while b"reward/mean" not in record.read_bytes() and time.monotonic() < end:
+        time.sleep(0.2)
     content = record.read_bytes()
     assert b"reward/mean" in content and b"max_new_tokens" in content
     t = Telemetry(tmp_path, c, 10, resume_step=1)

@@ -185,7 +185,9 @@ def test_layout_invariants():
 
 def test_row_counts_bound_the_programs():
     assert training.row_shapes((64,), 60, 512, 2).counts == ((16, 4),)
-    whole = training.row_shapes((64,), 60, 512, 2, sizes=1)
+    c = default_config()
+    c.train.row_counts = 1
+    whole = training.row_shapes((64,), 60, 512, 2, c.train.row_counts)
     assert whole.counts == ((16,),)
     layout = training.make_layout([30] * 20, [30] * 20, np.arange(20), whole)
     assert [len(m.rows) for m in layout.minibatches[0].microbatches] == [16, 16]
