@@ -51,35 +51,40 @@ def execute(case, base: Path, good: Path) -> dict:
     place = Place(base / re.sub(r"\W+", "_", case.name), good)
     for folder in (place.inputs, place.root / "tmp"):
         folder.mkdir(parents=True)
-    overrides = case.prepare(place)
-    before = contents(place.run_dir)
-    done = start(case, place, overrides, base / "xla")
-    text, device = split_log(done["output"])
-    problems = []
+    try:
+        overrides = case.prepare(place)
+        before = contents(place.run_dir)
+        done = start(case, place, overrides, base / "xla")
+        text, device = split_log(done["output"])
+        return {
+            "name": case.name,
+            "group": case.group,
+            "status": done["status"],
+            "cpu_seconds": round(done["cpu"], 1),
+            "wall_seconds": round(done["wall"], 1),
+            "device": device,
+            "message": message(text).replace(str(place.root), "..."),
+            "left_in_run_dir": sorted(p.name for p in place.run_dir.iterdir()) if place.run_dir.is_dir() else [],
+            "problems": complaints(case, done, text, device) + leftovers(place, before, case) + survivors(place),
+            "text": text,
+        }
+    finally:
+        place.cleanup()
+
+
+def complaints(case, done: dict, text: str, device: str) -> list[str]:
+    """What is wrong with the status, the message, the time and the device work."""
+    said, out = message(text), []
     if done["status"] != case.status:
-        problems.append(f"exit status {done['status']}")
-    said = message(text)
+        out.append(f"exit status {done['status']}")
     if "Traceback" in text or not said:
-        problems.append("traceback" if "Traceback" in text else "no message")
-    problems += [f"does not say {t!r}" for t in case.says if t not in said]
+        out.append("traceback" if "Traceback" in text else "no message")
+    out += [f"does not say {t!r}" for t in case.says if t not in said]
     if done["cpu"] > case.seconds:
-        problems.append(f"{done['cpu']:.1f} s")
+        out.append(f"{done['cpu']:.1f} s")
     if device != "none" and not case.device:
-        problems.append(f"device work: {device}")
-    problems += leftovers(place, before, case) + survivors(place)
-    place.cleanup()
-    return {
-        "name": case.name,
-        "group": case.group,
-        "status": done["status"],
-        "cpu_seconds": round(done["cpu"], 1),
-        "wall_seconds": round(done["wall"], 1),
-        "device": device,
-        "message": said.replace(str(place.root), "..."),
-        "left_in_run_dir": sorted(p.name for p in place.run_dir.iterdir()) if place.run_dir.is_dir() else [],
-        "problems": problems,
-        "text": text,
-    }
+        out.append(f"device work: {device}")
+    return out
 
 
 def start(case, place: Place, overrides: list[str], cache: Path) -> dict:
@@ -88,7 +93,7 @@ def start(case, place: Place, overrides: list[str], cache: Path) -> dict:
     arguments = [a.format(inputs=place.inputs, tiny=ROOT / "tests/tiny_job.py") for a in arguments]
     common = {"run.dir": place.run_dir, "run.compile_cache": cache, "log.console": "plain"}
     given = {o.partition("=")[0] for o in overrides}
-    flags = [f"--config.{k}={v}" for k, v in common.items() if k not in given] if case.with_common else []
+    flags = [f"--config.{k}={v}" for k, v in common.items() if k not in given]
     env = {
         **environment(),
         "TMPDIR": str(place.root / "tmp"),
@@ -105,7 +110,6 @@ def start(case, place: Place, overrides: list[str], cache: Path) -> dict:
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=case.preexec,
     )
     output: list[bytes] = []
     reader = threading.Thread(target=lambda: output.append(process.stdout.read()), daemon=True)
@@ -160,7 +164,7 @@ def leftovers(place: Place, before: dict[str, str], case) -> list[str]:
     ]
     out += [f"left: {p.name}" for p in place.root.iterdir() if p.name not in ("in", "tmp", "run")]
     for path in ours:
-        if path.is_file() and path.suffix in (".json", ".jsonl") and not case.damages(path):
+        if path.is_file() and path.suffix in (".json", ".jsonl"):
             try:
                 for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
                     json.loads(text)

@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -90,20 +89,17 @@ class Place:
 @dataclasses.dataclass(frozen=True)
 class Case:
     """says: texts of the message (field or file, value, remedy). prepare: makes files, returns overrides. device: what has
-    to be done before the mistake can be seen. damages: files that the case itself leaves unreadable."""
+    to be done before the mistake can be seen."""
 
     group: str
     name: str
     says: tuple[str, ...]
     prepare: Callable[[Place], list[str]] = lambda place: []
     command: list[str] | None = None
-    with_common: bool = True
     status: int = 2
     seconds: float = 8.0
     device: str = ""
     env: dict = dataclasses.field(default_factory=dict)
-    preexec: Callable | None = None
-    damages: Callable[[Path], bool] = lambda path: False
 
 
 CASES: list[Case] = []
@@ -123,12 +119,12 @@ def flags(name, says, *overrides, group="config", **options):
     CASES.append(Case(group, name, says, lambda p: list(overrides), **options))
 
 
-def config_file(name, says, text):
+def config_file(name, says, text, named=("--config=", "mine.py")):
     CASES.append(
         Case(
             "config",
             name,
-            ("--config=", "mine.py", *says),
+            (*named, *says),
             lambda p: [] if p.write("mine.py", text) else [],
             command=["--config={inputs}/mine.py"],
         )
@@ -226,6 +222,7 @@ config_file(
     "config file: number where text is meant",
     ("eval.sets=(3,)", "every entry must be text"),
     "import tiny_job\ndef get_config(arg=None):\n    c = tiny_job.get_config()\n    c.eval.sets = (3,)\n    return c\n",
+    named=(),
 )
 config_file(
     "get_config returns nothing",
@@ -411,7 +408,7 @@ flags(
 )
 flags(
     "tokenizer larger than the vocabulary",
-    ("model.tokenizer has 1", "vocab_size is 16", "model.config.vocab_size"),
+    ("model.tokenizer has", "entries", "vocab_size is 16", "model.config.vocab_size"),
     "model.config.vocab_size=16",
     group="model",
 )
@@ -482,7 +479,7 @@ REWARDS = {
     ),
     "asks for a column that is not there": (
         "def score(prompt, completion, solution):\n    return 1.0\n",
-        ("'score'", "'solution'", "neither a data column", "answer"),
+        ("score", "'solution'", "neither a data column", "answer"),
         {},
     ),
     "raises always": (
@@ -627,16 +624,3 @@ def _(p):
     if not p.tmpfs("1m"):
         raise Unavailable("a small file system cannot be mounted")
     return ["checkpoint.every_steps=1", "eval.before=false", "eval.every_steps=0", "train.steps=30"]
-
-
-@case(
-    "run dir",
-    "files limited to 60 kB",
-    ("stopped", "saves in a row failed", "File too large"),
-    status=1,
-    seconds=60.0,
-    device="training",
-    preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)),
-)
-def _(p):
-    return ["checkpoint.every_steps=1", "eval.before=false", "eval.every_steps=0"]

@@ -41,6 +41,7 @@ log = logging.getLogger("jaxrl")
 FORMAT = 1          # raised when an older jaxrl could not read what a newer one writes
 MAX_FAILURES = 3    # failed saves in a row that end the run
 MANIFEST = "manifest.json"
+HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
 LATE_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these after the manifest
 LEFTOVER, DELETING, SET_ASIDE = ".orbax-checkpoint-tmp", ".deleting", ".set-aside"
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
@@ -223,6 +224,7 @@ class Checkpointer:
 
     def _failed(self, step: int, error: BaseException) -> None:
         """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else."""
+        logging.getLogger("asyncio").addFilter(_not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
         _remove_leftovers(self.directory)
         reason = _disk_trouble(error)
@@ -433,8 +435,8 @@ def verify(path: Path) -> None:
 # ---- reading
 
 def _envelope(path: Path) -> dict:
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        envelope = reader.restore(path / "host")
+    # Orbax's own reader would ask for the devices of this machine; the choice of a checkpoint comes before that.
+    envelope = json.loads((path / "host" / HOST_FILE).read_text(encoding="utf-8"))
     if envelope["format"] > FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this "
                               f"is jaxrl {jaxrl.__version__}, which reads up to format {FORMAT}: upgrade jaxrl")
@@ -511,3 +513,7 @@ def _size(count: int) -> str:
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
+
+
+def _not_tensorstore(record: logging.LogRecord) -> bool:
+    return "OCDBT" not in record.getMessage()

@@ -240,6 +240,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "keep": O(3, "newest checkpoints kept"),
         "asynchronous": O(True, "write in the background"),
         "export_every_steps": O(0, f"HF export every this many steps; {TRIGGER}"),
+        "export_every_epochs": O(0.0, f"HF export every this many epochs; {TRIGGER}"),
+        "export_every_minutes": O(0.0, f"HF export every this many minutes; {TRIGGER}"),
         "export_at_end": O(True, "HF export after the last step, in <run.dir>/export"),
         "export_dtype": O("auto", "auto: the source's dtype (fp32 for random init)", choices=("auto", "bf16", "fp16", "fp32")),
         "shard_gb": O(5.0, "largest exported safetensors file in GB"),

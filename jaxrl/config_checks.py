@@ -83,6 +83,8 @@ NOT_NEGATIVE = (
     "checkpoint.every_minutes",
     "checkpoint.every_epochs",
     "checkpoint.export_every_steps",
+    "checkpoint.export_every_epochs",
+    "checkpoint.export_every_minutes",
     "optimizer.weight_decay",
     "optimizer.max_grad_norm",
     "optimizer.warmup_steps",

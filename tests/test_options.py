@@ -697,6 +697,8 @@ STEPS = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0), (5, 1.25), (6, 1.5)]
         ("checkpoint.every_minutes", 1e-9, "save", [1, 2, 3, 4, 5, 6]),
         ("checkpoint.every_minutes", 1e9, "save", []),
         ("checkpoint.export_every_steps", 5, "export", [5]),
+        ("checkpoint.export_every_epochs", 0.75, "export", [3, 6]),
+        ("checkpoint.export_every_minutes", 1e-9, "export", [1, 2, 3, 4, 5, 6]),
     ],
 )
 def test_triggers(tiny, option, value, what, due):

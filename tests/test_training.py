@@ -233,6 +233,27 @@ def test_a_non_finite_update_changes_nothing_but_its_counters():
     assert metrics["optim/skipped"] == 1
 
 
+def test_one_compilation_serves_every_microbatch_and_step(caplog):
+    """Gradients lie on the mesh as their parameters do from the start; otherwise the second microbatch compiles again."""
+    model, (traj, columns) = tiny_model(), batch_of_groups()
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    optimizer = optax.adamw(1e-2)
+    mesh = jax.make_mesh((1, 1, 1), ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("dp", "fsdp")))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    trainable, frozen = training.partition(params_of(model), (".*",), ())
+    state = jax.device_put(training.init_state(trainable, frozen, optimizer, 0), whole)
+    update = training.make_update(model, optimizer, lambda i: 1e-2, LOSS)
+    micros = layout_of(traj, "packed_shared_2_microbatches").minibatches[0].microbatches
+    assert len(micros) > 1
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for _ in range(2):
+            state, _ = update(state, [jax.device_put(training.pack(traj, m, columns, weights), split) for m in micros])
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    for name in ("empty", "accumulate", "apply"):
+        assert sum(f"jit({name})" in text for text in compiled) == 1, compiled
+
+
 def test_frozen_parameters_have_no_optimizer_state_and_do_not_move():
     before, after, _ = _update(optax.adamw(1e-2), LOSS)
     np.testing.assert_array_equal(before.frozen["embed/embedding"], after.frozen["embed/embedding"])

@@ -68,7 +68,10 @@ class _Reader:
         """Raises PromptError saying what is wrong with the row."""
         prompt = self._column(row, self.prompt, "data.prompt_column")
         if not isinstance(prompt, str):
-            prompt = check_messages(prompt)
+            try:
+                prompt = check_messages(prompt)
+            except PromptError as e:
+                raise PromptError(f"column {self.prompt!r} (data.prompt_column): {e}") from None
         context, completion = self._completion(row, prompt)
         if isinstance(context, list) and context[-1]["role"] == "assistant":
             raise PromptError("the messages end with an assistant turn, but a prompt ends before it "
@@ -310,7 +313,9 @@ def _load(name, config, tokenizer, eos_id, tables, rows, targets, bad) -> Datase
     for start in range(0, len(rows), CHUNK):
         kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id)
     if not kept:
-        why = (bad.messages + [f"{w}: too long" for w in ds.filtered])[:3]
+        long = f"too long for data.max_prompt_tokens={limits.prompt}"
+        long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
+        why = (bad.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
         raise DataError(f"{name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
     ds._fill(kept, config.data.max_prompt_tokens)
     _report(ds, config, len(rows))

@@ -19,7 +19,7 @@ from jaxrl.config import ConfigError
 from jaxrl.models import parameters
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.decoder import POLICIES, Decoder, repetitions
-from jaxrl.models.placement import gathered, stored
+from jaxrl.models.placement import gathered, stored, whole
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", attention: str = "auto") -> Model:
@@ -53,7 +53,7 @@ def _draw_at_once(key, entries) -> dict[str, jax.Array]:
     """HF name -> standard normal array. One generator compiles in a tenth of the time that one per array takes."""
     matrices = _matrices(entries)
     sizes = [math.prod(shape) for shape, _ in matrices.values()]
-    flat = jax.lax.optimization_barrier(jax.random.normal(key, (sum(sizes),), jnp.float32))
+    flat = jax.lax.optimization_barrier(whole(jax.random.normal(key, (sum(sizes),), jnp.float32)))
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
     return {name: part.reshape(shape) for (name, (shape, _)), part in zip(matrices.items(), parts, strict=True)}
 

@@ -42,6 +42,11 @@ def gathered(weight, axes):
     return jax.lax.with_sharding_constraint(weight, spec)
 
 
+def whole(x):
+    """x on every device."""
+    return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P())
+
+
 def stored(weights, axes):
     """[N, *weight] split as parameters are kept, the first axis whole."""
     mesh = _mesh()

@@ -203,7 +203,11 @@ class Run:
                 epochs=c.checkpoint.every_epochs,
                 seconds=60 * c.checkpoint.every_minutes,
             ),
-            "export": dict(steps=c.checkpoint.export_every_steps),
+            "export": dict(
+                steps=c.checkpoint.export_every_steps,
+                epochs=c.checkpoint.export_every_epochs,
+                seconds=60 * c.checkpoint.export_every_minutes,
+            ),
         }
         self.due = {name: Every(**period, state=states.get(name)) for name, period in periods.items()}
 

@@ -163,8 +163,9 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".replace("\n", " ")
     if len(text) > 300:
         text = text[:300] + "..."
+    own = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))
     frames = [f for f in traceback.extract_tb(error.__traceback__)
-              if f.filename != __file__ and not f.filename.startswith("<frozen")]
+              if f.filename not in own and not f.filename.startswith("<frozen")]
     if not frames:
         return text
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})"

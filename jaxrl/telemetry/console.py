@@ -320,3 +320,4 @@ def setup_logging(level: str) -> None:
     logger.setLevel(level.upper())
     if not logger.handlers and not logging.getLogger().handlers:
         logger.addHandler(_Handler())
+        logger.propagate = False  # libraries may give the root logger a handler later: no message twice

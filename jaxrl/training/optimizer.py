@@ -67,7 +67,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
                 f"optimizer.groups[{pattern!r}]: unknown keys {sorted(extra)}; known are lr and weight_decay"
             )
         if not any(re.search(pattern, name) for name in logical_axes):
-            raise ConfigError(f"optimizer.groups: pattern {pattern!r} matches no trainable parameter")
+            shown = ", ".join(list(logical_axes)[:3])
+            raise ConfigError(f"optimizer.groups: pattern {pattern!r} matches no parameter; names look like {shown}")
 
     def chain(multiplier=1.0, decay=config.weight_decay):
         if config.name not in _NAMED:

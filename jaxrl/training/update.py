@@ -13,8 +13,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.algorithms.losses import clipped_policy_loss, kl_penalty, masked_exp, mismatch_weight
 from jaxrl.training.score import forward_logprobs
@@ -179,27 +180,30 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
 
     `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device.
     """
-    accumulate = jax.jit(make_accumulate(model, cfg), donate_argnums=(3, 4))
     finish = jax.jit(make_apply(optimizer, schedule, cfg), donate_argnums=0)
 
-    @jax.jit
-    def empty(trainable):
-        return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), trainable)
+    @functools.cache
+    def programs(shardings):
+        """(empty, accumulate): gradients lie where their parameters do, from the first microbatch on; so one compile."""
+        grads = dict(shardings)
+        one = next(iter(grads.values()))
+        everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else one
 
-    names = {}  # of the metrics with their dtypes; found once, by tracing
+        def empty(trainable, frozen, batch):
+            names = jax.eval_shape(functools.partial(loss_and_metrics, model=model, cfg=cfg), trainable, frozen, batch)[1]
+            zeros = {k: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for k, p in trainable.items()}
+            return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
 
-    def no_metrics(state, batch):
-        if not names:
-            trace = functools.partial(loss_and_metrics, model=model, cfg=cfg)
-            names.update(jax.eval_shape(trace, state.trainable, state.frozen, batch)[1])
-        return {k: np.zeros(s.shape, s.dtype) for k, s in names.items()}
+        return (jax.jit(empty, out_shardings=(grads, everywhere)),
+                jax.jit(make_accumulate(model, cfg), donate_argnums=(3, 4), out_shardings=(grads, everywhere)))
 
     def gradients(state, microbatches):
-        grads, metrics = empty(state.trainable), None
+        empty, accumulate = programs(tuple((k, p.sharding) for k, p in state.trainable.items()))
+        carry = None
         for batch in microbatches:
-            metrics = no_metrics(state, batch) if metrics is None else metrics
-            grads, metrics = accumulate(state.trainable, state.frozen, state.stats, grads, metrics, batch)
-        return grads, metrics
+            carry = empty(state.trainable, state.frozen, batch) if carry is None else carry
+            carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batch)
+        return carry
 
     def update(state, microbatches):
         return finish(state, *gradients(state, microbatches))
