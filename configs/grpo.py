@@ -4,7 +4,7 @@ Command:   python -m jaxrl.main --config=configs/grpo.py
 Hardware:  any; two CPU cores.
 Expected:  see README, "Measured".
 
-The reward reads the final box alone. Most demonstrations of the warm start jump to the box and are mostly wrong; the
+The reward reads the final box alone. The warm start ends on demonstrations that jump to the box, and is mostly wrong; the
 policy discovers that working pays. `reverse` problems, almost absent from the demonstrations, stay a failing class.
 
 Variants:  tiny (a few seconds, learns next to nothing; for tests and the notebook).

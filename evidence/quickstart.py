@@ -36,7 +36,7 @@ BOUNDS = {  # name -> (figure, whether it is met)
     "accuracy rises by 0.30": ("gain", lambda v: v >= 0.30),
     "ends at 0.80 or more": ("after", lambda v: v >= 0.80),
     "24 tokens or more on average": ("length_mean", lambda v: v >= 24),
-    "lengths spread fourfold (95th over 5th percentile)": ("length_spread", lambda v: v >= 4),
+    "lengths spread fourfold (99th over 1st percentile)": ("length_spread", lambda v: v >= 4),
     "a failing class is left": ("worst_kind", lambda v: v < 0.5),
     "shuffled rewards do not rise (0.05)": ("shuffled_gain", lambda v: v is None or v < 0.05),
 }
@@ -93,7 +93,7 @@ def main_run(python, tree, folder: Path, seed: int) -> dict:
     return done | {
         "seed": seed, "before": before, "after": after, "gain": after - before, "kinds": kinds,
         "worst_kind": min(kinds.values()), "length_mean": float(lengths.mean()),
-        "length_spread": float(np.percentile(lengths, 95) / np.percentile(lengths, 5)),
+        "length_spread": float(np.percentile(lengths, 99) / np.percentile(lengths, 1)),
         "truncated": summary["eval_after"]["sets"]["test"]["truncated_fraction"],
         "rl_s": sum(summary["seconds"][k] for k in ("rollout", "reward", "update", "publish")),
         "rl_steps": summary["steps"]}
@@ -106,7 +106,7 @@ def controls(python, tree, folder: Path, seed: int, rl_seconds: float) -> dict:
     lines = (folder / "rl" / "warm_start" / "metrics.jsonl").read_text().splitlines()
     half = [json.loads(line) for line in lines[len(lines) // 2:]]  # without compilation
     each = sum(r["time"]["step"] for r in half[1:]) / (half[-1]["step"] - half[0]["step"])
-    more = launch(python, tree, folder / "sft", *same, "model.init=pretrained", f"data.seed={seed + 1000}",
+    more = launch(python, tree, folder / "sft", *same, "model.init=pretrained", "data.shuffle=true", f"data.seed={seed + 1000}",
                   f"train.steps={round(rl_seconds / each)}", "optimizer.lr=1e-3", f"eval.sets=test={TEST}",
                   "reward.functions=boxed", "eval.every_steps=0", config="configs/grpo_sft.py")
     reward = ROOT / "evidence/shuffled_reward.py"

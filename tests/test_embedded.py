@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -106,9 +107,10 @@ def test_every_answer_is_right_and_every_line_of_working_true(rows):
                 assert c == {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[sign], r
 
 
-def test_most_demonstrations_jump_and_almost_none_are_reverse(rows):
-    jumps = [r for r in rows["sft"] if ":" not in r["completion"]]
-    assert abs(len(jumps) / len(rows["sft"]) - make.JUMP) < 0.01
+def test_the_last_demonstrations_jump_and_almost_none_are_reverse(rows):
+    jumps = np.array([":" not in r["completion"] for r in rows["sft"]])
+    shares = [part.mean() for part in np.array_split(jumps, 6)]  # ends of six parts: 0.2, 0.3 ... 0.8
+    np.testing.assert_allclose(shares, np.linspace(0.25, 0.75, 6), atol=0.04)
     share = {name: collections.Counter(r["kind"] for r in rows[name])["reverse"] / len(rows[name]) for name in FILES}
     assert 0 < share["sft"] < 0.01 and 0.05 < share["train"] < 0.12 and 0.05 < share["test"] < 0.12
 

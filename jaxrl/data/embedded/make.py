@@ -14,9 +14,9 @@ one file only (by its hash), so the same problem never appears in two of them un
 Three kinds: `chain` (1 to 6 steps), `skip` (the same with clauses that change nothing) and `reverse` (the end is
 given, the start is asked). What reinforcement learning finds here, by design:
 
-- Strategy. 60 % of the demonstrations jump to the box and 40 % show the working, whatever the problem, so a model
-  trained on them mostly jumps and is mostly wrong. The reward reads the box alone; that working pays is for the
-  policy to discover.
+- Strategy. Of the first demonstrations a fifth jumps to the box, of the last ones four fifths do, whatever the problem.
+  A model trained on them in order knows how to work, mostly jumps, and is mostly wrong. The reward reads the box
+  alone; that working pays is for the policy to discover.
 - A class that stays hard. `reverse` is a tenth of the problems and almost none of the demonstrations: its groups
   give next to no signal, and it stays the failing class at the end.
 """
@@ -41,7 +41,7 @@ LETTERS = "abcdef"
 TIMES = {2: "doubles", 3: "triples"}
 LARGEST = 12        # largest number anywhere in a problem or its working
 OPERATIONS = [(sign, n) for sign in "+- " for n in range(2, 6)] + [("*", n) for n in TIMES]
-JUMP = 0.6          # share of demonstrations without working
+JUMP = (0.2, 0.8)   # share of demonstrations without working: at the start of the file, at its end
 
 # Problems of each kind and number of steps, per thousand. Demonstrations leave `reverse` almost out.
 MIX = {("chain", n): share for n, share in zip(range(1, 7), (80, 100, 130, 150, 170, 150), strict=True)}
@@ -155,13 +155,21 @@ def rows(name: str, count: int, seed: int) -> list[dict]:
             row = {"prompt": question(problem, texts, rng)}
             box = f"\\boxed{{{answer(problem)}}}"
             if name == "sft":
-                row["completion"] = box if rng.random() < JUMP else working(problem, texts) + box
+                row["completion"] = working(problem, texts) + box
             else:
                 row["answer"] = str(answer(problem))
             out.append(row | {"kind": kind, "steps": steps})
             wanted -= 1
     rng.shuffle(out)
-    return out
+    return shorten(out, rng) if name == "sft" else out
+
+
+def shorten(demonstrations: list[dict], rng: random.Random) -> list[dict]:
+    """Leaves the working out of ever more of them, as JUMP says; read in order, they end in a habit of jumping."""
+    for i, row in enumerate(demonstrations):
+        if rng.random() < JUMP[0] + (JUMP[1] - JUMP[0]) * i / len(demonstrations):
+            row["completion"] = row["completion"].splitlines()[-1]
+    return demonstrations
 
 
 # How text is cut into words. Spaces belong to the words around a number, so that a number is the same token in a
@@ -204,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=4000)
     parser.add_argument("--test", type=int, default=400)
-    parser.add_argument("--sft", type=int, default=16000)
+    parser.add_argument("--sft", type=int, default=9000)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
