@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def machine() -> dict:
-    """Processor, cores, memory, Python and library versions; nothing that names one particular machine."""
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+
+
+def machine(python: str = sys.executable) -> dict:
+    """Processor, cores, memory, and an interpreter's version and libraries; nothing that names one particular machine."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -23,15 +26,13 @@ def machine() -> dict:
             model,
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
-    }
+    code = (f"import importlib.metadata as m, json, platform; print(json.dumps({{'python': platform.python_version(), "
+            f"**{{n: m.version(n) for n in {PACKAGES}}}}}))")
+    versions = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
     return {
         "processor": model,
         "cores": os.cpu_count(),
         "memory_gib": round(memory, 1),
-        "python": platform.python_version(),
         **versions,
     }
 
@@ -43,10 +44,11 @@ def commit() -> str:
     return run("rev-parse", "--short", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def record(name: str, results) -> None:
-    """Writes evidence/results/<name>.json: date, commit, machine, results."""
+def record(name: str, results, at: str = "", python: str = sys.executable) -> None:
+    """Writes evidence/results/<name>.json: date, commit (`at`, or the present one), machine, results."""
     RESULTS.mkdir(exist_ok=True)
-    entry = {"date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine(), "results": results}
+    entry = {"date": datetime.date.today().isoformat(), "commit": at or commit(), "machine": machine(python),
+             "results": results}
     (RESULTS / f"{name}.json").write_text(json.dumps(entry, indent=1) + "\n")
     print(f"\nwritten: evidence/results/{name}.json")
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import record, table
+from common import commit, record, table
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = ROOT / "jaxrl/data/embedded/arith/test.jsonl"
@@ -125,6 +125,7 @@ def main():
     parser.add_argument("--control-seeds", default="0,1,2", help="seeds that also run the controls; empty = none")
     parser.add_argument("--out", default="", help="keep the runs here")
     args = parser.parse_args()
+    at = commit()  # before the tree may change
     folder = Path(args.out or tempfile.mkdtemp(prefix="quickstart"))
     folder.mkdir(parents=True, exist_ok=True)
     python, tree, install = (sys.executable, ROOT, None) if args.here else fresh_clone(folder)
@@ -141,7 +142,7 @@ def main():
     missed = [f"seed {r['seed']}: {name}, measured {r[figure]}" for r in runs for name, (figure, met) in BOUNDS.items()
               if not met(r[figure])]
     command = " ".join(["python evidence/quickstart.py", *sys.argv[1:]])
-    record("quickstart", {"command": command, "runs": runs, "missed": missed})
+    record("quickstart", {"command": command, "runs": runs, "missed": missed}, at, python)
     print("\n".join(missed) or "every bound is met")
     raise SystemExit(bool(missed))
 
