@@ -46,7 +46,7 @@ TRIGGER = "0 = never"
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
         "recipe": O("rl", "the job to run", choices=("rl", "sft")),
-        "mode": O("train", "what to do with the job", choices=("train", "eval")),
+        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity")),
         "dir": O("", "run directory; empty = runs/<name of the config file>"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
@@ -110,7 +110,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "drop_last": O(True, "with epochs > 0: leave out a last step that is not full"),
     },
     "rollout": {
-        "engine": O("auto", "auto: the embedded sampler", choices=("auto", "jax")),
+        "engine": O("auto", "jax: the embedded sampler; vllm; auto: vllm where it is installed and there is a GPU, or where"
+                            " rollout.servers names servers; or an import path of your own, module:function or ./file.py:function"),
         "group_size": O(8, "samples per prompt"),
         "max_new_tokens": O(1024, "longest answer in tokens"),
         "min_new_tokens": O(0, "end tokens are forbidden before this many"),
@@ -133,6 +134,42 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers"),
+        "servers": O((), "URLs of running vLLM servers; empty = jaxrl starts its own"),
+        "seeded": O("auto", "whether vLLM samples each request from its seed; auto: where that costs nothing (on its CPU build)",
+                    choices=("auto", "true", "false")),
+        "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
+                                     " for every server that joins), always, or never", choices=("first", "always", "never")),
+        "vllm": {
+            "replicas": O(1, "servers that jaxrl starts"),
+            "tensor_parallel": O(1, "GPUs of one server"),
+            "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
+            "memory_fraction": O(0.85, "share of a GPU's memory that a server takes"),
+            "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest answer"),
+            "max_running": O(256, "sequences that a server decodes at once"),
+            "max_requests": O(512, "requests that are with one server at once, the others wait here"),
+            "prefix_caching": O(True, "a group's prompt is computed once"),
+            "chunked_prefill": O(True, "long prompts are computed in pieces beside decoding"),
+            "engine_kwargs": O({}, "further vLLM options by their names, e.g. {'quantization': 'fp8'}; they win over jaxrl's"),
+            "env": O({}, "further environment variables of the servers"),
+            "python": O("", "interpreter of the servers' own environment; empty = this one"),
+            "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs an api_key"),
+            "port": O(0, "port of the first server, the others follow; 0 = free ones"),
+            "api_key": O("", "key that servers ask for"),
+            "transport": O("auto", "how weights travel: shm (one machine), network, checkpoint (a folder that servers without"
+                                   " jaxrl's plugin reload); auto: shm where it can be, else network, else checkpoint",
+                           choices=("auto", "shm", "network", "checkpoint")),
+            "weights_host": O("127.0.0.1", "address of this host as the servers see it, for transport=network"),
+            "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)"),
+            "setup_seconds": O(600.0, "longest start of a server"),
+            "request_seconds": O(3600.0, "longest answer; after it a request is tried again"),
+            "sync_seconds": O(600.0, "longest call of a weight update"),
+            "health_seconds": O(10.0, "a server silent for this long, twice, is given up"),
+            "retries": O(3, "further tries of a failed request or publish"),
+            "restarts": O(3, "how often a server of ours is started again"),
+            "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
+                                  " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one where quantised"),
+            "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
+        },
     },
     "reward": {
         "functions": O(("math",), "names (math exact boxed choice format), package.module:function or ./file.py:function"),
@@ -174,6 +211,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "correction": O("auto", "weight on the policy loss for sampler-trainer differences; auto: token_tis unless the"
                                     " sampler decodes in fp32 without truncated support", choices=("auto", "none", "token_tis")),
             "cap": O(2.0, "largest mismatch weight"),
+            "warn": O(0.1, "mean sampler-trainer difference of log-probs, in nats, above which a step warns; 0 = never"),
+            "stop": O(0.0, "the same difference that stops the run; 0 = never"),
         },
         "mask_truncated": O(False, "answers cut by the length limit add no loss (they stay in the denominators)"),
     },
@@ -258,6 +297,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                        " has write(step, scalars) and close()"),
         "every_steps": O(1, "SFT: steps per line of metrics (RL writes a line every step)"),
         "print_samples": O(1, "sampled conversations shown at each evaluation"),
+        "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
         "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
     },

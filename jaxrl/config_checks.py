@@ -16,7 +16,7 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _model, _data, _batch, _rollout, _rewards, _algorithm, _optimizer, _eval, _misc):
+        for rule in (_ranges, _mesh, _model, _data, _batch, _rollout, _engine, _rewards, _algorithm, _optimizer, _eval, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -64,12 +64,28 @@ POSITIVE = (
     "checkpoint.shard_gb",
     "optimizer.lr",
     "algorithm.mismatch.cap",
+    "rollout.vllm.replicas",
+    "rollout.vllm.tensor_parallel",
+    "rollout.vllm.max_running",
+    "rollout.vllm.max_requests",
+    "rollout.vllm.chunk_mb",
+    "rollout.vllm.setup_seconds",
+    "rollout.vllm.request_seconds",
+    "rollout.vllm.sync_seconds",
+    "rollout.vllm.health_seconds",
     "optimizer.max_nonfinite",
     "rollout.repetition_penalty",
     "eval.repetition_penalty",
     "data.prefetch",
 )
 NOT_NEGATIVE = (
+    "algorithm.mismatch.warn",
+    "algorithm.mismatch.stop",
+    "rollout.vllm.max_model_len",
+    "rollout.vllm.port",
+    "rollout.vllm.retries",
+    "rollout.vllm.restarts",
+    "rollout.vllm.probe_bound",
     "rollout.temperature",
     "rollout.min_new_tokens",
     "rollout.slots",
@@ -106,6 +122,7 @@ FRACTIONS = (
     "optimizer.warmup_start",
     "optimizer.floor",
     "rollout.min_p",
+    "rollout.vllm.memory_fraction",
     "eval.min_p",
 )
 
@@ -215,6 +232,40 @@ def _rollout(cfg):
             out.append(f"rollout.{name}={lengths}: lengths are positive integers")
         elif most and lengths and max(lengths) < most:
             out.append(f"rollout.{name}={lengths}: the longest must reach data.max_prompt_tokens={most}")
+    return out
+
+
+LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
+
+
+def _engine(cfg):
+    r, v, out = cfg.rollout, cfg.rollout.vllm, []
+    if r.engine not in ("auto", "jax", "vllm") and ":" not in r.engine:
+        out.append(f"rollout.engine={r.engine!r}: auto, jax, vllm, or an import path (module:function, ./file.py:function)")
+    if r.servers and r.engine == "jax":
+        out.append(f"rollout.servers={r.servers} with rollout.engine=jax: the embedded sampler has no servers; set vllm")
+    for url in r.servers:
+        address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
+        if not address:
+            out.append(f"rollout.servers entry {url!r}: expected http://host:port")
+        elif not LOOPBACK.fullmatch(address[1]) and not v.api_key:
+            out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it asks for")
+    if len(set(r.servers)) < len(r.servers):
+        out.append(f"rollout.servers={r.servers}: a server is named twice")
+    if not LOOPBACK.fullmatch(v.host) and not v.api_key:
+        out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need rollout.vllm.api_key")
+    if v.devices and len(v.devices) != v.replicas:
+        out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")
+    longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
+    if 0 < v.max_model_len < longest:
+        out.append(f"rollout.vllm.max_model_len={v.max_model_len}: a prompt and its answer may have {longest} tokens")
+    if v.transport == "network" and r.servers and LOOPBACK.fullmatch(v.weights_host):
+        far = [u for u in r.servers if not LOOPBACK.search(u)]
+        if far:
+            out.append(f"rollout.vllm.weights_host={v.weights_host!r}: {far[0]} cannot reach this host there; give its address")
+    a = cfg.algorithm.mismatch
+    if a.stop and a.warn > a.stop:
+        out.append(f"algorithm.mismatch.warn={a.warn}: above algorithm.mismatch.stop={a.stop}; warn earlier than you stop")
     return out
 
 

@@ -47,7 +47,7 @@ def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, 
         texts = answers(traj, job.tokenizer)
         result = rewards.score(reward_items(traj, examples, texts, c.data.response_prefix))
         source = c.eval.accuracy_from or next(iter(result.parts))
-        scores = result.parts[source]
+        scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # not answered: failed, not wrong
         hits = (np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark).reshape(len(batch), c.eval.samples)
         hits_of[name] = hits
         metrics |= {f"eval/{name}/{k}": v for k, v in _scores(hits).items()}

@@ -22,6 +22,7 @@ import numpy as np
 from jaxrl import rewards as rewards_room
 from jaxrl import training
 from jaxrl.algorithms import group_advantages
+from jaxrl.config import RunStopped
 from jaxrl.config_checks import longest_sequence, resolved_algorithm
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.recipes.run import Run
@@ -35,7 +36,7 @@ from jaxrl.recipes.trajectories import (
     reward_items,
     sampling_params,
 )
-from jaxrl.rollout import generate
+from jaxrl.rollout import chosen_engine, generate
 from jaxrl.training.score import cast_params, make_score
 
 log = logging.getLogger("jaxrl")
@@ -99,7 +100,8 @@ class Algorithm:
         c = r.config
         choice = c.algorithm.mismatch.correction
         if choice == "auto":
-            exact = c.rollout.dtype == "fp32" or (c.rollout.dtype == "auto" and r.job.compute_dtype == jnp.float32)
+            fp32 = c.rollout.dtype == "fp32" or (c.rollout.dtype == "auto" and r.job.compute_dtype == jnp.float32)
+            exact = fp32 and chosen_engine(c) == "jax"
             choice = "none" if exact or self.old_source == "rollout" else "token_tis"
         return choice
 
@@ -133,8 +135,9 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         results = generate(r.engine, requests, c.rollout.timeout_seconds, r.stopping)
         if results is None:
             return None
+        examples = [e for _, e in batch for _ in range(c.rollout.group_size)]
+        requests, results, examples, asked = *answered(requests, results, examples), len(requests)
         traj = collect(requests, results, longest_sequence(c))
-    examples = [e for _, e in batch for _ in range(c.rollout.group_size)]
     with r.phase("reward"):
         texts = answers(traj, job.tokenizer)
         earlier = recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
@@ -171,7 +174,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     r.advance(cursor, samples=traj.num_sequences)
     with r.phase("publish"):
         r.publish()
-    metrics |= rollout_metrics(traj, scores, result, zero_signal, advantages, layout) | r.stream_metrics()
+    metrics |= rollout_metrics(traj, scores, result, zero_signal, advantages, layout, asked) | r.stream_metrics()
     judge = c.eval.accuracy_from or next(iter(result.parts))
     if judge in result.parts:  # it may be a reward of evaluation only
         metrics["accuracy/train"] = float((result.parts[judge] >= c.reward.pass_mark).mean())
@@ -197,8 +200,16 @@ def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str,
     }
 
 
-def rollout_metrics(traj, scores, result, zero_signal, advantages, layout) -> dict[str, float]:
-    """Host metrics of one batch of answers."""
+def answered(requests, results, examples):
+    """Leaves out what the engine gave up: a failed generation is absent, it is not a wrong answer."""
+    kept = [i for i, result in enumerate(results) if result.finish != "abort"]
+    if not kept:
+        raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
+    return ([values[i] for i in kept] for values in (requests, results, examples))
+
+
+def rollout_metrics(traj, scores, result, zero_signal, advantages, layout, asked: int) -> dict[str, float]:
+    """Host metrics of one batch of answers, of `asked` requests."""
     lengths = traj.answer_lengths
     known = scores[np.isfinite(scores)]
     out = {
@@ -209,7 +220,7 @@ def rollout_metrics(traj, scores, result, zero_signal, advantages, layout) -> di
         "length/min": float(lengths.min()),
         "rollout/truncated_fraction": float((traj.finish == 1).mean()),
         "rollout/zero_signal_fraction": float(zero_signal.mean()),
-        "rollout/absent_fraction": float(1 - len(known) / len(scores)),
+        "rollout/absent_fraction": float(1 - len(known) / asked),
         "rollout/tokens": float(lengths.sum()),
         "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
         "rollout/kept_mass_mean": float(np.exp(traj.columns["kept"][traj.loss_mask]).mean()),

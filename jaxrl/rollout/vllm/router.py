@@ -1,0 +1,332 @@
+"""Requests on their way to several vLLM servers: least-loaded with group affinity, re-issued when a server dies.
+
+One background thread runs an event loop that owns everything here; the engine talks to it through `submit`, `results` and
+a few calls. A job is answered once: by the first server that answers it, or by giving up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+import logging
+import queue
+import threading
+import time
+
+import httpx
+import numpy as np
+
+from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.stops import find_stop
+from jaxrl.rollout.vllm import adapter
+
+log = logging.getLogger("jaxrl")
+SLACK = 4  # requests by which a group's own server may be busier than another before the group is split
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    request: Request
+    attempts: int = 0
+    done: bool = False
+    times: list = dataclasses.field(default_factory=list)  # (seconds, event, server) for the trace
+
+
+@dataclasses.dataclass(eq=False)
+class Replica:
+    """One server as the router sees it. state: starting, unsynced (healthy, but not with the current weights), ready, dead."""
+
+    index: int
+    url: str
+    state: str = "starting"
+    why: str = ""
+    running: dict = dataclasses.field(default_factory=dict)  # job -> task
+    misses: int = 0
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    def turn(self, state: str, why: str = "") -> None:
+        self.state, self.why, self.since, self.misses = state, why, time.monotonic(), 0
+
+
+class Router:
+    """See the module. `parse_version(text) -> int` reads our weight versions; `decode` turns ids into text for stop strings.
+
+    Args:
+      replicas: urls.
+      key: bearer key, or empty.
+      options: config.rollout.vllm.
+      seeded: whether requests carry their seeds.
+      end_ids: end-of-text token ids.
+      decode: token ids -> text, or None without stop strings.
+      parse_version: weight version string -> number; raises ServerError for one that is not ours.
+    """
+
+    def __init__(self, urls, key, options, seeded, end_ids, decode, parse_version):
+        self.replicas = [Replica(i, url) for i, url in enumerate(urls)]
+        self.results: queue.Queue = queue.Queue()  # Result, or an exception that ends the run
+        self.options, self.seeded, self.end_ids, self.decode = options, seeded, tuple(end_ids), decode
+        self.parse_version = parse_version
+        self.counts = collections.Counter()
+        self.trace = None  # callable(dict) for log.trace_requests
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._jobs: dict[str, Job] = {}
+        self._paused = False
+        self._homes: dict[int, Replica] = {}  # group -> the server that has its prompt
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="vllm-router")
+        self._thread.start()
+        self.call(self._open)
+
+    # ---- from the engine's thread ---------------------------------------------------------------------------------
+
+    def call(self, function, *args):
+        """Runs a function or coroutine function in the loop's thread and returns its value."""
+        async def run():
+            value = function(*args)
+            return await value if asyncio.iscoroutine(value) else value
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    def submit(self, requests: list[Request]) -> None:
+        self.call(self._submit, requests)
+
+    def abort(self, ids: set[str]) -> None:
+        self.call(self._abort, ids)
+
+    def pause(self, on: bool) -> None:
+        self.call(self._pause, on)
+
+    def set_state(self, replica: Replica, state: str, why: str = "") -> None:
+        self.call(self._set_state, replica, state, why)
+
+    def close(self) -> None:
+        if self._loop.is_running():
+            self.call(self._close)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+        self._loop.close()
+
+    # ---- in the loop's thread -------------------------------------------------------------------------------------
+
+    def _run(self):
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _open(self):
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=False)
+        self._watcher = self._loop.create_task(self._watch())
+
+    async def _close(self):
+        self._watcher.cancel()
+        for replica in self.replicas:
+            self._recall(replica, reissue=False)
+        await self._http.aclose()
+
+    def _submit(self, requests):
+        for request in requests:
+            job = Job(request)
+            self._jobs[request.id] = job
+            self._note(job, "queued")
+            self._waiting.append(job)
+        self._dispatch()
+
+    def _abort(self, ids):
+        for replica in self.replicas:
+            for job, task in list(replica.running.items()):
+                if job.request.id in ids:
+                    task.cancel()
+                    replica.running.pop(job, None)
+        for i in ids & set(self._jobs):
+            self._finish(self._jobs[i], empty(self._jobs[i].request))
+        self._waiting = collections.deque(j for j in self._waiting if not j.done)
+
+    def _pause(self, on):
+        self._paused = on
+        self._dispatch()
+
+    def _set_state(self, replica, state, why=""):
+        replica.turn(state, why)
+        if state == "ready":
+            self._dispatch()
+        else:
+            self._recall(replica, reissue=True)
+
+    def _recall(self, replica, reissue: bool):
+        """Takes back what a server is working on; it goes to the front of the queue, with the same seeds."""
+        jobs = list(replica.running)
+        for task in replica.running.values():
+            task.cancel()
+        replica.running.clear()
+        self._homes = {g: r for g, r in self._homes.items() if r is not replica}
+        if reissue:
+            for job in reversed(jobs):
+                self._note(job, "recalled", replica)
+                self.counts["reissued"] += 1
+                self._waiting.appendleft(job)
+            self._dispatch()
+
+    def _dispatch(self):
+        while self._waiting and not self._paused:
+            replica = self._choose(self._waiting[0].request.group)
+            if replica is None:
+                return
+            job = self._waiting.popleft()
+            self._homes[job.request.group] = replica
+            self._note(job, "sent", replica)
+            replica.running[job] = self._loop.create_task(self._serve(job, replica))
+
+    def _choose(self, group: int) -> Replica | None:
+        open_ = [r for r in self.replicas if r.state == "ready" and len(r.running) < self.options.max_requests]
+        if not open_:
+            return None
+        least = min(open_, key=lambda r: len(r.running))
+        home = self._homes.get(group)
+        return home if home in open_ and len(home.running) <= len(least.running) + SLACK else least
+
+    async def _serve(self, job: Job, replica: Replica):
+        try:
+            result = await asyncio.wait_for(self._ask(job.request, replica), self.options.request_seconds)
+        except asyncio.CancelledError:
+            raise
+        except adapter.Refused as e:
+            replica.running.pop(job, None)
+            self.results.put(adapter.Refused(str(e)))
+            return
+        except Exception as e:  # whatever it is, the job must not be lost
+            replica.running.pop(job, None)
+            self._failed(job, replica, e)
+            return
+        replica.running.pop(job, None)
+        self._note(job, "answered", replica)
+        self._finish(job, result)
+        self._dispatch()
+
+    def _failed(self, job, replica, error):
+        """One try of one request failed while its server lives: again, here or elsewhere, at most `retries` times."""
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, TimeoutError):
+            why = f"no answer within rollout.vllm.request_seconds={self.options.request_seconds:g}"
+        job.attempts += 1
+        self.counts["request_failures"] += 1
+        self._note(job, "failed", replica)
+        if isinstance(error, httpx.TransportError):
+            replica.misses += 1  # the watcher decides whether the server is gone
+        if job.attempts > self.options.retries:
+            self.counts["given_up"] += 1
+            log.warning("request %s was given up after %d tries, its answer is absent: %s: %s", job.request.id, job.attempts,
+                        replica.url, why)
+            self._finish(job, empty(job.request))
+        else:
+            log.info("request %s is tried again: %s: %s", job.request.id, replica.url, why)
+            self._homes.pop(job.request.group, None)
+            self._waiting.append(job)
+            self._loop.call_later(0.2 * job.attempts, self._dispatch)
+
+    def _finish(self, job, result):
+        if job.done:
+            return
+        job.done = True
+        self._jobs.pop(job.request.id, None)
+        if self.trace:
+            self.trace({"id": job.request.id, "finish": result.finish, "tokens": len(result.tokens), "events": job.times})
+        self.results.put(result)
+
+    def _note(self, job, event, replica=None):
+        if self.trace:
+            job.times.append([round(time.time(), 4), event, replica.url if replica else ""])
+
+    # ---- one request ----------------------------------------------------------------------------------------------
+
+    async def _ask(self, request: Request, replica: Replica) -> Result:
+        stops = request.sampling.stop
+        payload = adapter.generate_payload(request, self.end_ids, self.seeded, stream=bool(stops))
+        url = replica.url + adapter.GENERATE
+        if stops:
+            tokens, logprobs, finish, spans = await self._streamed(url, payload, request)
+        else:
+            answer = await self._http.post(url, json=payload)
+            _raise_for(answer.status_code, answer.text, url)
+            tokens, logprobs, finish, spans = adapter.parse_choice(answer.json()["choices"][0])
+        if finish not in ("stop", "length"):
+            raise adapter.ServerError(f"{url}: the answer ended with {finish!r}")
+        versions = np.full(len(tokens), -1, np.int32)
+        for span in spans:
+            versions[span["start"]:span["end"]] = self.parse_version(str(span["version"]))
+        if len(tokens) and versions.min() < 0 and not stops:
+            raise adapter.ServerError(f"{url}: tokens without a weight version")
+        if stops and len(tokens):  # spans come with the last piece, which a cut stream never sends
+            versions[versions < 0] = self.current_version
+        if not np.isfinite(logprobs).all() or (len(logprobs) and max(logprobs) > 1e-3):
+            raise adapter.ServerError(f"{url}: a log-prob that is not finite or positive")
+        return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32), np.zeros(len(tokens), np.float32),
+                      versions, finish, request.seed)
+
+    current_version = -1
+
+    async def _streamed(self, url, payload, request):
+        """Tokens piece by piece; leaving the stream at a stop string ends the request in the server."""
+        s, tokens, logprobs, finish, spans = request.sampling, [], [], None, []
+        async with self._http.stream("POST", url, json=payload) as answer:
+            if answer.status_code >= 400:
+                _raise_for(answer.status_code, (await answer.aread()).decode(), url)
+            async for line in answer.aiter_lines():
+                if not line.startswith("data:") or line.endswith("[DONE]"):
+                    continue
+                piece = json.loads(line[5:])
+                if "error" in piece:
+                    raise adapter.ServerError(f"{url}: {piece['error']}")
+                for choice in piece.get("choices", []):
+                    new, logp, finish, spans = adapter.parse_choice(choice)
+                    tokens, logprobs = tokens + new, logprobs + logp
+                    found = find_stop(self.decode, tokens, len(new), s.stop, s.min_new_tokens) if new else None
+                    if found:
+                        count = found[0] if s.keep_stop else found[1]
+                        return tokens[:count], logprobs[:count], "stop", spans
+        return tokens, logprobs, finish, spans
+
+    # ---- watching -------------------------------------------------------------------------------------------------
+
+    async def _watch(self):
+        """Asks every server for its health; one that is silent twice in a row is dead, one that answers again is unsynced."""
+        while True:
+            await asyncio.gather(*(self._look(r) for r in self.replicas))
+            await asyncio.sleep(min(1.0, self.options.health_seconds / 2))
+
+    async def _look(self, replica):
+        state = replica.state
+        if state == "starting":
+            return  # whoever starts it also waits for it
+        try:
+            answer = await asyncio.wait_for(self._http.get(replica.url + "/health"), self.options.health_seconds)
+            ok, why = answer.status_code == 200, f"/health answered {answer.status_code}"
+        except Exception as e:
+            silent = f"no answer to /health within rollout.vllm.health_seconds={self.options.health_seconds:g}"
+            ok, why = False, silent if isinstance(e, TimeoutError) else f"/health: {type(e).__name__} {e}".rstrip()
+        if replica.state != state:
+            return
+        if ok:
+            replica.misses = 0
+            if state == "dead":
+                self._set_state(replica, "unsynced")
+        elif state != "dead":
+            replica.misses += 1
+            if replica.misses >= 2:
+                log.warning("vLLM server %s is gone: %s; %d requests go elsewhere", replica.url, why, len(replica.running))
+                self.counts["servers_lost"] += 1
+                self._set_state(replica, "dead", why)
+
+
+def empty(request: Request) -> Result:
+    """A request that was not answered: absent, never a wrong answer."""
+    nothing = np.zeros(0, np.float32)
+    return Result(request.id, np.zeros(0, np.int32), nothing, nothing, np.zeros(0, np.int32), "abort", request.seed)
+
+
+def _raise_for(status: int, text: str, url: str) -> None:
+    if status >= 400:
+        said = f"{url}: {status}: {adapter._reason(text)}"
+        raise adapter.Refused(said) if status in (400, 401, 403, 404, 422) else adapter.ServerError(said)

@@ -1,0 +1,144 @@
+"""How chunks of weights reach vLLM's workers: a file in shared memory, HTTP from the trainer, or a checkpoint folder.
+
+A transport that streams turns each chunk into the payload of vLLM's /update_weights (see vllm_plugin.UpdateInfo); every
+worker reads the whole tensors and vLLM's own loaders take their slices. Two chunks are kept, so that one can be written
+while the other is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import http.server
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.config import ConfigError, RunStopped
+from jaxrl.rollout.vllm.weights import digest
+
+SHARED = Path("/dev/shm")
+ALIGN = 64
+
+
+def describe(tensors, verify: bool) -> tuple[list[list], int]:
+    """(rows of UpdateInfo.tensors, bytes in all); with SHA-256 of every tensor where `verify`."""
+    rows, offset = [], 0
+    for name, array in tensors:
+        rows.append([name, array.dtype.name, list(array.shape), offset, array.nbytes, digest(array) if verify else ""])
+        offset += -(-array.nbytes // ALIGN) * ALIGN
+    return rows, offset
+
+
+def fill(buffer, tensors, rows) -> None:
+    """Copies the arrays to their offsets, each byte once."""
+    view = np.frombuffer(buffer, np.uint8)
+    for (_, array), (_, _, _, offset, size, _) in zip(tensors, rows, strict=True):
+        target = view[offset:offset + size].view(array.dtype).reshape(array.shape)
+        np.copyto(target, array)
+
+
+class SharedMemory:
+    """Two files in /dev/shm, only for servers on this machine. The folder is private and goes with the transport."""
+
+    name = "shm"
+
+    def __init__(self):
+        if not SHARED.is_dir():
+            raise ConfigError("rollout.vllm.transport=shm: there is no /dev/shm here; choose network")
+        self.folder = Path(tempfile.mkdtemp(prefix="jaxrl-", dir=SHARED))
+        self.key, self._turn = "", 0
+
+    def payload(self, tensors, verify: bool) -> dict:
+        rows, size = describe(tensors, verify)
+        path = self.folder / str(self._turn)
+        self._turn = 1 - self._turn
+        with open(path, "a+b") as f:
+            try:
+                os.posix_fallocate(f.fileno(), 0, max(size, 1))  # a full disk is an error here and a SIGBUS later
+            except OSError as e:
+                if e.errno != errno.ENOSPC:
+                    raise
+                free = shutil.disk_usage(SHARED).free
+                raise RunStopped(f"/dev/shm is full: a chunk of weights needs {size / 1e6:.0f} MB, {free / 1e6:.0f} MB are "
+                                 "free; free some, lower rollout.vllm.chunk_mb, or set rollout.vllm.transport=network"
+                                 ) from None
+            fill(memoryview(np.memmap(f, np.uint8, "r+", shape=(max(size, 1),))), tensors, rows)
+        return {"source": f"file:{path}", "size": max(size, 1), "tensors": rows}
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Network:
+    """Chunks over HTTP from this process: no shared disk, any number of hosts. Readers show a key made for this run."""
+
+    name = "network"
+
+    def __init__(self, host: str):
+        self.key, self._count = secrets.token_urlsafe(32), 0
+        self._chunks: dict[str, bytearray] = {}
+        transport = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                chunk = transport._chunks.get(self.path.rpartition("/")[2])
+                allowed = hmac.compare_digest(given.encode(), transport.key.encode())
+                self.send_response(403 if not allowed else 200 if chunk is not None else 404)
+                body = chunk if allowed and chunk is not None else b""
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer((host, 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"{host}:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True, name="weights").start()
+
+    def payload(self, tensors, verify: bool) -> dict:
+        rows, size = describe(tensors, verify)
+        buffer = bytearray(size)
+        fill(buffer, tensors, rows)
+        self._count += 1
+        self._chunks[str(self._count)] = buffer
+        self._chunks.pop(str(self._count - 2), None)
+        return {"source": f"http://{self.address}/{self._count}", "size": size, "tensors": rows}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._chunks.clear()
+
+
+class Checkpoint:
+    """A checkpoint folder that a server without the plugin reloads; it must see the same disk."""
+
+    name = "checkpoint"
+
+    def __init__(self, folder: Path):
+        self.folder, self.key = Path(folder), ""
+
+    def write(self, model, params, hf_config: dict, dtype, version: int) -> Path:
+        from jaxrl.models import hf
+
+        path = self.folder / f"weights_{version}"
+        hf.export(model, params, path, hf_config, dtype)
+        for old in self.folder.glob("weights_*"):
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def close(self) -> None:
+        for old in self.folder.glob("weights_*"):
+            shutil.rmtree(old, ignore_errors=True)

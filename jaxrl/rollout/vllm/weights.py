@@ -1,0 +1,79 @@
+"""Our parameters as HF tensors in host memory, a few layers at a time: cast and transposed on the device by one jitted
+function, so that what is held beside the model is a chunk and never the model."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def layers(model) -> list[list[tuple]]:
+    """[(entry, repetition or None)] grouped by layer, in the order embedding, layers, final norm and head."""
+    groups: dict[tuple, list] = {}
+    for entry in model.entries:
+        for i, name in enumerate(entry.hf_names):
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            where = (1, int(layer[1])) if layer else (0 if entry.path[0] == "embed" else 2, 0)
+            groups.setdefault(where, []).append((entry, i if entry.stacked else None))
+    return [groups[where] for where in sorted(groups)]
+
+
+def names(model) -> list[str]:
+    """Every HF tensor that a publish sends. A tied head is not one."""
+    return [entry.hf_names[i or 0] for group in layers(model) for entry, i in group]
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "dtype", "sharding"))
+def _convert(arrays, index, rows, dtype, sharding):
+    """One layer's arrays -> HF tensors. rows: (HF shape, contracted axes, stacked) of each; index: repetition."""
+    out = []
+    for array, (shape, inputs, stacked) in zip(arrays, rows, strict=True):
+        part = jax.lax.dynamic_index_in_dim(array, index, keepdims=False) if stacked else array
+        part = part.astype(dtype)
+        part = part.reshape(shape[::-1]).T if inputs else part.reshape(shape)
+        out.append(part if sharding is None else jax.lax.with_sharding_constraint(part, sharding))
+    return out
+
+
+def convert(model, params, group, dtype) -> list[tuple[str, jax.Array]]:
+    """[(HF name, device array in `dtype`)] of one group of `layers`."""
+    arrays = [functools.reduce(lambda node, key: node[key], entry.path, params) for entry, _ in group]
+    rows = tuple((entry.hf_shape, entry.inputs, entry.stacked) for entry, _ in group)
+    index = next((i for _, i in group if i is not None), 0)
+    one = arrays[0].sharding
+    whole = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else None
+    tensors = _convert(arrays, index, rows, np.dtype(dtype), whole)
+    return [(entry.hf_names[i or 0], t) for (entry, i), t in zip(group, tensors, strict=True)]
+
+
+def chunks(model, params, dtype, most_bytes: int) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """All HF tensors in host memory, in chunks of whole layers: at most `most_bytes`, or one layer where that is more."""
+    chunk, size = [], 0
+    for group in layers(model):
+        tensors = convert(model, params, group, dtype)
+        for _, t in tensors:
+            t.copy_to_host_async()
+        more = sum(t.nbytes for _, t in tensors)
+        if chunk and size + more > most_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk += [(name, np.asarray(t)) for name, t in tensors]
+        size += more
+    yield chunk
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's bytes in C order."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def piece(array: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
+    """The slice start:stop along an axis, what one worker of several holds; axis -1 = all of it."""
+    return array if axis < 0 else array[(slice(None),) * axis + (slice(start, stop),)]

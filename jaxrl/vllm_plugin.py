@@ -1,0 +1,292 @@
+"""What runs inside vLLM's processes. vLLM loads it through the entry point `vllm.general_plugins`.
+
+It imports the standard library, and torch and vllm inside functions, nothing else: `pip install --no-deps jaxrl` into an
+engine's own environment is enough. It
+
+- registers the weight transfer backend `jaxrl`, which takes tensors from a file in shared memory or over HTTP,
+- adds worker methods that tell what is loaded (`jaxrl_info`) and its checksums per HF tensor (`jaxrl_digests`),
+- keeps vLLM from packing linear weights on the CPU, after which no reload would reach them,
+- ends the process when the trainer that started it is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import http.client
+import json
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+BACKEND = "jaxrl"
+PROTOCOL = 1  # of the payloads below; the trainer refuses another one
+OWNER = "JAXRL_OWNER"  # environment: "pid:start time" of the trainer that started this server
+
+
+def register() -> None:
+    """The entry point. vLLM calls it in every process, sometimes twice."""
+    _watch_owner()
+    _keep_cpu_weights()
+    _add_worker_methods()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "TransferEngine")
+
+
+# ---- the life of the process ------------------------------------------------------------------------------------------
+
+def start_time(pid: int) -> str:
+    """When a process was started, in ticks since boot; empty when there is none. Tells a pid from its later reuse."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _watch_owner() -> None:
+    pid, _, started = os.environ.get(OWNER, "").partition(":")
+    if not pid or any(t.name == OWNER for t in threading.enumerate()):
+        return
+
+    def watch():
+        while start_time(int(pid)) == started:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name=OWNER, daemon=True).start()
+
+
+def _keep_cpu_weights() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def unpacked(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = unpacked
+    # modules that have imported the name already
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    for module in (linear, vocab_parallel_embedding):
+        if hasattr(module, "dispatch_cpu_unquantized_gemm"):
+            module.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def _add_worker_methods() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    WorkerBase.jaxrl_info = info
+    WorkerBase.jaxrl_digests = digests
+
+
+# ---- receiving weights ------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class InitInfo:
+    """`names`: every tensor a publish must bring. `key` opens the trainer's HTTP server."""
+
+    protocol: int
+    names: list[str]
+    key: str = ""
+
+
+@dataclasses.dataclass
+class UpdateInfo:
+    """One chunk. `source`: "file:/dev/shm/..." or "http://host:port/path". `tensors`: [name, dtype, shape, offset, bytes,
+    SHA-256 or empty] each."""
+
+    source: str
+    size: int
+    tensors: list[list]
+
+
+def __getattr__(name):
+    if name == "TransferEngine":  # its base class is vLLM's, so it is made when vLLM asks for it
+        globals()[name] = _transfer_engine()
+        return globals()[name]
+    raise AttributeError(name)
+
+
+def _transfer_engine():
+    import torch
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    class TransferEngine(WeightTransferEngine):
+        init_info_cls = InitInfo
+        update_info_cls = UpdateInfo
+
+        def init_transfer_engine(self, init_info):
+            if init_info.protocol != PROTOCOL:
+                raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin {PROTOCOL}; "
+                                 "install the same jaxrl on both sides")
+            self.names, self.reader = set(init_info.names), Reader(init_info.key)
+            self.received = set()
+
+        def start_weight_update(self):
+            self.received = set()
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info):
+            with self.reader.open(update_info.source, update_info.size) as buffer:
+                for name, dtype, shape, offset, size, digest in update_info.tensors:
+                    if name not in self.names:
+                        raise ValueError(f"jaxrl: tensor {name} was not announced")
+                    part = buffer[offset:offset + size]
+                    if digest and hashlib.sha256(part).hexdigest() != digest:
+                        raise ValueError(f"jaxrl: tensor {name} arrived damaged")
+                    # a copy: vLLM may keep the tensor until its layer is complete, the buffer is used again before
+                    tensor = torch.frombuffer(bytearray(part), dtype=getattr(torch, dtype)).reshape(shape)
+                    part.release()
+                    self.model.load_weights([(name, tensor.to(self.device))])
+                    self.received.add(name)
+
+        def finish_weight_update(self):
+            finalize_layerwise_reload(self.model, self.model_config)
+            missing = sorted(self.names - self.received)
+            if missing:
+                raise ValueError(f"jaxrl: {len(missing)} tensors did not arrive: {', '.join(missing[:3])}")
+
+        def shutdown(self):
+            pass
+
+    return TransferEngine
+
+
+class Reader:
+    """Chunks as memoryviews, from shared memory or over one kept connection."""
+
+    def __init__(self, key: str):
+        self.key, self.connection = key, None
+
+    def open(self, source: str, size: int):
+        kind, _, rest = source.partition(":")
+        return _Mapped(rest, size) if kind == "file" else memoryview(self._download(rest.removeprefix("//"), size))
+
+    def _download(self, rest: str, size: int) -> bytearray:
+        address, _, path = rest.partition("/")
+        for fresh in (False, True):
+            try:
+                if self.connection is None or fresh:
+                    self.connection = http.client.HTTPConnection(address, timeout=600)
+                self.connection.request("GET", "/" + path, headers={"Authorization": f"Bearer {self.key}"})
+                answer = self.connection.getresponse()
+                break
+            except (http.client.HTTPException, ConnectionError):
+                if fresh:
+                    raise
+        if answer.status != 200:
+            answer.read()
+            raise ConnectionError(f"jaxrl: the trainer answered {answer.status} to {path}")
+        out = bytearray(size)
+        view, at = memoryview(out), 0
+        while at < size:
+            count = answer.readinto(view[at:])
+            if not count:
+                raise ConnectionError(f"jaxrl: the trainer sent {at} of {size} bytes")
+            at += count
+        answer.read()
+        return out
+
+
+class _Mapped:
+    def __init__(self, path: str, size: int):
+        with open(path, "rb") as f:
+            self.map = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ)
+        self.view = memoryview(self.map)
+
+    def __enter__(self):
+        return self.view
+
+    def __exit__(self, *exc):
+        self.view.release()
+        self.map.close()
+
+
+# ---- telling what is loaded -------------------------------------------------------------------------------------------
+
+def info(worker) -> dict:
+    """What the trainer has to know about this worker."""
+    import vllm
+
+    config = worker.vllm_config
+    transfer = config.weight_transfer_config
+    return {
+        "protocol": PROTOCOL, "vllm": vllm.__version__, "rank": worker.rank, "pid": os.getpid(), "host": socket.gethostname(),
+        "backend": transfer.backend if transfer else "", "model": type(worker.get_model()).__name__,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."), "quantized": config.model_config.quantization or "",
+        "cache_dtype": str(config.cache_config.cache_dtype), "vocab_size": config.model_config.get_vocab_size(),
+        "max_model_len": config.model_config.max_model_len, "machine": machine(),
+    }
+
+
+def machine() -> str:
+    """Tells whether two processes share memory: the boot id, and the device behind /dev/shm."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f"{f.read().strip()}:{os.stat('/dev/shm').st_dev}"
+    except OSError:
+        return socket.gethostname()
+
+
+def digests(worker) -> str:
+    """JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, start, stop].
+
+    The piece is the slice start:stop along `axis` of the HF tensor (axis -1: all of it), as this worker holds it.
+    """
+    model = worker.get_model()
+    return json.dumps({name: [digest(piece), str(piece.dtype).removeprefix("torch."), list(piece.shape), *place]
+                       for name, piece, place in pieces(model)})
+
+
+def digest(tensor) -> str:
+    import torch
+
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def pieces(model) -> Iterator[tuple]:
+    """(HF name, loaded piece, (axis, start, stop)) of every parameter, fused ones taken apart."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    modules = dict(model.named_modules())
+    for full, parameter in model.named_parameters():
+        path, _, leaf = full.rpartition(".")
+        module, (parent, _, own) = modules[path], path.rpartition(".")
+        data = parameter.data
+        if hasattr(module, "total_num_kv_heads"):  # QKVParallelLinear
+            size, rank = module.head_size, module.tp_rank
+            kv_rank = rank // module.num_kv_head_replicas
+            spans = [(module.num_heads * size, rank), (module.num_kv_heads * size, kv_rank),
+                     (module.num_kv_heads * getattr(module, "v_head_size", size), kv_rank)]
+        elif hasattr(module, "output_sizes") and own in packed:  # MergedColumnParallelLinear
+            spans = [(total // module.tp_size, module.tp_rank) for total in module.output_sizes]
+        elif hasattr(module, "shard_indices"):  # VocabParallelEmbedding and head
+            rows = module.shard_indices
+            count = rows.org_vocab_end_index - rows.org_vocab_start_index
+            yield full, data[:count], (0, rows.org_vocab_start_index, rows.org_vocab_end_index)
+            continue
+        else:
+            axis = None
+            if hasattr(module, "input_is_parallel"):  # RowParallelLinear; its bias is whole
+                axis = 1 if leaf == "weight" else None
+            elif hasattr(module, "output_partition_sizes"):  # ColumnParallelLinear
+                axis = 0
+            split = axis is not None and getattr(module, "tp_size", 1) > 1
+            start = module.tp_rank * data.shape[axis] if split else 0
+            yield full, data, (axis, start, start + data.shape[axis]) if split else (-1, 0, 0)
+            continue
+        at = 0
+        for name, (count, rank) in zip(packed.get(own, ()), spans, strict=True):
+            yield ".".join(filter(None, (parent, name, leaf))), data[at:at + count], (0, rank * count, (rank + 1) * count)
+            at += count
