@@ -1,7 +1,12 @@
 """Shared by the rollout tests: a tiny model whose distributions are far from flat, its tokenizer, its scorer."""
 
+import atexit
 import dataclasses
 import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +19,13 @@ from jaxrl import models
 from jaxrl.config import default_config
 from jaxrl.rollout import Request, SamplingParams, make_engine
 from jaxrl.rollout.sampling import lanes_for, random_words
+from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.process import ServerProcess, free_port
 
 VOCAB, END = 64, 1
-HF = dict(model_type="qwen2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-          num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+HF = dict(model_type="qwen2", vocab_size=VOCAB, hidden_size=128, intermediate_size=48, num_hidden_layers=2,
+          num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=256,
+          rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu")  # head size 32: vLLM's CPU attention serves it
 
 
 @functools.cache
@@ -67,10 +75,22 @@ def config(**rollout):
 
 
 def engine(eos=(END,), mesh=None, publish=True, **rollout):
-    made = make_engine(config(**rollout), model(), tokenizer(), mesh, eos)
+    made = make_engine(config(**rollout), model(), tokenizer(), mesh, eos, HF)
     if publish:
         made.publish(params(), 0)
     return made
+
+
+@functools.cache
+def vllm_server():
+    """URL of a real vLLM server with dummy weights of the tiny model; it ends with the tests."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-server-"))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **HF}))
+    port = free_port("127.0.0.1")
+    command, env = adapter.launch(config(), str(folder), "float32", 64, port, cpu=True)
+    process = ServerProcess(command, env, folder / "server.log")
+    atexit.register(lambda: (process.stop(), shutil.rmtree(folder)))
+    return f"http://127.0.0.1:{port}"
 
 
 def prompt(seed, length=None):

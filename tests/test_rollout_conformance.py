@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -17,15 +18,27 @@ from rollout_helpers import (
     sampled_logprobs,
     teacher_logits,
     tokenizer,
+    vllm_server,
 )
 
-from jaxrl.rollout import Engine, Request, SamplingParams, generate
+from jaxrl.rollout import Engine, Request, SamplingParams, generate, make_engine
 
-ENGINES = {"embedded": functools.partial(engine, compaction=False)}
+ENGINES = {
+    "embedded": functools.partial(engine, compaction=False),
+    "import path": functools.partial(engine, engine=f"{os.path.abspath(__file__)}:own_engine", compaction=False),
+    "vllm": lambda **options: engine(engine="vllm", servers=(vllm_server(),), seeded="true", **options),
+}
+ROWS = [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in ENGINES]
 TIMEOUT = 120.0
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+def own_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
+    """An engine of the user's, named by an import path; as good as any."""
+    config.rollout.engine = "jax"
+    return make_engine(config, model, tokenizer, mesh, eos_ids)
+
+
+@pytest.fixture(scope="module", params=ROWS)
 def shared(request):
     """One engine for the tests that leave it idle and under weights 0."""
     made = ENGINES[request.param]()
@@ -33,14 +46,31 @@ def shared(request):
     made.close()
 
 
+@pytest.fixture(scope="module", params=["embedded", "import path"])
+def shared_here(request):
+    """The same for what is not promised of servers: work inside poll alone, log-probs before truncation."""
+    made = ENGINES[request.param]()
+    yield made
+    made.close()
+
+
+def left_idle(made):
+    yield made
+    made.resume()
+    made.abort()
+    made.poll(0.0)
+    if made.health()["version"] != 0:
+        made.publish(params(), 0)
+
+
 @pytest.fixture
 def idle(shared):
-    yield shared
-    shared.resume()
-    shared.abort()
-    shared.poll(0.0)
-    if shared.health()["version"] != 0:
-        shared.publish(params(), 0)
+    yield from left_idle(shared)
+
+
+@pytest.fixture
+def here(shared_here):
+    yield from left_idle(shared_here)
 
 
 def decode(tokens):
@@ -81,9 +111,9 @@ def test_logprobs_are_the_scorers_at_that_temperature(idle, temperature):
 
 @pytest.mark.parametrize("options", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "temperature": 1.4}],
                          ids=str)
-def test_scorer_minus_kept_is_the_sampled_logprob(idle, options):
+def test_scorer_minus_kept_is_the_sampled_logprob(here, options):
     asked = requests(24, seed=3, **options)
-    for a, r in zip(asked, generate(idle, asked, TIMEOUT), strict=True):
+    for a, r in zip(asked, generate(here, asked, TIMEOUT), strict=True):
         logits = teacher_logits(a.prompt, r.tokens)
         for i, token in enumerate(r.tokens):
             assert abs(r.logprobs[i] - log_softmax(logits[i] / a.sampling.temperature)[token]) < 1e-4
@@ -113,9 +143,14 @@ def test_minimum_and_maximum_length(idle):
     asked = requests(64, seed=6, max_new_tokens=20, min_new_tokens=12)
     results = generate(idle, asked, TIMEOUT)
     assert all(12 <= len(r.tokens) <= 20 and END not in r.tokens[:11] for r in results)
-    assert any(r.finish == "stop" for r in results) and any((r.kept < 0).any() for r in results)
+    assert any(r.finish == "stop" for r in results)
     for r in results:
         assert r.finish == ended_by(r, 20) and (r.kept[12:] == 0).all()
+
+
+def test_forbidding_the_end_is_part_of_the_support(here):
+    results = generate(here, requests(64, seed=6, max_new_tokens=20, min_new_tokens=12), TIMEOUT)
+    assert any((r.kept < 0).any() for r in results) and all((r.kept[12:] == 0).all() for r in results)
 
 
 def test_stop_token_ids_end_the_answer_and_stay(idle):
@@ -145,7 +180,7 @@ def test_stop_strings_cut_at_the_token_that_completes_them(idle, keep_stop):
         begin = min(texts[done].find(s) for s in stops if s in texts[done])
         want = done if keep_stop else max(n for n in range(done) if len(texts[n]) <= begin)
         np.testing.assert_array_equal(cut.tokens, whole.tokens[:want])
-        np.testing.assert_array_equal(cut.logprobs, whole.logprobs[:want])
+        np.testing.assert_allclose(cut.logprobs, whole.logprobs[:want], atol=1e-4)
     assert 3 <= stopped < len(free)
 
 
@@ -160,11 +195,11 @@ def test_stop_strings_wait_for_the_minimum(idle):
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.8},
                                      {"repetition_penalty": 1.2, "frequency_penalty": 0.3}], ids=str)
-def test_penalties_match_an_oracle(idle, options):
+def test_penalties_match_an_oracle(here, options):
     """Greedy, so that every token is the argmax of the penalised logits; reported log-probs stay without penalty."""
     asked = requests(16, seed=10, temperature=0.0, **options)
     p, bent = asked[0].sampling, 0
-    for a, r in zip(asked, generate(idle, asked, TIMEOUT), strict=True):
+    for a, r in zip(asked, generate(here, asked, TIMEOUT), strict=True):
         logits = teacher_logits(a.prompt, r.tokens)
         for i, token in enumerate(r.tokens):
             want = logits[i].copy()
@@ -182,57 +217,57 @@ def long_requests(count, **more):
     return requests(count, seed=11, min_new_tokens=20, **more)
 
 
-def test_abort_returns_what_is_there(idle):
+def test_abort_returns_what_is_there(here):
     asked = long_requests(20)  # more than the slots: some wait
-    idle.submit(asked)
-    assert idle.poll(0.0) == []
-    idle.abort(["r0", "r19", "never heard of"])
-    gone = {r.id: r for r in idle.poll(0.0)}
+    here.submit(asked)
+    assert here.poll(0.0) == []
+    here.abort(["r0", "r19", "never heard of"])
+    gone = {r.id: r for r in here.poll(0.0)}
     assert set(gone) == {"r0", "r19"} and all(r.finish == "abort" for r in gone.values())
     assert 0 < len(gone["r0"].tokens) < 20 and len(gone["r19"].tokens) == 0
-    idle.abort()
-    rest = idle.poll(0.0)
+    here.abort()
+    rest = here.poll(0.0)
     assert {r.id for r in rest} == {f"r{i}" for i in range(1, 19)} and all(r.finish == "abort" for r in rest)
-    assert idle.health()["waiting"] == idle.health()["running"] == 0
-    whole = generate(idle, asked[:1], TIMEOUT)[0]
+    assert here.health()["waiting"] == here.health()["running"] == 0
+    whole = generate(here, asked[:1], TIMEOUT)[0]
     np.testing.assert_array_equal(gone["r0"].tokens, whole.tokens[:len(gone["r0"].tokens)])
 
 
-def test_pause_holds_everything_and_resume_goes_on(idle):
+def test_pause_holds_everything_and_resume_goes_on(here):
     asked = long_requests(20)
-    undisturbed = generate(idle, asked, TIMEOUT)
-    idle.submit(asked)
-    idle.poll(0.0)
-    idle.pause()
-    before = idle.counters()
-    assert idle.poll(0.0) == [] and idle.health()["paused"] and idle.counters() == before
+    undisturbed = generate(here, asked, TIMEOUT)
+    here.submit(asked)
+    here.poll(0.0)
+    here.pause()
+    before = here.counters()
+    assert here.poll(0.0) == [] and here.health()["paused"] and here.counters() == before
     with pytest.raises(RuntimeError, match="resume"):
-        generate(idle, requests(1), TIMEOUT)
-    idle.resume()
+        generate(here, requests(1), TIMEOUT)
+    here.resume()
     got = {}
     while len(got) < 20:
-        got |= {r.id: r for r in idle.poll(TIMEOUT)}
+        got |= {r.id: r for r in here.poll(TIMEOUT)}
     for want in undisturbed:
         np.testing.assert_array_equal(got[want.id].tokens, want.tokens)
 
 
-def test_publish_in_flight_marks_the_version_of_every_token(idle):
-    idle.submit(long_requests(4))
-    idle.poll(0.0)
-    idle.pause()
-    idle.publish(params(1), 7)
-    idle.resume()
+def test_publish_in_flight_marks_the_version_of_every_token(here):
+    here.submit(long_requests(4))
+    here.poll(0.0)
+    here.pause()
+    here.publish(params(1), 7)
+    here.resume()
     got = []
     while len(got) < 4:
-        got += idle.poll(TIMEOUT)
+        got += here.poll(TIMEOUT)
     for r in got:
         assert set(r.versions) == {0, 7} and (np.diff(r.versions) >= 0).all()
     fresh = requests(8, seed=12)
-    for a, r in zip(fresh, generate(idle, fresh, TIMEOUT), strict=True):
+    for a, r in zip(fresh, generate(here, fresh, TIMEOUT), strict=True):
         want = log_softmax(teacher_logits(a.prompt, r.tokens, seed=1))
         np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
         assert (r.versions == 7).all()
-    assert idle.health()["version"] == 7
+    assert here.health()["version"] == 7
 
 
 BAD = [
@@ -240,7 +275,7 @@ BAD = [
     (dict(prompt=prompt(0, 21)), "21 tokens.*20.*max_prompt_tokens"),
     (dict(prompt=np.array([3, VOCAB], np.int32)), f"token {VOCAB}.*vocabulary"),
     (dict(seed=-1), "seed"),
-    (dict(sampling=SamplingParams(stop_token_ids=tuple(range(30)))), "stop_token_ids"),
+    (dict(sampling=SamplingParams(stop_token_ids=(VOCAB,))), "stop_token_ids"),
     (dict(id="r0"), "same id"),
 ]
 
@@ -253,6 +288,11 @@ def test_a_bad_request_is_refused_by_name_and_nothing_is_queued(idle, change, me
         idle.submit([good[0], bad])
     assert repr(bad.id) in str(error.value)
     assert idle.health()["waiting"] == 0 and len(generate(idle, good, TIMEOUT)) == 2
+
+
+def test_more_stop_tokens_than_the_static_shapes_hold_are_refused(here):
+    with pytest.raises(ValueError, match="'r0': 30 stop_token_ids, at most"):
+        here.submit(requests(1, stop_token_ids=tuple(range(30))))
 
 
 def test_an_unfinished_id_cannot_be_submitted_again(idle):
@@ -281,15 +321,15 @@ def test_generate_refuses_answers_it_did_not_ask_for(idle):
         generate(idle, [dataclasses.replace(long_requests(1)[0], id="mine")], TIMEOUT)
 
 
-def test_counters_add_up(idle):
-    before = idle.counters()
-    results = generate(idle, requests(20, seed=14), TIMEOUT)
-    grown = {k: v - before[k] for k, v in idle.counters().items()}
+def test_counters_add_up(here):
+    before = here.counters()
+    results = generate(here, requests(20, seed=14), TIMEOUT)
+    grown = {k: v - before[k] for k, v in here.counters().items()}
     assert grown["requests"] == grown["finished"] == 20 and grown["aborted"] == 0
     assert grown["tokens"] == sum(len(r.tokens) for r in results) <= grown["slot_steps"]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", ROWS)
 def test_life_begins_with_publish_and_ends_with_close(name):
     made = ENGINES[name](publish=False)
     assert not made.health()["ok"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.programs import Progress, programs
-from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.protocol import Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
@@ -92,10 +92,7 @@ class EmbeddedEngine:
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
         samples = [self._sample(r) for r in requests]
-        ids = [r.id for r in requests]
-        twice = [i for i, n in Counter(ids).items() if n > 1 or i in self._ids]
-        if twice:
-            raise ValueError(f"request {twice[0]!r}: an unfinished request has the same id; ids are unique")
+        ids = check_ids(requests, self._ids)
         self._ids.update(ids)
         self._waiting.extend(samples)
         self._counts["requests"] += len(samples)
@@ -161,28 +158,11 @@ class EmbeddedEngine:
 
     def _sample(self, request: Request) -> Sample:
         """Checks a request against the static shapes. Raises ValueError naming it and the remedy."""
-        prompt = np.ascontiguousarray(request.prompt, np.int32)
-        p, who = request.sampling, f"request {request.id!r}"
-        longest, total = self.shapes.prompt_lengths[-1], self.shapes.max_total
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"{who}: the prompt is empty; give at least one token")
-        if len(prompt) > longest:
-            raise ValueError(f"{who}: the prompt has {len(prompt)} tokens, the longest static length is {longest}; "
-                             "raise data.max_prompt_tokens (and rollout.prompt_lengths), or shorten the prompt")
-        if len(prompt) >= total:
-            raise ValueError(f"{who}: a prompt of {len(prompt)} tokens leaves no room for an answer within {total} "
-                             "tokens; raise train.max_sequence_tokens or rollout.max_new_tokens")
-        for name, ids in (("prompt", prompt), ("stop_token_ids", np.asarray(p.stop_token_ids, np.int64))):
-            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab):
-                raise ValueError(f"{who}: {name} holds token {ids[(ids < 0) | (ids >= self._vocab)][0]}, outside the "
-                                 f"vocabulary of {self._vocab}")
+        p, total = request.sampling, self.shapes.max_total
+        prompt = check_request(request, self.shapes.prompt_lengths[-1], total, self._vocab, self._decode_text is not None)
         if len(self._eos) + len(p.stop_token_ids) > self.shapes.end_columns:
-            raise ValueError(f"{who}: {len(p.stop_token_ids)} stop_token_ids, at most "
+            raise ValueError(f"request {request.id!r}: {len(p.stop_token_ids)} stop_token_ids, at most "
                              f"{self.shapes.end_columns - len(self._eos)}; as many as rollout.stop_token_ids are fine")
-        if p.stop and self._decode_text is None:
-            raise ValueError(f"{who}: stop strings need a tokenizer, and the engine was made without one")
-        if not 0 <= request.seed < 2**32:
-            raise ValueError(f"{who}: seed {request.seed} is not a uint32")
         bucket = next(i for i, n in enumerate(self.shapes.prompt_lengths) if n >= len(prompt))
         return Sample(dataclasses.replace(request, prompt=prompt), prompt.tobytes(), bucket,
                       min(p.max_new_tokens, total - len(prompt)))

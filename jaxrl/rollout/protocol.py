@@ -8,6 +8,7 @@ Only numpy here: a process without an accelerator can speak this protocol.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import time
@@ -83,6 +84,41 @@ class Request:
     group: int = 0      # for the caller's book-keeping
 
 
+def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool) -> np.ndarray:
+    """The prompt as int32, or ValueError naming the request and the remedy.
+
+    longest: prompt tokens; total: tokens of prompt and answer together; has_text: whether stop strings can be looked for.
+    """
+    prompt = np.ascontiguousarray(request.prompt, np.int32)
+    p, who = request.sampling, f"request {request.id!r}"
+    if prompt.ndim != 1 or not len(prompt):
+        raise ValueError(f"{who}: the prompt is empty; give at least one token")
+    if len(prompt) > longest:
+        raise ValueError(f"{who}: the prompt has {len(prompt)} tokens, the longest length served is {longest}; "
+                         "raise data.max_prompt_tokens (and rollout.prompt_lengths), or shorten the prompt")
+    if len(prompt) >= total:
+        raise ValueError(f"{who}: a prompt of {len(prompt)} tokens leaves no room for an answer within {total} "
+                         "tokens; raise train.max_sequence_tokens or rollout.max_new_tokens")
+    for name, ids in (("prompt", prompt), ("stop_token_ids", np.asarray(p.stop_token_ids, np.int64))):
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
+            raise ValueError(f"{who}: {name} holds token {ids[(ids < 0) | (ids >= vocab)][0]}, outside the "
+                             f"vocabulary of {vocab}")
+    if p.stop and not has_text:
+        raise ValueError(f"{who}: stop strings need a tokenizer, and the engine was made without one")
+    if not 0 <= request.seed < 2**32:
+        raise ValueError(f"{who}: seed {request.seed} is not a uint32")
+    return prompt
+
+
+def check_ids(requests: list[Request], unfinished) -> list[str]:
+    """The ids of new requests; ValueError where one is used twice or is still unfinished."""
+    ids = [r.id for r in requests]
+    twice = [i for i, n in collections.Counter(ids).items() if n > 1 or i in unfinished]
+    if twice:
+        raise ValueError(f"request {twice[0]!r}: an unfinished request has the same id; ids are unique")
+    return ids
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One finished (or aborted) answer of n tokens.
@@ -95,6 +131,7 @@ class Result:
     tokens: np.ndarray    # [n] int32, the end token included
     logprobs: np.ndarray  # [n] float32: log softmax(logits / temperature) over the whole vocabulary, no penalties
     kept: np.ndarray      # [n] float32: log of the mass inside the support (top-p, top-k, min-p, forbidden end tokens)
+                          # vLLM knows the difference only: there `logprobs` is that of the draw, and `kept` is 0
     versions: np.ndarray  # [n] int32: weight version each token was drawn from
     finish: str           # "stop" | "length" | "abort"
     seed: int

@@ -7,6 +7,7 @@ publish, or always: `rollout.verify_weights`) and a probe's log-probs are the tr
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import logging
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
-from jaxrl.rollout.protocol import Request, Result, SamplingParams
+from jaxrl.rollout.protocol import Request, Result, SamplingParams, check_ids, check_request
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter, transport, weights
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
@@ -59,7 +60,8 @@ class VllmEngine:
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
         self.key = self.options.api_key
-        self.length = self.options.max_model_len or _longest(config)
+        self.longest_prompt, self.total = config.data.max_prompt_tokens, _longest(config)
+        self.length = self.options.max_model_len or max(self.total, PROBE_PROMPT + 1)
         self.folder = Path(config.run.dir) / "vllm"
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._version, self._params, self._synced = -1, None, False
@@ -89,19 +91,14 @@ class VllmEngine:
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
-        for i, r in enumerate(requests):
-            if r.id in self._ids or any(r.id == o.id for o in requests[:i][-64:]):
-                raise ValueError(f"request {r.id!r}: an unfinished request has the same id; ids are unique")
-            if len(r.prompt) == 0:
-                raise ValueError(f"request {r.id!r}: the prompt is empty")
-            if r.sampling.stop and self.router.decode is None:
-                raise ValueError(f"request {r.id!r}: stop strings need a tokenizer")
-            if len(r.prompt) + r.sampling.max_new_tokens > self.length:
-                raise ValueError(f"request {r.id!r}: {len(r.prompt)} prompt tokens and max_new_tokens="
-                                 f"{r.sampling.max_new_tokens} exceed rollout.vllm.max_model_len={self.length}")
+        has_text = self.router.decode is not None
+        for r in requests:
+            check_request(r, self.longest_prompt, self.total, self.model.config.vocab_size, has_text)
+        check_ids(requests, self._ids)
+        requests = [self._bounded(r) for r in requests]
         self._ids.update({r.id: r for r in requests})
         self._counts["requests"] += len(requests)
-        self.router.submit(list(requests))
+        self.router.submit(requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
         self._check_open()
@@ -250,7 +247,7 @@ class VllmEngine:
 
     def _wait_healthy(self, replica, end: float) -> str:
         """Empty when the server answers before `end`, else why not."""
-        control, why = self.controls[replica.index], ""
+        control, why, said = self.controls[replica.index], "", False
         while True:
             process = self._processes.get(replica.index)
             if process is not None and process.exit_status() is not None:
@@ -261,8 +258,10 @@ class VllmEngine:
             except (adapter.ServerError, adapter.Refused) as e:
                 why = str(e)
             patience = end - time.monotonic()
-            if patience <= 0 or (not self.own and "ConnectError" in why and patience < self.options.setup_seconds - 10):
-                return f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})" if patience <= 0 else why
+            if patience <= 0:
+                return f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})"
+            if not self.own and not said and patience < self.options.setup_seconds - 5:
+                said = log.info("waiting for %s: %s", replica.url, why) or True
             time.sleep(0.25)
 
     def _examine(self, replica) -> None:
@@ -518,12 +517,21 @@ class VllmEngine:
         """On the CPU every request draws from a stream of its own anyway; on GPUs seeds cost vLLM's fast sampler."""
         return self.own and self._cpu
 
+    def _bounded(self, request: Request) -> Request:
+        """The request with no more tokens than fit beside its prompt."""
+        room = self.total - len(request.prompt)
+        if request.sampling.max_new_tokens <= room:
+            return request
+        sampling = dataclasses.replace(request.sampling, max_new_tokens=room,
+                                       min_new_tokens=min(request.sampling.min_new_tokens, room))
+        return dataclasses.replace(request, sampling=sampling)
+
     def _running(self) -> int:
         return sum(len(r.running) for r in self.router.replicas)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this rollout engine is closed")
+            raise RuntimeError("rollout: the engine is closed")
 
 
 def _confirm(control, version: str) -> None:
@@ -533,8 +541,9 @@ def _confirm(control, version: str) -> None:
 
 
 def _longest(config) -> int:
-    answer = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
-    return max(config.data.max_prompt_tokens + answer, PROBE_PROMPT + 1)
+    """Most tokens of a prompt and its answer."""
+    total = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    return min(total, config.train.max_sequence_tokens or total)
 
 
 @functools.partial(jax.jit, static_argnums=0)
