@@ -47,7 +47,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
         "recipe": O("rl", "the job to run", choices=("rl", "sft")),
         "mode": O("train", "what to do with the job", choices=("train", "eval", "parity")),
-        "dir": O("", "run directory; empty = runs/<name of the config file>"),
+        "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
@@ -387,8 +387,19 @@ def _coerce(name: str, value, opt: Option):
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+        remedy = f"; write {{'key': value}}, or --config.{name}.key=value for one entry" if kind is dict else ""
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}{remedy}")
     return value
+
+
+# What other libraries call these options; only for the hint after a name that does not exist.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr", "max_steps": "train.steps", "batch_size": "data.prompts_per_step",
+    "train_batch_size": "data.prompts_per_step", "num_generations": "rollout.group_size",
+    "n_samples_per_prompt": "rollout.group_size", "max_completion_length": "rollout.max_new_tokens",
+    "max_tokens": "rollout.max_new_tokens", "beta": "algorithm.kl.coef", "kl_coef": "algorithm.kl.coef",
+    "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
+}
 
 
 def unknown_option(dotted: str) -> str:
@@ -396,6 +407,7 @@ def unknown_option(dotted: str) -> str:
     names = list(options())
     leaf = dotted.rsplit(".", 1)[-1]
     near = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    near += [ELSEWHERE[leaf]] if leaf in ELSEWHERE else []
     near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
     leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
     near += [n for n in names if n.rsplit(".", 1)[-1] in leaves or sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]
@@ -420,7 +432,7 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
 
     `spec` is a path or the bare name of a shipped config, optionally with ':arg'. An empty `run.dir` becomes
-    `runs/<file name>`.
+    `runs/<file name>`, with _<arg> if there is one.
     """
     path, arg = find_config(spec)
     module_spec = importlib.util.spec_from_file_location(f"jaxrl_config_{path.stem}", path)
@@ -461,7 +473,8 @@ def _failure(error: Exception, path: Path) -> str:
     if cast and isinstance(error, TypeError):
         leaf, value, got, kind = cast[1], cast[2], cast[3], cast[4].rpartition(".")[2]
         names = [n for n, o in options().items() if n.endswith(f".{leaf}") and (o.kind or type(o.default)).__name__ == kind]
-        return f"{' or '.join(names) or leaf}={value}: expected {kind}, got {got}{where}"
+        remedy = f"; write ({value!r},)" if (kind, got) == ("tuple", "str") else ""
+        return f"{' or '.join(names) or leaf}={value}: expected {kind}, got {got}{remedy}{where}"
     return f"{type(error).__name__}: {error}{where}"
 
 

@@ -360,7 +360,7 @@ def _eval(cfg):
     for entry in cfg.eval.sets:
         name, eq, path = entry.partition("=")
         if not eq or not name or not path:
-            out.append(f"eval.sets entry {entry!r}: expected 'name=path'")
+            out.append(f"eval.sets entry {entry!r}: expected 'name=path', for example 'test={entry}'")
         elif name in seen:
             out.append(f"eval.sets: the name {name!r} is used twice; give one of them another name")
         seen.add(name)

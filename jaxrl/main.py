@@ -1,7 +1,8 @@
 """Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5
 
 Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
-or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes).
+or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 130 Ctrl-C before the run
+could save, or a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 USAGE = """usage: python -m jaxrl.main --config=FILE[:ARG] [--config.group.option=value ...]
 
 FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).
-`--help` lists every option with its default."""
+`--help` lists every option with its default (not that of FILE), and every metric.
+Lists are given as a,b; tables as "{'key': value}", or one entry as --config.group.option.key=value; an empty value
+empties an option. Relative paths are looked up from the working directory."""
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if any(a in ("-h", "--help", "--helpfull") for a in argv):
-        print(USAGE + "\n\noptions (name=default):\n" + help_text())
+        from jaxrl.telemetry.names import metrics_table
+
+        print(USAGE + "\n\noptions (name=default):\n" + help_text() + "\n\nmetrics:\n" + metrics_table())
         return 0
     try:
         spec, overrides = parse_flags(argv)
@@ -37,6 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as e:
         print(f"jaxrl: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("jaxrl: interrupted; checkpoints that were complete stay so, the same command goes on from the newest",
+              file=sys.stderr)
+        return 130
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise

@@ -112,7 +112,7 @@ class _Reader:
         try:
             answer = self._column(row, self.answer, "data.answer_column")
         except PromptError as e:
-            raise PromptError(f"{e} (data.answer_column='' where there are no answers)") from None
+            raise PromptError(f"{e}, or '' where there are no answers") from None
         if self.pattern is None:
             return answer
         match = self.pattern.search(str(answer))

@@ -22,8 +22,9 @@ import numpy as np
 from jaxrl import rewards as rewards_room
 from jaxrl import training
 from jaxrl.algorithms import group_advantages
-from jaxrl.config import RunStopped
+from jaxrl.config import ConfigError, RunStopped
 from jaxrl.config_checks import longest_sequence, resolved_algorithm
+from jaxrl.recipes import parity
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import DTYPES, host_scalars, initial_params
@@ -36,7 +37,7 @@ from jaxrl.recipes.trajectories import (
     reward_items,
     sampling_params,
 )
-from jaxrl.rollout import chosen_engine, generate
+from jaxrl.rollout import EngineLost, chosen_engine, generate
 from jaxrl.training.score import cast_params, make_score
 
 log = logging.getLogger("jaxrl")
@@ -52,12 +53,19 @@ def run(config, rewards=None) -> dict:
     with Run(config, rewards, with_engine=True) as r:
         if config.run.mode == "eval":
             return r.evaluate_only()
+        if config.run.mode == "parity":
+            return parity.report(r)
         algorithm = Algorithm(r)
         r.prepare(updates_per_step=algorithm.updates_per_step, loss=algorithm.loss)
         algorithm.begin(r)
         r.before_first_step(algorithm.evaluate)
         while not r.finished():
-            metrics = one_step(r, algorithm)
+            try:
+                metrics = one_step(r, algorithm)
+            except EngineLost:  # the policy is intact: keep it
+                r.save()
+                r.checkpointer.wait()
+                raise
             if metrics is None:  # asked to stop in the middle of a step: nothing of it is kept
                 break
             r.after_step(metrics, algorithm.evaluate)
@@ -107,6 +115,9 @@ class Algorithm:
 
     def begin(self, r: Run) -> None:
         """Says what was decided; loads the frozen reference only where a KL term reads it."""
+        if self.loss.mismatch == "none" and getattr(r.engine, "quantized", False):
+            raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
+                              "the one that is trained; use token_tis")
         if self.loss.mismatch != "none":
             r.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap}")
         if self.loss.kl_coef:
@@ -175,6 +186,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     with r.phase("publish"):
         r.publish()
     metrics |= rollout_metrics(traj, scores, result, zero_signal, advantages, layout, asked) | r.stream_metrics()
+    check_gap(c.algorithm.mismatch, r.step, metrics)
     judge = c.eval.accuracy_from or next(iter(result.parts))
     if judge in result.parts:  # it may be a reward of evaluation only
         metrics["accuracy/train"] = float((result.parts[judge] >= c.reward.pass_mark).mean())
@@ -198,6 +210,17 @@ def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str,
         k: float(np.max([s[k] for s in steps]) if k.endswith("/max") else np.mean([s[k] for s in steps]))
         for k in steps[0]
     }
+
+
+def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
+    """Warns, or ends the run, where the sampler's log-probs are too far from the trainer's on average."""
+    gap = metrics.get("gap/mean", 0.0)
+    if limits.stop and gap > limits.stop:
+        raise RunStopped(f"step {step}: the sampler's log-probs are {gap:.3g} nats per token away from the trainer's, more than "
+                         f"algorithm.mismatch.stop={limits.stop:g}; --config.run.mode=parity looks for the cause")
+    if limits.warn and gap > limits.warn:
+        log.warning("step %d: the sampler's log-probs are %.3g nats per token away from the trainer's (algorithm.mismatch.warn="
+                    "%g); --config.run.mode=parity looks for the cause", step, gap, limits.warn)
 
 
 def answered(requests, results, examples):

@@ -22,6 +22,7 @@ from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
+from jaxrl.telemetry.names import duration
 from jaxrl.telemetry.profiler import Profiler
 
 log = logging.getLogger("jaxrl")
@@ -270,14 +271,17 @@ class Run:
 
     def before_first_step(self, evaluate) -> None:
         if self.step >= self.total_steps:
+            asked = "" if self.step == self.total_steps else f" ({self.total_steps} are asked for)"
             self.say(
-                f"this run has finished its {self.total_steps} steps; extend it with --config.train.steps="
-                f"{2 * self.total_steps}, or start another with --config.run.dir=..."
+                f"this run has finished its {self.step} steps{asked}; extend it with --config.train.steps="
+                f"{2 * self.step}, or start another with --config.run.dir=..."
             )
             return
         if self.step == 0 and self.config.eval.before and self.eval_sets and self.engine:
             with self.phase("eval"):
                 metrics = self._evaluate(evaluate)
+            if not metrics:  # a stop was asked for
+                return
             self.eval_before = summary(metrics)
             self.telemetry.step(0, metrics, self.phases.take())
 
@@ -373,12 +377,13 @@ class Run:
             self.say(
                 f"stopped at step {self.step} of {self.total_steps}; everything is saved, the same command goes on from here"
             )
+        else:
+            self.say(_closing(out))
         return out
 
-    def evaluate_only(self, evaluate=None) -> dict:
-        """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
-        from jaxrl.recipes.evaluate import evaluate as evaluate_sets
-
+    def publish_newest(self):
+        """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine
+        has them. Opens telemetry that writes no metrics."""
         c, job = self.config, self.job
         optimizer, _ = training.make_optimizer(c.optimizer, 1, job.flat_axes())
         state = setup.abstract_state(job, optimizer)
@@ -387,12 +392,30 @@ class Run:
         )
         params = setup.initial_params(job) if restored is None else training.merge(**restored.arrays)
         self.step = 0 if restored is None else restored.host["step"]
-        self.engine.publish(params, self.step)
         self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True))
+        self.engine.publish(params, self.step)
+        return params, restored.path if restored else (c.model.path or "random initialisation")
+
+    def evaluate_only(self, evaluate=None) -> dict:
+        """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
+        from jaxrl.recipes.evaluate import evaluate as evaluate_sets
+
+        job = self.job
+        _, where = self.publish_newest()
         metrics, rows = evaluate_sets(job, self.engine, self.eval_rewards, self.eval_sets, self.stopping)
         write_rows(job.run_dir, self.step, rows)
-        where = restored.path if restored else (c.model.path or "random initialisation")
-        self.say(f"evaluation of {where}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
+        note = "" if self.step else f" ({job.run_dir / 'checkpoints'} holds no checkpoint)"
+        self.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
         out = {"evaluated": str(where), "eval": summary(metrics)}
         self.telemetry.summary(out)
         return out
+
+
+def _closing(out: dict) -> str:
+    """The last line of a run: what became of it and where it lies."""
+    held_out = [f"{100 * out[k]['accuracy']:.1f}% {when}" for k, when in (("eval_before", "before"), ("eval_after", "after"))
+                if "accuracy" in out.get(k, {})]
+    parts = [f"done at step {out['steps']} after {duration(out['wall_seconds'])}"]
+    parts += ["held-out accuracy " + ", ".join(held_out)] if held_out else []
+    parts += [f"model in {out['export']}"] if "export" in out else []
+    return "; ".join(parts + [f"summary in {out['run_dir']}/summary.json"])

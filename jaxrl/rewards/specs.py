@@ -99,6 +99,8 @@ def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
 def _check_spec(spec: str) -> None:
     place, _, name = spec.rpartition(":")
     if not place:
+        if spec.endswith(".py"):
+            raise ConfigError(f"reward.functions: {spec!r} is a file without a function; write {spec}:function")
         if spec not in registered():
             near = difflib.get_close_matches(spec, registered(), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""

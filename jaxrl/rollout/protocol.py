@@ -17,6 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxrl.config import RunStopped
+
+
+class EngineLost(RunStopped):
+    """An engine that can answer no more. What was trained so far is intact."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:

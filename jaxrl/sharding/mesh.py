@@ -28,7 +28,8 @@ def mesh_shape(mesh_config, num_devices: int) -> tuple[int, int, int]:
     known = math.prod(s for s in sizes if s > 0)
     if -1 in sizes:
         if num_devices % known:
-            raise ConfigError(f"{given}: {num_devices} devices cannot be divided by {known}; change the other axes")
+            fixed = " x ".join(f"mesh.{a}" for a, s in zip(AXES, sizes, strict=True) if s > 1)
+            raise ConfigError(f"{given}: {num_devices} device(s) cannot be divided by {fixed} = {known}; lower {fixed}")
         sizes[sizes.index(-1)] = num_devices // known
     elif known != num_devices:
         raise ConfigError(f"{given}: needs {known} devices, {num_devices} are here; set one axis to -1")

@@ -24,7 +24,7 @@ RULES: tuple[Rule, ...] = (
     Rule("equal_rewards", lambda m: m("rollout/zero_signal_fraction") == 1.0 or
          (m("reward/std") == 0.0 and not m("rollout/zero_signal_fraction") < 1.0),
          "all rewards within every group are equal (mean {reward/mean:.3g}), so nothing can be learnt from this step. "
-         "Read a few answers in {run_dir}/rollouts and check reward.functions ({reward.functions}); if the task is too "
+         "Read a few answers in {run_dir}/rollouts and check reward.functions={reward.functions}; if the task is too "
          "hard start from SFT (run.warm_start) or easier prompts, if it is too easy use harder ones; else raise "
          "rollout.group_size (now {rollout.group_size}) or rollout.temperature (now {rollout.temperature})"),
     Rule("truncated", lambda m: m("rollout/truncated_fraction") > 0.5,
@@ -44,8 +44,8 @@ RULES: tuple[Rule, ...] = (
          "{data/filtered_fraction:.0%} of the prompts are longer than data.max_prompt_tokens (now "
          "{data.max_prompt_tokens}) and left out: raise it, or set data.overlong_prompt=truncate_left"),
     Rule("absent_rewards", lambda m: m("rollout/absent_fraction") > 0.05,
-         "{rollout/absent_fraction:.0%} of the answers got no reward: see `outcomes` in {run_dir}/rollouts for the "
-         "errors and timeouts (reward.timeout_seconds is {reward.timeout_seconds})"),
+         "{rollout/absent_fraction:.0%} of the answers got no reward: `outcomes` in {run_dir}/rollouts says for each whether "
+         "the function returned None, failed or timed out (reward.timeout_seconds is {reward.timeout_seconds})"),
     Rule("gap", lambda m: m("gap/mean") > 0.05,
          "the sampler's log-probs differ from the trainer's by {gap/mean:.2g} per token on average: set "
          "rollout.dtype=fp32 to see whether precision is the cause, and keep algorithm.mismatch.correction=token_tis"),

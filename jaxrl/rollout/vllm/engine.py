@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
-from jaxrl.rollout.protocol import Request, Result, SamplingParams, check_ids, check_request
+from jaxrl.rollout.protocol import EngineLost, Request, Result, SamplingParams, check_ids, check_request
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter, transport, weights
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
@@ -38,10 +38,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 class WeightMismatch(RunStopped):
     """An engine that does not hold the weights it was given."""
-
-
-class EnginesLost(RunStopped):
-    """No vLLM server is left. What was trained so far is intact."""
 
 
 def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
@@ -318,7 +314,7 @@ class VllmEngine:
                 self._join(replica)
         if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids):
             states = "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas)
-            raise EnginesLost(f"no vLLM server is left: {states}. The policy is intact; the same command goes on from the "
+            raise EngineLost(f"no vLLM server is left: {states}. The policy is intact; the same command goes on from the "
                               "newest checkpoint")
 
     def _restart(self, replica, process) -> None:
@@ -475,8 +471,7 @@ class VllmEngine:
         gap = self.probe(replica)
         bound = self.options.probe_bound or self._probe_bound or PROBE_BOUNDS[self.dtype]
         infos = self._infos.get(replica.index) or []
-        quantized = any(i["quantized"] or i["cache_dtype"] not in ("auto", self.dtype) for i in infos)
-        if quantized and self._probe_bound is None and not self.options.probe_bound:
+        if any(map(self._is_quantized, infos)) and self._probe_bound is None and not self.options.probe_bound:
             self._probe_bound = bound = max(PROBE_BOUNDS["bfloat16"], 3 * gap)
             log.info("quantised engine: the probe's log-probs are %.3g away on average, the bound is %.3g from now on", gap, bound)
         self.last_probe = gap
@@ -496,6 +491,14 @@ class VllmEngine:
         tokens, logprobs, _, _ = adapter.parse_choice(self.controls[replica.index].generate(payload))
         ours = sequence_logprobs(self.model, self._params, np.concatenate([prompt, tokens]).astype(np.int32))
         return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a server computes with other weights or another cache than it was given. Known after the first publish."""
+        return any(self._is_quantized(i) for infos in self._infos.values() for i in infos)
+
+    def _is_quantized(self, info: dict) -> bool:
+        return bool(info["quantized"]) or info["cache_dtype"] not in ("auto", self.dtype)
 
     # ---- small things -------------------------------------------------------------------------------------------------
 

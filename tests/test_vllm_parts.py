@@ -1,0 +1,281 @@
+"""The parts of the vLLM path that need no vLLM: config, payloads, weights on their way, the plugin's readers."""
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout_helpers import HF, random_params, requests
+from safetensors.numpy import load_file
+
+from jaxrl import models, vllm_plugin
+from jaxrl.config import ConfigError, RunStopped, default_config
+from jaxrl.config_checks import check
+from jaxrl.models import hf
+from jaxrl.recipes import parity, rl
+from jaxrl.rollout import chosen_engine, make_engine
+from jaxrl.rollout.vllm import adapter, transport, weights
+
+# ---- config ---------------------------------------------------------------------------------------------------------------
+
+
+def runnable(**changes):
+    c = default_config()
+    c.model.init, c.model.config, c.model.tokenizer = "random", HF, "jaxrl://arith/tokenizer"
+    c.data.path, c.reward.functions = ("jaxrl://arith/train.jsonl",), ("boxed",)
+    for name, value in changes.items():
+        node, *groups, leaf = c, *name.split("__")
+        for g in groups:
+            node = node[g]
+        node[leaf] = value
+    return c
+
+
+BAD = [
+    (dict(rollout__engine="vlm"), "rollout.engine='vlm': auto, jax, vllm, or an import path"),
+    (dict(rollout__engine="jax", rollout__servers=("http://127.0.0.1:1",)), "the embedded sampler has no servers"),
+    (dict(rollout__servers=("127.0.0.1:8000",)), "expected http://host:port"),
+    (dict(rollout__servers=("http://gpu7:8000",)), "set rollout.vllm.api_key"),
+    (dict(rollout__servers=("http://127.0.0.1:1", "http://127.0.0.1:1")), "named twice"),
+    (dict(rollout__vllm__host="0.0.0.0"), "need rollout.vllm.api_key"),
+    (dict(rollout__vllm__devices=("0", "1")), "2 entries for rollout.vllm.replicas=1"),
+    (dict(rollout__vllm__max_model_len=100), "may have 1536 tokens"),
+    (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network"),
+     "rollout.vllm.weights_host='127.0.0.1': http://gpu7:80 cannot reach"),
+    (dict(algorithm__mismatch__warn=0.5, algorithm__mismatch__stop=0.1), "warn earlier than you stop"),
+    (dict(rollout__vllm__replicas=0), "rollout.vllm.replicas=0: must be above 0"),
+    (dict(rollout__vllm__memory_fraction=1.5), "rollout.vllm.memory_fraction=1.5: must lie in 0..1"),
+    (dict(rollout__verify_weights="sometimes"), "rollout.verify_weights='sometimes': choose one of first, always, never"),
+]
+
+
+@pytest.mark.parametrize("changes,message", BAD, ids=[m for _, m in BAD])
+def test_what_cannot_work_is_refused(changes, message):
+    with pytest.raises(ConfigError) as error:
+        check(runnable(**changes))
+    assert message in str(error.value)
+
+
+def test_what_can_work_is_not():
+    check(runnable())
+    check(runnable(rollout__servers=("http://gpu7:80", "http://[::1]:81/"), rollout__vllm__api_key="k"))
+    check(runnable(rollout__engine="./mine.py:engine"))
+
+
+def test_the_engine_is_chosen(monkeypatch):
+    assert chosen_engine(runnable(rollout__engine="jax")) == "jax"
+    assert chosen_engine(runnable(rollout__engine="mine:engine")) == "mine:engine"
+    assert chosen_engine(runnable(rollout__servers=("http://127.0.0.1:1",))) == "vllm"
+    for gpu, installed, want in ((True, True, "vllm"), (True, False, "jax"), (False, True, "jax")):
+        monkeypatch.setattr("glob.glob", lambda pattern, gpu=gpu: ["/dev/nvidia0"] * gpu)
+        monkeypatch.setattr("jaxrl.rollout.select._has_vllm", lambda installed=installed: installed)
+        assert chosen_engine(runnable()) == want
+
+
+@pytest.mark.parametrize("path", ["no_such_module:engine", "jaxrl.rollout:no_such_name", "./no_such_file.py:engine"])
+def test_an_engine_that_cannot_be_imported_is_named(path):
+    with pytest.raises(ConfigError, match="neither auto, jax, vllm nor an import path that works"):
+        make_engine(runnable(rollout__engine=path), None, None, None, (1,))
+
+
+def test_the_gap_warns_and_stops(caplog):
+    limits = SimpleNamespace(warn=0.1, stop=0.3)
+    rl.check_gap(limits, 1, {"gap/mean": 0.05})
+    assert not caplog.records
+    rl.check_gap(limits, 2, {"gap/mean": 0.2})
+    assert "step 2" in caplog.text and "algorithm.mismatch.warn=0.1" in caplog.text
+    with pytest.raises(RunStopped, match="algorithm.mismatch.stop=0.3"):
+        rl.check_gap(limits, 3, {"gap/mean": 0.4})
+    rl.check_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
+
+
+# ---- vLLM's command line and payloads -----------------------------------------------------------------------------------------
+
+
+def launch(**changes):
+    return adapter.launch(runnable(**changes), "/models/m", "bfloat16", 640, 8123, cpu=changes.pop("cpu", False))
+
+
+def flag(command, name):
+    return command[command.index(name) + 1]
+
+
+def test_options_reach_the_command_line():
+    command, env = launch(
+        rollout__vllm__tensor_parallel=4, rollout__vllm__memory_fraction=0.5, rollout__vllm__max_running=64,
+        rollout__vllm__prefix_caching=False, rollout__vllm__chunked_prefill=False, rollout__vllm__host="::1",
+        rollout__vllm__engine_kwargs={"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 7, "compilation_config": {"a": 1}},
+        rollout__vllm__env={"MINE": 3}, rollout__vllm__log_level="debug", rollout__vllm__api_key="k",
+        rollout__vllm__python="/opt/engine/bin/python", run__deterministic=True, run__seed=5)
+    assert command[0] == "/opt/engine/bin/python"
+    for name, value in {"--tensor-parallel-size": "4", "--gpu-memory-utilization": "0.5", "--host": "::1", "--port": "8123",
+                        "--dtype": "bfloat16", "--max-model-len": "640", "--load-format": "dummy", "--seed": "5",
+                        "--logprobs-mode": "processed_logprobs", "--quantization": "fp8", "--max-num-seqs": "7",
+                        "--compilation-config": '{"a": 1}', "--model": "/models/m"}.items():
+        assert flag(command, name) == value
+    assert json.loads(flag(command, "--weight-transfer-config")) == {"backend": "jaxrl"}
+    for name in ("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--enforce-eager", "--tokens-only"):
+        assert name in command
+    assert env["MINE"] == "3" and env["VLLM_LOGGING_LEVEL"] == "DEBUG" and env["VLLM_API_KEY"] == "k"
+    assert env["VLLM_BATCH_INVARIANT"] == "1" and env["VLLM_SERVER_DEV_MODE"] == "1" and "k" not in command
+
+
+def test_a_request_becomes_vllms():
+    request = requests(1, temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, stop_token_ids=(7,), min_new_tokens=2)[0]
+    payload = adapter.generate_payload(request, (1, 2), seeded=True, stream=False)
+    p = payload["sampling_params"]
+    assert payload["token_ids"] == request.prompt.tolist() and payload["request_id"] == "r0"
+    assert (p["temperature"], p["top_p"], p["top_k"], p["min_p"]) == (0.7, 0.9, 0, 0.1)
+    assert p["stop_token_ids"] == [1, 2, 7] and p["min_tokens"] == 2 and p["max_tokens"] == 24 and p["seed"] == request.seed
+    assert "seed" not in adapter.generate_payload(request, (1,), seeded=False, stream=True)["sampling_params"]
+    json.dumps(payload)
+
+
+def test_answers_without_a_logprob_per_token_are_refused():
+    with pytest.raises(adapter.ServerError, match="1 log-probs for 2 tokens"):
+        adapter.parse_choice({"token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}})
+
+
+@pytest.mark.parametrize("version,what", [("0.31.9", "older than 0.32"), ("0.32.0", ""), ("0.33.1rc2", ""), ("0.34.0", "newer"),
+                                          ("1.0", "newer")])
+def test_versions_are_checked(version, what):
+    if what.startswith("older"):
+        with pytest.raises(ConfigError, match=what):
+            adapter.check_version(version, "here")
+    else:
+        assert what in adapter.check_version(version, "here") and bool(what) == bool(adapter.check_version(version, "here"))
+
+
+def test_prometheus_counters_are_summed_over_engines():
+    text = '# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\nother 1\n'
+    assert adapter.parse_metrics(text)["running"] == 7.0 and adapter.parse_metrics(text)["preemptions"] == 0.0
+
+
+# ---- weights on their way -------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "qwen2, scanned": (HF, True), "qwen2, unrolled": (HF, False),
+    "qwen3, tied": ({**HF, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}, True),
+    "llama": ({**HF, "model_type": "llama"}, True),
+    "gemma3": (dict(model_type="gemma3_text", vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=7,
+                    num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8, query_pre_attn_scalar=32,
+                    max_position_embeddings=256, tie_word_embeddings=True), True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_are_the_exported_tensors(name, dtype, tmp_path):
+    hf_config, scan = FAMILIES[name]
+    model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=scan)
+    params = random_params(model, 3, 0.1)
+    hf.export(model, params, tmp_path / "m", {**hf_config, hf.SOURCE: {}}, dtype)
+    want = load_file(tmp_path / "m" / "model.safetensors")
+    got = {n: a for chunk in weights.chunks(model, params, dtype, 1) for n, a in chunk}
+    assert set(got) == set(want) == set(weights.names(model)) and "lm_head.weight" not in got or not model.config.tied
+    for n, a in want.items():
+        assert got[n].dtype == a.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(got[n].view(np.uint8), a.view(np.uint8), err_msg=n)
+
+
+def test_chunks_hold_whole_layers_up_to_their_size():
+    model = models.build(HF, compute_dtype=jnp.float32, scan_layers=True)
+    params = random_params(model, 0, 0.1)
+    total = sum(a.nbytes for c in weights.chunks(model, params, "float32", 10**9) for _, a in c)
+    assert len(list(weights.chunks(model, params, "float32", 10**9))) == 1
+    small = list(weights.chunks(model, params, "float32", 1))
+    assert len(small) == 4 and [n for n, _ in small[0]] == ["model.embed_tokens.weight"]
+    assert all(n.startswith("model.layers.1.") for n, _ in small[2]) and sum(a.nbytes for c in small for _, a in c) == total
+
+
+def test_one_program_converts_all_layers_of_a_kind():
+    model = models.build({**HF, "num_hidden_layers": 6}, compute_dtype=jnp.float32, scan_layers=True)
+    params = random_params(model, 0, 0.1)
+    weights._convert.clear_cache()
+    list(weights.chunks(model, params, "bfloat16", 1))
+    assert weights._convert._cache_size() == 3  # embedding, any layer, final norm with head
+
+
+@pytest.fixture(params=["shm", "network"])
+def carrier(request):
+    made = transport.SharedMemory() if request.param == "shm" else transport.Network("127.0.0.1")
+    yield made
+    made.close()
+
+
+def test_readers_get_what_was_sent(carrier):
+    reader = vllm_plugin.Reader(carrier.key)
+    rng = np.random.default_rng(0)
+    for size in (3, 1000, 7):  # a shorter chunk after a longer one, in the place of the first
+        tensors = [("a", rng.normal(size=(size, 5)).astype(np.float32)), ("b", np.asarray(jnp.ones((size,), jnp.bfloat16))),
+                   ("c", rng.normal(size=(5, size)).astype(np.float32).T)]
+        payload = json.loads(json.dumps(carrier.payload(tensors, verify=True)))
+        with reader.open(payload["source"], payload["size"]) as buffer:
+            for (name, array), (sent, dtype, shape, offset, count, digest) in zip(tensors, payload["tensors"], strict=True):
+                assert sent == name and list(array.shape) == shape and array.dtype.name == dtype and offset % 64 == 0
+                assert bytes(buffer[offset:offset + count]) == np.ascontiguousarray(array).tobytes()
+                assert digest == weights.digest(array)
+                part = np.frombuffer(bytes(buffer[offset:offset + count]), np.uint8)
+                assert weights.digest(part) == digest
+
+
+def test_the_network_asks_for_its_key():
+    carrier = transport.Network("127.0.0.1")
+    source = carrier.payload([("a", np.zeros(4, np.float32))], verify=False)["source"]
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(source)
+    with pytest.raises(ConnectionError, match="403"):
+        vllm_plugin.Reader("guess").open(source, 16)
+    with pytest.raises(ConnectionError, match="404"):
+        vllm_plugin.Reader(carrier.key).open(source + "9", 16)
+    carrier.close()
+
+
+def test_shared_memory_is_private_and_goes_away():
+    carrier = transport.SharedMemory()
+    assert carrier.folder.stat().st_mode & 0o777 == 0o700
+    carrier.close()
+    assert not carrier.folder.exists()
+
+
+def test_a_full_disk_is_named_with_its_remedy(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    carrier = transport.SharedMemory()
+    with pytest.raises(RunStopped, match="/dev/shm is full.*rollout.vllm.transport=network"):
+        carrier.payload([("a", np.zeros(4, np.float32))], verify=False)
+    carrier.close()
+
+
+def test_the_plugin_imports_nothing_but_the_standard_library():
+    code = "import sys, jaxrl.vllm_plugin; print(*{m.split('.')[0] for m in sys.modules} & {'jax', 'numpy', 'torch', 'vllm', 'flax'})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_the_entry_point_names_the_plugin():
+    import importlib.metadata
+
+    found = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "jaxrl"]
+    assert found and found[0].load() is vllm_plugin.register
+
+
+# ---- parity ---------------------------------------------------------------------------------------------------------------
+
+CAUSES = [
+    ((1e-6, 1e-6, 1e-6, 1e-6, 1e-6), "agree"), ((0.3, 0.3, 0.01, 0.01, 0.01), "sampling support"),
+    ((0.3, 0.3, 0.3, 0.01, 0.01), "temperature"), ((0.3, 0.02, 0.3, 0.3, 0.3), "dtype of the trainer"),
+    ((0.01, 0.01, 0.01, 0.01, 0.3), "cache"), ((0.3, 0.3, 0.3, 0.3, 0.3), "dtype of the engine, or its weights"),
+]
+
+
+@pytest.mark.parametrize("means,cause", CAUSES, ids=[c for _, c in CAUSES])
+def test_parity_names_the_cause(means, cause):
+    said = parity.verdict({str(i): {"mean": m} for i, m in enumerate(means)}, 0.05, runnable(rollout__temperature=0.7))
+    assert any(line.startswith(cause) or cause in line for line in said)
