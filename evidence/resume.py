@@ -83,7 +83,7 @@ def random_kills(folder, rng, count=3):
         process = subprocess.Popen(
             command(folder, *options()), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        delay = rng.uniform(3, 14)
+        delay = rng.uniform(2, 6)
         time.sleep(delay)
         if process.poll() is None:
             process.kill()
@@ -158,8 +158,8 @@ def main():
 def truncated_case(base, truth):
     """A newest checkpoint that lost half of a file: the run says so, falls back and still ends equal."""
     folder = base / "truncated"
-    run(folder, *options(("faults.plan='update.kill9@step=7',",)))
-    newest = sorted((folder / "checkpoints").glob("0*"))[-1]
+    run(folder, *options(("faults.plan='update.kill9@step=7',", "checkpoint.asynchronous=false")))
+    newest = sorted(p for p in (folder / "checkpoints").iterdir() if p.name.isdigit())[-1]
     victim = max((p for p in (newest / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(victim, victim.stat().st_size // 2)
     status, text = run(folder, *options())

@@ -30,7 +30,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "standard deviation of the shaped rewards over the whole batch"),
     Metric("reward/<name>", "mean raw score of one reward function where it gave one, or a metric it returned"),
     Metric("accuracy/train", "share of the answers whose named reward reaches reward.pass_mark", "acc", "percent"),
-    Metric("loss", "SFT: mean negative log-likelihood per target token", "loss", "fixed"),
+    Metric("loss", "RL: as policy/loss; SFT: mean negative log-likelihood per target token", "loss", "fixed"),
     Metric("length/mean", "mean answer length in tokens, end of text included", "length", "count"),
     Metric("length/max", "longest answer in tokens"),
     Metric("length/min", "shortest answer in tokens"),
@@ -65,7 +65,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("data/bad_rows", "rows that could not be read and were skipped"),
     # evaluation
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
-    Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> the same for one set"),
+    Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also reward, length, truncation"),
     # time, and what belongs to one process: everything below lives under the key "time" of a metrics.jsonl line
     Metric("time/step", "seconds of the step, saving and evaluating included", "s/step", "seconds"),
     Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step"),

@@ -33,7 +33,7 @@ log = logging.getLogger("jaxrl")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PROBE_PROMPT, PROBE_TOKENS = 8, 16
 PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LATECOMERS = 30.0  # seconds
 
 
 class WeightMismatch(RunStopped):
@@ -223,7 +223,8 @@ class VllmEngine:
         """Waits until the servers answer, and checks what they are. At least one must; others may join later."""
         end = time.monotonic() + self.options.setup_seconds
         waiting = list(self.router.replicas)
-        found = list(self._pool.map(lambda r: self._wait_healthy(r, end), waiting))
+        up: list[float] = []
+        found = list(self._pool.map(lambda r: self._wait_healthy(r, end, up), waiting))
         for replica, why in zip(waiting, found, strict=True):
             if why:
                 if self.own:
@@ -241,8 +242,9 @@ class VllmEngine:
         log.info("vLLM: %d of %d servers, weights by %s", len(waiting) - sum(map(bool, found)), len(waiting),
                  self._transport.name)
 
-    def _wait_healthy(self, replica, end: float) -> str:
-        """Empty when the server answers before `end`, else why not."""
+    def _wait_healthy(self, replica, end: float, up: list[float]) -> str:
+        """Empty when the server answers before `end`, else why not. Given servers are waited for LATECOMERS seconds once one
+        is `up`; they may join later."""
         control, why, said = self.controls[replica.index], "", False
         while True:
             process = self._processes.get(replica.index)
@@ -250,10 +252,13 @@ class VllmEngine:
                 return f"{process.ended()}: {process.complaint()} (whole log: {process.log_file})"
             try:
                 control.healthy(5.0)
+                up.append(time.monotonic())
                 return ""
             except (adapter.ServerError, adapter.Refused) as e:
                 why = str(e)
-            patience = end - time.monotonic()
+            patience = min(end, up[0] + LATECOMERS if up and not self.own else end) - time.monotonic()
+            if patience <= 0 and up:
+                return why
             if patience <= 0:
                 return f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})"
             if not self.own and not said and patience < self.options.setup_seconds - 5:
@@ -406,6 +411,7 @@ class VllmEngine:
             each(lambda c: c.start_update())
             self._stream(each, report, verify)
             each(lambda c: c.finish_update(version))
+            each(_all_arrived)
         each(self._empty_cache)
         each(lambda c: _confirm(c, version))
         if not self._paused:
@@ -535,6 +541,13 @@ class VllmEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("rollout: the engine is closed")
+
+
+def _all_arrived(control) -> None:
+    for info in control.workers():
+        missing = info["missing"]
+        if missing:
+            raise adapter.ServerError(f"{control.url}: {len(missing)} tensors did not arrive: {', '.join(missing[:3])}")
 
 
 def _confirm(control, version: str) -> None:

@@ -121,9 +121,10 @@ class Router:
         self._watcher = self._loop.create_task(self._watch())
 
     async def _close(self):
-        self._watcher.cancel()
-        for replica in self.replicas:
-            self._recall(replica, reissue=False)
+        tasks = [self._watcher, *(task for r in self.replicas for task in r.running.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
     def _submit(self, requests):
@@ -153,21 +154,20 @@ class Router:
         if state == "ready":
             self._dispatch()
         else:
-            self._recall(replica, reissue=True)
+            self._recall(replica)
 
-    def _recall(self, replica, reissue: bool):
+    def _recall(self, replica):
         """Takes back what a server is working on; it goes to the front of the queue, with the same seeds."""
         jobs = list(replica.running)
         for task in replica.running.values():
             task.cancel()
         replica.running.clear()
         self._homes = {g: r for g, r in self._homes.items() if r is not replica}
-        if reissue:
-            for job in reversed(jobs):
-                self._note(job, "recalled", replica)
-                self.counts["reissued"] += 1
-                self._waiting.appendleft(job)
-            self._dispatch()
+        for job in reversed(jobs):
+            self._note(job, "recalled", replica)
+            self.counts["reissued"] += 1
+            self._waiting.appendleft(job)
+        self._dispatch()
 
     def _dispatch(self):
         while self._waiting and not self._paused:
