@@ -60,6 +60,10 @@ def reward(folder, body):
             "train.steps=many: expected int, got str (line 4)",
         ),
         (
+            "import jaxrl.config as j\ndef get_config(arg):\n    c = j.default_config()\n    c.data.path = 'a.jsonl'\n",
+            "data.path=a.jsonl: expected tuple, got str; write ('a.jsonl',) (line 4)",
+        ),
+        (
             "import jaxrl.config as j\ndef get_config(arg):\n    return j.default_config().optimizer.rl\n",
             "config has no option 'rl'; did you mean optimizer.lr? (line 3)",
         ),

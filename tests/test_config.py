@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl import config_checks
 from jaxrl.config import (
+    ELSEWHERE,
     ConfigError,
     default_config,
     find_config,
@@ -18,6 +19,9 @@ from jaxrl.config import (
     put,
     redacted,
 )
+from jaxrl.main import main
+from jaxrl.sharding.mesh import mesh_shape
+from jaxrl.telemetry import METRICS
 
 
 def usable():
@@ -71,6 +75,8 @@ def test_flags_are_read_by_type():
     [
         ("--config.optimizer.rl=1", "did you mean optimizer.lr"),
         ("--config.optimiser.lr=1", "did you mean optimizer.lr"),
+        ("--config.optimizer.learning_rate=1", "did you mean optimizer.lr"),
+        ("--config.rollout.num_generations=8", "did you mean rollout.group_size"),
         ("optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
         ("--optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
         ("--config.optimizer.lr=fast", "expected float"),
@@ -82,6 +88,16 @@ def test_flags_are_read_by_type():
 def test_bad_flags_name_the_right_one(flag, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         parse_flags([flag])
+
+
+def test_hints_from_other_libraries_name_options_and_hide_none():
+    for theirs, ours in ELSEWHERE.items():
+        assert ours in options() and theirs not in {n.rsplit(".", 1)[-1] for n in options()}
+
+
+def test_a_table_given_as_text_says_how_to_write_one():
+    with pytest.raises(ConfigError, match=r"expected dict, got str; write \{'key': value\}, or --config.model.config.key="):
+        put(usable(), "model.config", "hidden_size=3")
 
 
 def test_config_files_take_an_argument_and_overrides(tmp_path):
@@ -142,7 +158,7 @@ BAD = [
     ("optimizer.lr", 0.0, "must be above 0"),
     ("data.answer_pattern", "####", "needs a group"),
     ("data.eval_fraction", 1.5, "0..1"),
-    ("eval.sets", ("test.jsonl",), "expected 'name=path'"),
+    ("eval.sets", ("test.jsonl",), "expected 'name=path', for example 'test=test.jsonl'"),
     ("eval.sets", ("a=x", "a=y"), "used twice"),
     ("eval.samples", 8, "set a temperature"),
     ("eval.accuracy_from", "speed", "not among the rewards"),
@@ -183,3 +199,25 @@ def test_secrets_are_redacted():
     c.user.wandb_api_key, c.user.nested = "canary", {"password": "canary", "name": "visible"}
     text = json.dumps(redacted(c))
     assert "canary" not in text and "visible" in text and "1e-06" in text
+
+
+def test_a_mesh_that_does_not_divide_the_devices_names_the_axis_to_lower():
+    c = default_config()
+    c.mesh.dp = 3
+    with pytest.raises(ConfigError, match=r"1 device\(s\) cannot be divided by mesh.dp = 3; lower mesh.dp"):
+        mesh_shape(c.mesh, 1)
+
+
+def test_help_says_how_lists_are_written_and_what_every_metric_means(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Lists are given as a,b" in text and all(f"    {m.name}  " in text for m in METRICS)
+
+
+def test_ctrl_c_before_the_run_leaves_without_a_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxrl.main.load_config", interrupted)
+    assert main(["--config=grpo"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The jobs as a user runs them: what a run leaves behind, how it stops, resumes, ends and is evaluated again."""
 
 import json
+import re
 import signal
 import subprocess
 
@@ -115,7 +116,10 @@ def test_the_end_token_is_part_of_what_is_trained_on(finished):
 def test_a_finished_run_says_so_and_can_be_extended(finished, capfd, tmp_path):
     folder, _ = finished
     status, text = run(folder, "log.tensorboard=false")
-    assert status == 0 and "has finished its 8 steps" in text and "train.steps=16" in text
+    assert status == 0 and "has finished its 8 steps;" in text and "train.steps=16" in text
+    assert re.search(r"done at step 8 after .*; held-out accuracy .*% before, .*% after; model in .*export; summary in", text)
+    status, text = run(folder, "log.tensorboard=false", "train.steps=3")
+    assert status == 0 and "has finished its 8 steps (3 are asked for);" in text and "train.steps=16" in text
     again = tiny_job.get_config()
     again.run.dir, again.log.console, again.optimizer.lr = str(folder), "off", 1e-3
     again.train.steps = 9
@@ -140,6 +144,16 @@ def test_evaluation_alone_reads_the_checkpoint(finished):
     assert {"accuracy", "mean@4", "pass@2", "pass@4"} <= set(out["eval"])
     assert out["eval"]["pass@4"] >= out["eval"]["pass@2"] >= out["eval"]["accuracy"]
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_evaluation_of_a_run_that_has_no_checkpoint_says_so(finished, capfd, tmp_path):
+    folder, _ = finished
+    c = tiny_job.get_config()
+    c.run.dir, c.run.mode, c.log.console = str(tmp_path / "typo"), "eval", "plain"
+    c.model.path, c.model.init, c.model.config, c.model.tokenizer = str(folder / "export"), "pretrained", {}, ""
+    jaxrl.train(c)
+    assert f"evaluation of {folder / 'export'} ({tmp_path / 'typo' / 'checkpoints'} holds no checkpoint)" in "".join(
+        capfd.readouterr())
 
 
 @pytest.mark.torch

@@ -151,6 +151,7 @@ def test_what_cannot_reach_a_worker_is_refused(function, text, tmp_path):
 @pytest.mark.parametrize("options, text", [
     ({"functions": ("mth",)}, "no reward 'mth'; did you mean 'math'"),
     ({"functions": ("./missing.py:f",)}, "missing.py does not exist"),
+    ({"functions": ("./missing.py",)}, "a file without a function; write ./missing.py:function"),
     ({"functions": ("my module:f",)}, "neither a name, nor package.module:function"),
     ({"functions": ("exact", "exact")}, "given twice"),
     ({"functions": ("exact",), "weights": (1.0, 2.0)}, r"2 entries for 1 functions \(exact\)"),

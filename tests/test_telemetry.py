@@ -390,6 +390,7 @@ def test_every_metric_has_a_meaning_and_only_known_names_do():
     for name in ("reward/mean", "reward/math", "gap/outside_clip", "time/rollout", "eval/test/pass@8", "loss"):
         assert describe(name)
     assert describe("reward/mean") != describe("reward/math")
+    assert "missing" in describe("reward/timeout_fraction") and "missing" not in describe("reward/math")
     assert describe("rewards/mean") is None and describe("nonsense") is None
 
 

@@ -218,14 +218,14 @@ HEALTHY = {"reward/mean": 0.4, "reward/std": 0.4, "rollout/zero_signal_fraction"
            "rollout/absent_fraction": 0.0, "gap/mean": 1e-6, "policy/entropy": 0.8, "policy/clip_fraction": 0.01}
 SICK = {
     "equal_rewards": ({"reward/mean": 0.0, "reward/std": 0.0, "rollout/zero_signal_fraction": 1.0},
-                      ["rollout.group_size (now 8)", "run.warm_start", "RUN/rollouts", "('math',)"]),
+                      ["rollout.group_size (now 8)", "run.warm_start", "RUN/rollouts", "reward.functions=('math',)"]),
     "truncated": ({"rollout/truncated_fraction": 0.8},
                   ["80%", "raise rollout.max_new_tokens (now 1024)", "eos_tokens"]),
     "zero_gradient": ({"optim/grad_norm": 0.0}, ["gradient is exactly zero", "model.frozen"]),
     "zero_learning_rate": ({"optim/lr": 0.0}, ["optimizer.warmup_steps (now 10)"]),
     "nonfinite": ({"optim/skipped": 1.0}, ["lower optimizer.lr (now 1e-06)"]),
     "filtered_prompts": ({"data/filtered_fraction": 0.06}, ["6%", "data.max_prompt_tokens (now 512)", "truncate_left"]),
-    "absent_rewards": ({"rollout/absent_fraction": 0.25}, ["25%", "RUN/rollouts", "reward.timeout_seconds is 10.0"]),
+    "absent_rewards": ({"rollout/absent_fraction": 0.25}, ["25%", "RUN/rollouts", "returned None", "reward.timeout_seconds is 10.0"]),
     "gap": ({"gap/mean": 0.2}, ["0.2 per token", "rollout.dtype=fp32", "token_tis"]),
     "low_entropy": ({"policy/entropy": 0.001}, ["rollout.temperature (now 1.0)"]),
     "clipped": ({"policy/clip_fraction": 0.6}, ["60%", "algorithm.ppo_epochs"]),

@@ -28,6 +28,8 @@ METRICS: tuple[Metric, ...] = (
     # what was learnt from
     Metric("reward/mean", "mean shaped reward of the answers that have one", "reward", "fixed"),
     Metric("reward/std", "standard deviation of the shaped rewards over the whole batch"),
+    Metric("reward/<why>_fraction", "share of scores that are missing because of <why>: error, timeout, none, nan; failed: any "
+           "of them but none, absent: answers without a reward"),
     Metric("reward/<name>", "mean raw score of one reward function where it gave one, or a metric it returned"),
     Metric("accuracy/train", "share of the answers whose named reward reaches reward.pass_mark", "acc", "percent"),
     Metric("loss", "RL: as policy/loss; SFT: mean negative log-likelihood per target token", "loss", "fixed"),
