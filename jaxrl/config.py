@@ -143,7 +143,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "replicas": O(1, "servers that jaxrl starts"),
             "tensor_parallel": O(1, "GPUs of one server"),
             "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
-            "memory_fraction": O(0.85, "share of a GPU's memory that a server takes"),
+            "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"
+                                      " the trainer, which then takes 0.45 too"),
             "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest answer"),
             "max_running": O(256, "sequences that a server decodes at once"),
             "max_requests": O(512, "requests that are with one server at once, the others wait here"),

@@ -132,7 +132,8 @@ def test_training_through_vllm_raises_the_reward_and_can_be_resumed(tmp_path):
     assert len(rewards) == 12 and np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
     assert max(r["gap/max"] for r in rows if "gap/max" in r) < 1e-3
     assert "mismatch correction: token_tis" in done.stdout
-    assert rows[-1]["rollout/absent_fraction"] == 0
+    assert rows[-1]["rollout/absent_fraction"] == 0 and rows[-1]["publish/probe"] < 1e-4
+    assert rows[-1]["engine/prefix_queries"] > rows[0].get("engine/prefix_queries", 0) and rows[-1]["engine/restarts"] == 0
     traced = (tmp_path / "run/requests.jsonl").read_text().splitlines()
     assert len(traced) >= 12 * 32
     more = run_tiny(tmp_path / "run", f"rollout.servers={vllm_server()},", "train.steps=13")

@@ -125,6 +125,13 @@ def test_options_reach_the_command_line():
     assert env["VLLM_BATCH_INVARIANT"] == "1" and env["VLLM_SERVER_DEV_MODE"] == "1" and "k" not in command
 
 
+def test_memory_is_shared_where_devices_are():
+    command, _ = adapter.launch(runnable(), "m", "bfloat16", 64, 1, cpu=False)
+    assert flag(command, "--gpu-memory-utilization") == "0.45"
+    command, _ = adapter.launch(runnable(rollout__vllm__devices=("1",)), "m", "bfloat16", 64, 1, cpu=False)
+    assert flag(command, "--gpu-memory-utilization") == "0.85"
+
+
 def test_a_request_becomes_vllms():
     request = requests(1, temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, stop_token_ids=(7,), min_new_tokens=2)[0]
     payload = adapter.generate_payload(request, (1, 2), seeded=True, stream=False)

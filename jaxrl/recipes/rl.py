@@ -186,6 +186,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     with r.phase("publish"):
         r.publish()
     metrics |= rollout_metrics(traj, scores, result, zero_signal, advantages, layout, asked) | r.stream_metrics()
+    metrics |= r.engine.metrics() if hasattr(r.engine, "metrics") else {}
     check_gap(c.algorithm.mismatch, r.step, metrics)
     judge = c.eval.accuracy_from or next(iter(result.parts))
     if judge in result.parts:  # it may be a reward of evaluation only

@@ -264,7 +264,7 @@ class Run:
             "data/samples": float(self.samples),
             "data/filtered_fraction": filtered / (filtered + len(data)),
             "data/bad_rows": float(data.bad.count),
-            "time/compiled_programs": float(self.engine.counters()["compiled"]) if self.engine else 0.0,
+            "time/compiled_programs": float(self.engine.health().get("compiled", 0)) if self.engine else 0.0,
         }
 
     # -- around steps ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from jaxrl import models, sharding, training
 from jaxrl.config import ConfigError
 from jaxrl.config_checks import derived, longest_sequence, origins
 from jaxrl.models import hf
+from jaxrl.rollout import chosen_engine
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -54,6 +55,8 @@ def start_jax(config) -> None:
     """Process-wide jax settings; called once before the first device use."""
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    if chosen_engine(config) == "vllm" and not config.rollout.servers and not config.rollout.vllm.devices:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # the servers take as much of the same GPUs
     cache = config.run.compile_cache
     path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
     directory = str(path) if cache else None

@@ -136,7 +136,7 @@ class EmbeddedEngine:
     def health(self) -> dict:
         return {"ok": not self._closed and self._params is not None, "closed": self._closed, "paused": self._paused,
                 "version": self._version, "waiting": len(self._waiting), "running": len(self._running),
-                "slots": self.shapes.slots}
+                "slots": self.shapes.slots, "compiled": len(self._programs.compiled)}
 
     def counters(self) -> dict:
         """Totals since the start. compiled: programs of these shapes so far. slot_steps: decode steps times slots of

