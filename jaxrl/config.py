@@ -209,8 +209,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                   " rollout: clip around the sampler's log-probs",
                           choices=("auto", "recompute", "rollout")),
         "mismatch": {
-            "correction": O("auto", "weight on the policy loss for sampler-trainer differences; auto: token_tis unless the"
-                                    " sampler decodes in fp32 without truncated support", choices=("auto", "none", "token_tis")),
+            "correction": O("auto", "weight on the policy loss for sampler-trainer differences; auto: token_tis for vLLM and"
+                                    " wherever the sampler does not decode in fp32", choices=("auto", "none", "token_tis")),
             "cap": O(2.0, "largest mismatch weight"),
             "warn": O(0.1, "mean sampler-trainer difference of log-probs, in nats, above which a step warns; 0 = never"),
             "stop": O(0.0, "the same difference that stops the run; 0 = never"),

@@ -177,7 +177,9 @@ def _regexes(name, patterns):
 
 def _data(cfg):
     out = []
-    if cfg.run.mode == "train" and not cfg.data.path:
+    if cfg.run.mode == "parity" and cfg.run.recipe != "rl":
+        out.append(f"run.mode=parity with run.recipe={cfg.run.recipe}: it compares a sampler with the trainer; set run.recipe=rl")
+    if cfg.run.mode != "eval" and not cfg.data.path:
         out.append("data.path is empty: name at least one file, folder or hub id")
     if cfg.run.mode == "eval" and not cfg.eval.sets and not cfg.data.eval_fraction:
         out.append("run.mode=eval needs eval.sets ('name=path') or data.eval_fraction")

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_tools
+import tiny_job
 from rollout_helpers import HF, random_params, requests
 from safetensors.numpy import load_file
 
+import jaxrl
 from jaxrl import models, vllm_plugin
 from jaxrl.config import ConfigError, RunStopped, default_config
 from jaxrl.config_checks import check
@@ -48,6 +51,7 @@ BAD = [
     (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network"),
      "rollout.vllm.weights_host='127.0.0.1': http://gpu7:80 cannot reach"),
     (dict(algorithm__mismatch__warn=0.5, algorithm__mismatch__stop=0.1), "warn earlier than you stop"),
+    (dict(run__mode="parity", run__recipe="sft"), "run.mode=parity with run.recipe=sft"),
     (dict(rollout__vllm__replicas=0), "rollout.vllm.replicas=0: must be above 0"),
     (dict(rollout__vllm__memory_fraction=1.5), "rollout.vllm.memory_fraction=1.5: must lie in 0..1"),
     (dict(rollout__verify_weights="sometimes"), "rollout.verify_weights='sometimes': choose one of first, always, never"),
@@ -286,3 +290,41 @@ CAUSES = [
 def test_parity_names_the_cause(means, cause):
     said = parity.verdict({str(i): {"mean": m} for i, m in enumerate(means)}, 0.05, runnable(rollout__temperature=0.7))
     assert any(line.startswith(cause) or cause in line for line in said)
+
+
+def test_parity_of_the_embedded_engine(tmp_path, capsys):
+    config = tiny_job.get_config()
+    config.run.mode, config.run.dir, config.log.console, config.run.compile_cache = "parity", str(tmp_path), "plain", ""
+    said = jaxrl.train(config)
+    assert said["engine"] == "jax" and said["gap"]["as training samples"]["mean"] < 1e-5
+    assert "agree" in said["verdict"][0] and "temperature 1, whole support" in capsys.readouterr().out
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
+
+
+# ---- an engine that is lost -------------------------------------------------------------------------------------------------
+
+LOST = '''
+from jaxrl.rollout import EngineLost
+from jaxrl.rollout.embedded import make_engine
+
+def failing(config, model, tokenizer, mesh, eos_ids, hf_config):
+    made = make_engine(config, model, tokenizer, mesh, eos_ids)
+    poll = made.poll
+
+    def lost(deadline):
+        if made.health()["version"] >= 3:
+            raise EngineLost("no server is left: http://127.0.0.1:1: ended by SIGKILL")
+        return poll(deadline)
+
+    made.poll = lost
+    return made
+'''
+
+
+def test_when_the_engine_is_lost_the_run_saves_stops_and_can_be_resumed(tmp_path):
+    (tmp_path / "engine.py").write_text(LOST)
+    common = ("checkpoint.every_steps=0", "eval.before=false", "eval.every_steps=0", "eval.after=false", "train.steps=4")
+    status, text = run_tools.run(tmp_path / "run", f"rollout.engine={tmp_path / 'engine.py'}:failing", *common)
+    assert status == 1 and "stopped: no server is left" in text and "Traceback" not in text
+    status, text = run_tools.run(tmp_path / "run", *common)
+    assert status == 0 and "resumed   step 3" in text

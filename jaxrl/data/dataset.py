@@ -270,7 +270,7 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 def check_paths(config) -> None:
     """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there."""
-    named = [(path, "data.path") for path in config.data.path if config.run.mode == "train" or config.data.eval_fraction]
+    named = [(path, "data.path") for path in config.data.path if config.run.mode != "eval" or config.data.eval_fraction]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config)]
     problems = []
     for path, field in named:

@@ -58,8 +58,8 @@ def _after_warm_start(config, rewards):
     first.checkpoint.export_at_end = True
     export = folder / "export"
     if not _finished(folder):
-        if config.run.mode == "eval":
-            raise ConfigError(f"run.mode=eval: the warm start in {folder} has not finished; train first")
+        if config.run.mode != "train":
+            raise ConfigError(f"run.mode={config.run.mode}: the warm start in {folder} has not finished; train first")
         _check_before(first, config, rewards)
         train(first)
     if not _finished(folder):

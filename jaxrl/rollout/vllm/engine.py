@@ -72,7 +72,8 @@ class VllmEngine:
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
         self._transport = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=32, thread_name_prefix="vllm-control")
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
+        self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
         self.own = not config.rollout.servers
         urls = self._start_all() if self.own else [u.rstrip("/") for u in config.rollout.servers]
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
@@ -185,6 +186,7 @@ class VllmEngine:
         self.router.close()
         for process in self._processes.values():
             self._pool.submit(process.stop)
+        self._sender.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         for control in self.controls:
             control.close()
@@ -442,7 +444,7 @@ class VllmEngine:
             report["bytes"] += sum(array.nbytes for _, array in chunk)
             if pending is not None:
                 pending.result()
-            pending = self._pool.submit(each, functools.partial(adapter.Control.update, payload=payload))
+            pending = self._sender.submit(each, functools.partial(adapter.Control.update, payload=payload))
         pending.result()
 
     def _needs_pieces(self) -> bool:

@@ -151,10 +151,9 @@ class Router:
 
     def _set_state(self, replica, state, why=""):
         replica.turn(state, why)
-        if state == "ready":
-            self._dispatch()
-        else:
-            self._recall(replica)
+        if state in ("dead", "starting"):
+            self._recall(replica)  # an unsynced one keeps its frozen requests: they go on under the new weights
+        self._dispatch()
 
     def _recall(self, replica):
         """Takes back what a server is working on; it goes to the front of the queue, with the same seeds."""
@@ -167,7 +166,6 @@ class Router:
             self._note(job, "recalled", replica)
             self.counts["reissued"] += 1
             self._waiting.appendleft(job)
-        self._dispatch()
 
     def _dispatch(self):
         while self._waiting and not self._paused:
