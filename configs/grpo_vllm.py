@@ -19,6 +19,7 @@ def get_config(arg=None):
     if arg not in (None, "tiny"):
         raise ConfigError(f"grpo_vllm has the variant 'tiny', not {arg!r}")
     c = load_config("grpo")
+    c.run.dir = ""  # runs/grpo_vllm
     c.rollout.engine = "vllm"
     if arg == "tiny":
         c.train.steps = 12

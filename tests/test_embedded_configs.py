@@ -13,7 +13,7 @@ from jaxrl import config_checks
 from jaxrl.config import ConfigError, load_config
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))
-VARIANTS = [*CONFIGS, "grpo:tiny", "grpo_sft:tiny"]
+VARIANTS = [*CONFIGS, "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -370,7 +370,7 @@ def test_engine_names(tiny):
         engine = make_engine(job.config, job.model, job.tokenizer, job.mesh, job.eos_ids)
         assert isinstance(engine, Engine)
         engine.close()
-    with pytest.raises(ConfigError, match="rollout.engine='vlm': choose one of auto, jax"):
+    with pytest.raises(ConfigError, match="rollout.engine='vlm': auto, jax, vllm, or an import path"):
         tiny("rollout.engine", "vlm")
 
 
@@ -542,7 +542,7 @@ def test_reference_path_and_dtype(tiny, tmp_path):
 
     def reference(*pairs):
         c = tiny("run.seed", 1, *pairs)
-        r = SimpleNamespace(config=c, job=setup.open_job(c), say=lambda text: None)
+        r = SimpleNamespace(config=c, job=setup.open_job(c), engine=None, say=lambda text: None)
         a = Algorithm(r)
         a.begin(r)
         return a.reference, setup.initial_params(r.job)
