@@ -248,7 +248,11 @@ class VllmEngine:
                 f"{r.url}: {why}" for r, why in zip(waiting, found, strict=True)))
         for replica, why in zip(waiting, found, strict=True):
             if not why:
-                self._examine(replica)
+                try:
+                    self._examine(replica)
+                except (adapter.ServerError, adapter.Refused) as e:
+                    raise ConfigError(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1, and rollout.vllm.sync_seconds="
+                                      f"{self.options.sync_seconds:g} long enough?") from None
                 self.router.set_state(replica, "unsynced")
         self._transport = self._choose_transport()
         log.info("vLLM: %d of %d servers, weights by %s", len(waiting) - sum(map(bool, found)), len(waiting),
