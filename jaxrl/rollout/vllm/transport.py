@@ -39,8 +39,8 @@ def fill(buffer, tensors, rows) -> None:
     """Copies the arrays to their offsets, each byte once."""
     view = np.frombuffer(buffer, np.uint8)
     for (_, array), (_, _, _, offset, size, _) in zip(tensors, rows, strict=True):
-        target = view[offset:offset + size].view(array.dtype).reshape(array.shape)
-        np.copyto(target, array)
+        unsigned = np.dtype(f"u{array.dtype.itemsize}")  # numpy copies bfloat16 one number at a time, integers at once
+        np.copyto(view[offset:offset + size].view(unsigned).reshape(array.shape), array.view(unsigned))
 
 
 class SharedMemory:
@@ -53,23 +53,29 @@ class SharedMemory:
             raise ConfigError("rollout.vllm.transport=shm: there is no /dev/shm here; choose network")
         self.folder = Path(tempfile.mkdtemp(prefix="jaxrl-", dir=SHARED))
         self.key, self._turn = "", 0
+        self._maps: dict[Path, np.memmap] = {}  # kept: mapping a file anew costs as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
         rows, size = describe(tensors, verify)
         path = self.folder / str(self._turn)
         self._turn = 1 - self._turn
-        with open(path, "a+b") as f:
-            try:
-                os.posix_fallocate(f.fileno(), 0, max(size, 1))  # a full disk is an error here and a SIGBUS later
-            except OSError as e:
-                if e.errno != errno.ENOSPC:
-                    raise
-                free = shutil.disk_usage(SHARED).free
-                raise RunStopped(f"/dev/shm is full: a chunk of weights needs {size / 1e6:.0f} MB, {free / 1e6:.0f} MB are "
-                                 "free; free some, lower rollout.vllm.chunk_mb, or set rollout.vllm.transport=network"
-                                 ) from None
-            fill(memoryview(np.memmap(f, np.uint8, "r+", shape=(max(size, 1),))), tensors, rows)
+        fill(self._mapped(path, max(size, 1)), tensors, rows)
         return {"source": f"file:{path}", "size": max(size, 1), "tensors": rows}
+
+    def _mapped(self, path: Path, size: int) -> np.memmap:
+        if path not in self._maps or len(self._maps[path]) < size:
+            with open(path, "a+b") as f:
+                try:
+                    os.posix_fallocate(f.fileno(), 0, size)  # a full disk is an error here and a SIGBUS later
+                except OSError as e:
+                    if e.errno != errno.ENOSPC:
+                        raise
+                    free = shutil.disk_usage(SHARED).free
+                    raise RunStopped(f"/dev/shm is full: a chunk of weights needs {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are "
+                                     "free; free some, lower rollout.vllm.chunk_mb, or set rollout.vllm.transport=network"
+                                     ) from None
+                self._maps[path] = np.memmap(f, np.uint8, "r+", shape=(size,))
+        return self._maps[path]
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
