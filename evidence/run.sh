@@ -15,11 +15,19 @@
 #    9  the gain is learning                                  quickstart.py
 #   10  the GSM8K config on files of its shape                pytest tests/test_embedded_configs.py
 #   11  parameters that work, each with its test              tests/coverage.csv, pytest tests/test_coverage.py
+# Of the vLLM path (they want vLLM, launch/install_vllm_cpu.sh, and are left out of "all" where there is none):
+#    weights equal, greedy tokens, gap, per architecture   vllm_weights.py
+#    seconds of a publish                                   vllm_publish.py
+#    faults                                                 vllm_faults.py
+#    two servers, one killed, one joins                     vllm_two_servers.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
-if [ ${#scripts[@]} -eq 0 ]; then scripts=(logprob_memory gradients sampler models bad_input resume quickstart); fi
+if [ ${#scripts[@]} -eq 0 ]; then
+  scripts=(logprob_memory gradients sampler models bad_input resume quickstart)
+  if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
+fi
 for name in "${scripts[@]}"; do
   printf '\n== evidence/%s.py\n' "$name"
   "$python" "evidence/$name.py"

@@ -132,23 +132,10 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     """One RL step. Returns its metrics, or None when a stop was asked for before the update began."""
     c, job = r.config, r.job
     with r.phase("rollout"):
-        batch, cursor = r.stream.take(r.cursor)
-        sampling = sampling_params(
-            c.rollout,
-            c.rollout.max_new_tokens,
-            c.rollout.stop,
-            c.rollout.stop_token_ids,
-            c.rollout.keep_stop,
-            c.rollout.min_new_tokens,
-        )
-        requests = make_requests(batch, c.rollout.group_size, sampling, c.run.seed, "train", r.step)
-        r.fault("rollout")
-        results = generate(r.engine, requests, c.rollout.timeout_seconds, r.stopping)
-        if results is None:
-            return None
-        examples = [e for _, e in batch for _ in range(c.rollout.group_size)]
-        requests, results, examples, asked = *answered(requests, results, examples), len(requests)
-        traj = collect(requests, results, longest_sequence(c))
+        sampled = sample(r)
+    if sampled is None:
+        return None
+    traj, examples, asked, cursor = sampled
     with r.phase("reward"):
         texts = answers(traj, job.tokenizer)
         earlier = recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
@@ -192,6 +179,28 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     if judge in result.parts:  # it may be a reward of evaluation only
         metrics["accuracy/train"] = float((result.parts[judge] >= c.reward.pass_mark).mean())
     return metrics
+
+
+def sample(r: Run):
+    """(trajectories, their examples, number of requests, cursor behind their prompts); None when a stop was asked for."""
+    c = r.config
+    batch, cursor = r.stream.take(r.cursor)
+    sampling = sampling_params(
+        c.rollout,
+        c.rollout.max_new_tokens,
+        c.rollout.stop,
+        c.rollout.stop_token_ids,
+        c.rollout.keep_stop,
+        c.rollout.min_new_tokens,
+    )
+    requests = make_requests(batch, c.rollout.group_size, sampling, c.run.seed, "train", r.step)
+    r.fault("rollout")
+    results = generate(r.engine, requests, c.rollout.timeout_seconds, r.stopping)
+    if results is None:
+        return None
+    examples = [e for _, e in batch for _ in range(c.rollout.group_size)]
+    kept, results, examples = answered(requests, results, examples)
+    return collect(kept, results, longest_sequence(c)), examples, len(requests), cursor
 
 
 def update_all(r: Run, algorithm: Algorithm, traj, layout, columns) -> dict[str, float]:
