@@ -82,6 +82,7 @@ class VllmEngine:
         self.router = Router(urls, self.key, self.options, seeded, eos_ids, decode, self._parse_version)
         self.router.current_version = -1
         if config.log.trace_requests:
+            Path(config.run.dir).mkdir(parents=True, exist_ok=True)
             self._trace_file = (Path(config.run.dir) / "requests.jsonl").open("a")
             self.router.trace = lambda row: print(json.dumps(row), file=self._trace_file, flush=True)
         self.kind = "vllm"
