@@ -23,13 +23,14 @@ from jaxrl.rollout.stops import find_stop
 from jaxrl.rollout.vllm import adapter
 
 log = logging.getLogger("jaxrl")
+PATIENCE = 20  # lost connections that count as one failed try
 SLACK = 4  # requests by which a group's own server may be busier than another before the group is split
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
     request: Request
-    attempts: int = 0
+    attempts: float = 0
     done: bool = False
     times: list = dataclasses.field(default_factory=list)  # (seconds, event, server) for the trace
 
@@ -208,21 +209,26 @@ class Router:
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, TimeoutError):
             why = f"no answer within rollout.vllm.request_seconds={self.options.request_seconds:g}"
-        job.attempts += 1
         self.counts["request_failures"] += 1
         self._note(job, "failed", replica)
-        if isinstance(error, httpx.TransportError):
-            replica.misses += 1  # the watcher decides whether the server is gone
+        if isinstance(error, httpx.TransportError):  # the server's fault: the watcher soon says whether it is gone
+            job.attempts += 1 / PATIENCE
+        else:
+            job.attempts += 1
         if job.attempts > self.options.retries:
             self.counts["given_up"] += 1
-            log.warning("request %s was given up after %d tries, its answer is absent: %s: %s", job.request.id, job.attempts,
+            log.warning("request %s was given up after %d tries, its answer is absent: %s: %s", job.request.id, round(job.attempts),
                         replica.url, why)
             self._finish(job, empty(job.request))
         else:
             log.info("request %s is tried again: %s: %s", job.request.id, replica.url, why)
             self._homes.pop(job.request.group, None)
+            self._loop.call_later(0.2 + 0.2 * job.attempts, self._again, job)
+
+    def _again(self, job):
+        if not job.done:
             self._waiting.append(job)
-            self._loop.call_later(0.2 * job.attempts, self._dispatch)
+            self._dispatch()
 
     def _finish(self, job, result):
         if job.done:
