@@ -63,7 +63,7 @@ def execute(case, base: Path, good: Path) -> dict:
             "cpu_seconds": round(done["cpu"], 1),
             "wall_seconds": round(done["wall"], 1),
             "device": device,
-            "message": message(text).replace(str(place.root), "..."),
+            "message": message(text).replace(str(place.root), "...").replace(str(ROOT), "..."),
             "left_in_run_dir": sorted(p.name for p in place.run_dir.iterdir()) if place.run_dir.is_dir() else [],
             "problems": complaints(case, done, text, device) + leftovers(place, before, case) + survivors(place),
             "text": text,
