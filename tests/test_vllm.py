@@ -74,7 +74,7 @@ def test_fixed_ports_and_devices():
 
 def test_groups_stay_together_and_load_is_spread():
     with on_url(max_requests=16) as engine:
-        engine.router.trace = rows = []
+        rows = []
         engine.router.trace = rows.append
         asked = many(64)
         results = generate(engine, asked, TIMEOUT)

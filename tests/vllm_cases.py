@@ -189,29 +189,21 @@ def spoil(tensors):
     return [(n, a + np.float32(0.01) if n.endswith("layers.1.mlp.up_proj.weight") else a) for n, a in tensors]
 
 
-def other_weights():
-    """What the servers hold is not what was meant: the checksums name the tensor."""
-    with on_url(rollout_verify_weights="always") as engine:
+def other_weights(verify="always", named="layers.1.mlp.up_proj"):
+    """What the server holds is not what was meant: the checksums name the tensor."""
+    with on_url(rollout_verify_weights=verify) as engine:
         real = engine._transport.payload
         with mock.patch.object(engine._transport, "payload", lambda tensors, verify: real(spoil(tensors), verify)):
             try:
                 engine.publish(params(), 1)
             except WeightMismatch as e:
-                assert "layers.1.mlp.up_proj" in str(e)
+                assert named in str(e)
                 return str(e), "the run stops"
     raise AssertionError("nothing was raised")
 
 
 def other_weights_without_checksums():
-    with on_url(rollout_verify_weights="never") as engine:
-        real = engine._transport.payload
-        with mock.patch.object(engine._transport, "payload", lambda tensors, verify: real(spoil(tensors), verify)):
-            try:
-                engine.publish(params(), 1)
-            except WeightMismatch as e:
-                assert "probe" in str(e)
-                return str(e), "the run stops"
-    raise AssertionError("nothing was raised")
+    return other_weights("never", "probe")
 
 
 def dropped_tensor(times=1):

@@ -28,25 +28,23 @@ def report(r) -> dict:
     examples = [(i, r.stream.dataset[i]) for i in range(min(PROMPTS, len(r.stream.dataset)))]
     sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, (), c.rollout.stop_token_ids)
     plain = dataclasses.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0)
-    ask = lambda name, how: generate(  # noqa: E731
-        r.engine, requests(name, how), c.rollout.timeout_seconds)
-    requests = lambda name, how: make_requests(  # noqa: E731
-        examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
 
-    def gap(name, how, temperature, model=job.model):
-        asked = requests(name, how)
-        traj = collect(asked, ask(name, how))
+    def ask(name, how):
+        asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
+        return collect(asked, generate(r.engine, asked, c.rollout.timeout_seconds))
+
+    def gap(traj, temperature, model=job.model):
         layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes)
         score = make_score(model, temperature=temperature, chunk=c.train.logprob_chunk, put=job.put)
         return difference(score(params, traj, layout), traj)
 
-    exact = setup.build_model(c, job.hf_config, jnp.float32)
+    now, one = ask("now", sampling), dataclasses.replace(plain, temperature=1.0)
     rows = {
-        "as training samples": gap("now", sampling, c.rollout.temperature),
-        "trainer in fp32": gap("now", sampling, c.rollout.temperature, exact),
-        "whole support, no penalties": gap("plain", plain, c.rollout.temperature),
-        "temperature 1, whole support": gap("one", dataclasses.replace(plain, temperature=1.0), 1.0),
-        "the same again, prefixes cached": gap("one", dataclasses.replace(plain, temperature=1.0), 1.0),
+        "as training samples": gap(now, c.rollout.temperature),
+        "trainer in fp32": gap(now, c.rollout.temperature, setup.build_model(c, job.hf_config, jnp.float32)),
+        "whole support, no penalties": gap(ask("plain", plain), c.rollout.temperature),
+        "temperature 1, whole support": gap(ask("one", one), 1.0),
+        "the same again, prefixes cached": gap(ask("one", one), 1.0),
     }
     bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype in ("auto", "fp32") else 0.05
     out = {"engine": chosen_engine(c), "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}

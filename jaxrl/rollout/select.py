@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import glob
-import importlib
-import importlib.metadata
 import importlib.util
 import logging
-from pathlib import Path
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, imported
 
 log = logging.getLogger("jaxrl")
 OWN = ("auto", "jax", "vllm")
@@ -27,7 +24,7 @@ def chosen_engine(config) -> str:
 
 
 def _has_vllm() -> bool:
-    return any(importlib.util.find_spec(name) for name in ("vllm",))
+    return importlib.util.find_spec("vllm") is not None
 
 
 def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
@@ -60,15 +57,8 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
 
 def find_factory(path: str):
     """The function of an import path, package.module:function or ./file.py:function. Raises ConfigError."""
-    where, _, name = path.rpartition(":")
     try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"jaxrl_user_{Path(where).stem}", where)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-        return getattr(module, name)
+        return imported(path)
     except (ImportError, AttributeError, OSError, ValueError) as e:
         raise ConfigError(f"rollout.engine={path!r}: neither {', '.join(OWN)} nor an import path that works: "
                           f"{type(e).__name__}: {e}") from None

@@ -7,8 +7,6 @@ floats by metric name (see names.py). All but metrics.jsonl run in the writer th
 from __future__ import annotations
 
 import errno
-import importlib
-import importlib.util
 import json
 import os
 import time
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, imported
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 
 
@@ -155,18 +153,10 @@ def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
 
 def find_sink(spec: str) -> Callable:
     """The class that a spec names. Raises ConfigError naming what is missing."""
-    where, colon, name = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         raise ConfigError(f"log.sinks: {spec!r} is not 'package.module:Class' or './file.py:Class'")
     try:
-        if where.endswith(".py"):
-            file = Path(where).absolute()
-            module_spec = importlib.util.spec_from_file_location(f"jaxrl_sink_{file.stem}", file)
-            module = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-        return getattr(module, name)
+        return imported(spec)
     except Exception as e:  # it is the user's code
         raise ConfigError(f"log.sinks: {spec!r} cannot be imported: {type(e).__name__}: {e}; give package.module:Class or"
                           " ./file.py:Class") from None

@@ -68,6 +68,7 @@ class VllmEngine:
         self._processes: dict[int, ServerProcess] = {}
         self._restarts: dict[int, int] = {}
         self._infos: dict[int, list[dict]] = {}
+        self._met: set[int] = set()  # servers whose weights were verified since they were started
         self._probe_bound: float | None = None
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
@@ -80,12 +81,10 @@ class VllmEngine:
         decode = text_decoder(tokenizer) if tokenizer is not None else None
         self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
         self.router = Router(urls, self.key, self.options, seeded, eos_ids, decode, self._parse_version)
-        self.router.current_version = -1
         if config.log.trace_requests:
             Path(config.run.dir).mkdir(parents=True, exist_ok=True)
             self._trace_file = (Path(config.run.dir) / "requests.jsonl").open("a")
             self.router.trace = lambda row: print(json.dumps(row), file=self._trace_file, flush=True)
-        self.kind = "vllm"
 
     # ---- the protocol -------------------------------------------------------------------------------------------------
 
@@ -364,11 +363,14 @@ class VllmEngine:
                 pass
 
     def _join(self, replica) -> None:
+        """A server that came, or came back: it is examined and verified anew. One that does not fit is left out."""
+        self._met.discard(replica.index)
         try:
             self._examine(replica)
             self._sync([replica])
             log.info("vLLM server %s takes part from version %d on", replica.url, self._version)
-        except (adapter.ServerError, adapter.Refused) as e:
+        except (adapter.ServerError, adapter.Refused, ConfigError) as e:
+            log.warning("vLLM server %s cannot take part: %s", replica.url, e)
             self.router.set_state(replica, "dead", str(e))
 
     # ---- weights ------------------------------------------------------------------------------------------------------
@@ -403,7 +405,7 @@ class VllmEngine:
         """One full update of several servers; returns the error of each that failed."""
         self.router.current_version = self._version
         errors: dict[int, Exception] = {}
-        first = not self._synced or any(r.index not in self._met for r in replicas)
+        first = any(r.index not in self._met for r in replicas)
         verify = self.config.rollout.verify_weights == "always" or (
             self.config.rollout.verify_weights == "first" and first)
         self._digests = {} if verify else None
@@ -435,8 +437,6 @@ class VllmEngine:
             each(lambda c: c.resume())
         self._met |= {r.index for r in replicas if r.index not in errors}
         return errors
-
-    _met: frozenset | set = frozenset()
 
     def _stream(self, each, report, verify: bool) -> None:
         """Every chunk is converted and written while the servers read the one before."""
