@@ -73,16 +73,16 @@ def main() -> int:
         engine.publish(params, 0)
         for make in (transport.SharedMemory, lambda: transport.Network("127.0.0.1"),
                      lambda: transport.Checkpoint(Path(config.run.dir))):
-            engine._transport.close()
-            engine._transport = make()
+            engine.publisher.transport.close()
+            engine.publisher.transport = make()
             seconds, extra = [], []
             for version in range(3):
                 held = reset_peak()
                 engine.publish(params, version + 1)
-                seconds.append(engine.last_publish["seconds"])
+                seconds.append(engine.publisher.last_publish["seconds"])
                 extra.append(memory("VmHWM") - held)
-            size = engine.last_publish["bytes"]
-            rows.append({"transport": engine._transport.name, "seconds": float(np.median(seconds)), "gb": size / 1e9,
+            size = engine.publisher.last_publish["bytes"]
+            rows.append({"transport": engine.publisher.transport.name, "seconds": float(np.median(seconds)), "gb": size / 1e9,
                          "gb_per_s": size / 1e9 / float(np.median(seconds)), "extra_mb": float(max(extra))})
             print(rows[-1], flush=True)
     finally:

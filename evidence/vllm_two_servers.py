@@ -33,11 +33,13 @@ from jaxrl.rollout.vllm.process import ServerProcess, free_port  # noqa: E402
 MODEL = {**tiny_job.MODEL, "num_attention_heads": 1, "num_key_value_heads": 1}
 STEPS = 2000  # never reached: the run is asked to stop once the third server has answered ENOUGH requests
 ENOUGH = 200
+NICE = ["nice", "-n", "19"]
 
 
-def server(folder: Path, port: int) -> ServerProcess:
+def server(folder: Path, port: int, patient: bool = True) -> ServerProcess:
+    """On two cores a server that starts gets no turn beside a busy trainer and a busy server: those are `patient`."""
     command, env = adapter.launch(tiny_job.get_config(), str(folder / "model"), "float32", 128, port, cpu=True)
-    return ServerProcess(command, env, folder / f"server_{port}.log")
+    return ServerProcess([*NICE * patient, *command], env, folder / f"server_{port}.log")
 
 
 def steps_done(run: Path) -> int:
@@ -73,7 +75,7 @@ def main() -> int:
     run = folder / "run"
     urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     job = subprocess.Popen(
-        [sys.executable, "-m", "jaxrl.main", f"--config={HERE.parent}/tests/tiny_job.py", f"--config.run.dir={run}",
+        [*NICE, sys.executable, "-m", "jaxrl.main", f"--config={HERE.parent}/tests/tiny_job.py", f"--config.run.dir={run}",
          "--config.log.console=plain", "--config.model.config.num_attention_heads=1",
          "--config.model.config.num_key_value_heads=1", f"--config.rollout.servers={urls}",
          "--config.rollout.vllm.transport=network", "--config.log.trace_requests=true", f"--config.train.steps={STEPS}",
@@ -83,7 +85,7 @@ def main() -> int:
         wait_for(run, 5, job)
         servers[0].kill()
         killed = steps_done(run)
-        servers.append(server(folder, ports[2]))
+        servers.append(server(folder, ports[2], patient=False))
         joined = wait_for_answers(run, ports[2], job)
         job.terminate()
         text, _ = job.communicate(timeout=60)

@@ -26,7 +26,7 @@ from rollout_helpers import random_params  # noqa: E402
 from jaxrl import models  # noqa: E402
 from jaxrl.config import default_config  # noqa: E402
 from jaxrl.rollout import Request, SamplingParams, generate, make_engine  # noqa: E402
-from jaxrl.rollout.vllm.engine import _next_token_logits, sequence_logprobs  # noqa: E402
+from jaxrl.rollout.vllm.publish import _next_token_logits, sequence_logprobs  # noqa: E402
 
 BASE = dict(vocab_size=320, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=10000.0,
@@ -93,7 +93,7 @@ def compare(name: str, changes: dict) -> dict:
     margin = max(margins, default=0.0)
     good = bf16 or (gap < 1e-4 and margin < 1e-4)
     return {"architecture": name, "tensors_equal": checked, "greedy_equal": f"{agreed} of {PROMPTS}",
-            "margin_where_they_part": margin, "probe": served.last_probe, "gap_max": gap, "good": good}
+            "margin_where_they_part": margin, "probe": served.publisher.last_probe, "gap_max": gap, "good": good}
 
 
 def main() -> int:

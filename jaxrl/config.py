@@ -168,9 +168,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs an api_key"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones"),
             "api_key": O("", "key that servers ask for"),
-            "transport": O("auto", "how weights travel: shm (one machine), network, checkpoint (a folder that servers without"
-                                   " jaxrl's plugin reload); auto: shm where it can be, else network, else checkpoint",
-                           choices=("auto", "shm", "network", "checkpoint")),
+            "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
+                                   " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
+                                   " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
             "weights_host": O("127.0.0.1", "address of this host as the servers see it, for transport=network"),
             "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)"),
             "setup_seconds": O(600.0, "longest start of a server"),

@@ -3,7 +3,7 @@
 It imports the standard library, and torch and vllm inside functions, nothing else: `pip install --no-deps jaxrl` into an
 engine's own environment is enough. It
 
-- registers the weight transfer backend `jaxrl`, which takes tensors from a file in shared memory or over HTTP,
+- registers the weight transfer backend `jaxrl`, which takes tensors from a file in shared memory, over HTTP or by NCCL,
 - adds worker methods that tell what is loaded (`jaxrl_info`) and its checksums per HF tensor (`jaxrl_digests`),
 - keeps vLLM from packing linear weights on the CPU, after which no reload would reach them,
 - ends the process when the trainer that started it is gone.
@@ -11,9 +11,11 @@ engine's own environment is enough. It
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import http.client
+import importlib.util
 import json
 import mmap
 import os
@@ -23,7 +25,7 @@ import time
 from collections.abc import Iterator
 
 BACKEND = "jaxrl"
-PROTOCOL = 1  # of the payloads below; the trainer refuses another one
+PROTOCOL = 2  # of the payloads below; the trainer refuses another one
 OWNER = "JAXRL_OWNER"  # environment: "pid:start time" of the trainer that started this server
 
 
@@ -94,16 +96,18 @@ def _add_worker_methods() -> None:
 
 @dataclasses.dataclass
 class InitInfo:
-    """`names`: every tensor a publish must bring. `key` opens the trainer's HTTP server."""
+    """`names`: every tensor a publish must bring. `key` opens the trainer's HTTP server. `nccl`: id, size and rank of this
+    server's first worker in a new communicator, where there is one to join."""
 
     protocol: int
     names: list[str]
     key: str = ""
+    nccl: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class UpdateInfo:
-    """One chunk. `source`: "file:/dev/shm/..." or "http://host:port/path". `tensors`: [name, dtype, shape, offset, bytes,
+    """One chunk. `source`: "file:/dev/shm/...", "http://host:port/path" or "nccl:". `tensors`: [name, dtype, shape, offset, bytes,
     SHA-256 or empty] each."""
 
     source: str
@@ -128,6 +132,7 @@ def _transfer_engine():
         update_info_cls = UpdateInfo
 
         names = received = frozenset()
+        nccl = None
 
         def init_transfer_engine(self, init_info):
             if init_info.protocol != PROTOCOL:
@@ -135,33 +140,109 @@ def _transfer_engine():
                                  "install the same jaxrl on both sides")
             self.names, self.reader = set(init_info.names), Reader(init_info.key)
             self.received = set()
+            if init_info.nccl:
+                here = self.parallel_config
+                rank = here.data_parallel_index * here.world_size + here.rank
+                self.nccl = self.nccl or Nccl()
+                self.nccl.abort()
+                self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), init_info.nccl["rank"] + rank)
 
         def start_weight_update(self):
             self.received = set()
             initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info):
+            if update_info.source == "nccl:":
+                return self.receive_broadcast(update_info)
             with self.reader.open(update_info.source, update_info.size) as buffer:
-                for name, dtype, shape, offset, size, digest in update_info.tensors:
-                    if name not in self.names:
-                        raise ValueError(f"jaxrl: tensor {name} was not announced")
-                    part = buffer[offset:offset + size]
-                    if digest and hashlib.sha256(part).hexdigest() != digest:
-                        raise ValueError(f"jaxrl: tensor {name} arrived damaged")
+                for name, dtype, shape, offset, size, expected in update_info.tensors:
                     # a copy: vLLM may keep the tensor until its layer is complete, the buffer is used again before
-                    tensor = torch.frombuffer(bytearray(part), dtype=getattr(torch, dtype)).reshape(shape)
-                    part.release()
-                    self.model.load_weights([(name, tensor.to(self.device))])
-                    self.received.add(name)
+                    part = bytearray(buffer[offset:offset + size])
+                    self.load(name, torch.frombuffer(part, dtype=getattr(torch, dtype)).reshape(shape), expected)
+
+        def receive_broadcast(self, update_info):
+            if self.nccl is None:
+                raise RuntimeError("jaxrl: a broadcast was announced before its communicator")
+            buffer = torch.empty(update_info.size, dtype=torch.uint8, device=self.device)
+            if buffer.is_cuda:  # NCCL works on the default stream; nothing before it may still use the memory
+                torch.cuda.synchronize(self.device)
+            self.nccl.broadcast(buffer.data_ptr(), update_info.size)
+            if buffer.is_cuda:
+                torch.cuda.synchronize(self.device)
+            for name, dtype, shape, offset, size, expected in update_info.tensors:
+                self.load(name, buffer[offset:offset + size].view(getattr(torch, dtype)).reshape(shape), expected)
+
+        def load(self, name, tensor, expected):
+            if name not in self.names:
+                raise ValueError(f"jaxrl: tensor {name} was not announced")
+            if expected and digest(tensor) != expected:
+                raise ValueError(f"jaxrl: tensor {name} arrived damaged")
+            self.model.load_weights([(name, tensor.to(self.device))])
+            self.received.add(name)
 
         def finish_weight_update(self):
             # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
             finalize_layerwise_reload(self.model, self.model_config)
 
         def shutdown(self):
-            pass
+            if self.nccl is not None:
+                self.nccl.abort()
 
     return TransferEngine
+
+
+class Nccl:
+    """What a broadcast needs of NCCL, through ctypes: the same few calls for the trainer and for vLLM's workers.
+
+    One communicator at a time, on the device and the default stream of the calling thread. The library is that of the
+    environment variable JAXRL_NCCL, of the package nvidia-nccl, or whatever the loader finds. Raises OSError without one,
+    RuntimeError with NCCL's own words where a call fails.
+    """
+
+    BYTES = 1  # ncclUint8
+
+    class Id(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_byte * 128)]
+
+    def __init__(self):
+        self._library = ctypes.CDLL(self.find())
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+        self._library.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, self.Id, ctypes.c_int]
+        self._communicator = ctypes.c_void_p()
+
+    @staticmethod
+    def find() -> str:
+        try:
+            package = importlib.util.find_spec("nvidia.nccl")
+        except ModuleNotFoundError:
+            package = None
+        folders = list(package.submodule_search_locations or ()) if package else []
+        packaged = [path for f in folders if os.path.exists(path := os.path.join(f, "lib", "libnccl.so.2"))]
+        return os.environ.get("JAXRL_NCCL") or (packaged or ["libnccl.so.2"])[0]
+
+    def _call(self, name, *args):
+        status = getattr(self._library, name)(*args)
+        if status:
+            raise RuntimeError(f"{name}: {self._library.ncclGetErrorString(status).decode()}")
+
+    def unique_id(self) -> bytes:
+        out = self.Id()
+        self._call("ncclGetUniqueId", ctypes.byref(out))
+        return bytes(out)
+
+    def join(self, size: int, unique_id: bytes, rank: int) -> None:
+        """Returns when all `size` members have called it. NCCL knows no deadline."""
+        self._call("ncclCommInitRank", ctypes.byref(self._communicator), size, self.Id.from_buffer_copy(unique_id), rank)
+
+    def broadcast(self, pointer: int, count: int) -> None:
+        """`count` bytes at `pointer` of rank 0 to `pointer` of the others; queued, not awaited."""
+        pointer, stream = ctypes.c_void_p(pointer), ctypes.c_void_p()
+        self._call("ncclBroadcast", pointer, pointer, ctypes.c_size_t(count), self.BYTES, 0, self._communicator, stream)
+
+    def abort(self) -> None:
+        if self._communicator:
+            self._call("ncclCommAbort", self._communicator)
+            self._communicator = ctypes.c_void_p()
 
 
 class Reader:

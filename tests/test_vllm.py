@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,55 @@ def test_every_transport_brings_the_weights(options):
         answers_are_of(engine, 0, 0)
         engine.publish(params(1), 5)
         answers_are_of(engine, 1, 5)
-        assert engine.last_publish["bytes"] > 500_000 and engine.last_probe < 1e-4
+        assert engine.publisher.last_publish["bytes"] > 500_000 and engine.publisher.last_probe < 1e-4
+
+
+@pytest.fixture
+def nccl(tmp_path, monkeypatch):
+    """A library with NCCL's calls that works between processes of one machine, in host memory: there is no GPU here."""
+    library = tmp_path / "libnccl.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).parent / "nccl_stand_in.c"], check=True)
+    monkeypatch.setenv("JAXRL_NCCL", str(library))
+
+
+def test_weights_by_broadcast_up_to_nccl_itself(nccl):
+    """Two servers, several chunks, one communicator for two publishes; a new one when a server has been started again."""
+    with own_servers(replicas=2, transport="nccl", rollout_verify_weights="always", chunk_mb=1) as engine:
+        joins, real = [], engine.publisher.transport._nccl.join
+        engine.publisher.transport._nccl.join = lambda *a: (joins.append(a[0]), real(*a))
+        answers_are_of(engine, 0, 0)
+        engine.publish(params(1), 5)
+        answers_are_of(engine, 1, 5)
+        assert engine.publisher.last_publish["bytes"] > 500_000 and engine.publisher.last_probe < 1e-4 and not joins
+        engine._processes[0].kill()
+        engine.poll(0.0)
+        while engine.health()["servers"][engine.router.replicas[0].url] != "ready":
+            engine.poll(0.5)
+            time.sleep(0.2)
+        assert joins == [2] and engine.counters()["restarts"] == 1
+        engine.publish(params(0), 6)
+        answers_are_of(engine, 0, 6)
+        assert joins == [2, 3]
+
+
+def test_nccl_that_cannot_be_loaded_is_said(monkeypatch):
+    monkeypatch.setenv("JAXRL_NCCL", "/nowhere/libnccl.so")
+    with pytest.raises(ConfigError, match="rollout.vllm.transport=nccl: NCCL cannot be loaded .*/nowhere/libnccl.so"):
+        with on_url(transport="nccl"):
+            pass
+
+
+def test_tensor_parallel_workers_hold_their_slices():
+    """Checksums of each worker's slice of every tensor."""
+    with own_servers(tensor_parallel=2, rollout_verify_weights="always", env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as engine:
+        assert [len(infos) for infos in engine.publisher.infos.values()] == [2]
+        engine.publish(params(1), 5)
+        answers_are_of(engine, 1, 5)
+
+
+def test_a_quantised_cache_gets_a_measured_bound():
+    with own_servers(engine_kwargs={"kv_cache_dtype": "fp8"}) as engine:
+        assert engine.quantized and engine.publisher._bound >= 3 * engine.publisher.last_probe > 0
 
 
 def test_a_servers_own_options_are_checked_by_vllm():
@@ -100,17 +149,18 @@ def test_pause_holds_and_abort_ends():
     with on_url(max_requests=2) as engine:
         engine.submit(many(64))
         engine.pause()
-        while engine.poll(0.5):
-            pass
+        done = []
+        while new := engine.poll(0.5):
+            done += new
         assert engine.health()["paused"] and engine.health()["waiting"] > 0
         engine.publish(params(1), 3)
         engine.resume()
-        some = []
-        while not some:
-            some = engine.poll(5.0)
+        while not (new := engine.poll(5.0)):
+            pass
         engine.abort()
-        rest = engine.poll(1.0)
-        assert {r.finish for r in rest} == {"abort"} and engine.health()["waiting"] == engine.health()["running"] == 0
+        rest = engine.poll(1.0)  # some may have ended between the two polls
+        assert sum(r.finish == "abort" for r in rest) > 32 and {r.id for r in [*done, *new, *rest]} == {r.id for r in many(64)}
+        assert engine.health()["waiting"] == engine.health()["running"] == 0
         answers_are_of(engine, 1, 3)
 
 

@@ -41,7 +41,8 @@ from jaxrl.config import ConfigError, RunStopped
 from jaxrl.models import hf
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport
-from jaxrl.rollout.vllm.engine import VllmEngine, WeightMismatch
+from jaxrl.rollout.vllm.engine import VllmEngine
+from jaxrl.rollout.vllm.publish import WeightMismatch
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.vllm_plugin import start_time
 
@@ -142,7 +143,7 @@ def killed():
         count = hit_while_generating(engine, lambda: os.killpg(engine._processes[0].pid, signal.SIGKILL))
         text = said.about("go elsewhere")
         wait_until_ready(engine, 2)
-        assert engine.last_probe < 1e-4
+        assert engine.publisher.last_probe < 1e-4
         return text, f"{count} of {count} answered; started again with the current weights"
 
 
@@ -192,8 +193,8 @@ def spoil(tensors):
 def other_weights(verify="always", named="layers.1.mlp.up_proj"):
     """What the server holds is not what was meant: the checksums name the tensor."""
     with on_url(rollout_verify_weights=verify) as engine:
-        real = engine._transport.payload
-        with mock.patch.object(engine._transport, "payload", lambda tensors, verify: real(spoil(tensors), verify)):
+        real = engine.publisher.transport.payload
+        with mock.patch.object(engine.publisher.transport, "payload", lambda tensors, verify: real(spoil(tensors), verify)):
             try:
                 engine.publish(params(), 1)
             except WeightMismatch as e:
@@ -209,13 +210,13 @@ def other_weights_without_checksums():
 def dropped_tensor(times=1):
     """A publish that loses a tensor is noticed by the server and done again in full."""
     with Said() as said, on_url() as engine:
-        real, left = engine._transport.payload, [times]
+        real, left = engine.publisher.transport.payload, [times]
 
         def lossy(tensors, verify):
             left[0] -= 1
             return real(tensors[:-1] if left[0] >= 0 else tensors, verify)
 
-        with mock.patch.object(engine._transport, "payload", lossy):
+        with mock.patch.object(engine.publisher.transport, "payload", lossy):
             engine.publish(params(1), 1)
         asked = requests(8, seed=12)
         for a, r in zip(asked, generate(engine, asked, TIMEOUT), strict=True):

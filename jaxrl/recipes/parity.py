@@ -48,8 +48,8 @@ def report(r) -> dict:
     }
     bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype in ("auto", "fp32") else 0.05
     out = {"engine": chosen_engine(c), "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}
-    if hasattr(r.engine, "last_probe"):
-        out["probe"] = r.engine.last_probe
+    if hasattr(r.engine, "metrics"):
+        out["probe"] = r.engine.metrics()["publish/probe"]
     lines = [f"  {name:34s} mean {g['mean']:.2e}  max {g['max']:.2e}  k3 {g['k3']:.2e}  outside clip {g['outside']:.2%}"
              for name, g in rows.items()]
     r.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over {rows['as training samples']['tokens']} tokens",

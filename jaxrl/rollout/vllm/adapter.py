@@ -181,8 +181,10 @@ class Control:
         """What the plugin tells of every worker; empty where it is not installed."""
         try:
             return self.rpc("jaxrl_info")
-        except (ServerError, Refused) as e:
-            if "jaxrl_info" in str(e) or "500" in str(e) or "404" in str(e):
+        except Refused:
+            return []
+        except ServerError as e:
+            if ": 500: " in str(e):  # workers lack the method; vLLM says no more than that the call failed
                 return []
             raise
 
@@ -192,8 +194,9 @@ class Control:
     def rpc(self, method: str, **kwargs) -> list:
         return self._call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}).get("results") or []
 
-    def init_transfer(self, names: list[str], key: str) -> None:
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": {"protocol": PROTOCOL, "names": names, "key": key}})
+    def init_transfer(self, names: list[str], key: str, nccl: dict) -> None:
+        info = {"protocol": PROTOCOL, "names": names, "key": key, "nccl": nccl}
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:
         """Opens an update; one that an earlier trainer left open is closed first, its missing tensors are no news."""

@@ -1,14 +1,9 @@
-"""Rollouts through vLLM servers: protocol.Engine on top of the router, the weight transports and the server processes.
-
-A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the first
-publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server takes no request.
-"""
+"""Rollouts through vLLM servers: protocol.Engine on top of the router, the publisher and the server processes."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import json
 import logging
 import queue
@@ -17,28 +12,21 @@ import shutil
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
-from jaxrl.rollout.protocol import EngineLost, Request, Result, SamplingParams, check_ids, check_request
+from jaxrl.rollout.protocol import EngineLost, Request, Result, check_ids, check_request
 from jaxrl.rollout.stops import text_decoder
-from jaxrl.rollout.vllm import adapter, transport, weights
+from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
+from jaxrl.rollout.vllm.publish import PROBE_PROMPT, Publisher
 from jaxrl.rollout.vllm.router import Router
-from jaxrl.vllm_plugin import BACKEND, PROTOCOL, machine
+from jaxrl.vllm_plugin import PROTOCOL
 
 log = logging.getLogger("jaxrl")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PROBE_PROMPT, PROBE_TOKENS = 8, 16
-PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
 LATECOMERS = 30.0  # seconds
 ROUTER_COUNTS = ("reissued", "request_failures", "given_up", "servers_lost")
-
-
-class WeightMismatch(RunStopped):
-    """An engine that does not hold the weights it was given."""
 
 
 def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
@@ -67,20 +55,15 @@ class VllmEngine:
         self._counts = dict.fromkeys(("requests", "finished", "aborted", "absent", "tokens", "restarts", "publishes"), 0)
         self._processes: dict[int, ServerProcess] = {}
         self._restarts: dict[int, int] = {}
-        self._infos: dict[int, list[dict]] = {}
-        self._met: set[int] = set()  # servers whose weights were verified since they were started
-        self._probe_bound: float | None = None
-        self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
-        self.last_probe = float("nan")
-        self._transport = None
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
-        self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
         self.own = not config.rollout.servers
         urls = self._start_all() if self.own else [u.rstrip("/") for u in config.rollout.servers]
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
         decode = text_decoder(tokenizer) if tokenizer is not None else None
         self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
         self.router = Router(urls, self.key, self.options, seeded, eos_ids, decode, self._parse_version)
+        self.publisher = Publisher(config, model, hf_config, dtype, self.folder, self.length, self.controls, self.router,
+                                   self.run_id)
         if config.log.trace_requests:
             Path(config.run.dir).mkdir(parents=True, exist_ok=True)
             self._trace_file = (Path(config.run.dir) / "requests.jsonl").open("a")
@@ -148,7 +131,7 @@ class VllmEngine:
             self._meet_servers()
         self._counts["publishes"] += 1
         targets = [r for r in self.router.replicas if r.state in ("ready", "unsynced")]
-        self._sync(targets)
+        self.publisher.give(targets, params, self._version, self._paused)
         self._synced = True
         self._maintain()
 
@@ -157,8 +140,14 @@ class VllmEngine:
         shown = ("restarts", "reissued", "servers_lost", "given_up")
         out = {f"engine/{name.removeprefix('engine_')}": float(value) for name, value in self.counters().items()
                if name.startswith("engine_") or name in shown}
-        seconds, size = self.last_publish["seconds"], self.last_publish["bytes"]
-        return out | {"publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds, "publish/probe": self.last_probe}
+        seconds, size = self.publisher.last_publish["seconds"], self.publisher.last_publish["bytes"]
+        return out | {"publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds,
+                      "publish/probe": self.publisher.last_probe}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a server computes with other weights or another cache than it was given. Known after the first publish."""
+        return self.publisher.quantized
 
     def health(self) -> dict:
         replicas = self.router.replicas
@@ -186,12 +175,10 @@ class VllmEngine:
         self.router.close()
         for process in self._processes.values():
             self._pool.submit(process.stop)
-        self._sender.shutdown(wait=True)
         self._pool.shutdown(wait=True)
+        self.publisher.close()
         for control in self.controls:
             control.close()
-        if self._transport is not None:
-            self._transport.close()
         if getattr(self, "_trace_file", None):
             self._trace_file.close()
         self._params = None
@@ -254,9 +241,9 @@ class VllmEngine:
                     raise ConfigError(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1, and rollout.vllm.sync_seconds="
                                       f"{self.options.sync_seconds:g} long enough?") from None
                 self.router.set_state(replica, "unsynced")
-        self._transport = self._choose_transport()
+        self.publisher.choose_transport()
         log.info("vLLM: %d of %d servers, weights by %s", len(waiting) - sum(map(bool, found)), len(waiting),
-                 self._transport.name)
+                 self.publisher.transport.name)
 
     def _wait_healthy(self, replica, end: float, up: list[float]) -> str:
         """Empty when the server answers before `end`, else why not. Given servers are waited for LATECOMERS seconds once one
@@ -291,7 +278,7 @@ class VllmEngine:
         if (served.get("max_model_len") or self.length) < self.length:
             raise ConfigError(f"{replica.url} serves sequences up to {served['max_model_len']} tokens, this run needs "
                               f"{self.length}; start it with --max-model-len {self.length}")
-        infos = self._infos[replica.index] = control.workers()
+        infos = self.publisher.infos[replica.index] = control.workers()
         for info in infos:
             if info["protocol"] != PROTOCOL:
                 raise ConfigError(f"{replica.url}: its jaxrl plugin speaks protocol {info['protocol']}, this jaxrl {PROTOCOL}; "
@@ -299,25 +286,6 @@ class VllmEngine:
             if info["vocab_size"] != self.model.config.vocab_size:
                 raise ConfigError(f"{replica.url} serves {info['model']} with a vocabulary of {info['vocab_size']}, this model "
                                   f"has {self.model.config.vocab_size}: it is another model")
-
-    def _choose_transport(self):
-        choice, infos = self.options.transport, [i for r in self._infos.values() for i in r]
-        plugin = all(self._infos.values()) and all(i["backend"] == BACKEND for i in infos)
-        if choice == "auto":
-            near = bool(infos) and all(i["machine"] == machine() for i in infos)
-            choice = "checkpoint" if not plugin else "shm" if near else "network"
-            if not plugin:
-                lacking = [self.router.replicas[k].url for k, i in self._infos.items() if not i or i[0]["backend"] != BACKEND]
-                log.warning("%s: no jaxrl plugin, or not started with --weight-transfer-config '{\"backend\": \"%s\"}'; weights "
-                            "go through a checkpoint folder that it must see", ", ".join(lacking), BACKEND)
-        elif choice != "checkpoint" and not plugin:
-            raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and "
-                              f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'; or choose checkpoint")
-        if choice == "checkpoint":
-            return transport.Checkpoint(self.folder)
-        if choice == "shm":
-            return transport.SharedMemory()
-        return transport.Network(self.options.weights_host)
 
     def _maintain(self) -> None:
         """Restarts servers of ours that died, and gives servers that came back the current weights."""
@@ -364,164 +332,14 @@ class VllmEngine:
 
     def _join(self, replica) -> None:
         """A server that came, or came back: it is examined and verified anew. One that does not fit is left out."""
-        self._met.discard(replica.index)
+        self.publisher.met.discard(replica.index)
         try:
             self._examine(replica)
-            self._sync([replica])
+            self.publisher.give([replica], self._params, self._version, self._paused)
             log.info("vLLM server %s takes part from version %d on", replica.url, self._version)
         except (adapter.ServerError, adapter.Refused, ConfigError) as e:
             log.warning("vLLM server %s cannot take part: %s", replica.url, e)
             self.router.set_state(replica, "dead", str(e))
-
-    # ---- weights ------------------------------------------------------------------------------------------------------
-
-    def _sync(self, replicas) -> None:
-        """Gives servers the current weights; a failed try is repeated in full. Leaves them ready or dead."""
-        started, report = time.monotonic(), {"bytes": 0}
-        for attempt in range(self.options.retries + 1):
-            for r in replicas:
-                self.router.set_state(r, "unsynced", "receiving weights")
-            left = [r for r in replicas if r.state != "dead"]
-            errors = self._push(left, report)
-            for r in left:
-                if errors.get(r.index) is None:
-                    try:
-                        self._verify(r)
-                        self.router.set_state(r, "ready")
-                    except adapter.ServerError as e:
-                        errors[r.index] = e
-            replicas = [r for r in left if errors.get(r.index) is not None]
-            if not replicas:
-                break
-            for r in replicas:
-                log.warning("weights %d did not reach %s (try %d of %d): %s", self._version, r.url, attempt + 1,
-                            self.options.retries + 1, errors[r.index])
-        for r in replicas:
-            self.router.counts["servers_lost"] += 1
-            self.router.set_state(r, "dead", f"could not be given weights: {errors[r.index]}")
-        self.last_publish = {"seconds": time.monotonic() - started, **report}
-
-    def _push(self, replicas, report: dict) -> dict[int, Exception]:
-        """One full update of several servers; returns the error of each that failed."""
-        self.router.current_version = self._version
-        errors: dict[int, Exception] = {}
-        first = any(r.index not in self._met for r in replicas)
-        verify = self.config.rollout.verify_weights == "always" or (
-            self.config.rollout.verify_weights == "first" and first)
-        self._digests = {} if verify else None
-
-        def each(action):
-            live = [r for r in replicas if r.index not in errors]
-            for r, future in [(r, self._pool.submit(action, self.controls[r.index])) for r in live]:
-                try:
-                    future.result()
-                except (adapter.ServerError, adapter.Refused) as e:
-                    errors[r.index] = e
-
-        each(lambda c: c.pause())
-        version = f"{self.run_id}-{self._version}"
-        if isinstance(self._transport, transport.Checkpoint):
-            path = self._transport.write(self.model, self._params, self.hf_config, self.dtype, self._version)
-            report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
-            each(lambda c: c.reload(str(path), version))
-        else:
-            names = weights.names(self.model)
-            each(lambda c: c.init_transfer(names, self._transport.key))
-            each(lambda c: c.start_update())
-            self._stream(each, report, verify)
-            each(lambda c: c.finish_update(version))
-            each(_all_arrived)
-        each(self._empty_cache)
-        each(lambda c: _confirm(c, version))
-        if not self._paused:
-            each(lambda c: c.resume())
-        self._met |= {r.index for r in replicas if r.index not in errors}
-        return errors
-
-    def _stream(self, each, report, verify: bool) -> None:
-        """Every chunk is converted and written while the servers read the one before."""
-        most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, None, 0
-        for chunk in weights.chunks(self.model, self._params, self.dtype, most):
-            if verify:
-                self._digests.update({name: array for name, array in chunk} if self._needs_pieces() else {
-                    name: weights.digest(array) for name, array in chunk})
-            payload = self._transport.payload(chunk, verify)
-            report["bytes"] += sum(array.nbytes for _, array in chunk)
-            if pending is not None:
-                pending.result()
-            pending = self._sender.submit(each, functools.partial(adapter.Control.update, payload=payload))
-        pending.result()
-
-    def _needs_pieces(self) -> bool:
-        """Whether workers hold slices, so that whole tensors are needed to compare with."""
-        return any(len(infos) > 1 for infos in self._infos.values())
-
-    def _empty_cache(self, control) -> None:
-        for _ in range(adapter.RESET_TRIES):
-            if control.reset_prefix_cache():
-                return
-            time.sleep(0.05)
-        raise adapter.ServerError(f"{control.url}: its prefix cache could not be emptied")
-
-    def _verify(self, replica) -> None:
-        """Checksums where they were taken, then the probe. Raises WeightMismatch."""
-        infos = self._infos.get(replica.index) or []
-        if self._digests is not None and infos and not any(i["quantized"] for i in infos):
-            self._compare(replica)
-        if not self._paused:
-            self._probe(replica)
-
-    def _compare(self, replica) -> None:
-        seen: set[str] = set()
-        for found in self.controls[replica.index].digests():
-            for name, (digest, dtype, shape, axis, start, stop) in found.items():
-                ours = self._digests.get(name)
-                if ours is None:
-                    continue
-                if not isinstance(ours, str):
-                    ours = weights.digest(weights.piece(ours, axis, start, stop))
-                if digest != ours:
-                    raise WeightMismatch(f"{replica.url} does not hold the weights of version {self._version}: tensor {name} "
-                                         f"({dtype} {shape}) differs from the trainer's")
-                seen.add(name)
-        lost = sorted(set(self._digests) - seen)
-        if lost:
-            raise WeightMismatch(f"{replica.url} does not hold {len(lost)} tensors of version {self._version}: "
-                                 f"{', '.join(lost[:3])}")
-
-    def _probe(self, replica) -> None:
-        """Samples a few tokens and compares their log-probs with the trainer's."""
-        gap = self.probe(replica)
-        bound = self.options.probe_bound or self._probe_bound or PROBE_BOUNDS[self.dtype]
-        infos = self._infos.get(replica.index) or []
-        if any(map(self._is_quantized, infos)) and self._probe_bound is None and not self.options.probe_bound:
-            self._probe_bound = bound = max(PROBE_BOUNDS["bfloat16"], 3 * gap)
-            log.info("quantised engine: the probe's log-probs are %.3g away on average, the bound is %.3g from now on", gap, bound)
-        self.last_probe = gap
-        if not gap <= bound:
-            raise WeightMismatch(
-                f"{replica.url} answers with other weights than version {self._version}: a probe's log-probs are {gap:.3g} "
-                f"away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its weights did not "
-                "arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it serves another model")
-
-    def probe(self, replica) -> float:
-        """Mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled continuation."""
-        vocab = self.model.config.vocab_size
-        prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
-        new = min(PROBE_TOKENS, self.length - PROBE_PROMPT)
-        request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
-        payload = adapter.generate_payload(request, (), seeded=True, stream=False)
-        tokens, logprobs, _, _ = adapter.parse_choice(self.controls[replica.index].generate(payload))
-        ours = sequence_logprobs(self.model, self._params, np.concatenate([prompt, tokens]).astype(np.int32))
-        return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())
-
-    @property
-    def quantized(self) -> bool:
-        """Whether a server computes with other weights or another cache than it was given. Known after the first publish."""
-        return any(self._is_quantized(i) for infos in self._infos.values() for i in infos)
-
-    def _is_quantized(self, info: dict) -> bool:
-        return bool(info["quantized"]) or info["cache_dtype"] not in ("auto", self.dtype)
 
     # ---- small things -------------------------------------------------------------------------------------------------
 
@@ -560,33 +378,7 @@ class VllmEngine:
             raise RuntimeError("rollout: the engine is closed")
 
 
-def _all_arrived(control) -> None:
-    for info in control.workers():
-        missing = info["missing"]
-        if missing:
-            raise adapter.ServerError(f"{control.url}: {len(missing)} tensors did not arrive: {', '.join(missing[:3])}")
-
-
-def _confirm(control, version: str) -> None:
-    found = control.weight_version()
-    if found != version:
-        raise adapter.ServerError(f"{control.url} says it has weights {found!r} after a publish of {version!r}")
-
-
 def _longest(config) -> int:
     """Most tokens of a prompt and its answer."""
     total = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
     return min(total, config.train.max_sequence_tokens or total)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _next_token_logits(model, params, tokens_1xL):
-    ones, zeros = jnp.ones_like(tokens_1xL), jnp.zeros_like(tokens_1xL)
-    positions = jnp.arange(tokens_1xL.shape[1], dtype=jnp.int32)[None]
-    return model.logits(params, model.hidden(params, tokens_1xL, positions, ones, zeros))
-
-
-def sequence_logprobs(model, params, tokens: np.ndarray) -> np.ndarray:
-    """[L] token ids -> [L-1] log-probs of tokens 1..L-1 at temperature 1, by the trainer's model."""
-    logits = _next_token_logits(model, params, jnp.asarray(tokens)[None])[0, :-1]
-    return np.asarray(jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:, None]), axis=-1)[:, 0])

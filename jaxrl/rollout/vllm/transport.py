@@ -1,4 +1,5 @@
-"""How chunks of weights reach vLLM's workers: a file in shared memory, HTTP from the trainer, or a checkpoint folder.
+"""How chunks of weights reach vLLM's workers: a file in shared memory, HTTP from the trainer, a broadcast from GPU to GPU,
+or a checkpoint folder.
 
 A transport that streams turns each chunk into the payload of vLLM's /update_weights (see vllm_plugin.UpdateInfo); every
 worker reads the whole tensors and vLLM's own loaders take their slices. Two chunks are kept, so that one can be written
@@ -7,6 +8,7 @@ while the other is read.
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import hmac
 import http.server
@@ -17,10 +19,14 @@ import tempfile
 import threading
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
+from jaxrl.rollout.vllm.adapter import ServerError
 from jaxrl.rollout.vllm.weights import digest
+from jaxrl.vllm_plugin import Nccl, start_time
 
 SHARED = Path("/dev/shm")
 ALIGN = 64
@@ -30,7 +36,8 @@ def describe(tensors, verify: bool) -> tuple[list[list], int]:
     """(rows of UpdateInfo.tensors, bytes in all); with SHA-256 of every tensor where `verify`."""
     rows, offset = [], 0
     for name, array in tensors:
-        rows.append([name, array.dtype.name, list(array.shape), offset, array.nbytes, digest(array) if verify else ""])
+        sha = digest(np.asarray(array)) if verify else ""
+        rows.append([name, array.dtype.name, list(array.shape), offset, array.nbytes, sha])
         offset += -(-array.nbytes // ALIGN) * ALIGN
     return rows, offset
 
@@ -43,7 +50,28 @@ def fill(buffer, tensors, rows) -> None:
         np.copyto(view[offset:offset + size].view(unsigned).reshape(array.shape), array.view(unsigned))
 
 
-class SharedMemory:
+class Stream:
+    """A transport that sends chunk after chunk. Where workers fetch what they are pointed to, `payload` is all there is."""
+
+    host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
+    key = ""
+
+    def greet(self, servers: dict[str, int]) -> dict[str, dict]:
+        """What each server (url -> number of its workers) has to know before the first chunk."""
+        return dict.fromkeys(servers, {})
+
+    def meet(self, greeted: concurrent.futures.Future) -> None:
+        """Returns when the workers are ready; `greeted` ends when every server has answered its greeting."""
+        greeted.result()
+
+    def send(self) -> None:
+        """Moves the last payload's bytes, once the servers have been told of it."""
+
+    def reset(self) -> None:
+        """Something failed: the next greeting starts from nothing."""
+
+
+class SharedMemory(Stream):
     """Two files in /dev/shm, only for servers on this machine. The folder is private and goes with the transport."""
 
     name = "shm"
@@ -51,8 +79,12 @@ class SharedMemory:
     def __init__(self):
         if not SHARED.is_dir():
             raise ConfigError("rollout.vllm.transport=shm: there is no /dev/shm here; choose network")
-        self.folder = Path(tempfile.mkdtemp(prefix="jaxrl-", dir=SHARED))
-        self.key, self._turn = "", 0
+        for left in SHARED.glob("jaxrl-*"):  # by trainers that were killed
+            pid, _, started = left.name.removeprefix("jaxrl-").rpartition("-")[0].partition("-")
+            if pid.isdigit() and start_time(int(pid)) != started:
+                shutil.rmtree(left, ignore_errors=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"jaxrl-{os.getpid()}-{start_time(os.getpid())}-", dir=SHARED))
+        self._turn = 0
         self._maps: dict[Path, np.memmap] = {}  # kept: mapping a file anew costs as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
@@ -81,7 +113,7 @@ class SharedMemory:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Network:
+class Network(Stream):
     """Chunks over HTTP from this process: no shared disk, any number of hosts. Readers show a key made for this run."""
 
     name = "network"
@@ -127,13 +159,88 @@ class Network:
         self._chunks.clear()
 
 
+class Broadcast(Stream):
+    """One NCCL broadcast per chunk, from this process's first device to every worker of every server.
+
+    The communicator is made anew when the servers change or something failed. NCCL is loaded by name through ctypes, so that
+    neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
+    """
+
+    name, host = "nccl", False
+
+    def __init__(self, deadline: float):
+        try:
+            self._nccl = Nccl()
+        except OSError as e:
+            raise ConfigError(f"rollout.vllm.transport=nccl: NCCL cannot be loaded ({e}); pip install nvidia-nccl-cu12, name the "
+                              "library in the environment variable JAXRL_NCCL, or choose another transport") from None
+        self.deadline, self._servers, self._joined, self._buffer = deadline, None, False, None
+
+    def greet(self, servers):
+        if self._joined and servers == self._servers:
+            return dict.fromkeys(servers, {})
+        self.reset()
+        self._servers, self._id = servers, self._nccl.unique_id()
+        ranks = 1 + np.cumsum([0, *servers.values()])
+        return {url: {"id": self._id.hex(), "rank": int(rank), "size": int(ranks[-1])}
+                for url, rank in zip(servers, ranks[:-1], strict=True)}
+
+    def meet(self, greeted):
+        if self._joined:
+            return greeted.result()
+        size, joining = 1 + sum(self._servers.values()), concurrent.futures.Future()
+
+        def join():
+            try:
+                joining.set_result(self._nccl.join(size, self._id, 0))
+            except RuntimeError as e:
+                joining.set_exception(e)
+
+        threading.Thread(target=join, daemon=True, name="nccl-join").start()  # NCCL waits for the others without end
+        try:
+            joining.result(self.deadline)
+        except (TimeoutError, RuntimeError) as e:
+            raise ServerError(f"the trainer and {size - 1} workers did not meet over NCCL within rollout.vllm.sync_seconds="
+                              f"{self.deadline:g}: {e or 'no answer'}") from None
+        greeted.result()
+        self._joined = True
+
+    def payload(self, tensors, verify: bool) -> dict:
+        rows, size = describe(tensors, verify)
+        self._buffer = jax.block_until_ready(_packed([array for _, array in tensors])).addressable_data(0)
+        if self._buffer.nbytes != size:
+            raise AssertionError(f"a chunk of {size} bytes was packed into {self._buffer.nbytes}")
+        return {"source": "nccl:", "size": size, "tensors": rows}
+
+    def send(self):
+        try:
+            self._nccl.broadcast(self._buffer.unsafe_buffer_pointer(), self._buffer.nbytes)
+        except RuntimeError as e:
+            raise ServerError(f"the broadcast of a chunk failed: {e}") from None
+
+    def reset(self):
+        self._nccl.abort()
+        self._joined, self._servers = False, None
+
+    def close(self) -> None:
+        self.reset()
+        self._buffer = None
+
+
+@jax.jit
+def _packed(arrays):
+    """[bytes] uint8: the arrays one after another, each padded to ALIGN."""
+    flat = [jax.lax.bitcast_convert_type(a, jnp.uint8).reshape(-1) for a in arrays]
+    return jnp.concatenate([jnp.pad(f, (0, -f.size % ALIGN)) for f in flat])
+
+
 class Checkpoint:
     """A checkpoint folder that a server without the plugin reloads; it must see the same disk."""
 
     name = "checkpoint"
 
     def __init__(self, folder: Path):
-        self.folder, self.key = Path(folder), ""
+        self.folder = Path(folder)
 
     def write(self, model, params, hf_config: dict, dtype, version: int) -> Path:
         from jaxrl.models import hf

@@ -53,18 +53,19 @@ def convert(model, params, group, dtype) -> list[tuple[str, jax.Array]]:
     return [(entry.hf_names[i or 0], t) for (entry, i), t in zip(group, tensors, strict=True)]
 
 
-def chunks(model, params, dtype, most_bytes: int) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """All HF tensors in host memory, in chunks of whole layers: at most `most_bytes`, or one layer where that is more."""
+def chunks(model, params, dtype, most_bytes: int, host: bool = True) -> Iterator[list[tuple[str, np.ndarray | jax.Array]]]:
+    """All HF tensors, in host memory or on the device, in chunks of whole layers: at most `most_bytes`, or one layer where
+    that is more."""
     chunk, size = [], 0
     for group in layers(model):
         tensors = convert(model, params, group, dtype)
-        for _, t in tensors:
+        for _, t in tensors if host else ():
             t.copy_to_host_async()
         more = sum(t.nbytes for _, t in tensors)
         if chunk and size + more > most_bytes:
             yield chunk
             chunk, size = [], 0
-        chunk += [(name, np.asarray(t)) for name, t in tensors]
+        chunk += [(name, np.asarray(t) if host else t) for name, t in tensors]
         size += more
     yield chunk
 

@@ -1,0 +1,273 @@
+"""Giving servers the trainer's weights, and proving that they arrived.
+
+A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the first
+publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server takes no request.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import secrets
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config import ConfigError, RunStopped
+from jaxrl.rollout.protocol import Request, SamplingParams
+from jaxrl.rollout.vllm import adapter, transport, weights
+from jaxrl.vllm_plugin import BACKEND, machine
+
+log = logging.getLogger("jaxrl")
+PROBE_PROMPT, PROBE_TOKENS = 8, 16
+PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
+
+
+class WeightMismatch(RunStopped):
+    """An engine that does not hold the weights it was given."""
+
+
+class Publisher:
+    """Weights to servers. `give` is one publish; the router's states say who takes requests.
+
+    Args:
+      config, model, hf_config: as make_engine's. dtype: of the weights on their way, a numpy name.
+      folder: of the run, for transport=checkpoint. length: longest sequence the servers take.
+      controls: one adapter.Control per server. router: the Router whose replicas they are.
+      run_id: goes into every version, so that another run's weights are never taken for ours.
+    """
+
+    def __init__(self, config, model, hf_config, dtype, folder, length, controls, router, run_id):
+        self.config, self.options, self.model, self.hf_config = config, config.rollout.vllm, model, hf_config
+        self.dtype, self.folder, self.length, self.run_id = dtype, folder, length, run_id
+        self.controls, self.router = controls, router
+        self.infos: dict[int, list[dict]] = {}  # server -> what each of its workers says; empty without the plugin
+        self.met: set[int] = set()  # servers whose weights were verified since they were started
+        self.transport = None
+        self.params, self.version = None, -1
+        self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
+        self.last_probe = float("nan")
+        self._bound: float | None = None  # of the probe of a quantised engine, measured
+        self._digests: dict | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-weights")
+        self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
+
+    def close(self) -> None:
+        self._sender.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
+        if self.transport is not None:
+            self.transport.close()
+        self.params = None
+
+    def choose_transport(self) -> None:
+        """Decides how weights travel, from what the servers said. Raises ConfigError where the choice cannot work."""
+        choice, infos = self.options.transport, [i for r in self.infos.values() for i in r]
+        plugin = all(self.infos.values()) and all(i["backend"] == BACKEND for i in infos)
+        if choice == "auto":
+            near = bool(infos) and all(i["machine"] == machine() for i in infos)
+            choice = "checkpoint" if not plugin else "shm" if near else "network"
+            if not plugin:
+                lacking = [self.router.replicas[k].url for k, i in self.infos.items() if not i or i[0]["backend"] != BACKEND]
+                log.warning("%s: no jaxrl plugin, or not started with --weight-transfer-config '{\"backend\": \"%s\"}'; weights "
+                            "go through a checkpoint folder that it must see", ", ".join(lacking), BACKEND)
+        elif choice != "checkpoint" and not plugin:
+            raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and "
+                              f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'; or choose checkpoint")
+        makes = {"checkpoint": lambda: transport.Checkpoint(self.folder), "shm": transport.SharedMemory,
+                 "network": lambda: transport.Network(self.options.weights_host),
+                 "nccl": lambda: transport.Broadcast(self.options.sync_seconds)}
+        self.transport = makes[choice]()
+
+    # ---- one publish --------------------------------------------------------------------------------------------------
+
+    def give(self, replicas, params, version: int, paused: bool) -> None:
+        """Gives servers these weights; a failed try is repeated in full. Leaves each ready, or dead with the reason.
+
+        Raises WeightMismatch for a server that says it has them and has not.
+        """
+        self.params, self.version = params, version
+        started, report = time.monotonic(), {"bytes": 0}
+        for attempt in range(self.options.retries + 1):
+            for r in replicas:
+                self.router.set_state(r, "unsynced", "receiving weights")
+            left = [r for r in replicas if r.state != "dead"]
+            errors = self._push(left, report, paused)
+            for r in left:
+                if errors.get(r.index) is None:
+                    try:
+                        self._verify(r, paused)
+                        self.router.set_state(r, "ready")
+                    except adapter.ServerError as e:
+                        errors[r.index] = e
+            replicas = [r for r in left if errors.get(r.index) is not None]
+            if not replicas:
+                break
+            for r in replicas:
+                log.warning("weights %d did not reach %s (try %d of %d): %s", version, r.url, attempt + 1,
+                            self.options.retries + 1, errors[r.index])
+        for r in replicas:
+            self.router.counts["servers_lost"] += 1
+            self.router.set_state(r, "dead", f"could not be given weights: {errors[r.index]}")
+        self.last_publish = {"seconds": time.monotonic() - started, **report}
+
+    def _push(self, replicas, report: dict, paused: bool) -> dict[int, Exception]:
+        """One full update of several servers; returns the error of each that failed."""
+        self.router.current_version = self.version
+        errors: dict[int, Exception] = {}
+        first = any(r.index not in self.met for r in replicas)
+        verify = self.config.rollout.verify_weights == "always" or (
+            self.config.rollout.verify_weights == "first" and first)
+        self._digests = {} if verify else None
+
+        def each(action):
+            live = [r for r in replicas if r.index not in errors]
+            for r, future in [(r, self._pool.submit(action, self.controls[r.index])) for r in live]:
+                try:
+                    future.result()
+                except (adapter.ServerError, adapter.Refused) as e:
+                    errors[r.index] = e
+
+        each(lambda c: c.pause())
+        version = f"{self.run_id}-{self.version}"
+        if isinstance(self.transport, transport.Checkpoint):
+            path = self.transport.write(self.model, self.params, self.hf_config, self.dtype, self.version)
+            report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+            each(lambda c: c.reload(str(path), version))
+        else:
+            names = weights.names(self.model)
+            greetings = self.transport.greet({self.controls[r.index].url: len(self.infos[r.index]) for r in replicas})
+            try:
+                self.transport.meet(self._sender.submit(
+                    each, lambda c: c.init_transfer(names, self.transport.key, greetings[c.url])))
+                each(lambda c: c.start_update())
+                self._stream(each, errors, report, verify)
+            except adapter.ServerError as e:  # of what all take part in together
+                self.transport.reset()
+                return {r.index: errors.get(r.index, e) for r in replicas}
+            each(lambda c: c.finish_update(version))
+            each(_all_arrived)
+        each(self._empty_cache)
+        each(lambda c: _confirm(c, version))
+        if not paused:
+            each(lambda c: c.resume())
+        self.met |= {r.index for r in replicas if r.index not in errors}
+        return errors
+
+    def _stream(self, each, errors, report, verify: bool) -> None:
+        """Every chunk is converted and written while the servers read the one before."""
+        most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, None, 0
+        for chunk in weights.chunks(self.model, self.params, self.dtype, most, host=self.transport.host):
+            if verify:
+                self._digests.update({name: np.asarray(array) for name, array in chunk} if self._needs_pieces() else {
+                    name: weights.digest(np.asarray(array)) for name, array in chunk})
+            payload = self.transport.payload(chunk, verify)
+            report["bytes"] += sum(array.nbytes for _, array in chunk)
+            if pending is not None:
+                pending.result()
+            if errors and not self.transport.host:
+                raise adapter.ServerError("another server failed in the middle of a broadcast")
+            pending = self._sender.submit(each, functools.partial(adapter.Control.update, payload=payload))
+            self.transport.send()
+        pending.result()
+
+    def _needs_pieces(self) -> bool:
+        """Whether workers hold slices, so that whole tensors are needed to compare with."""
+        return any(len(infos) > 1 for infos in self.infos.values())
+
+    def _empty_cache(self, control) -> None:
+        for _ in range(adapter.RESET_TRIES):
+            if control.reset_prefix_cache():
+                return
+            time.sleep(0.05)
+        raise adapter.ServerError(f"{control.url}: its prefix cache could not be emptied")
+
+    # ---- proof --------------------------------------------------------------------------------------------------------
+
+    def _verify(self, replica, paused: bool) -> None:
+        """Checksums where they were taken, then the probe. Raises WeightMismatch."""
+        infos = self.infos.get(replica.index) or []
+        if self._digests is not None and infos and not any(i["quantized"] for i in infos):
+            self._compare(replica)
+        if not paused:
+            self._probe(replica)
+
+    def _compare(self, replica) -> None:
+        seen: set[str] = set()
+        for found in self.controls[replica.index].digests():
+            for name, (digest, dtype, shape, axis, start, stop) in found.items():
+                ours = self._digests.get(name)
+                if ours is None:
+                    continue
+                if not isinstance(ours, str):
+                    ours = weights.digest(weights.piece(ours, axis, start, stop))
+                if digest != ours:
+                    raise WeightMismatch(f"{replica.url} does not hold the weights of version {self.version}: tensor {name} "
+                                         f"({dtype} {shape}) differs from the trainer's")
+                seen.add(name)
+        lost = sorted(set(self._digests) - seen)
+        if lost:
+            raise WeightMismatch(f"{replica.url} does not hold {len(lost)} tensors of version {self.version}: "
+                                 f"{', '.join(lost[:3])}")
+
+    def _probe(self, replica) -> None:
+        """Samples a few tokens and compares their log-probs with the trainer's."""
+        gap = self.probe(replica)
+        bound = self.options.probe_bound or self._bound or PROBE_BOUNDS[self.dtype]
+        infos = self.infos.get(replica.index) or []
+        if any(map(self._is_quantized, infos)) and self._bound is None and not self.options.probe_bound:
+            self._bound = bound = max(PROBE_BOUNDS["bfloat16"], 3 * gap)
+            log.info("quantised engine: the probe's log-probs are %.3g away on average, the bound is %.3g from now on", gap, bound)
+        self.last_probe = gap
+        if not gap <= bound:
+            raise WeightMismatch(
+                f"{replica.url} answers with other weights than version {self.version}: a probe's log-probs are {gap:.3g} "
+                f"away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its weights did not "
+                "arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it serves another model")
+
+    def probe(self, replica) -> float:
+        """Mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled continuation."""
+        vocab = self.model.config.vocab_size
+        prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
+        new = min(PROBE_TOKENS, self.length - PROBE_PROMPT)
+        request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
+        payload = adapter.generate_payload(request, (), seeded=True, stream=False)
+        tokens, logprobs, _, _ = adapter.parse_choice(self.controls[replica.index].generate(payload))
+        ours = sequence_logprobs(self.model, self.params, np.concatenate([prompt, tokens]).astype(np.int32))
+        return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a server computes with other weights or another cache than it was given. Known after the first publish."""
+        return any(self._is_quantized(i) for infos in self.infos.values() for i in infos)
+
+    def _is_quantized(self, info: dict) -> bool:
+        return bool(info["quantized"]) or info["cache_dtype"] not in ("auto", self.dtype)
+
+
+def _all_arrived(control) -> None:
+    for info in control.workers():
+        missing = info["missing"]
+        if missing:
+            raise adapter.ServerError(f"{control.url}: {len(missing)} tensors did not arrive: {', '.join(missing[:3])}")
+
+
+def _confirm(control, version: str) -> None:
+    found = control.weight_version()
+    if found != version:
+        raise adapter.ServerError(f"{control.url} says it has weights {found!r} after a publish of {version!r}")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_token_logits(model, params, tokens_1xL):
+    ones, zeros = jnp.ones_like(tokens_1xL), jnp.zeros_like(tokens_1xL)
+    positions = jnp.arange(tokens_1xL.shape[1], dtype=jnp.int32)[None]
+    return model.logits(params, model.hidden(params, tokens_1xL, positions, ones, zeros))
+
+
+def sequence_logprobs(model, params, tokens: np.ndarray) -> np.ndarray:
+    """[L] token ids -> [L-1] log-probs of tokens 1..L-1 at temperature 1, by the trainer's model."""
+    logits = _next_token_logits(model, params, jnp.asarray(tokens)[None])[0, :-1]
+    return np.asarray(jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:, None]), axis=-1)[:, 0])
