@@ -51,7 +51,8 @@ def batch(seed, extremes=True):
     mask = (sequences > 0) & (rng.random(shape) < 0.85)
     mask &= ~((sequences == 2) & (rng.random((ROWS, 1)) < 0.3))  # a sequence that does not count at all
     logp = grid(-rng.exponential(1.5, shape))
-    columns = {name: np.minimum(grid(logp + rng.normal(0, s, shape)), 0) for name, s in (("old", 0.3), ("behaviour", 0.2), ("ref", 0.6))}
+    spreads = {"old": 0.3, "behaviour": 0.2, "ref": 0.6}
+    columns = {name: np.minimum(grid(logp + rng.normal(0, s, shape)), 0) for name, s in spreads.items()}
     columns["logp"] = logp
     if extremes:
         for name in columns:
@@ -60,7 +61,8 @@ def batch(seed, extremes=True):
     if rng.random() < 0.5:  # one per sequence
         advantage = np.take_along_axis(advantage, sequences, axis=1)
     advantage = grid(np.where(rng.random(shape) < 0.05, 0, advantage))
-    return Batch(**columns, advantage=advantage, mask=mask, sequences=sequences, weights=grid(rng.uniform(0.1, 1, shape)) * mask)
+    weights = grid(rng.uniform(0.1, 1, shape)) * mask
+    return Batch(**columns, advantage=advantage, mask=mask, sequences=sequences, weights=weights)
 
 
 @dataclasses.dataclass

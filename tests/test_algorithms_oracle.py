@@ -228,7 +228,8 @@ def test_token_functions():
         boot = np.arange(len(t.scores)) * 0.3
         got = alg.gae(*junk, t.mask, t.offsets, 0.9, lam, boot)
         close(got, oracle.gae(t.rewards, t.values, t.mask, t.offsets, 0.9, lam, boot))
-        close(alg.gae(*junk, t.mask, t.offsets, 1.0, 0.5)[0], alg.gae(*junk, t.mask, t.offsets, 1.0, 0 * lam + 0.5, 0 * boot)[0])
+        every = alg.gae(*junk, t.mask, t.offsets, 1.0, 0 * lam + 0.5, 0 * boot)
+        close(alg.gae(*junk, t.mask, t.offsets, 1.0, 0.5), every)
         close(alg.whiten(junk[0], t.mask), oracle.whiten(t.rewards, t.mask))
         for minimum in (1, 2, 4):
             args = t.tokens, t.offsets, t.prompts, t.groups, t.scores, minimum
@@ -268,3 +269,73 @@ def test_explained_variance():
     assert alg.explained_variance(values, returns, mask) == pytest.approx(want, rel=1e-14)
     assert alg.explained_variance(values, np.ones(4), mask) == 0.0
     assert alg.explained_variance(values, returns, np.zeros(4, bool)) == 0.0
+
+
+# -- whole rows ----------------------------------------------------------------------------------------------------
+
+
+def token_mean(sequences):
+    return sum(sum(s) for s in sequences) / sum(len(s) for s in sequences)
+
+
+def sequence_mean(sequences):
+    return oracle.mean(oracle.mean(s) for s in sequences)
+
+
+PAPERS = {  # row -> (advantage's mean and std, per-token loss, how its tokens become one number), as the papers have it
+    "grpo": ("group", "group", lambda b, x: oracle.clip_loss(b, x, 0.2, 0.2), token_mean),
+    "grpo_paper": (
+        "group",
+        "group",
+        lambda b, x: plus(oracle.clip_loss(b, x, 0.2, 0.2), oracle.kl(b, x, "k3"), 0.04),
+        sequence_mean,
+    ),
+    "dr_grpo": ("group", "none", lambda b, x: oracle.clip_loss(b, x, 0.2, 0.2), lambda s: oracle.mean(sum(y) / 64 for y in s)),
+    "dapo": ("group", "group", lambda b, x: oracle.clip_loss(b, x, 0.2, 0.28), token_mean),
+    "gspo": (
+        "group",
+        "group",
+        lambda b, x: oracle.clip_loss(b, x, 3e-4, 4e-4, "sequence"),
+        lambda s: oracle.mean(y[0] for y in s),
+    ),
+    "gmpo": ("group", "group", lambda b, x: oracle.gmpo(b, x, 0.4, 0.4), lambda s: oracle.mean(y[0] for y in s)),
+    "cispo": ("group", "group", lambda b, x: oracle.cispo(b, x, 5.0, 0.0), token_mean),
+    "rloo": ("leave_one_out", "none", oracle.pg, lambda s: oracle.mean(sum(y) for y in s)),
+    "sapo": ("group", "group", lambda b, x: oracle.sapo(b, x, 1.0, 1.05), sequence_mean),
+    "dppo": ("group", "group", lambda b, x: oracle.dppo(b, x, 0.2, 0.2), token_mean),
+    "lite_ppo": ("group", "batch", lambda b, x: oracle.clip_loss(b, x, 0.2, 0.2), token_mean),
+}
+
+
+def plus(a, b, coef):
+    return {at: a[at] + coef * b[at] for at in a}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_row_is_its_papers_objective(name):
+    b, row, (mean, std, per_token, aggregate) = case(1), alg.PRESETS[name], PAPERS[name]
+    owners = sorted({(r, int(b.sequences[r, j])) for r, j in oracle.scored(b)})
+    rng = np.random.default_rng(3)
+    scores, groups = rng.choice([0.0, 1.0, 0.5], len(owners)), np.arange(len(owners)) % 3
+
+    def spread(per_sequence):
+        out = np.zeros(b.mask.shape)
+        for r, j in oracle.scored(b):
+            out[r, j] = per_sequence[owners.index((r, int(b.sequences[r, j])))]
+        return out
+
+    counts = [sum(b.sequences[r, j] == i for q, j in oracle.scored(b) if q == r) for r, i in owners]
+    a, _ = alg.group_advantages(scores, groups, mean=row["advantage_mean"], std=row["advantage_std"])
+    weights = spread(alg.aggregation_weights(counts, row["aggregation"], groups_N=groups, max_tokens=64))
+    with jax.enable_x64(True):
+        fields = {k: jnp.asarray(getattr(b, k)) for k in FIELDS[:-1]} | {"advantage": jnp.asarray(spread(a))}
+        tokens = alg.Tokens(**fields, entropy=None, columns={})
+        got = jnp.sum(weights * alg.policy_loss(row["policy_loss"])(tokens, SimpleNamespace(**row))[0])
+        if row["kl.coef"]:
+            penalty = alg.kl_penalty(tokens.logp, tokens.ref, tokens.old, tokens.mask, row["kl.estimator"])
+            got += row["kl.coef"] * jnp.sum(weights * penalty)
+    b = SimpleNamespace(**{**vars(b), "advantage": spread(oracle.advantages(scores, groups, mean, std))})
+    losses = per_token(b, b.logp.tolist())
+    sequences = [[losses[r, j] for q, j in oracle.scored(b) if q == r and b.sequences[r, j] == i] for r, i in owners]
+    assert len(sequences) > 4 and np.abs(a).max() > 0
+    assert float(got) == pytest.approx(aggregate(sequences), rel=1e-12)

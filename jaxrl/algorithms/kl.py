@@ -59,8 +59,8 @@ def kl_penalty(logp, ref, old, mask, estimator):
     if estimator == "k3_unbiased":
         return masked_exp(logp - old, mask) * (masked_expm1(-d, mask) + d)
     if estimator == "k1":
-        raise ValueError("kl.estimator='k1': as a loss its expected gradient is 0, it would do nothing; use k3_unbiased or k2 in"
-                         " the loss, or k1 with kl.placement=reward")
+        raise ValueError("kl.estimator='k1': as a loss its expected gradient is 0, it would do nothing; use k3_unbiased or k2"
+                         " in the loss, or k1 with kl.placement=reward")
     raise ValueError(f"kl.estimator={estimator!r}: expected {', '.join(LOSS_ESTIMATORS)}")
 
 
