@@ -1,17 +1,73 @@
 """Pure array functions: advantages, policy losses, KL, aggregation weights, presets. They know arrays only."""
 
-from jaxrl.algorithms.advantages import group_advantages
+from jaxrl.algorithms.advantages import (
+    adaptive_lambda,
+    clip_advantages,
+    gae,
+    group_advantages,
+    shared_prefix_mask,
+    token_returns,
+    token_rewards,
+    whiten,
+)
 from jaxrl.algorithms.aggregation import aggregation_weights
-from jaxrl.algorithms.losses import clipped_policy_loss, kl_penalty, masked_exp, mismatch_weight
+from jaxrl.algorithms.entropy import adaptive_entropy_coef
+from jaxrl.algorithms.kl import kl_penalty, kl_value
+from jaxrl.algorithms.losses import (
+    POLICY_LOSSES,
+    cispo_loss,
+    clipped_policy_loss,
+    dppo_loss,
+    explained_variance,
+    gmpo_loss,
+    nll_loss,
+    policy_gradient_loss,
+    policy_loss,
+    register_policy_loss,
+    sapo_loss,
+    value_loss,
+)
+from jaxrl.algorithms.mismatch import mismatch_ratio, mismatch_weight, off_policy_sequence_mask
+from jaxrl.algorithms.numerics import masked_exp, masked_expm1, sequence_mean, sequence_sum
 from jaxrl.algorithms.presets import PRESETS, resolve
+from jaxrl.algorithms.ratios import geometric_log_ratio, log_ratio
+from jaxrl.algorithms.tokens import Tokens
 
 __all__ = [
+    "POLICY_LOSSES",
     "PRESETS",
+    "Tokens",
+    "adaptive_entropy_coef",
+    "adaptive_lambda",
     "aggregation_weights",
+    "cispo_loss",
+    "clip_advantages",
     "clipped_policy_loss",
+    "dppo_loss",
+    "explained_variance",
+    "gae",
+    "geometric_log_ratio",
+    "gmpo_loss",
     "group_advantages",
     "kl_penalty",
+    "kl_value",
+    "log_ratio",
     "masked_exp",
+    "masked_expm1",
+    "mismatch_ratio",
     "mismatch_weight",
+    "nll_loss",
+    "off_policy_sequence_mask",
+    "policy_gradient_loss",
+    "policy_loss",
+    "register_policy_loss",
     "resolve",
+    "sapo_loss",
+    "sequence_mean",
+    "sequence_sum",
+    "shared_prefix_mask",
+    "token_returns",
+    "token_rewards",
+    "value_loss",
+    "whiten",
 ]

@@ -1,6 +1,11 @@
-"""Advantages on the host, in float64.
+"""Scores and rewards to advantages and returns; host numpy, float64.
 
-Legend: N sequences, G groups.
+`group_advantages` gives one number per answer, `token_returns` and `gae` one per token. Over tokens only the scored ones
+(`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between them are
+skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward belongs on the
+turn's last scored token.
+
+Legend: N sequences, T tokens of the ragged batch; sequence i owns tokens offsets[i]:offsets[i+1].
 """
 
 from __future__ import annotations
@@ -8,38 +13,226 @@ from __future__ import annotations
 import numpy as np
 
 STD_EPS = 1e-6
-EQUAL = 1e-8  # a group whose rewards differ by less carries no signal; its advantage is exactly 0
+VARIANCE_EPS = 1e-8
+EQUAL = 1e-8  # scores that differ by less are equal: a group of equals carries no signal, its advantage is exactly 0
+MEANS = ("none", "group", "batch", "leave_one_out", "greedy")
+STDS = ("none", "group", "batch")
 
 
-def group_advantages(scores_N, groups_N, *, mean="group", std="group"):
-    """Group-relative advantages, A_i = (R_i - mean_g R) / (std_g R + 1e-6)   (arXiv 2402.03300, eq. 4).
+def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_N=None):
+    """A_i = (R_i - baseline) / (std + 1e-6), baseline and std chosen independently.
 
-    Groups may be of any size. A missing score (NaN: the reward failed or did not apply) is left out of mean and
-    standard deviation and gets advantage 0. The standard deviation has ddof 1. With `mean="group"`, rewards that are
-    all equal give exactly 0, and so does a group with fewer than two scores.
+        mean           baseline                                          mean + std is
+        none           0                                                 none: REINFORCE
+        group          mean of the group                                 group: GRPO (arXiv 2402.03300, eq. 4); none: Dr.GRPO
+                                                                         (2503.20783); batch: Lite PPO (2508.08221)
+        batch          mean of all scores of the batch                   batch: REINFORCE++ by sequence
+        leave_one_out  mean of the group's other members                 none: RLOO (arXiv 2402.14740)
+        greedy         baseline_N, the greedy answer's score             none: ReMax (arXiv 2310.10505)
+
+    std has ddof 1 and is of the raw scores, not of the centred ones: of the group, or of the batch (all present scores).
+    Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
+
+    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where the
+    baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding give
+    exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8 or are fewer than two.
 
     Args:
       scores_N: one score per sequence, NaN = absent.
       groups_N: group id per sequence, in any order.
-      mean: "group" subtracts the group's mean, "none" subtracts nothing.
-      std: "group" divides by the group's standard deviation, "none" does not divide.
+      mean, std: rows of the table above.
+      baseline_N: score of the greedy answer to each sequence's prompt; read with mean="greedy" only.
 
     Returns:
-      (advantages_N float64, zero_signal_N bool): the second marks sequences of groups that carry no signal.
+      (advantages_N float64, zero_signal_N bool): the second marks the sequences of groups whose advantages are all 0.
+
+    Raises ValueError for unknown names and where baseline_N is missing.
     """
+    if mean not in MEANS or std not in STDS:
+        raise ValueError(f"advantage_mean={mean!r}, advantage_std={std!r}: expected one of {MEANS} and one of {STDS}")
     scores = np.asarray(scores_N, np.float64)
-    advantages = np.zeros_like(scores)
-    zero_signal = np.zeros(len(scores), bool)
-    for group in np.unique(groups_N):
-        members = np.flatnonzero(np.asarray(groups_N) == group)
-        known = members[np.isfinite(scores[members])]
-        values = scores[known]
-        flat = len(values) < 2 or values.max() - values.min() < EQUAL
-        zero_signal[members] = flat if mean == "group" else not values.any()
-        if mean == "group" and flat:
-            continue
-        centred = values - values.mean() if mean == "group" else values
-        if std == "group":
-            centred = centred / ((values.std(ddof=1) if len(values) > 1 else 0.0) + STD_EPS)
+    present = np.isfinite(scores)
+    baseline = np.zeros_like(scores)
+    if mean == "greedy":
+        if baseline_N is None:
+            raise ValueError("advantage_mean='greedy' needs baseline_N, the greedy answers' scores")
+        baseline = np.asarray(baseline_N, np.float64)
+        present &= np.isfinite(baseline)
+    whole = scores[present]
+    advantages, zero_signal = np.zeros_like(scores), np.zeros(len(scores), bool)
+    for members in _members(groups_N):
+        known = members[present[members]]
+        own = scores[known]
+        centred = _centred(own, whole, baseline[known], mean)
+        if std != "none":
+            centred = centred / _scale(own if std == "group" else whole)
         advantages[known] = centred
+        zero_signal[members] = not centred.any()
     return advantages, zero_signal
+
+
+def _members(groups_N):
+    """Indices of each group's members."""
+    groups = np.asarray(groups_N)
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else []
+
+
+def _flat(values):
+    return len(values) < 2 or values.max() - values.min() < EQUAL
+
+
+def _scale(values):
+    return 1.0 if _flat(values) else values.std(ddof=1) + STD_EPS
+
+
+def _centred(own, whole, baseline, mean):
+    """Scores of one group minus their baseline; exactly 0 where they are equal to it up to rounding."""
+    if mean in ("group", "leave_one_out") and _flat(own):
+        return np.zeros_like(own)
+    if mean in ("group", "leave_one_out"):
+        return (own - own.mean()) * (len(own) / (len(own) - 1) if mean == "leave_one_out" else 1.0)
+    if mean == "none" or not len(own):
+        return own
+    centred = own - (whole.mean() if mean == "batch" else baseline)
+    return np.where(np.abs(centred) < EQUAL, 0.0, centred)
+
+
+def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0):
+    """Reward of each token [T]: the sequence's score at its last scored token, minus kl_coef * KL at each scored token.
+
+    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). A sequence whose score is missing (NaN) gets 0
+    everywhere, without its KL; one without scored tokens gets nothing. kl_T: `kl.kl_value` of the policy that sampled.
+    """
+    mask = np.asarray(mask_T, bool)
+    scores = np.asarray(scores_N, np.float64)
+    counts, ends = _scored(mask, offsets)
+    at = np.flatnonzero(mask)
+    known = np.isfinite(scores)
+    rewards = np.zeros(len(mask))
+    if kl_T is not None and kl_coef:
+        rewards[at] = np.where(np.repeat(known, counts), -kl_coef * np.asarray(kl_T, np.float64)[at], 0.0)
+    last = known & (counts > 0)
+    rewards[at[ends[last] - 1]] += scores[last]
+    return rewards
+
+
+def token_returns(rewards_T, mask_T, offsets, gamma):
+    """Reward to go over scored tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
+    return gae(rewards_T, np.zeros(len(mask_T)), mask_T, offsets, gamma, 1.0)[0]
+
+
+def gae(rewards_T, values_T, mask_T, offsets, gamma, lam, bootstrap_N=None):
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over scored tokens:
+
+        delta_t = r_t + gamma * V_next - V_t        A_t = delta_t + gamma * lam * A_next
+
+    where next is the sequence's next scored token: across observation tokens V_next and A_next are carried through.
+
+    Args:
+      rewards_T, values_T: [T], read at scored tokens.
+      lam: scalar, or one per sequence [N] (see `adaptive_lambda`).
+      bootstrap_N: value after the last token [N], for answers that were cut and not ended; None = 0 for all.
+
+    Returns:
+      (advantages_T, returns_T), 0 on tokens that are not scored; returns = advantages + values.
+    """
+    mask = np.asarray(mask_T, bool)
+    counts, ends = _scored(mask, offsets)
+    rewards, values = (np.asarray(x, np.float64)[mask] for x in (rewards_T, values_T))
+    n = len(counts)
+    order = np.argsort(-counts, kind="stable")  # longest first: those still running are a leading slice
+    decay = gamma * np.broadcast_to(np.asarray(lam, np.float64), (n,))[order]
+    value = np.zeros(n) if bootstrap_N is None else np.array(bootstrap_N, np.float64)[order]
+    running, advantages = np.zeros(n), np.zeros(len(rewards))
+    ends = ends[order]
+    longest = int(counts.max(initial=0))
+    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # sequences with more than k scored tokens
+    for k in range(longest):
+        now = slice(0, live[k])
+        at = ends[now] - 1 - k
+        delta = rewards[at] + gamma * value[now] - values[at]
+        running[now] = delta + decay[now] * running[now]
+        value[now] = values[at]
+        advantages[at] = running[now]
+    out, returns = np.zeros(len(mask)), np.zeros(len(mask))
+    out[mask], returns[mask] = advantages, advantages + values
+    return out, returns
+
+
+def adaptive_lambda(lengths_N, alpha: float):
+    """VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the paper's alpha is 0.05.
+
+    The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is a choice of
+    ours. Raises ValueError where alpha is not positive.
+    """
+    if alpha <= 0:
+        raise ValueError(f"lam_alpha={alpha}: must be positive")
+    return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths_N, np.float64), 1e-300)))
+
+
+def whiten(advantages_T, mask_T):
+    """(A - mean) / sqrt(var + 1e-8) over all scored tokens, var with ddof 1; 0 on the others [T].
+
+    REINFORCE++ (arXiv 2501.03262) and PPO in practice. Call it with the whole optimizer batch: the statistics are global,
+    never of a microbatch or host. With fewer than two scored tokens the result is 0.
+    """
+    mask = np.asarray(mask_T, bool)
+    scored = np.asarray(advantages_T, np.float64)[mask]
+    out = np.zeros(len(mask))
+    if len(scored) > 1:
+        out[mask] = (scored - scored.mean()) / np.sqrt(scored.var(ddof=1) + VARIANCE_EPS)
+    return out
+
+
+def _scored(mask, offsets):
+    """(counts_N, ends_N): scored tokens per sequence, and where they end among all scored tokens."""
+    upto = np.concatenate([[0], np.cumsum(mask)])[np.asarray(offsets)]
+    return np.diff(upto), upto[1:]
+
+
+def clip_advantages(advantages, low, high):
+    """Advantages within [low, high], any shape, float64; None = no bound on that side."""
+    return np.clip(np.asarray(advantages, np.float64), -np.inf if low is None else low, np.inf if high is None else high)
+
+
+def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, minimum: int):
+    """Where the loss may count: False on the opening an answer shares with an answer of another score, bool [T].
+
+    Of two answers to one prompt that begin alike and end with different scores, the common opening is pushed both ways: what
+    remains is noise (Cosmos-RL's min_filter_prefix_tokens). An answer loses its longest prefix that it shares with any
+    answer of its group whose score differs (by 1e-8 or more), if that has at least `minimum` tokens, counted from the end
+    of the prompt. An answer that lies whole in a longer one loses all its tokens. True on all other tokens, prompts too.
+    Answers without a score (NaN) have advantage 0 and take no part.
+
+    Args:
+      tokens_T: prompt then answer of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the prompt.
+    """
+    tokens, scores = np.asarray(tokens_T), np.asarray(scores_N, np.float64)
+    starts = np.asarray(offsets)[:-1] + np.asarray(prompt_lengths_N)
+    allowed = np.ones(len(tokens), bool)
+    for members in _members(groups_N):
+        known = [int(i) for i in members if np.isfinite(scores[i])]
+        answers = [tokens[starts[i] : offsets[i + 1]].tolist() for i in known]
+        for i, length in zip(known, _mixed_prefixes(answers, scores[known]), strict=True):
+            if length >= minimum:
+                allowed[starts[i] : starts[i] + length] = False
+    return allowed
+
+
+def _mixed_prefixes(answers, scores):
+    """Length of the longest prefix that each answer shares with one of another score."""
+    lengths = [0] * len(answers)
+    mixed, depth = [range(len(answers))], 0
+    while mixed:  # classes of answers that are alike up to `depth` and differ in score
+        classes = {}
+        for c, group in enumerate(mixed):
+            for i in group:
+                if len(answers[i]) > depth:
+                    classes.setdefault((c, answers[i][depth]), []).append(i)
+        depth += 1
+        mixed = [group for group in classes.values() if not _flat(scores[group])]
+        for group in mixed:
+            for i in group:
+                lengths[i] = depth
+    return lengths

@@ -3,29 +3,54 @@
 The loss is then a plain sum of weight * token loss, so micro-batches, packing, padding and the number of data shards
 cannot change it. Denominators belong to one optimizer step and are known on the host.
 
-Legend: N sequences of one optimizer step, T their tokens.
+Legend: N sequences of one optimizer step.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")
 
-def aggregation_weights(counts_N, aggregation: str):
-    """Weight of each scored token of a sequence, float64 [N].
 
-        token_mean      1 / sum_j |y_j|
-        sequence_mean   1 / (n * |y_i|),  n = sequences with at least one scored token
+def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens=None):
+    """Weight of each scored token of a sequence, float64 [N]; 0 for a sequence without scored tokens.
 
-    Tokens that are filtered later (truncated answers ...) keep their place in the denominators.
+        token_mean      1 / sum_j |y_j|                      DAPO (arXiv 2503.14476)
+        sequence_mean   1 / (n * |y_i|)                      GRPO (arXiv 2402.03300), GSPO
+        sequence_sum    1 / n                                REINFORCE, RLOO, ReMax
+        constant        1 / (n * max_tokens)                 Dr.GRPO (arXiv 2503.20783)
+        prompt_mean     1 / (P * tokens of its prompt)       mean over prompts of their token means
+
+    n = sequences, P = prompts with at least one scored token. Tokens that are filtered later (truncated answers, sequences
+    the mismatch correction drops ...) keep their place in the denominators.
 
     Args:
       counts_N: scored tokens |y_i| per sequence of the optimizer step; 0 = a sequence that does not count.
-      aggregation: "token_mean" or "sequence_mean".
+      aggregation: one of the above.
+      groups_N: prompt id per sequence, for prompt_mean.
+      max_tokens: the constant of Dr.GRPO: the longest answer that may be sampled, never a width of this batch.
+
+    Raises ValueError for other names, and where groups_N or max_tokens is missing.
     """
     counts = np.asarray(counts_N, np.float64)
+    n = max(np.count_nonzero(counts), 1)
     if aggregation == "token_mean":
-        return np.where(counts > 0, 1.0 / max(counts.sum(), 1.0), 0.0)
-    if aggregation == "sequence_mean":
-        return np.where(counts > 0, 1.0 / (max((counts > 0).sum(), 1) * np.maximum(counts, 1.0)), 0.0)
-    raise ValueError(f"aggregation={aggregation!r}: expected token_mean or sequence_mean")
+        weight = np.full_like(counts, 1.0 / max(counts.sum(), 1.0))
+    elif aggregation == "sequence_mean":
+        weight = 1.0 / (n * np.maximum(counts, 1.0))
+    elif aggregation == "sequence_sum":
+        weight = np.full_like(counts, 1.0 / n)
+    elif aggregation == "constant":
+        if not max_tokens:
+            raise ValueError("aggregation='constant' needs max_tokens, the length that tokens are divided by")
+        weight = np.full_like(counts, 1.0 / (n * max_tokens))
+    elif aggregation == "prompt_mean":
+        if groups_N is None:
+            raise ValueError("aggregation='prompt_mean' needs groups_N, the prompt of each sequence")
+        _, prompt = np.unique(np.asarray(groups_N), return_inverse=True)
+        tokens = np.bincount(prompt, weights=counts)
+        weight = 1.0 / (max(np.count_nonzero(tokens), 1) * np.maximum(tokens, 1.0))[prompt]
+    else:
+        raise ValueError(f"aggregation={aggregation!r}: expected {', '.join(AGGREGATIONS)}")
+    return np.where(counts > 0, weight, 0.0)

@@ -1,71 +1,247 @@
-"""Per-token losses. Inputs are arrays of one shape [...]; results are not aggregated.
+"""Per-token losses, not aggregated: the step's loss is the sum of weight * token loss (see aggregation.py).
 
-Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, ref = under the
-reference, behaviour = as sampled. All in nats, fp32 or better.
+Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, A = advantage, all of
+one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradient.
+
+Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs hold
+there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`, 1 where a
+bound removed (CISPO, DPPO: changed) the token's gradient.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-MAX_LOG = 20.0  # exponents are bounded here; beyond, ratios have lost all meaning
+from jaxrl.algorithms.kl import kl_penalty
+from jaxrl.algorithms.mismatch import mismatch_weight
+from jaxrl.algorithms.numerics import masked_exp
+from jaxrl.algorithms.ratios import geometric_log_ratio
+from jaxrl.algorithms.ratios import log_ratio as ratio_of
+from jaxrl.algorithms.tokens import Tokens
+
+__all__ = [
+    "POLICY_LOSSES",
+    "cispo_loss",
+    "clipped_policy_loss",
+    "dppo_loss",
+    "explained_variance",
+    "gmpo_loss",
+    "kl_penalty",
+    "masked_exp",
+    "mismatch_weight",
+    "nll_loss",
+    "policy_gradient_loss",
+    "policy_loss",
+    "register_policy_loss",
+    "sapo_loss",
+    "value_loss",
+]
+
+DPPO_MAX_RATIO = 20.0
 
 
-def masked_exp(x, mask):
-    """exp(x) where mask, else 0, with finite value and gradient whatever x holds where masked.
-
-    The mask is applied before exp (0 * inf in a gradient is NaN). Above MAX_LOG the function continues linearly, so
-    that its gradient does not vanish where it is needed most.
-    """
-    x = jnp.where(mask, x, 0)
-    bounded = jnp.minimum(x, MAX_LOG)
-    return jnp.where(mask, jnp.exp(bounded) * (1 + x - bounded), 0)
+def _stats(ratio, mask, clipped, **more):
+    """Stats by name, without gradient, in the ratio's dtype, 0 where masked."""
+    flags = {name: (flag & mask).astype(ratio.dtype) for name, flag in {"clipped": clipped, **more}.items()}
+    return {"ratio": jax.lax.stop_gradient(ratio), **flags}
 
 
-def clipped_policy_loss(logp, old, advantage, mask, clip_low, clip_high):
-    """PPO's clipped surrogate per token, max(-A r, -A clip(r, 1-clip_low, 1+clip_high)), r = exp(logp - old).
+def clipped_policy_loss(
+    logp, old, advantage, mask, clip_low, clip_high, *, log_ratio=None, dual_clip=0.0, delta=0.0
+):
+    """PPO's clipped surrogate per token, max(-A r, -A clip(r, 1-clip_low, 1+clip_high)).
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with separate bounds (DAPO, arXiv 2503.14476).
 
+    Args:
+      log_ratio: [...] log r to use instead of logp - old (sequence levels, see ratios.py).
+      dual_clip: c > 1: where A < 0 the loss is at most -c A (dual-clip PPO, arXiv 1912.09729); 0 = off.
+      delta: r of the first branch is min(r, delta), delta >= 1 + clip_high (INTELLECT-2, arXiv 2505.07291); 0 = off.
+
     Returns:
-      (loss, stats): loss is 0 where masked; stats has per-token `ratio` and `clipped` (1 where the clip removes the
-      gradient: r above its bound with A > 0, or below with A < 0).
+      (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose sum is
+      `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no gradient either).
+    """
+    advantage = jnp.where(mask, advantage, 0)
+    ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
+    bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = jnp.maximum(-advantage * (jnp.minimum(ratio, delta) if delta else ratio), -advantage * bounded)
+    if dual_clip:
+        loss = jnp.where(advantage < 0, jnp.minimum(loss, -dual_clip * advantage), loss)
+    low, high = (advantage < 0) & (ratio < 1 - clip_low), (advantage > 0) & (ratio > 1 + clip_high)
+    more = {"clipped_low": low, "clipped_high": high}
+    if dual_clip or delta:
+        more["dual_clipped"] = (advantage < 0) & (ratio > min(b for b in (dual_clip, delta) if b))
+    return jnp.where(mask, loss, 0), _stats(ratio, mask, low | high, **more)
+
+
+def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
+    """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's clipped token ratios.
+
+    The bounds are on the log-ratio, in nats (the paper: 0.4). A may differ by token: by sequence mean the loss is then
+    -mean(A) * geometric mean. Needs a sequence mean to be the paper's.
+
+    Returns:
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high` say which tokens it took at a bound.
+    """
+    advantage = jnp.where(mask, advantage, 0)
+    log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)
+    ratio = masked_exp(log_mean, mask)
+    return -advantage * ratio, _stats(ratio, mask, low | high, clipped_low=low, clipped_high=high)
+
+
+def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=None):
+    """CISPO (arXiv 2506.13585): -sg(clip(r, min_ratio, max_ratio)) * A * logp.
+
+    Bounds are absolute ratios (TRL's epsilon_high; verl, SkyRL and slime count theirs from 1). No token loses its
+    gradient; `clipped` marks those whose weight is a bound. The paper has no lower bound (min_ratio 0). With old = the
+    sampler's log-prob this is AIPO (LlamaRL, arXiv 2505.24034).
+    """
+    advantage = jnp.where(mask, advantage, 0)
+    ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, min_ratio, max_ratio))
+    loss = -weight * advantage * jnp.where(mask, logp, 0)
+    return loss, _stats(ratio, mask, (ratio > max_ratio) | (ratio < min_ratio))
+
+
+def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
+    """SAPO (arXiv 2511.20347): -A * (4 / tau) * sigmoid(tau * (r - 1)), tau = tau_pos where A > 0, else tau_neg.
+
+    A soft gate: the gradient is that of -A r times 4 s (1 - s), s the sigmoid: 1 at r = 1, falling on both sides. Nothing
+    is clipped. tau > 0.
+    """
+    advantage = jnp.where(mask, advantage, 0)
+    ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
+    tau = jnp.where(advantage > 0, tau_pos, tau_neg).astype(ratio.dtype)
+    loss = -advantage * (4 / tau) * jax.nn.sigmoid(tau * (ratio - 1))
+    return loss, _stats(ratio, mask, jnp.zeros_like(mask))
+
+
+def dppo_loss(logp, old, advantage, mask, low, high):
+    """DPPO with binary total variation (arXiv 2602.04879): -A * sg(min(r, 20)) * logp, 0 where the trust region is left.
+
+    With p = exp(logp), a token is left out where A > 0 and p - p_old > high, or A <= 0 and p - p_old < -low: bounds on
+    probabilities, not on ratios. The gradient is that of the paper's -A r on the other tokens, with r capped at 20 as in
+    its authors' code. The paper's old is the sampler's log-prob. `clipped` marks tokens left out.
     """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old, mask)
-    bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = jnp.maximum(-advantage * ratio, -advantage * bounded)
-    clipped = jnp.where(advantage > 0, ratio > 1 + clip_high, (advantage < 0) & (ratio < 1 - clip_low))
-    return jnp.where(mask, loss, 0), {"ratio": ratio, "clipped": (clipped & mask).astype(ratio.dtype)}
+    logp = jnp.where(mask, logp, 0)
+    moved = jax.lax.stop_gradient(masked_exp(logp, mask) - masked_exp(old, mask))
+    out = mask & jnp.where(advantage > 0, moved > high, moved < -low)
+    weight = jax.lax.stop_gradient(jnp.where(out, 0, jnp.minimum(ratio, DPPO_MAX_RATIO)))
+    return -weight * advantage * logp, _stats(ratio, mask, out)
 
 
-def kl_penalty(logp, ref, old, mask, estimator):
-    """KL(current || reference) per token, as a loss term. With d = logp - ref:
+def policy_gradient_loss(logp, advantage, mask, *, old=None):
+    """REINFORCE: -A * logp (Williams 1992). No ratio, no bound; `ratio` in stats is exp(logp - old), 1 without old."""
+    logp = jnp.where(mask, logp, 0)
+    ratio = masked_exp(jnp.zeros_like(logp) if old is None else logp - old, mask)
+    return -jnp.where(mask, advantage, 0) * logp, _stats(ratio, mask, jnp.zeros_like(mask))
 
-        k2            d^2 / 2                    gradient: that of KL(current || reference), on-policy
-        k3            exp(-d) + d - 1            gradient: that of KL(reference || current)
-        k3_unbiased   r * (exp(-d) + d - 1)      gradient: that of KL(current || reference); flows through
-                                                 r = exp(logp - old) (DeepSeek-V3.2, arXiv 2512.02556)
 
-    k1 is not offered: as a loss its expected gradient is 0. Estimators: http://joschu.net/blog/kl-approx.html
-    Value of k2 and k3 is 0 where masked.
+def nll_loss(logp, mask):
+    """-logp, 0 where masked. VAPO's loss on positive examples (arXiv 2504.05118), with weights 1 / their tokens."""
+    return -jnp.where(mask, logp, 0)
+
+
+def value_loss(values, old_values, returns, mask, clip):
+    """PPO's critic loss per token, 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), 0 where masked.
+
+    clip None or 0: 0.5 * (v - R)^2, old_values is not read. Returns (loss, {"clipped"}): 1 where the clipped branch won, so
+    that the token has no gradient.
     """
-    d = jnp.where(mask, logp - ref, 0)
-    if estimator == "k2":
-        return 0.5 * jnp.square(d)
-    k3 = jnp.where(mask, masked_exp(-d, mask) + d - 1, 0)
-    if estimator == "k3":
-        return k3
-    if estimator == "k3_unbiased":
-        return masked_exp(logp - old, mask) * k3
-    raise ValueError(f"kl.estimator={estimator!r}: expected k2, k3 or k3_unbiased")
+    error = jnp.where(mask, values - returns, 0)
+    if not clip:
+        return 0.5 * jnp.square(error), {"clipped": jnp.zeros_like(error)}
+    moved = jnp.where(mask, values - old_values, 0)
+    bounded = jnp.where(mask, old_values - returns, 0) + jnp.clip(moved, -clip, clip)
+    won = (jnp.abs(moved) > clip) & (jnp.square(bounded) > jnp.square(error))
+    return 0.5 * jnp.square(jnp.where(won, bounded, error)), {"clipped": won.astype(error.dtype)}
 
 
-def mismatch_weight(old, behaviour, mask, cap):
-    """Truncated importance sampling per token, min(exp(old - behaviour), cap), without gradient.
+def explained_variance(values_T, returns_T, mask_T) -> float:
+    """1 - var(R - v) / var(R) over tokens where mask; 0 where var(R) is 0. Host numpy, float64. 1 = a perfect critic."""
+    mask = np.asarray(mask_T, bool)
+    returns = np.asarray(returns_T, np.float64)[mask]
+    error = returns - np.asarray(values_T, np.float64)[mask]
+    spread = returns.var() if len(returns) else 0.0
+    return float(1 - error.var() / spread) if spread > 0 else 0.0
 
-    Corrects that answers were drawn by the sampler's arithmetic, not the trainer's (https://fengyao.notion.site/off-policy-rl).
-    Multiplies the policy loss only; denominators stay. 0 where masked.
+
+POLICY_LOSSES = {}  # name -> f(tokens: Tokens, cfg) -> (loss, stats)
+
+
+def register_policy_loss(name: str):
+    """Decorator: makes a policy loss known by `name`. The same signature as the built-in ones:
+
+        @register_policy_loss("sft_like")
+        def sft_like(tokens: Tokens, cfg):
+            positive = tokens.mask & (tokens.advantage > 0)
+            loss = -jnp.where(positive, tokens.logp, 0)
+            return loss, {"kept": positive.astype(loss.dtype)}
+
+    `tokens` is a Tokens, cfg has the attributes clip_low, clip_high, dual_clip, delta, ratio, cispo_max_ratio,
+    cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high. Returns per-token (loss, stats), 0 where masked, not
+    aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)): where masked anything may be in the arrays.
+    Raises ValueError where the name is taken by another function.
     """
-    return jax.lax.stop_gradient(jnp.minimum(masked_exp(old - behaviour, mask), cap))
+
+    def register(function):
+        if POLICY_LOSSES.setdefault(name, function) is not function:
+            raise ValueError(f"policy loss {name!r} exists already")
+        return function
+
+    return register
+
+
+def policy_loss(name: str):
+    """The policy loss registered as `name`: f(tokens, cfg) -> (loss, stats). Raises ValueError naming the known ones."""
+    if name not in POLICY_LOSSES:
+        raise ValueError(f"policy_loss={name!r}: expected {', '.join(sorted(POLICY_LOSSES))}")
+    return POLICY_LOSSES[name]
+
+
+def _log_ratio(t: Tokens, cfg):
+    return ratio_of(t.logp, t.old, t.mask, t.sequences, cfg.ratio)
+
+
+def _token_only(cfg, name):
+    if cfg.ratio != "token":
+        raise ValueError(f"ratio={cfg.ratio!r} has no meaning with policy_loss={name!r}; use token")
+
+
+@register_policy_loss("clip")
+def _clip(t: Tokens, cfg):
+    if cfg.ratio == "geometric":
+        if cfg.dual_clip or cfg.delta:
+            raise ValueError("ratio='geometric' clips tokens before their mean: dual_clip and delta have no meaning with it")
+        return gmpo_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.clip_low, cfg.clip_high)
+    ratio, bounds = _log_ratio(t, cfg), {"dual_clip": cfg.dual_clip, "delta": cfg.delta}
+    return clipped_policy_loss(t.logp, t.old, t.advantage, t.mask, cfg.clip_low, cfg.clip_high, log_ratio=ratio, **bounds)
+
+
+@register_policy_loss("cispo")
+def _cispo(t: Tokens, cfg):
+    bounds = cfg.cispo_max_ratio, cfg.cispo_min_ratio
+    return cispo_loss(t.logp, t.old, t.advantage, t.mask, *bounds, log_ratio=_log_ratio(t, cfg))
+
+
+@register_policy_loss("sapo")
+def _sapo(t: Tokens, cfg):
+    taus = cfg.sapo_tau_pos, cfg.sapo_tau_neg
+    return sapo_loss(t.logp, t.old, t.advantage, t.mask, *taus, log_ratio=_log_ratio(t, cfg))
+
+
+@register_policy_loss("dppo")
+def _dppo(t: Tokens, cfg):
+    _token_only(cfg, "dppo")
+    return dppo_loss(t.logp, t.old, t.advantage, t.mask, cfg.dppo_low, cfg.dppo_high)
+
+
+@register_policy_loss("pg")
+def _pg(t: Tokens, cfg):
+    _token_only(cfg, "pg")
+    return policy_gradient_loss(t.logp, t.advantage, t.mask, old=t.old)

@@ -1,0 +1,51 @@
+"""Guarded arithmetic of packed slots: bounded exponentials and sums over a sequence's slots.
+
+Legend: R rows, S scored slots per row. `sequences_RxS` int32 is the id of a slot's sequence within its row: 1..K with
+K <= S, not falling along the row, 0 = unused slots, all at the end. A sequence never crosses a row.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOG = 20.0  # exponents are bounded here; beyond, ratios have lost all meaning
+
+
+def masked_exp(x, mask):
+    """exp(x) where mask, else 0, with finite value and gradient whatever x holds where masked.
+
+    The mask is applied before exp (0 * inf in a gradient is NaN). Above MAX_LOG the function continues linearly, so
+    that its gradient does not vanish where it is needed most.
+    """
+    x = jnp.where(mask, x, 0)
+    bounded = jnp.minimum(x, MAX_LOG)
+    return jnp.where(mask, jnp.exp(bounded) * (1 + x - bounded), 0)
+
+
+def masked_expm1(x, mask):
+    """masked_exp(x, mask) - 1 where mask, else 0, without cancellation at small x."""
+    x = jnp.where(mask, x, 0)
+    bounded = jnp.minimum(x, MAX_LOG)
+    return jnp.where(mask, jnp.expm1(bounded) + jnp.exp(bounded) * (x - bounded), 0)
+
+
+def sequence_sum(x_RxS, sequences_RxS):
+    """Sum over each sequence's slots, broadcast back to them; 0 at unused slots, whatever x holds there. dtype of x."""
+    used = sequences_RxS > 0
+    slots = x_RxS.shape[1]
+
+    def one_row(x, ids):
+        return jax.ops.segment_sum(x, ids, num_segments=slots + 1, indices_are_sorted=True)[ids]
+
+    ids = jnp.where(used, sequences_RxS - 1, slots)  # unused slots last: the ids stay sorted
+    return jnp.where(used, jax.vmap(one_row)(jnp.where(used, x_RxS, 0), ids), 0)
+
+
+def sequence_mean(x_RxS, mask_RxS, sequences_RxS):
+    """Mean over each sequence's slots where mask, broadcast to all its slots (masked ones too).
+
+    The denominator is max(count, 1): 0 for a sequence that is masked throughout, and at unused slots.
+    """
+    total = sequence_sum(jnp.where(mask_RxS, x_RxS, 0), sequences_RxS)
+    return total / jnp.maximum(sequence_sum(mask_RxS.astype(total.dtype), sequences_RxS), 1)
