@@ -42,8 +42,8 @@ from jaxrl.models import hf
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
-from jaxrl.rollout.vllm.publish import WeightMismatch
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
+from jaxrl.rollout.vllm.publish import WeightMismatch
 from jaxrl.vllm_plugin import start_time
 
 TIMEOUT = 120.0
