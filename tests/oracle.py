@@ -169,6 +169,20 @@ def kl(b, x, estimator):
     return out
 
 
+def kl_terms(b, estimator):
+    """{slot: (absolute terms of the value, of its derivative)}: k3 is a difference of numbers that may be far larger"""
+    out = {}
+    for r, j in scored(b):
+        d = b.logp[r][j] - b.ref[r][j]
+        ratio = token_ratio(b, b.logp, r, j) if estimator == "k3_unbiased" else 1.0
+        inside = estimator != "low_var" or abs(kl(b, b.logp, estimator)[r, j]) < 10
+        d = max(d, -20.0) if estimator == "low_var" else d
+        terms = abs(expm1(-d)) + abs(d) if inside else 10.0
+        slope = (1 + exp(min(-d, LIMIT))) * inside
+        out[r, j] = ratio * terms, ratio * (terms + slope) if estimator == "k3_unbiased" else slope
+    return out
+
+
 # -- mismatch: f(b) -> {slot: weight} ------------------------------------------------------------------------------
 
 

@@ -313,6 +313,30 @@ def test_ratios_have_the_gradient_of_their_paper():
         alg.log_ratio(x, x, mask, ids, "geometric")
 
 
+def test_sums_over_sequences():
+    ids = jnp.asarray([[1, 1, 2, 3, 0], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]], jnp.int32)
+    mask = (ids > 0) & (ids != 3)
+    x = jnp.where(ids > 0, jnp.arange(15.0).reshape(3, 5), jnp.nan)
+    total = alg.sequence_sum(x, ids)
+    np.testing.assert_array_equal(total, [[1, 1, 2, 3, 0], [0] * 5, [10, 11, 12, 13, 14]])
+    assert (jax.grad(lambda v: alg.sequence_sum(v, ids).sum())(x) == jnp.asarray([[2, 2, 1, 1, 0], [0] * 5, [1] * 5])).all()
+    np.testing.assert_array_equal(alg.sequence_mean(x, mask, ids), [[0.5, 0.5, 2, 0, 0], [0] * 5, [10, 11, 0, 13, 14]])
+    np.testing.assert_array_equal(alg.sequence_mean(jnp.where(mask, x, jnp.inf), mask, ids), alg.sequence_mean(x, mask, ids))
+
+
+def test_a_value_counts_as_clipped_only_beyond_its_range():
+    v, old, ret = RNG.normal(size=(3, 400))
+    mask = RNG.random(400) < 0.9
+    clipped = np.asarray(alg.value_loss(v, old, ret, mask, 0.5)[1]["clipped"], bool)
+    grad = jax.grad(lambda x: alg.value_loss(x, old, ret, mask, 0.5)[0].sum())(jnp.asarray(v))
+    np.testing.assert_allclose(grad, np.where(mask & ~clipped, v - ret, 0), atol=1e-15)
+    bounded = np.clip(v, old - 0.5, old + 0.5)
+    np.testing.assert_array_equal(clipped, mask & (bounded != v) & (abs(bounded - ret) > abs(v - ret)))
+    assert 20 < clipped.sum() < 200
+    small = alg.value_loss(old + 0.4 * v / abs(v).max(), old, ret, mask, 0.5)
+    assert not np.asarray(small[1]["clipped"]).any()
+
+
 def test_gspo_and_gspo_token_have_one_gradient_while_advantages_are_per_sequence():
     off, per_token = {"sampler": OLD, "old": OLD}, RNG.normal(size=(Y, 2))
     pair = [named("clip", ratio=level, clip_low=0.3, clip_high=0.2) for level in ("sequence", "sequence_token")]

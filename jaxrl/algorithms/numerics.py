@@ -38,8 +38,8 @@ def sequence_sum(x_RxS, sequences_RxS):
     def one_row(x, ids):
         return jax.ops.segment_sum(x, ids, num_segments=slots + 1, indices_are_sorted=True)[ids]
 
-    ids = jnp.where(used, sequences_RxS - 1, slots)  # unused slots last: the ids stay sorted
-    return jnp.where(used, jax.vmap(one_row)(jnp.where(used, x_RxS, 0), ids), 0)
+    ids = jnp.where(used, sequences_RxS - 1, slots)  # unused slots have a sum of their own, the last: ids stay sorted
+    return jnp.where(used, jax.vmap(one_row)(x_RxS, ids), 0)
 
 
 def sequence_mean(x_RxS, mask_RxS, sequences_RxS):
