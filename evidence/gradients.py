@@ -28,7 +28,7 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 def differences(dtype, aggregation):
     model, (traj, columns) = tiny_model(dtype), batch_of_groups()
     params = params_of(model, dtype)
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), aggregation, False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), aggregation)
     truth, _ = gradient(model, params, traj, columns, weights, one_at_a_time(traj), np.dtype(dtype))
     for name in LAYOUTS:
         for dirty in (False, True):

@@ -54,6 +54,8 @@ O = Option
 # Lists of integers; the entries of all others but reward.weights are text.
 INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps")
 TRIGGER = "0 = never"
+PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
+                "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
@@ -199,39 +201,96 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
         "bias": O(0.0, "added after scale"),
         "clip": O(None, "bound on the absolute value after bias", float),
+        "norm_mean": O("none", "last of all: subtract the mean of the group or of the batch", choices=("none", "group", "batch")),
+        "norm_std": O("none", "after that: divide by the standard deviation (ddof 1) of the group or of the batch",
+                      choices=("none", "group", "batch")),
         "overlong_buffer": O(0, "DAPO: penalty grows linearly over the last tokens before max_new_tokens; 0 = off"),
         "overlong_penalty": O(1.0, "largest DAPO length penalty (subtracted after clip)"),
     },
     "algorithm": {
-        "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None",
-                    choices=("grpo", "grpo_paper")),
-        "advantage_mean": O(None, "baseline: group mean or none", str, ("group", "none")),
-        "advantage_std": O(None, "scale: group standard deviation (ddof 1) or none", str, ("group", "none")),
-        "clip_low": O(None, "ratio is clipped below 1 - clip_low", float),
-        "clip_high": O(None, "ratio is clipped above 1 + clip_high", float),
-        "aggregation": O(None, "how token losses become one number", str, ("token_mean", "sequence_mean")),
+        "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None", choices=PRESET_NAMES),
+        "advantage": O(None, "outcome: one advantage per answer; returns: reward to go per token; gae: with a critic; or an"
+                             " import path of your own, module:function or ./file.py:function", str),
+        "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
+                            ("none", "group", "batch", "leave_one_out", "greedy")),
+        "advantage_std": O(None, "scale of the score: standard deviation (ddof 1) of the group or of the batch, or none", str,
+                           ("none", "group", "batch")),
+        "whiten": O(None, "bring advantages to mean 0 and variance 1 over all scored tokens of the step", bool),
+        "advantage_low": O(None, "advantages are clipped below this", float),
+        "advantage_high": O(None, "advantages are clipped above this", float),
+        "gamma": O(None, "discount per token of returns and gae", float),
+        "lam": O(None, "lambda of gae", float),
+        "lam_alpha": O(None, "VAPO: lambda of the policy is 1 - 1/(lam_alpha x answer length); 0 = off", float),
+        "critic_lam": O(None, "lambda of the critic's returns; None = lam", float),
+        "policy_loss": O(None, "clip, cispo, sapo, dppo, pg, or an import path of your own", str),
+        "ratio": O(None, "policy ratio by token, by sequence (GSPO), as GSPO-token, or as geometric mean (GMPO)", str,
+                   ("token", "sequence", "sequence_token", "geometric")),
+        "clip_low": O(None, "ratio is clipped below 1 - clip_low (geometric: log-ratio below -clip_low)", float),
+        "clip_high": O(None, "ratio is clipped above 1 + clip_high (geometric: log-ratio above clip_high)", float),
+        "dual_clip": O(None, "loss of a negative advantage is at most this times it; 0 = off", float),
+        "delta": O(None, "largest ratio of the unclipped branch; 0 = off", float),
+        "cispo_max_ratio": O(None, "largest weight of cispo, an absolute ratio", float),
+        "cispo_min_ratio": O(None, "smallest weight of cispo", float),
+        "sapo_tau_pos": O(None, "temperature of sapo's gate for positive advantages", float),
+        "sapo_tau_neg": O(None, "temperature of sapo's gate for the others", float),
+        "dppo_low": O(None, "dppo leaves out a token with A <= 0 whose probability fell by more than this", float),
+        "dppo_high": O(None, "dppo leaves out a token with A > 0 whose probability rose by more than this", float),
+        "aggregation": O(None, "how token losses become one number; constant: by max_new_tokens", str,
+                         ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
         "kl": {
-            "coef": O(None, "weight of the KL to the reference in the loss; 0 loads no reference", float),
-            "estimator": O(None, "KL estimator in the loss", str, ("k2", "k3", "k3_unbiased")),
+            "coef": O(None, "weight of the KL to the reference; 0 loads no reference", float),
+            "estimator": O(None, "KL estimator; k1 in the reward only, k3_unbiased in the loss only", str,
+                           ("k1", "k2", "k3", "k3_unbiased", "abs", "low_var")),
+            "placement": O(None, "the KL is a term of the loss, or is subtracted from the reward", str, ("loss", "reward")),
         },
         "entropy_coef": O(None, "entropy bonus, token mean", float),
+        "entropy_target": O(None, "nats per token: the coefficient grows while the entropy is below; 0 = constant", float),
+        "entropy_rate": O(0.005, "change of the adaptive coefficient per update"),
+        "entropy_max": O(0.05, "largest adaptive coefficient"),
+        "positive_nll_coef": O(None, "VAPO: weight of the NLL of answers that reach reward.pass_mark", float),
+        "dynamic_sampling": O(None, "groups without signal are masked, or replaced by others until the step is full", str,
+                              ("off", "mask", "refill")),
+        "dynamic_sampling_rounds": O(10, "refill: most rounds of a step; what is then missing is filled with the groups left out"),
+        "keep_group": O("", "what dynamic sampling asks: empty = scores that differ; the name of a reward whose values must"
+                            " differ; or an import path: f(group: dict) -> bool"),
+        "shared_prefix_tokens": O(0, "no loss on openings of this many tokens that answers of different score share; 0 = off"),
+        "early_stop_ratio": O(0.0, "a step's further updates are left out once an update's mean ratio is above; 0 = off"),
+        "early_stop_kl": O(0.0, "the same for policy/approx_kl, in nats per token; 0 = off"),
         "ppo_epochs": O(None, "passes over one batch", int),
         "num_minibatches": O(None, "optimizer steps per pass", int),
-        "old_logprobs": O("auto", "auto: no scoring pass when a batch gets one optimizer step; recompute: always score;"
-                                  " rollout: clip around the sampler's log-probs",
-                          choices=("auto", "recompute", "rollout")),
+        "old_logprobs": O(None, "auto: no scoring pass when a batch gets one optimizer step; recompute: always score;"
+                                " rollout: ratios are taken to the sampler's log-probs", str, ("auto", "recompute", "rollout")),
         "mismatch": {
-            "correction": O("auto", "weight on the policy loss for sampler-trainer differences; auto: token_tis for vLLM and"
-                                    " wherever the sampler does not decode in fp32", choices=("auto", "none", "token_tis")),
-            "cap": O(2.0, "largest mismatch weight"),
+            "correction": O(None, "weight on the policy loss for sampler-trainer differences, truncated (tis) or masked (mis), by"
+                                  " token, sequence or geometric mean; auto: token_tis for vLLM and wherever the sampler does not"
+                                  " decode in fp32", str, ("auto", "none", *(f"{level}_{action}" for action in ("tis", "mis")
+                                                                             for level in ("token", "sequence", "geometric")))),
+            "cap": O(None, "largest mismatch weight", float),
+            "low": O(None, "mis: weights below this are masked too (IcePop: low 0.5, cap 5)", float),
+            "sequence_delta": O(None, "answers with negative advantage whose mean log-prob fell by more than this since they were"
+                                      " sampled add no policy loss; 0 = off", float),
             "warn": O(0.1, "mean sampler-trainer difference of log-probs, in nats, above which a step warns; 0 = never"),
             "stop": O(0.0, "the same difference that stops the run; 0 = never"),
         },
-        "mask_truncated": O(False, "answers cut by the length limit add no loss (they stay in the denominators)"),
+        "mask_truncated": O(None, "answers cut by the length limit add no loss (they stay in the denominators)", bool),
+        "overlong_buffer_fraction": O(None, "reward.overlong_buffer as a share of max_new_tokens, where that is 0", float),
+    },
+    "critic": {
+        "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
+        "shared": O(False, "a value head on the policy's own trunk instead of a model of its own"),
+        "coef": O(0.5, "shared: weight of the value loss beside the policy's"),
+        "lr": O(5e-6, "peak learning rate; the rest is as in optimizer.*"),
+        "value_clip": O(0.2, "a value moves by at most this per step before its loss stops counting; 0 = off"),
+        "num_minibatches": O(0, "optimizer steps of the critic per pass; 0 = as the policy"),
+        "warmup_steps": O(0, "first steps in which only the critic learns"),
+        "normalize": O(False, "learn returns less their running mean over their running standard deviation"),
     },
     "reference": {
         "path": O("", "HF folder or hub id; empty = the policy as it starts"),
         "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
+        "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never"),
+        "reset_epochs": O(0.0, "the same in passes over the data; 0 = never"),
+        "reset_optimizer": O(False, "a reset starts the optimizer's state anew, too"),
     },
     "optimizer": {
         "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),
@@ -419,7 +478,8 @@ def unknown_option(dotted: str) -> str:
     """The message for an option that does not exist: nearest names by whole path and by leaf."""
     names = list(options())
     leaf = dotted.rsplit(".", 1)[-1]
-    near = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    near = sorted((n for n in names if n.rsplit(".", 1)[-1] == leaf),
+                  key=lambda n: -difflib.SequenceMatcher(None, n, dotted).ratio())
     near += [ELSEWHERE[leaf]] if leaf in ELSEWHERE else []
     near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
     leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)

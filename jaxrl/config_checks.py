@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from jaxrl.algorithms.presets import PRESETS, resolve
-from jaxrl.config import ConfigError, element_kind, get, options
+from jaxrl.config import ConfigError, element_kind, get, imported, options
 from jaxrl.training import optimizer
 
 
@@ -63,7 +63,8 @@ POSITIVE = (
     "checkpoint.keep",
     "checkpoint.shard_gb",
     "optimizer.lr",
-    "algorithm.mismatch.cap",
+    "algorithm.dynamic_sampling_rounds",
+    "critic.lr",
     "rollout.vllm.replicas",
     "rollout.vllm.tensor_parallel",
     "rollout.vllm.max_running",
@@ -79,6 +80,17 @@ POSITIVE = (
     "data.prefetch",
 )
 NOT_NEGATIVE = (
+    "algorithm.entropy_rate",
+    "algorithm.entropy_max",
+    "algorithm.shared_prefix_tokens",
+    "algorithm.early_stop_ratio",
+    "algorithm.early_stop_kl",
+    "critic.coef",
+    "critic.value_clip",
+    "critic.num_minibatches",
+    "critic.warmup_steps",
+    "reference.reset_steps",
+    "reference.reset_epochs",
     "algorithm.mismatch.warn",
     "algorithm.mismatch.stop",
     "rollout.vllm.max_model_len",
@@ -301,43 +313,159 @@ def _rewards(cfg):
 def _algorithm(cfg):
     if cfg.run.recipe != "rl":
         return []
-    a, out = cfg.algorithm, []
     v = resolved_algorithm(cfg)
-    if v["advantage_mean"] == "group" and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
+    out = [f"algorithm.{name}={v[name]}: {need}" for name, ok, need in ALGORITHM_RANGES if not ok(v[name])]
+    for name, known in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+        if v[name] not in known and ":" not in v[name]:
+            out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, or an import path (module:function, ./file.py:function)")
+        elif ":" in v[name]:
+            out += _import_path(f"algorithm.{name}", v[name])
+    return out or _batch_division(cfg, v) + _estimators(cfg, v) + _ratios(v) + _kl(cfg, v) + _mismatch(cfg, v) + _beside(cfg, v)
+
+
+ADVANTAGES = ("outcome", "returns", "gae")
+POLICY_LOSSES = ("clip", "cispo", "sapo", "dppo", "pg")
+_above, _from_0 = (lambda x: x > 0, "must be above 0"), (lambda x: x >= 0, "must not be negative")
+_share = (lambda x: 0 <= x <= 1, "must lie in 0..1")
+ALGORITHM_RANGES = (
+    *((name, *_above) for name in ("clip_high", "cispo_max_ratio", "sapo_tau_pos", "sapo_tau_neg", "dppo_low", "dppo_high",
+                                   "mismatch.cap")),
+    *((name, *_from_0) for name in ("cispo_min_ratio", "kl.coef", "entropy_coef", "entropy_target", "positive_nll_coef",
+                                    "lam_alpha", "mismatch.low", "mismatch.sequence_delta")),
+    *((name, *_share) for name in ("gamma", "lam", "overlong_buffer_fraction")),
+    ("critic_lam", lambda x: x is None or 0 <= x <= 1, "must lie in 0..1, or None for lam"),
+    ("dual_clip", lambda x: x == 0 or x > 1, "must be above 1, or 0 for off"),
+    ("ppo_epochs", lambda x: x >= 1, "must be at least 1"),
+    ("num_minibatches", lambda x: x >= 1, "must be at least 1"),
+)
+
+
+def _import_path(name, path):
+    try:
+        found = imported(path)
+    except Exception as e:  # it is the user's code: anything may go wrong in it
+        return [f"{name}={path!r} cannot be imported: {type(e).__name__}: {e}"]
+    return [] if callable(found) else [f"{name}={path!r} is a {type(found).__name__}, not a function"]
+
+
+def _batch_division(cfg, v):
+    out = []
+    if v["advantage_mean"] in ("group", "leave_one_out") and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
         out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
-    if v["num_minibatches"] < 1 or v["ppo_epochs"] < 1:
+    for name, count in (("algorithm", v["num_minibatches"]), ("critic", cfg.critic.num_minibatches)):
+        if count and cfg.data.prompts_per_step % count:
+            size = cfg.data.prompts_per_step / count
+            out.append(
+                f"{name}.num_minibatches={count}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
+                f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}"
+            )
+    return out
+
+
+def _no_effect(name, value, without, remedy):
+    return f"{name}={value!r} has no effect {without}; {remedy}"
+
+
+def _estimators(cfg, v):
+    """Options of the advantage that its estimator does not read, and bounds that cross."""
+    a, out = cfg.algorithm, []
+    given = lambda name: get(a, name) is not None  # noqa: E731
+    kind = f"with algorithm.advantage={v['advantage']}"
+    if v["advantage"] != "gae":
+        out += [_no_effect(f"algorithm.{n}", v[n], kind, "set gae") for n in ("lam", "lam_alpha", "critic_lam") if given(n)]
+        defaults = options()
+        out += [_no_effect(f"critic.{n}", cfg.critic[n], kind, "set gae, or algorithm.preset=ppo") for n in cfg.critic
+                if cfg.critic[n] != defaults[f"critic.{n}"].default]
+    if v["advantage"] not in ("returns", "gae") and given("gamma"):
+        out.append(_no_effect("algorithm.gamma", v["gamma"], kind, "set returns or gae"))
+    low, high = v["advantage_low"], v["advantage_high"]
+    if low is not None and high is not None and low >= high:
+        out.append(f"algorithm.advantage_low={low}: must be below algorithm.advantage_high={high}")
+    if cfg.critic.shared and v["advantage"] == "gae":
+        out += [_no_effect(f"critic.{n}", cfg.critic[n], "with critic.shared", "it belongs to a critic of its own")
+                for n in ("path", "num_minibatches", "warmup_steps") if cfg.critic[n]]
+    if v["positive_nll_coef"] and not cfg.reward.functions:
+        out.append("algorithm.positive_nll_coef needs a reward that says which answers are right")
+    return out
+
+
+def _ratios(v):
+    out, loss, ratio = [], v["policy_loss"], v["ratio"]
+    if ratio != "token" and loss in ("pg", "dppo"):
+        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: it works by token; set algorithm.ratio=token")
+    if ratio == "geometric" and loss not in ("clip", "pg", "dppo") and ":" not in loss:
+        out.append(f"algorithm.ratio=geometric with algorithm.policy_loss={loss}: the geometric mean belongs to clip")
+    if ratio == "geometric" and (v["dual_clip"] or v["delta"]):
+        out.append("algorithm.ratio=geometric clips tokens before their mean: algorithm.dual_clip and delta must be 0")
+    if ratio != "geometric" and not 0 < v["clip_low"] <= 1:
+        out.append(f"algorithm.clip_low={v['clip_low']}: must lie above 0 and at most at 1 (1 = no lower bound)")
+    if v["delta"] and v["delta"] < 1 + v["clip_high"]:
+        out.append(f"algorithm.delta={v['delta']}: must be at least 1 + clip_high = {1 + v['clip_high']:g}, or 0 for off")
+    if v["cispo_min_ratio"] >= v["cispo_max_ratio"]:
+        out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below cispo_max_ratio={v['cispo_max_ratio']}")
+    if loss != "clip" and ":" not in loss and (v["dual_clip"] or v["delta"]):
+        out.append(f"algorithm.dual_clip and delta have no effect with algorithm.policy_loss={loss}; set clip")
+    return out
+
+
+def _kl(cfg, v):
+    a, r, out = cfg.algorithm, cfg.reference, []
+    if v["kl.coef"]:
+        if v["kl.placement"] == "loss" and v["kl.estimator"] == "k1":
+            out.append("algorithm.kl.estimator=k1 in the loss: its expected gradient is zero, it would do nothing; take k3_unbiased or "
+                       "k2, or algorithm.kl.placement=reward")
+        if v["kl.placement"] == "reward" and v["kl.estimator"] == "k3_unbiased":
+            out.append("algorithm.kl.estimator=k3_unbiased in the reward: no gradient flows through its ratio there; take k1")
+        if v["kl.placement"] == "reward" and v["old_logprobs"] == "rollout":
+            out.append("algorithm.old_logprobs=rollout with a KL in the reward: it is the trainer's policy that is compared with the "
+                       "reference; set auto or recompute")
+    else:
+        without = "while algorithm.kl.coef is 0"
+        out += [_no_effect(f"algorithm.kl.{n}", a.kl[n], without, "set a coefficient") for n in ("estimator", "placement")
+                if a.kl[n] is not None]
+        out += [_no_effect(f"reference.{n}", r[n], without, "set a coefficient")
+                for n in ("path", "reset_steps", "reset_epochs") if r[n]]
+    if r.reset_optimizer and not (r.reset_steps or r.reset_epochs):
+        out.append("reference.reset_optimizer has no effect without reference.reset_steps or reset_epochs")
+    return out
+
+
+def _mismatch(cfg, v):
+    a, out = cfg.algorithm, []
+    choice, rollout = v["mismatch.correction"], v["old_logprobs"] == "rollout"
+    if choice == "none":
+        out += [_no_effect(f"algorithm.mismatch.{n}", a.mismatch[n], "while algorithm.mismatch.correction is none", "set token_tis")
+                for n in ("cap", "low") if a.mismatch[n] is not None]
+    if v["mismatch.low"] and not choice.endswith("_mis"):
+        out.append(f"algorithm.mismatch.low={v['mismatch.low']} has no effect with algorithm.mismatch.correction={choice}; set "
+                   "token_mis (IcePop), sequence_mis or geometric_mis")
+    if v["mismatch.low"] >= v["mismatch.cap"]:
+        out.append(f"algorithm.mismatch.low={v['mismatch.low']}: must be below algorithm.mismatch.cap={v['mismatch.cap']}")
+    if choice not in ("auto", "none") and rollout:
         out.append(
-            f"algorithm.ppo_epochs={v['ppo_epochs']}, algorithm.num_minibatches={v['num_minibatches']}: both at least 1"
-        )
-    elif cfg.data.prompts_per_step % v["num_minibatches"]:
-        size = cfg.data.prompts_per_step / v["num_minibatches"]
-        out.append(
-            f"algorithm.num_minibatches={v['num_minibatches']}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
-            f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}"
-        )
-    if not 0 < v["clip_low"] < 1 or v["clip_high"] <= 0:
-        out.append(
-            f"algorithm.clip_low={v['clip_low']}, algorithm.clip_high={v['clip_high']}: need 0 < clip_low < 1 and clip_high > 0"
-        )
-    if v["kl.coef"] < 0:
-        out.append(f"algorithm.kl.coef={v['kl.coef']}: must not be negative")
-    if v["kl.coef"] == 0 and a.kl.estimator is not None:
-        out.append(
-            f"algorithm.kl.estimator={a.kl.estimator!r} has no effect while algorithm.kl.coef is 0; set a coefficient"
-        )
-    if v["kl.coef"] == 0 and cfg.reference.path:
-        out.append(
-            f"reference.path={cfg.reference.path!r} has no effect while algorithm.kl.coef is 0; set a coefficient"
-        )
-    if a.mismatch.correction == "none" and a.mismatch.cap != options()["algorithm.mismatch.cap"].default:
-        out.append(
-            f"algorithm.mismatch.cap={a.mismatch.cap} has no effect while algorithm.mismatch.correction is none; set token_tis"
-        )
-    if a.mismatch.correction == "token_tis" and a.old_logprobs == "rollout":
-        out.append(
-            "algorithm.mismatch.correction=token_tis with algorithm.old_logprobs=rollout: the clip already is around the"
+            f"algorithm.mismatch.correction={choice} with algorithm.old_logprobs=rollout: the ratio is already taken to the"
             " sampler's log-probs; use one of them"
         )
+    return out
+
+
+def _beside(cfg, v):
+    """Dynamic sampling, entropy, early stop."""
+    a, out = cfg.algorithm, []
+    if ":" in a.keep_group:
+        out += _import_path("algorithm.keep_group", a.keep_group)
+    elif a.keep_group and a.keep_group not in {f.rpartition(":")[2] for f in cfg.reward.functions}:
+        out.append(f"algorithm.keep_group={a.keep_group!r}: neither a reward of this run nor an import path")
+    if a.keep_group and v["dynamic_sampling"] == "off":
+        out.append(_no_effect("algorithm.keep_group", a.keep_group, "while algorithm.dynamic_sampling is off", "set mask or refill"))
+    if v["entropy_target"] and v["entropy_coef"]:
+        out.append(f"algorithm.entropy_coef={v['entropy_coef']} with entropy_target={v['entropy_target']}: the coefficient adapts by "
+                   "itself, up to entropy_max; set entropy_coef=0")
+    if (a.early_stop_ratio or a.early_stop_kl) and v["ppo_epochs"] * v["num_minibatches"] == 1:
+        out.append("algorithm.early_stop_ratio and early_stop_kl have no effect with one optimizer step per batch; raise "
+                   "algorithm.num_minibatches or ppo_epochs")
+    if 0 < a.early_stop_ratio <= 1:
+        out.append(f"algorithm.early_stop_ratio={a.early_stop_ratio}: must be above 1, the ratio of an unchanged policy; 0 = off")
     return out
 
 
@@ -389,6 +517,11 @@ def resolved_algorithm(cfg) -> dict:
     """Algorithm options with the preset's values filled in: dotted name below `algorithm` -> value."""
     given = {name: get(cfg.algorithm, name) for name in PRESETS[cfg.algorithm.preset]}
     return {name: value for name, (value, _) in resolve(cfg.algorithm.preset, given).items()}
+
+
+def shares_trunk(cfg) -> bool:
+    """Whether the policy has a value head of its own."""
+    return cfg.run.recipe == "rl" and cfg.critic.shared and resolved_algorithm(cfg)["advantage"] == "gae"
 
 
 def origins(cfg) -> dict:

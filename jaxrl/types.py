@@ -62,6 +62,7 @@ class PackedBatch:
     prefixes: Any  # [R, L] int32, segment of the shared prompt, 0 = none
     sources: Any  # [R, S] int32
     targets: Any  # [R, S] int32
+    sequences: Any  # [R, S] int32, the slot's sequence: 1, 2, ... within the row, 0 = unused slot
     columns: dict[str, Any]  # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...)
     weights: dict[str, Any]  # loss term -> [R, S] float32, 1/denominator where the token counts, else 0
 
@@ -76,4 +77,4 @@ class TrainState:
     step: Any  # [] int32: optimizer updates applied
     version: Any  # [] int32: published weight version
     rng: Any  # key data of the root key
-    stats: Any  # dict of scalars: skipped updates, non-finite streak
+    stats: Any  # dict of scalars: skipped updates, non-finite streak, whether this step was stopped early, entropy coefficients

@@ -118,7 +118,7 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
     file.write_text(
         "from jaxrl.config import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
     )
-    with pytest.raises(ConfigError, match="did you mean optimizer.lr"):
+    with pytest.raises(ConfigError, match="did you mean critic.lr or optimizer.lr"):
         load_config(str(file))
 
 
@@ -149,7 +149,7 @@ BAD = [
     ("algorithm.kl.coef", -0.1, "must not be negative"),
     ("algorithm.kl.estimator", "k3", "no effect while algorithm.kl.coef is 0"),
     ("reference.path", "x", "no effect while algorithm.kl.coef is 0"),
-    ("algorithm.clip_low", 1.5, "0 < clip_low < 1"),
+    ("algorithm.clip_low", 1.5, "must lie above 0 and at most at 1"),
     ("mesh.dp", 0, "-1 for the rest"),
     ("mesh.dp", -1, "only one axis can be -1"),
     ("train.row_lengths", (64,), "raise the last length"),

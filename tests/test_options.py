@@ -213,7 +213,7 @@ def test_remat_and_attention_choose_the_program(tiny):
 def test_trainable_and_frozen_decide_what_has_optimizer_state(tiny):
     def names(*pairs):
         job = setup.open_job(tiny(*pairs))
-        optimizer, _ = training.make_optimizer(job.config.optimizer, 10, job.flat_axes())
+        optimizer, _ = training.make_optimizer(job.config.optimizer, 10, setup.flat_axes(job.tree))
         state = setup.abstract_state(job, optimizer)
         moments = {str(getattr(p[-1], "key", "")) for p, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)}
         assert set(state.trainable) <= moments and not set(state.frozen) & moments
@@ -489,7 +489,7 @@ def loss_of():
     layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=False)
 
     def compute(change, **options):
-        weights = training.loss_weights(traj, np.arange(9), options.pop("aggregation", "token_mean"), False)
+        weights = training.loss_weights(traj, np.arange(9), options.pop("aggregation", "token_mean"))
         batch = training.pack(traj, layout.minibatches[0].microbatches[0], columns | change(columns), weights)
         cfg = training.LossConfig(**options)
         loss, metrics = loss_and_metrics(params, {}, jax.tree.map(jnp.asarray, batch), model, cfg)
@@ -529,7 +529,7 @@ def test_truncated_answers_can_be_masked():
     traj.finish[:] = [0, 1, 0, 1]
     cut = np.repeat(traj.finish == 1, traj.lengths) & traj.loss_mask
     kept, masked = (
-        training.loss_weights(traj, np.arange(4), "token_mean", mask_truncated=m)["policy"] for m in (False, True)
+        training.loss_weights(traj, np.arange(4), "token_mean", dropped=(traj.finish == 1) & m)["policy"] for m in (False, True)
     )
     assert (kept[cut] > 0).all() and (masked[cut] == 0).all()
     np.testing.assert_array_equal(kept[~cut], masked[~cut])  # denominators stay
@@ -543,9 +543,10 @@ def test_reference_path_and_dtype(tiny, tmp_path):
     def reference(*pairs):
         c = tiny("run.seed", 1, *pairs)
         r = SimpleNamespace(config=c, job=setup.open_job(c), engine=None, say=lambda text: None)
-        a = Algorithm(r)
-        a.begin(r)
-        return a.reference, setup.initial_params(r.job)
+        part = Algorithm(r).reference
+        if part is not None:
+            part.start(None, None)
+        return part and part.params, setup.initial_params(r.job)
 
     assert reference()[0] is None  # no KL term, nothing is loaded
     own, start = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32")

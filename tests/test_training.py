@@ -76,7 +76,7 @@ def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
         model = tiny_model(jnp.float64)
         params = params_of(model, jnp.float64)
         traj, columns = batch_of_groups(groups=3, size=3)
-        weights = training.loss_weights(traj, np.arange(traj.num_sequences), aggregation, False)
+        weights = training.loss_weights(traj, np.arange(traj.num_sequences), aggregation)
         truth, _ = gradient(model, params, traj, columns, weights, one_at_a_time(traj), np.float64)
         for name in ("padded", "packed", "packed_shared_2_microbatches", "packed_shared_8_microbatches"):
             layout = layout_of(traj, name)
@@ -87,7 +87,7 @@ def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
 def test_gradients_do_not_depend_on_the_layout_float32():
     model, (traj, columns) = tiny_model(), batch_of_groups()
     params = params_of(model)
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     truth, metrics = gradient(model, params, traj, columns, weights, one_at_a_time(traj), np.float32)
     for name in LAYOUTS:
         got, m = gradient(model, params, traj, columns, weights, layout_of(traj, name), np.float32)
@@ -98,7 +98,7 @@ def test_gradients_do_not_depend_on_the_layout_float32():
 
 def test_remat_does_not_change_the_gradient():
     traj, columns = batch_of_groups()
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     plain = tiny_model()
     truth, _ = gradient(plain, params_of(plain), traj, columns, weights, layout_of(traj, "packed"), np.float32)
     remat = tiny_model(remat="full")
@@ -113,7 +113,7 @@ def test_scoring_agrees_with_the_update_forward_on_the_same_layout():
     score = training.make_score(model, temperature=1.0, chunk=LOSS.chunk, put=lambda b: jax.tree.map(jnp.asarray, b))
     columns["old"] = score(params, traj, layout)
     assert (columns["old"][traj.loss_mask] < 0).all() and (columns["old"][~traj.loss_mask] == 0).all()
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     _, metrics = gradient(model, params, traj, columns, weights, layout, np.float32)
     assert float(metrics["old_gap/max"]) < 1e-6  # another fusion of the same arithmetic
     assert float(metrics["policy/ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
@@ -205,7 +205,7 @@ def test_packing_fills_rows_of_long_tailed_lengths():
 def _update(optimizer, loss, columns_patch=None, steps=1):
     model, (traj, columns) = tiny_model(), batch_of_groups()
     columns |= columns_patch or {}
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     update = training.make_update(model, optimizer, lambda i: 1e-2, loss)
     trainable, frozen = training.partition(params_of(model), (".*",), ("embed",))
     state = training.init_state(trainable, frozen, optimizer, 0)
@@ -236,7 +236,7 @@ def test_a_non_finite_update_changes_nothing_but_its_counters():
 def test_one_compilation_serves_every_microbatch_and_step(caplog):
     """Gradients lie on the mesh as their parameters do from the start; otherwise the second microbatch compiles again."""
     model, (traj, columns) = tiny_model(), batch_of_groups()
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     optimizer = optax.adamw(1e-2)
     mesh = jax.make_mesh((1, 1, 1), ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("dp", "fsdp")))
@@ -272,7 +272,7 @@ def test_gradient_clipping_bounds_the_update():
 def test_fp16_loss_scale_halves_on_overflow_and_the_step_is_skipped():
     model = tiny_model(jnp.float16)
     traj, columns = batch_of_groups()
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     loss = training.LossConfig(old="current", chunk=32, fp16=True)
     update = training.make_update(model, optax.sgd(1e-2), lambda i: 1e-2, loss)
     trainable, frozen = training.partition(params_of(model), (".*",), ())
@@ -350,7 +350,7 @@ def test_patterns_that_match_nothing_are_errors():
 def test_entropy_and_kl_metrics_are_those_of_the_distribution():
     model, (traj, columns) = tiny_model(), batch_of_groups()
     params = params_of(model)
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     layout = layout_of(traj, "padded")
     _, metrics = gradient(model, params, traj, columns, weights, layout, np.float32)
     batch = training.pack(traj, layout.minibatches[0].microbatches[0], columns, weights)

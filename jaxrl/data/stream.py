@@ -50,9 +50,10 @@ class Stream:
         """Steps from position 0 to the end, None if endless."""
         return None if self.end == sys.maxsize else -(-self.end // self.per_step)
 
-    def take(self, cursor: int) -> tuple[list[tuple[int, Example]], int]:
-        """The step that starts at `cursor`: [(position, example)] and the next cursor. Empty when exhausted."""
-        stop = min(cursor + self.per_step, self.end)
+    def take(self, cursor: int, count: int = 0) -> tuple[list[tuple[int, Example]], int]:
+        """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end of the
+        stream, none when it is exhausted."""
+        stop = min(cursor + (count or self.per_step), self.end)
         if self._workers == 0:
             return [(p, self._examples[p]) for p in range(cursor, stop)], max(cursor, stop)
         if self._at != cursor:

@@ -27,6 +27,7 @@ from jaxrl.models.tensorfile import shortened
 
 SOURCE = "jaxrl_source"
 HEAD = "lm_head.weight"
+SCORE = "score.weight"  # the head of transformers' sequence classifiers, which is how reward models are stored
 EMBEDDING = "model.embed_tokens.weight"
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
@@ -140,6 +141,35 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     if shardings is None:
         device = SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
         shardings = model.tree(lambda entry: device)
+    return model.tree(_loader(stored, shardings, dtype))
+
+
+def load_critic(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
+    """The trunk of a causal model or of a sequence classifier with one label (a reward model), with a value head.
+
+    The head is the classifier's `score.weight` [1, D]; zero where the folder has none. `shardings` as
+    models.value.ValueModel's tree. Raises as load_params does.
+    """
+    folder = folder_of(path, revision)
+    stored = tensorfile.list_folder(folder)
+    score = stored.get(SCORE)
+    trunk = {name: t for name, t in stored.items() if name not in (SCORE, HEAD)}
+    _match(model, trunk, folder, head=False)
+    width = model.config.hidden_size
+    if score is not None and score.shape != (1, width):
+        raise ConfigError(f"{folder}: {SCORE} has shape {score.shape}, a critic needs one label: (1, {width})")
+    load = _loader(stored, shardings, dtype)
+    params = model.tree(lambda entry: None if entry.path[0] == "head" else load(entry))
+    params.pop("head", None)
+    kernel = np.zeros(width) if score is None else score.read().reshape(-1)
+    place = shardings["value"]
+    params["value"] = {"kernel": jax.device_put(np.asarray(kernel, dtype), place["kernel"]),
+                       "bias": jax.device_put(np.zeros((), dtype), place["bias"])}
+    return params
+
+
+def _loader(stored, shardings, dtype):
+    """load(entry) -> the array of one row of the parameter table."""
 
     def load(entry):
         sharding = functools.reduce(lambda node, name: node[name], entry.path, shardings)
@@ -151,7 +181,7 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
             array = _filler(sharding)(array, _place(entry, stored[name], part, dtype), i).block_until_ready()
         return array
 
-    return model.tree(load)
+    return load
 
 
 def check_weights(model, path: str, revision: str | None = None) -> None:
@@ -172,14 +202,14 @@ def _filler(sharding):
     return jax.jit(lambda array, part, i: array.at[i].set(part), donate_argnums=0, out_shardings=sharding)
 
 
-def _match(model, stored, folder):
-    """Every tensor the model needs is there once, in its shape, and nothing else is."""
+def _match(model, stored, folder, head=True):
+    """Every tensor the model needs is there once, in its shape, and nothing else is. `head` False: but for the output matrix."""
     if not stored:
         raise ConfigError(f"{folder}: no {tensorfile.SINGLE} and no {tensorfile.INDEX}; convert the checkpoint to "
                           "safetensors, or set model.init=random")
-    shapes = {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
+    shapes = {name: entry.hf_shape for entry in model.entries for name in entry.hf_names if head or entry.path[0] != "head"}
     names = {name for name in stored if not IGNORED.fullmatch(name)}
-    if model.config.tied and HEAD in names:
+    if head and model.config.tied and HEAD in names:
         names.remove(HEAD)
         if stored[HEAD].shape != shapes[EMBEDDING] or not np.array_equal(stored[HEAD].read(), stored[EMBEDDING].read()):
             raise ConfigError(f"{folder}: {HEAD} differs from {EMBEDDING} although tie_word_embeddings=True; set "

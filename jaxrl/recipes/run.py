@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 
@@ -24,6 +25,7 @@ from jaxrl.rollout import make_engine
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
 from jaxrl.telemetry.names import duration
 from jaxrl.telemetry.profiler import Profiler
+from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
 
@@ -136,22 +138,30 @@ class Run:
         while self._closers:
             self._closers.pop()()
 
-    def prepare(self, updates_per_step: int, loss) -> None:
-        """Optimizer, state (restored or new), update program, telemetry; publishes the first weights."""
-        c, job = self.config, self.job
-        axes = job.flat_axes()
+    def prepare(self, updates_per_step: int, loss, parts=()) -> None:
+        """Optimizer, state (restored or new), update program, telemetry; publishes the first weights.
+
+        `parts` are what a checkpoint holds beside the policy. A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for
+        nothing), `start(arrays, host)` (what a checkpoint held, or None and None), `arrays()` and `host()` (JSON-able dict).
+        """
+        c, job, self.parts = self.config, self.job, parts
+        axes = setup.flat_axes(job.tree)
         total = max(1, self.total_steps * updates_per_step)
         self.optimizer, self.schedule = training.make_optimizer(c.optimizer, total, axes)
         abstract = setup.abstract_state(job, self.optimizer)
+        everything = {**vars(abstract), **{part.name: part.abstract() for part in parts}}
         try:
-            self.checkpointer.require_space(abstract)
+            self.checkpointer.require_space(everything)
         except OSError as e:
             raise ConfigError(f"run.dir={c.run.dir!r}: {e.strerror}") from None
-        restored = self.checkpointer.restore(abstract, c.run.resume)
+        restored = self.checkpointer.restore(everything, c.run.resume)
         if restored is None:
-            self.state = setup.new_state(job, self.optimizer, abstract, setup.initial_params(job))
+            self.state = setup.new_state(job, self.optimizer, abstract, setup.start_params(job))
         else:
             self._take_over(restored)
+        for part in parts:
+            arrays, host = (None, None) if restored is None else (restored.arrays[part.name], restored.host["parts"][part.name])
+            part.start(arrays, host)
         self.telemetry = self._own(
             Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None)
         )
@@ -183,7 +193,7 @@ class Run:
 
     def _take_over(self, restored):
         host = restored.host
-        self.state = restored.arrays
+        self.state = TrainState(**{f.name: restored.arrays[f.name] for f in dataclasses.fields(TrainState)})
         self.step, self.cursor, self.samples = host["step"], host["cursor"], host["samples"]
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
         self._saved_step = self.step
@@ -238,7 +248,7 @@ class Run:
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""
-        self.engine.publish(training.merge(self.state.trainable, self.state.frozen), self.step)
+        self.engine.publish(setup.policy_params(self.state), self.step)
 
     def advance(self, cursor: int, samples: int) -> None:
         """The update of this step is done: the step counts."""
@@ -320,8 +330,10 @@ class Run:
                 "last_eval": self.last_eval,
                 "config": redacted(self.config),
                 "triggers": {name: due.state() for name, due in self.due.items()},
+                "parts": {part.name: part.host() for part in self.parts},
             }
-            self.checkpointer.save(self.step, self.state, host)
+            arrays = {**vars(self.state), **{part.name: part.arrays() for part in self.parts}}
+            self.checkpointer.save(self.step, arrays, host)
         self._saved_step = self.step
 
     def export(self, folder) -> None:
@@ -329,7 +341,7 @@ class Run:
         with self.phase("export"):
             hf.export(
                 self.job.model,
-                training.merge(self.state.trainable, self.state.frozen),
+                setup.policy_params(self.state),
                 folder,
                 self.job.hf_config,
                 c.checkpoint.export_dtype,
@@ -385,12 +397,12 @@ class Run:
         """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine
         has them. Opens telemetry that writes no metrics."""
         c, job = self.config, self.job
-        optimizer, _ = training.make_optimizer(c.optimizer, 1, job.flat_axes())
+        optimizer, _ = training.make_optimizer(c.optimizer, 1, setup.flat_axes(job.tree))
         state = setup.abstract_state(job, optimizer)
         restored = self.checkpointer.restore(
             {"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True
         )
-        params = setup.initial_params(job) if restored is None else training.merge(**restored.arrays)
+        params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
         self.step = 0 if restored is None else restored.host["step"]
         self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True))
         self.engine.publish(params, self.step)

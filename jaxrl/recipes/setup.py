@@ -18,8 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
 from jaxrl.config import ConfigError
-from jaxrl.config_checks import derived, longest_sequence, origins
+from jaxrl.config_checks import derived, longest_sequence, origins, shares_trunk
 from jaxrl.models import hf
+from jaxrl.models.value import ValueModel
 from jaxrl.rollout import chosen_engine
 from jaxrl.types import TrainState
 
@@ -46,9 +47,15 @@ class Job:
         """Host PackedBatch -> devices, rows over dp x fsdp."""
         return jax.device_put(batch, sharding.batch_sharding(self.mesh))
 
-    def flat_axes(self) -> dict[str, tuple]:
-        """Parameter name -> logical axis names."""
-        return flatten_dict(self.model.logical_axes(), sep="/", is_leaf=lambda _, x: isinstance(x, tuple))
+    @property
+    def tree(self):
+        """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
+        return ValueModel(self.model, keep_head=True) if shares_trunk(self.config) else self.model
+
+
+def flat_axes(tree) -> dict[str, tuple]:
+    """Parameter name -> logical axis names."""
+    return flatten_dict(tree.logical_axes(), sep="/", is_leaf=lambda _, x: isinstance(x, tuple))
 
 
 def start_jax(config) -> None:
@@ -95,7 +102,7 @@ def read_inputs(config) -> Inputs:
     """
     m = config.model
     try:
-        hf_config = hf.load_config(_source(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained")
+        hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained")
         table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
@@ -111,15 +118,15 @@ def read_inputs(config) -> Inputs:
 def check_weights(config, inputs: Inputs) -> None:
     """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
     if config.model.init == "pretrained":
-        hf.check_weights(inputs.table, _source(config.model.path), config.model.revision)
+        hf.check_weights(inputs.table, source_of(config.model.path), config.model.revision)
     if config.reference.path:
         try:
-            hf.check_weights(inputs.table, _source(config.reference.path))
+            hf.check_weights(inputs.table, source_of(config.reference.path))
         except ConfigError as e:
             raise ConfigError(f"reference.path={config.reference.path!r}: {e}") from None
 
 
-def _source(path: str) -> str:
+def source_of(path: str) -> str:
     """Where a model really is. Without a network the hub is given up at once."""
     found = data_room.resolve(path) if path else ""
     if found and not Path(found).is_dir():
@@ -197,31 +204,59 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
     return ids
 
 
-def param_shardings(job: Job, rules=sharding.TRAIN_RULES):
-    shapes = jax.eval_shape(job.model.init, jax.random.key(0))
-    return sharding.param_shardings(job.mesh, job.model.logical_axes(), shapes, rules)
+def param_shardings(job: Job, rules=sharding.TRAIN_RULES, tree=None):
+    """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel)."""
+    tree = tree or job.tree
+    shapes = jax.eval_shape(tree.init, jax.random.key(0))
+    return sharding.param_shardings(job.mesh, tree.logical_axes(), shapes, rules)
+
+
+def policy_params(state: TrainState):
+    """The language model's parameters (nested tree), without a value head."""
+    return without_value(training.merge(state.trainable, state.frozen))
+
+
+def without_value(params):
+    return {name: node for name, node in params.items() if name != "value"}
 
 
 def initial_params(job: Job, path: str = "", dtype=None):
-    """The parameters the run starts from (nested tree, sharded): from `path` or model.path, or random from run.seed."""
+    """The language model the run starts from (nested tree, sharded): from `path` or model.path, or random from run.seed."""
     c = job.config.model
     dtype = dtype or DTYPES[job.config.train.param_dtype]
-    shardings = param_shardings(job)
+    shardings = param_shardings(job, tree=job.model)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
         revision = c.revision if not path else None
-        return hf.load_params(job.model, _source(source), revision, shardings, dtype)
+        return hf.load_params(job.model, source_of(source), revision, shardings, dtype)
     init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 
 
-def abstract_state(job: Job, optimizer) -> TrainState:
-    """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation."""
-    c = job.config
+def start_params(job: Job):
+    """What the policy's TrainState starts from: initial_params, with a value head at zero where the critic shares its trunk."""
+    params = initial_params(job)
+    if job.tree is job.model:
+        return params
+    return jax.jit(job.tree.with_head, out_shardings=param_shardings(job), donate_argnums=0)(params)
+
+
+def _parts(job: Job, params, everything: bool):
+    patterns = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
+    return training.partition(params, *patterns)
+
+
+def abstract_state(job: Job, optimizer, tree=None, everything=False) -> TrainState:
+    """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
+
+    tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
+    """
+    c, tree = job.config, tree or job.tree
     dtype = DTYPES[c.train.param_dtype]
-    params = jax.eval_shape(job.model.init, jax.random.key(0))
-    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, param_shardings(job))
-    trainable, frozen = training.partition(params, c.model.trainable, c.model.frozen)
+    params = jax.eval_shape(tree.init, jax.random.key(0))
+    where = param_shardings(job, tree=tree)
+    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, where)
+    trainable, frozen = _parts(job, params, everything)
     fp16 = job.compute_dtype == jnp.float16
     state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16), trainable, frozen)
     known = {**trainable, **frozen}
@@ -236,10 +271,10 @@ def abstract_state(job: Job, optimizer) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def new_state(job: Job, optimizer, abstract: TrainState, params) -> TrainState:
+def new_state(job: Job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
     """TrainState at step 0 around `params` (whose buffers are taken over)."""
     c = job.config
-    trainable, frozen = training.partition(params, c.model.trainable, c.model.frozen)
+    trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     fp16 = job.compute_dtype == jnp.float16
     create = lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16)  # noqa: E731

@@ -77,7 +77,7 @@ def one_update(r: Run, traj: Trajectories):
     layout = training.make_layout(
         traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=False
     )
-    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean", False)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     batches = (job.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
     r.state, metrics = r.update(r.state, batches)
     return metrics, layout.efficiency

@@ -10,11 +10,11 @@ from jaxrl.types import FINISH, Trajectories
 
 
 def sampling_params(
-    group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0
+    group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0, greedy=False
 ) -> SamplingParams:
-    """SamplingParams from config.rollout or config.eval (they share option names)."""
+    """SamplingParams from config.rollout or config.eval (they share option names); `greedy` takes the likeliest token."""
     return SamplingParams(
-        temperature=group.temperature,
+        temperature=0.0 if greedy else group.temperature,
         top_p=group.top_p,
         top_k=group.top_k,
         min_p=group.min_p,

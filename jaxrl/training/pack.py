@@ -42,19 +42,20 @@ def pack(
     rows, length = len(micro.rows), micro.row_length
     ints = {
         k: np.zeros((rows, length), np.int32)
-        for k in ("tokens", "positions", "segments", "prefixes", "sources", "targets")
+        for k in ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
     }
     cols = {k: np.zeros((rows, length), dtype) for k in columns}
     wts = {k: np.zeros((rows, length), dtype) for k in weights}
     for r, row in enumerate(micro.rows):
-        cursor = scored = segment = 0
+        cursor = scored = segment = sequence = 0
         for block in row:
-            cursor, scored, segment = _place(traj, block, r, cursor, scored, segment, ints, columns, cols, weights, wts)
+            cursor, scored, segment, sequence = _place(
+                traj, block, r, cursor, scored, segment, sequence, ints, columns, cols, weights, wts)
     return PackedBatch(**ints, columns=cols, weights=wts)
 
 
-def _place(traj, block, r, cursor, scored, segment, ints, columns, cols, weights, wts):
-    """Writes one block at `cursor`; returns the new cursor, scored count and segment count."""
+def _place(traj, block, r, cursor, scored, segment, sequence, ints, columns, cols, weights, wts):
+    """Writes one block at `cursor`; returns the new cursor and the counts of scored slots, segments and sequences."""
     prompt_start = cursor
     first = block.sequences[0]
     prompt_length = int(traj.prompt_lengths[first])
@@ -78,13 +79,15 @@ def _place(traj, block, r, cursor, scored, segment, ints, columns, cols, weights
             before < prompt_length, prompt_start + before, cursor + before - prompt_length
         )
         ints["targets"][r, slots] = traj.tokens[idx]
+        sequence += len(idx) > 0
+        ints["sequences"][r, slots] = sequence
         for name, column in columns.items():
             cols[name][r, slots] = column[idx]
         for name, weight in weights.items():
             wts[name][r, slots] = weight[idx]
         scored += len(idx)
         cursor += len(answer)
-    return cursor, scored, segment
+    return cursor, scored, segment, sequence
 
 
 def _write(ints, r, cursor, tokens, first_position, segment, prefix):
@@ -108,15 +111,25 @@ def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T:
                 scored += len(idx)
 
 
-def loss_weights(traj, sequences, aggregation: str, mask_truncated: bool) -> dict[str, np.ndarray]:
-    """Token weights [T] of one optimizer step: `policy` by the aggregation, `token` the plain token mean.
+def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=None, keep=None, positive=None):
+    """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens and sequences.
 
-    Truncated answers masked by `mask_truncated` lose their policy weight and keep their place in the denominators.
+    Args:
+      sequences: those of the optimizer step. aggregation, max_tokens: as aggregation_weights'.
+      dropped: [N] bool, sequences without policy loss. keep: [T] bool, tokens with one. What they take away keeps its place
+        in the denominators.
+      positive: [N] bool, sequences of the positive-example loss; None = there is none.
+
+    Returns:
+      {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive sequences}.
     """
     counts = np.zeros(traj.num_sequences)
     counts[sequences] = np.add.reduceat(traj.loss_mask.astype(np.int64), traj.offsets[:-1])[sequences]
-    policy = aggregation_weights(counts, aggregation)
-    if mask_truncated:
-        policy = np.where(traj.finish == 1, 0.0, policy)
     spread = lambda w: np.where(traj.loss_mask, np.repeat(w, traj.lengths), 0.0)  # noqa: E731
-    return {"policy": spread(policy), "token": spread(aggregation_weights(counts, "token_mean"))}
+    policy = aggregation_weights(counts, aggregation, groups_N=traj.group, max_tokens=max_tokens)
+    policy = spread(policy if dropped is None else np.where(dropped, 0.0, policy))
+    out = {"policy": policy if keep is None else np.where(keep, policy, 0.0),
+           "token": spread(aggregation_weights(counts, "token_mean"))}
+    if positive is not None:
+        out["positive"] = spread(aggregation_weights(np.where(positive, counts, 0), "token_mean"))
+    return out

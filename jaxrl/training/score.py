@@ -12,16 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.kernels.logprob import logprob_and_entropy
+from jaxrl.models.value import values
 from jaxrl.training.pack import pack, unpack
 
 
-def forward_logprobs(model, params, batch, *, temperature, chunk, valid_RxS):
-    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature; 0 where not valid.
-
-    The one forward pass of scoring and update: on the same layout both give bitwise equal results on the CPU.
-    """
+def forward_hidden(model, params, batch):
+    """[R, S, D]: the hidden state that predicts each scored slot. The one forward pass of scoring and update: on the same
+    layout both give bitwise equal results on the CPU."""
     hidden_RxLxD = model.hidden(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
-    hidden_RxSxD = jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1)
+    return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1)
+
+
+def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
+    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature; 0 where not valid."""
     return logprob_and_entropy(
         hidden_RxSxD,
         model.head(params),
@@ -31,6 +34,11 @@ def forward_logprobs(model, params, batch, *, temperature, chunk, valid_RxS):
         softcap=model.config.final_softcap,
         chunk=chunk,
     )
+
+
+def forward_logprobs(model, params, batch, **options):
+    """`logprobs_of` of `forward_hidden`."""
+    return logprobs_of(model, params, forward_hidden(model, params, batch), batch, **options)
 
 
 def make_score(model, *, temperature: float, chunk: int, put):
@@ -43,19 +51,34 @@ def make_score(model, *, temperature: float, chunk: int, put):
       put: host PackedBatch -> device PackedBatch.
     """
 
-    @jax.jit
     def program(params, batch):
         return forward_logprobs(
             model, params, batch, temperature=temperature, chunk=chunk, valid_RxS=batch.weights["scored"] > 0
         )[0]
+
+    return _over_layout(program, put)
+
+
+def make_value_score(model, *, put):
+    """The same for values: `score(params, traj, layout) -> [T] float32`, the value of the state each scored token was drawn in.
+
+    Args:
+      model: jaxrl.models.Model; `params` has a value head (see models.value).
+      put: host PackedBatch -> device PackedBatch.
+    """
+    return _over_layout(lambda params, batch: values(params, forward_hidden(model, params, batch)), put)
+
+
+def _over_layout(program, put):
+    program = jax.jit(program)
 
     def score(params, traj, layout):
         out = np.zeros(len(traj.tokens), np.float32)
         ones = {"scored": np.ones(len(traj.tokens), np.float32)}
         micros = [m for mini in layout.minibatches for m in mini.microbatches]
         pending = [program(params, put(pack(traj, m, {}, ones))) for m in micros]
-        for micro, values in zip(micros, pending, strict=True):
-            unpack(traj, micro, np.asarray(values), out)
+        for micro, scored in zip(micros, pending, strict=True):
+            unpack(traj, micro, np.asarray(scored), out)
         return out
 
     score.program = program

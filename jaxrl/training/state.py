@@ -44,7 +44,8 @@ def merge(trainable, frozen):
 
 def init_state(trainable, frozen, optimizer, seed: int, fp16: bool = False) -> TrainState:
     """State before the first update. Pure, so it can be jitted with out_shardings or given to eval_shape."""
-    stats = {"skipped": jnp.zeros((), jnp.int32), "nonfinite_streak": jnp.zeros((), jnp.int32)}
+    stats = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "nonfinite_streak", "stopped")}
+    stats |= {name: jnp.zeros((), jnp.float32) for name in ("entropy_coef", "entropy_applied")}
     if fp16:
         stats |= {"loss_scale": jnp.asarray(2.0**15, jnp.float32), "finite_streak": jnp.zeros((), jnp.int32)}
     return TrainState(

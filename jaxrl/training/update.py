@@ -17,79 +17,177 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.algorithms.losses import clipped_policy_loss, kl_penalty, masked_exp, mismatch_weight
-from jaxrl.training.score import forward_logprobs
+from jaxrl.algorithms import (
+    Tokens,
+    adaptive_entropy_coef,
+    kl_penalty,
+    masked_exp,
+    mismatch_ratio,
+    mismatch_weight,
+    nll_loss,
+    off_policy_sequence_mask,
+    policy_loss,
+    value_loss,
+)
+from jaxrl.config import imported
+from jaxrl.models.value import values
+from jaxrl.training.score import forward_hidden, logprobs_of
 from jaxrl.training.state import merge
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Static choices of the loss. Columns read: advantage (policy); old, ref, behaviour where the choice needs them."""
+    """Static choices of the loss. Columns read: advantage (policy); old, ref, behaviour, old_value, return where the choice
+    needs them. Names below `policy_loss` are those of config.algorithm."""
 
-    kind: str = "policy"  # policy or nll
+    kind: str = "policy"  # policy, nll, or value (the critic's)
     temperature: float = 1.0
+    policy_loss: str = "clip"  # a name of algorithms.POLICY_LOSSES, or an import path
+    ratio: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl_coef: float = 0.0
+    dual_clip: float = 0.0
+    delta: float = 0.0
+    cispo_max_ratio: float = 5.0
+    cispo_min_ratio: float = 0.0
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    dppo_low: float = 0.2
+    dppo_high: float = 0.2
+    kl_coef: float = 0.0  # of the KL term in the loss
     kl_estimator: str = "k3_unbiased"
     entropy_coef: float = 0.0
+    entropy_target: float = 0.0  # > 0: the coefficient adapts, see algorithms.adaptive_entropy_coef
+    entropy_rate: float = 0.0
+    entropy_max: float = 0.0
+    positive_nll_coef: float = 0.0
+    value_coef: float = 0.0  # > 0: the policy's own trunk has a value head, whose loss is added
+    value_clip: float = 0.0
     old: str = "current"  # current: ratio 1 by construction; column: the column "old"
-    mismatch: str = "none"  # none or token_tis
+    mismatch: str = "none"  # none, or <token | sequence | geometric>_<tis | mis>
     mismatch_cap: float = 2.0
+    mismatch_low: float = 0.0
+    sequence_delta: float = 0.0
+    early_stop_ratio: float = 0.0
+    early_stop_kl: float = 0.0
     chunk: int = 1024
     max_grad_norm: float = 1.0
     fp16: bool = False
 
 
-SUMS_TO_MAX = ("gap/max", "old_gap/max")  # metrics combined by maximum, all others by sum
+SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
 
 
-def loss_and_metrics(trainable, frozen, batch, model, cfg: LossConfig):
+def loss_and_metrics(trainable, frozen, batch, model, cfg: LossConfig, entropy_coef=None):
     """(weighted sum of token losses, metrics) of one microbatch.
 
-    Policy: sum_t w_policy * mismatch * clipped + kl_coef * w_kl * kl - entropy_coef * w_entropy * entropy.
-    NLL: -sum_t w_policy * logp.
+    Policy: sum_t w_policy * (factor * policy loss + kl_coef * kl) - entropy_coef * w_token * entropy
+    + positive_nll_coef * w_positive * nll + value_coef * w_token * value loss; factor = mismatch weight and sequence mask.
+    NLL: -sum_t w_policy * logp. Value: sum_t w_token * value loss.
+
+    Args:
+      entropy_coef: [] coefficient of the bonus where it adapts; None = cfg's.
     """
     token = batch.weights["token"]
     mask = token > 0
-    logp, entropy = forward_logprobs(
-        model, merge(trainable, frozen), batch, temperature=cfg.temperature, chunk=cfg.chunk, valid_RxS=mask
+    params = merge(trainable, frozen)
+    hidden = forward_hidden(model, params, batch)
+    if cfg.kind == "value":
+        loss, metrics = _value_terms(params, hidden, batch, token, mask, cfg)
+        return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
+    logp, entropy = logprobs_of(
+        model, params, hidden, batch, temperature=cfg.temperature, chunk=cfg.chunk, valid_RxS=mask
     )
-    policy_weight = batch.weights["policy"]
     fixed = jax.lax.stop_gradient(logp)
     metrics = {
         "policy/entropy": jnp.sum(token * jax.lax.stop_gradient(entropy)),
         "policy/logprob": jnp.sum(token * fixed),
     }
     if cfg.kind == "nll":
-        loss = -jnp.sum(policy_weight * logp)
+        loss = -jnp.sum(batch.weights["policy"] * logp)
         return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
+    loss, more = _policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef)
+    if cfg.value_coef:
+        value, own = _value_terms(params, hidden, batch, token, mask, cfg)
+        loss, more = loss + cfg.value_coef * value, more | own
+    return loss, metrics | more | {"loss": jax.lax.stop_gradient(loss)}
 
-    old = batch.columns["old"] if cfg.old == "column" else fixed
-    token_loss, stats = clipped_policy_loss(logp, old, batch.columns["advantage"], mask, cfg.clip_low, cfg.clip_high)
-    if cfg.mismatch == "token_tis":
-        weight = mismatch_weight(old, batch.columns["behaviour"], mask, cfg.mismatch_cap)
-        token_loss = token_loss * weight
-        metrics["gap/weight_mean"] = jnp.sum(token * weight)
-    loss = jnp.sum(policy_weight * token_loss)
+
+def _policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef):
+    weight, columns = batch.weights["policy"], batch.columns
+    old = columns["old"] if cfg.old == "column" else fixed
+    behaviour, ref = columns.get("behaviour"), columns.get("ref")
+    tokens = Tokens(logp, old, behaviour, ref, columns["advantage"], mask, batch.sequences, entropy, columns)
+    token_loss, stats = find_policy_loss(cfg.policy_loss)(tokens, cfg)
+    factor, metrics = _mismatch_factor(tokens, fixed, token, mask, cfg)
+    loss = jnp.sum(weight * (token_loss if factor is None else token_loss * factor))
     metrics["policy/loss"] = jax.lax.stop_gradient(loss)
     if cfg.kl_coef:
-        loss += cfg.kl_coef * jnp.sum(
-            policy_weight * kl_penalty(logp, batch.columns["ref"], old, mask, cfg.kl_estimator)
-        )
-        metrics["policy/kl"] = jnp.sum(token * kl_penalty(fixed, batch.columns["ref"], fixed, mask, "k3"))
-    if cfg.entropy_coef:
-        loss -= cfg.entropy_coef * jnp.sum(token * entropy)
-    metrics |= _ratio_metrics(token, mask, fixed, old, stats) | _gap_metrics(token, mask, fixed, old, batch, cfg)
-    return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
+        loss += cfg.kl_coef * jnp.sum(weight * kl_penalty(logp, ref, old, mask, cfg.kl_estimator))
+    if ref is not None:
+        metrics["policy/kl"] = jnp.sum(token * kl_penalty(fixed, ref, fixed, mask, "k3"))
+    if cfg.entropy_coef or cfg.entropy_target:
+        coef = cfg.entropy_coef if entropy_coef is None else entropy_coef
+        loss -= coef * jnp.sum(token * entropy)
+        metrics["policy/entropy_coef"] = jnp.sum(token) * coef
+    if cfg.positive_nll_coef:
+        nll = jnp.sum(batch.weights["positive"] * nll_loss(logp, mask))
+        loss += cfg.positive_nll_coef * nll
+        metrics["policy/positive_nll"] = jax.lax.stop_gradient(nll)
+    return loss, metrics | _ratio_metrics(token, mask, fixed, old, stats) | _gap_metrics(token, mask, fixed, old, batch, cfg)
+
+
+def find_policy_loss(name: str):
+    """A registered policy loss, or the function an import path names. See algorithms.register_policy_loss."""
+    return imported(name) if ":" in name else policy_loss(name)
+
+
+def _mismatch_factor(tokens, fixed, token, mask, cfg):
+    """(factor on the policy loss or None, metrics) of what corrects for answers that another policy drew."""
+    factor, metrics = None, {}
+    if cfg.mismatch != "none":
+        level, _, action = cfg.mismatch.partition("_")
+        action = {"tis": "truncate", "mis": "mask"}[action]
+        options = dict(sequences=tokens.sequences, level=level)
+        factor = mismatch_weight(
+            tokens.old, tokens.behaviour, mask, cfg.mismatch_cap, action=action, low=cfg.mismatch_low, **options)
+        raw = mismatch_ratio(tokens.old, tokens.behaviour, mask, **options)
+        changed = (raw > cfg.mismatch_cap) | ((factor == 0) & mask)
+        metrics = {
+            "gap/weight_mean": jnp.sum(token * factor),
+            "gap/ratio_mean": jnp.sum(token * raw),
+            "gap/ratio_max": jnp.max(raw),
+            "gap/corrected_fraction": jnp.sum(token * changed),
+        }
+    if cfg.sequence_delta:
+        kept = off_policy_sequence_mask(
+            fixed, tokens.behaviour, tokens.advantage, mask, tokens.sequences, cfg.sequence_delta)
+        metrics["policy/sequence_masked_fraction"] = jnp.sum(token * (1 - kept))
+        factor = kept if factor is None else factor * kept
+    return factor, metrics
+
+
+def _value_terms(params, hidden, batch, token, mask, cfg):
+    """(critic's loss, a token mean; metrics)."""
+    predicted = values(params, hidden)
+    token_loss, stats = value_loss(predicted, batch.columns["old_value"], batch.columns["return"], mask, cfg.value_clip)
+    loss = jnp.sum(token * token_loss)
+    return loss, {
+        "value/loss": jax.lax.stop_gradient(loss),
+        "value/clip_fraction": jnp.sum(token * stats["clipped"]),
+        "value/mean": jnp.sum(token * jax.lax.stop_gradient(predicted)),
+    }
+
+
+# Metrics of the stats that the losses of this house return; those of other losses are policy/<name>.
+STAT_NAMES = {"ratio": "ratio_mean", "clipped": "clip_fraction", "clipped_low": "clip_low_fraction",
+              "clipped_high": "clip_high_fraction", "dual_clipped": "dual_clip_fraction"}
 
 
 def _ratio_metrics(token, mask, fixed, old, stats):
-    return {
-        "policy/clip_fraction": jnp.sum(token * stats["clipped"]),
-        "policy/ratio_mean": jnp.sum(token * jax.lax.stop_gradient(stats["ratio"])),
-        "policy/approx_kl": jnp.sum(token * (masked_exp(fixed - old, mask) - 1 - jnp.where(mask, fixed - old, 0))),
-    }
+    means = {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x)) for name, x in stats.items()}
+    approx_kl = masked_exp(fixed - old, mask) - 1 - jnp.where(mask, fixed - old, 0)
+    return means | {"policy/approx_kl": jnp.sum(token * approx_kl)}
 
 
 def _gap_metrics(token, mask, fixed, old, batch, cfg):
@@ -113,9 +211,10 @@ def make_accumulate(model, cfg: LossConfig):
 
     def accumulate(trainable, frozen, stats, grads, metrics, batch):
         scale = stats["loss_scale"] if cfg.fp16 else 1.0
+        coef = stats["entropy_applied"] if cfg.entropy_target else None
 
         def scaled(t):
-            loss, m = loss_and_metrics(t, frozen, batch, model, cfg)
+            loss, m = loss_and_metrics(t, frozen, batch, model, cfg, coef)
             return loss * scale, m
 
         (_, new), g = jax.value_and_grad(scaled, has_aux=True)(trainable)
@@ -129,7 +228,9 @@ def make_accumulate(model, cfg: LossConfig):
 def make_apply(optimizer, schedule, cfg: LossConfig):
     """apply(state, grads, metrics) -> (state, metrics).
 
-    Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted.
+    Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted. Nor
+    does an update whose mean ratio or approximate KL is above cfg's limit, and no other one until `stats["stopped"]` is 0
+    again: the decision is one of the whole optimizer step, so micro-batches cannot change it.
     """
 
     def apply(state, grads, metrics):
@@ -142,13 +243,18 @@ def make_apply(optimizer, schedule, cfg: LossConfig):
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
-        good = finite.astype(jnp.int32)
+        stopped = _stopped(state.stats["stopped"] > 0, metrics, cfg)
+        taken = finite & ~stopped
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)  # noqa: E731
+        good, moved = finite.astype(jnp.int32), taken.astype(jnp.int32)
         stats = {
             **state.stats,
             "skipped": state.stats["skipped"] + 1 - good,
             "nonfinite_streak": (state.stats["nonfinite_streak"] + 1) * (1 - good),
+            "stopped": stopped.astype(jnp.int32),
         }
+        if cfg.entropy_target:
+            stats |= _entropy_coefs(state.stats, metrics["policy/entropy"], cfg)
         if cfg.fp16:
             stats |= _rescale(state.stats, finite)
         metrics = metrics | {
@@ -156,15 +262,33 @@ def make_apply(optimizer, schedule, cfg: LossConfig):
             "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
             "optim/skipped": 1.0 - good,
         }
+        if cfg.early_stop_ratio or cfg.early_stop_kl:
+            metrics["policy/early_stopped"] = stopped.astype(norm.dtype)
         state = state.replace(
             trainable=keep(trainable, state.trainable),
             opt_state=keep(opt_state, state.opt_state),
-            step=state.step + good,
+            step=state.step + moved,
             stats=stats,
         )
         return state, metrics
 
     return apply
+
+
+def _stopped(already, metrics, cfg: LossConfig):
+    """Whether the rest of this RL step's updates is left out."""
+    if cfg.early_stop_ratio:
+        already |= metrics["policy/ratio_mean"] > cfg.early_stop_ratio
+    if cfg.early_stop_kl:
+        already |= metrics["policy/approx_kl"] > cfg.early_stop_kl
+    return already
+
+
+def _entropy_coefs(stats, entropy, cfg: LossConfig):
+    """The adaptive coefficient after this step, and what the next one applies of it."""
+    coef, _ = adaptive_entropy_coef(stats["entropy_coef"], entropy, cfg.entropy_target, cfg.entropy_rate, cfg.entropy_max)
+    coef = coef.astype(stats["entropy_coef"].dtype)
+    return {"entropy_coef": coef, "entropy_applied": jnp.where(entropy <= cfg.entropy_target, coef, 0)}
 
 
 def _rescale(stats, finite):

@@ -1,0 +1,91 @@
+"""Scores -> one advantage per scored token, on the host in float64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.algorithms import (
+    adaptive_lambda,
+    clip_advantages,
+    gae,
+    group_advantages,
+    token_returns,
+    token_rewards,
+    whiten,
+)
+from jaxrl.config import ConfigError, imported
+
+
+class AdvantageInputs(NamedTuple):
+    """What an advantage function of a user's own sees. N sequences, T tokens; sequence i owns [offsets[i], offsets[i+1])."""
+
+    scores: np.ndarray  # [N] shaped, NaN = absent
+    groups: np.ndarray  # [N] prompt of the sequence
+    mask: np.ndarray  # [T] bool: the policy sampled the token
+    offsets: np.ndarray  # [N+1]
+    rewards: dict[str, np.ndarray]  # name -> [N] raw, NaN = absent
+    columns: dict[str, Any]  # name -> [T]: behaviour, and old, ref where they are scored
+
+
+class Advantages(NamedTuple):
+    tokens: np.ndarray  # [T] float64, 0 where not scored and where the score is absent
+    returns: np.ndarray | None  # [T] float64: what the critic learns; its own value where the score is absent
+    zero_signal: np.ndarray  # [N] bool: sequences of groups whose scores carry no signal
+
+
+def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None) -> Advantages:
+    """Advantages as the row `v` of algorithm options says.
+
+    Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
+
+        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens)
+        returns  reward to go, the number at the last scored token and the KL at each
+        gae      the same rewards with a critic
+
+    then whitened over all tokens of sequences with a score, then clipped.
+
+    Args:
+      scores: [N], NaN = absent. baseline: [N] greedy scores. kl: [T] or None. values: [T] for gae.
+      rewards, columns: for a function of the user's own.
+    """
+    mask, offsets = traj.loss_mask, traj.offsets
+    present = np.repeat(np.isfinite(scores), traj.lengths) & mask
+    kind, returns = v["advantage"], None
+    if kl is not None and kind == "outcome":
+        scores = scores - v["kl.coef"] * np.add.reduceat(np.where(mask, kl, 0.0), offsets[:-1])
+    numbers, zero = group_advantages(
+        scores, traj.group, mean=v["advantage_mean"], std=v["advantage_std"], baseline_N=baseline)
+    if kind == "outcome":
+        tokens = np.repeat(numbers, traj.lengths)
+    elif kind in ("returns", "gae"):
+        numbers = np.where(np.isfinite(scores), numbers, np.nan)
+        per_token = token_rewards(numbers, mask, offsets, kl, v["kl.coef"])
+        if kind == "returns":
+            tokens = token_returns(per_token, mask, offsets, v["gamma"])
+        else:
+            lam = adaptive_lambda(traj.answer_lengths, v["lam_alpha"]) if v["lam_alpha"] else v["lam"]
+            tokens, _ = gae(per_token, values, mask, offsets, v["gamma"], lam)
+            own = v["lam"] if v["critic_lam"] is None else v["critic_lam"]
+            returns = np.where(present, gae(per_token, values, mask, offsets, v["gamma"], own)[1], values)
+    else:
+        inputs = AdvantageInputs(scores, traj.group, mask, offsets, rewards, columns)
+        tokens = spread(kind, imported(kind)(inputs), traj)
+    tokens = np.where(present, tokens, 0.0)
+    if v["whiten"]:
+        tokens = whiten(tokens, present)
+    return Advantages(np.where(present, clip_advantages(tokens, v["advantage_low"], v["advantage_high"]), 0.0), returns, zero)
+
+
+def spread(name: str, found, traj) -> np.ndarray:
+    """[N] or [T] numbers of a user's function -> [T]. Raises ConfigError for other shapes and for numbers that are not finite."""
+    found = np.asarray(found, np.float64)
+    if found.shape == (traj.num_sequences,):
+        found = np.repeat(found, traj.lengths)
+    if found.shape != (len(traj.tokens),):
+        raise ConfigError(f"algorithm.advantage={name!r} returned shape {found.shape}: expected one number per sequence "
+                          f"({traj.num_sequences}) or per token ({len(traj.tokens)})")
+    if not np.isfinite(found[traj.loss_mask]).all():
+        raise ConfigError(f"algorithm.advantage={name!r} returned numbers that are not finite")
+    return found

@@ -1,0 +1,166 @@
+"""What the algorithm options come to: the loss, who scores what, and the models beside the policy."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import training
+from jaxrl.algorithms import kl_value
+from jaxrl.config import ConfigError
+from jaxrl.config_checks import resolved_algorithm
+from jaxrl.recipes import setup
+from jaxrl.recipes.critic import Critic
+from jaxrl.recipes.evaluate import evaluate
+from jaxrl.rollout import chosen_engine
+from jaxrl.training.score import cast_params, make_score
+
+log = logging.getLogger("jaxrl")
+SAME_NAME = ("policy_loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "cispo_max_ratio", "cispo_min_ratio",
+             "sapo_tau_pos", "sapo_tau_neg", "dppo_low", "dppo_high", "entropy_coef", "entropy_target", "positive_nll_coef")
+
+
+class Algorithm:
+    """The resolved algorithm row and what it needs per step: the loss, the scorer, the reference, the critic."""
+
+    def __init__(self, r):
+        c, v = r.config, resolved_algorithm(r.config)
+        self.values = v
+        self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
+        self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
+        self.old_source = self._old_source()
+        self.score = make_score(
+            r.job.model, temperature=c.rollout.temperature, chunk=c.train.logprob_chunk, put=r.job.put
+        )
+        self.loss = self._loss(r)
+        self.critic = Critic(r, v, self.loss) if v["advantage"] == "gae" else None
+        self.reference = Reference(r) if v["kl.coef"] else None
+
+    def _old_source(self) -> str:
+        """column "old": the trainer's scoring pass, the sampler's log-probs, or none because the ratio is 1 by construction."""
+        choice = self.values["old_logprobs"]
+        if choice == "auto":
+            choice = "recompute" if self.updates_per_step > 1 or self.kl_in_reward else "current"
+        return choice
+
+    def _loss(self, r) -> training.LossConfig:
+        c, v = r.config, self.values
+        return training.LossConfig(
+            temperature=c.rollout.temperature,
+            **{name: v[name] for name in SAME_NAME},
+            entropy_rate=c.algorithm.entropy_rate,
+            entropy_max=c.algorithm.entropy_max,
+            kl_coef=0.0 if self.kl_in_reward else v["kl.coef"],
+            kl_estimator=v["kl.estimator"],
+            value_coef=c.critic.coef if v["advantage"] == "gae" and c.critic.shared else 0.0,
+            value_clip=c.critic.value_clip,
+            old="current" if self.old_source == "current" else "column",
+            mismatch=self._mismatch(r),
+            mismatch_cap=v["mismatch.cap"],
+            mismatch_low=v["mismatch.low"],
+            sequence_delta=v["mismatch.sequence_delta"],
+            early_stop_ratio=c.algorithm.early_stop_ratio,
+            early_stop_kl=c.algorithm.early_stop_kl,
+            chunk=c.train.logprob_chunk,
+            max_grad_norm=c.optimizer.max_grad_norm,
+            fp16=r.job.compute_dtype == jnp.float16,
+        )
+
+    def _mismatch(self, r) -> str:
+        c, choice = r.config, self.values["mismatch.correction"]
+        if choice == "auto":
+            fp32 = c.rollout.dtype == "fp32" or (c.rollout.dtype == "auto" and r.job.compute_dtype == jnp.float32)
+            exact = fp32 and chosen_engine(c) == "jax"
+            choice = "none" if exact or self.old_source == "rollout" else "token_tis"
+        return choice
+
+    @property
+    def parts(self) -> list:
+        """What a checkpoint holds beside the policy."""
+        return [part for part in (self.critic, self.reference) if part is not None]
+
+    def begin(self, r) -> None:
+        """Says what was decided and is not in the row."""
+        if self.loss.mismatch == "none" and getattr(r.engine, "quantized", False):
+            raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
+                              "the one that is trained; use token_tis")
+        if self.loss.mismatch != "none":
+            r.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap:g}")
+        if self.old_source == "recompute" and self.updates_per_step == 1:
+            r.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
+
+    def evaluate(self, r):
+        return evaluate(r.job, r.engine, r.eval_rewards, r.eval_sets, r.stopping)
+
+    def columns(self, r, traj, layout) -> dict[str, np.ndarray]:
+        """Token columns [T] of log-probs that the loss or the reward reads."""
+        out = {"behaviour": traj.logprobs}
+        if self.old_source == "recompute":
+            out["old"] = self.score(training.merge(r.state.trainable, r.state.frozen), traj, layout)
+        elif self.old_source == "rollout":
+            out["old"] = traj.logprobs
+        if self.reference is not None:
+            out["ref"] = self.score(self.reference.params, traj, layout)
+        return out
+
+    def kl(self, columns):
+        """[T] KL that is subtracted from the reward, or None."""
+        return kl_value(columns["old"], columns["ref"], self.values["kl.estimator"]) if self.kl_in_reward else None
+
+
+class Reference:
+    """The frozen policy that the KL pulls towards. It is a part of the checkpoint only where it is reset on the way; else it
+    can be made again. See Run.prepare for what a part is."""
+
+    name = "reference"
+
+    def __init__(self, r):
+        self.run, self.options = r, r.config.reference
+        self.dtype = setup.DTYPES[self.options.dtype]
+        self.moves = bool(self.options.reset_steps or self.options.reset_epochs)
+        self.params, self.epochs = None, 0.0
+
+    def abstract(self):
+        if not self.moves:
+            return {}
+        shapes = jax.eval_shape(self.run.job.model.init, jax.random.key(0))
+        place = setup.param_shardings(self.run.job, tree=self.run.job.model)
+        return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where), shapes, place)
+
+    def start(self, arrays, host: dict | None) -> None:
+        if host and self.moves:
+            self.params, self.epochs = arrays, host["epochs"]
+        else:
+            self.params = cast_params(setup.initial_params(self.run.job, self.options.path), self.dtype)
+
+    def arrays(self):
+        return self.params if self.moves else {}
+
+    def host(self) -> dict:
+        return {"epochs": self.epochs}
+
+    def after_step(self, r) -> dict[str, float]:
+        """Resets where it is due; called when the step counts."""
+        if not self.moves:
+            return {}
+        steps, passes, epoch = self.options.reset_steps, self.options.reset_epochs, r.stream.epoch(r.cursor)
+        due = bool(steps and r.step % steps == 0)
+        if passes and epoch - self.epochs >= passes - 1e-9:
+            due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
+        if due:
+            self.params = cast_params(setup.policy_params(r.state), self.dtype)
+            if self.options.reset_optimizer:
+                fresh = jax.jit(r.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, r.state.opt_state))
+                r.state = r.state.replace(opt_state=fresh(r.state.trainable))
+        return {"policy/reference_reset": float(due)}
+
+
+def start_of_step(state):
+    """The state with the flag of an early stop cleared."""
+    flag = state.stats["stopped"]
+    return state.replace(stats={**state.stats, "stopped": jax.device_put(np.zeros((), flag.dtype), flag.sharding)})
+
+

@@ -1,0 +1,131 @@
+"""PPO's critic: its model, its state and its steps. With critic.shared it is a head on the policy's own trunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from jaxrl import training
+from jaxrl.models import hf
+from jaxrl.models.value import ValueModel
+from jaxrl.recipes import setup
+from jaxrl.training.score import make_value_score
+
+
+@dataclasses.dataclass
+class Running:
+    """Mean and standard deviation of all returns so far (Chan et al.'s update of counts, means and squares)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count > 1 and self.squares > 0 else 1.0
+
+    def add(self, x: np.ndarray) -> None:
+        if not len(x):
+            return
+        n, mean = len(x), float(x.mean())
+        delta, total = mean - self.mean, self.count + n
+        self.squares += float(np.square(x - mean).sum()) + delta * delta * self.count * n / total
+        self.mean += delta * n / total
+        self.count = total
+
+
+class Critic:
+    """A part of a run (see Run.prepare): its arrays and host values are in every checkpoint.
+
+    Args:
+      r: the Run. v: resolved algorithm options. loss: the policy's LossConfig, whose precision options are the critic's too.
+    """
+
+    name = "critic"
+
+    def __init__(self, r, v: dict, loss: training.LossConfig):
+        self.job, self.options, self.shared = r.job, r.config.critic, r.config.critic.shared
+        self.num_minibatches = self.options.num_minibatches or v["num_minibatches"]
+        self.epochs, self.state, self.running = v["ppo_epochs"], None, Running()
+        self.score = make_value_score(self.job.model, put=self.job.put)
+        if self.shared:
+            return
+        self.tree = ValueModel(self.job.model)
+        config = r.config.optimizer.copy_and_resolve_references()
+        with config.unlocked():
+            config.lr, config.groups = self.options.lr, {}
+        total = max(1, r.total_steps * self.epochs * self.num_minibatches)
+        axes = setup.flat_axes(self.tree)
+        self.optimizer, schedule = training.make_optimizer(config, total, axes)
+        loss = dataclasses.replace(loss, kind="value", value_clip=self.options.value_clip, early_stop_ratio=0.0,
+                                   early_stop_kl=0.0, entropy_target=0.0)
+        self.update = training.make_update(self.job.model, self.optimizer, schedule, loss)
+
+    # ---- a part of the run
+
+    def abstract(self):
+        return {} if self.shared else setup.abstract_state(self.job, self.optimizer, self.tree, everything=True)
+
+    def start(self, arrays, host: dict | None) -> None:
+        """From a checkpoint's arrays and host values, or anew (None)."""
+        if host:
+            self.running = Running(**host)
+        if not self.shared:
+            self.state = arrays if host else self._new()
+
+    def arrays(self):
+        return {} if self.shared else self.state
+
+    def host(self) -> dict:
+        return dataclasses.asdict(self.running)
+
+    def _new(self):
+        """The trunk of critic.path, or the policy's at its start; the value head of a reward model, or zero."""
+        job, abstract = self.job, self.abstract()
+        dtype = setup.DTYPES[job.config.train.param_dtype]
+        shardings = setup.param_shardings(job, tree=self.tree)
+        source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
+        if source:
+            revision = None if self.options.path else job.config.model.revision
+            params = hf.load_critic(job.model, setup.source_of(source), revision, shardings, dtype)
+        else:
+            init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731
+            params = jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
+        return setup.new_state(job, self.optimizer, abstract, params, everything=True)
+
+    # ---- its steps
+
+    def values(self, policy_state, traj, layout):
+        """(values [T] in units of the score, what the network says of them [T]) before any update of this step."""
+        state = policy_state if self.shared else self.state
+        raw = self.score(training.merge(state.trainable, state.frozen), traj, layout)
+        if not self.options.normalize:
+            return raw.astype(np.float64), raw
+        return self.running.mean + self.running.std * raw.astype(np.float64), raw
+
+    def columns(self, returns, raw, mask) -> dict[str, np.ndarray]:
+        """Columns of the value loss, in the network's units."""
+        if self.options.normalize:
+            self.running.add(returns[mask])
+            returns = (returns - self.running.mean) / self.running.std
+        return {"return": returns.astype(np.float32), "old_value": raw}
+
+    def learn(self, traj, columns, seed: int) -> list:
+        """All its optimizer steps on one batch; returns their metrics on the device, none where the policy's update has them."""
+        if self.shared:
+            return []
+        job, c, pending = self.job, self.job.config, []
+        layout = training.make_layout(
+            traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=c.train.share_prompts,
+            num_minibatches=self.num_minibatches, seed=seed)
+        columns = {name: columns[name] for name in ("return", "old_value")}
+        for _ in range(self.epochs):
+            for minibatch in layout.minibatches:
+                weights = {"token": training.loss_weights(traj, minibatch.sequences, "token_mean")["token"]}
+                batches = (job.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
+                self.state, metrics = self.update(self.state, batches)
+                pending.append(metrics)
+        return pending

@@ -1,0 +1,179 @@
+"""One step's batch: prompts -> answers -> scores, again and again where dynamic sampling wants groups with signal.
+
+Nothing here counts until the step is done: the cursor that comes back is the run's only when its update has been made.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl import rewards as rewards_room
+from jaxrl.algorithms.advantages import EQUAL, group_advantages
+from jaxrl.config import RunStopped, imported
+from jaxrl.config_checks import longest_sequence
+from jaxrl.recipes.run import Run
+from jaxrl.recipes.trajectories import (
+    answers,
+    collect,
+    make_requests,
+    recorded_outcomes,
+    reward_items,
+    sampling_params,
+)
+from jaxrl.rollout import generate
+
+log = logging.getLogger("jaxrl")
+
+
+class Batch(NamedTuple):
+    """What a step learns from. N sequences; `dropped` marks those of groups that dynamic sampling masks."""
+
+    traj: Any
+    examples: list
+    texts: list[str]
+    result: Any  # RewardResult
+    scores: np.ndarray  # [N] float64, shaped, NaN = absent
+    baseline: np.ndarray | None  # [N] score of the greedy answer to the sequence's prompt
+    dropped: np.ndarray  # [N] bool
+    asked: int
+    cursor: int
+    metrics: dict[str, float]
+
+
+class Answered(NamedTuple):
+    """Answers to some prompts, each with its outcome as a record of RewardResult.records()."""
+
+    requests: list
+    results: list
+    examples: list
+    records: list
+    greedy: dict[int, float]  # group -> score of its greedy answer
+    keep: dict[int, bool]  # group -> whether it has signal
+    asked: int
+
+
+def gather(r: Run, values: dict) -> Batch | None:
+    """The next batch, or None when a stop was asked for. `values`: the resolved algorithm options."""
+    greedy, mode = values["advantage_mean"] == "greedy", values["dynamic_sampling"]
+    prompts, cursor = r.stream.take(r.cursor)
+    got = ask(r, prompts, values, greedy)
+    rounds = [got]
+    wanted, limit = len(prompts), r.config.algorithm.dynamic_sampling_rounds
+    while mode == "refill" and got is not None and len(rounds) < limit and (lack := wanted - kept(rounds)) > 0:
+        prompts, cursor = r.stream.take(cursor, lack)
+        if not prompts:
+            break
+        got = ask(r, prompts, values, greedy)
+        rounds.append(got)
+    if got is None:
+        return None
+    return assemble(r, rounds, values, wanted, cursor)
+
+
+def kept(rounds) -> int:
+    return sum(sum(one.keep.values()) for one in rounds)
+
+
+def ask(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
+    """Samples and scores answers to prompts [(position, example)]; None when a stop was asked for."""
+    c = r.config
+    with r.phase("rollout"):
+        limits = (c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop)
+        sampling = sampling_params(c.rollout, *limits, c.rollout.min_new_tokens)
+        requests = make_requests(prompts, c.rollout.group_size, sampling, c.run.seed, "train", r.step)
+        best = make_requests(prompts, 1, sampling_params(c.rollout, *limits, c.rollout.min_new_tokens, greedy=True), c.run.seed,
+                             "greedy", r.step) if greedy else []
+        r.fault("rollout")
+        results = generate(r.engine, requests + best, c.rollout.timeout_seconds, r.stopping)
+        if results is None:
+            return None
+    examples = [e for _, e in prompts for _ in range(c.rollout.group_size)]
+    with r.phase("reward"):
+        r.fault("reward")
+        baseline = {}
+        if best:
+            traj, _, result = score(r, best, results[len(requests):], [e for _, e in prompts])
+            baseline = dict(zip(traj.group.tolist(), shaped(r, values, traj, result).tolist(), strict=True))
+        requests, results, examples = answered(requests, results[: len(requests)], examples)
+        if not requests:
+            return Answered([], [], [], [], baseline, {}, len(examples))
+        traj, texts, result = score(r, requests, results, examples)
+        keep = {int(g): has_signal(c.algorithm.keep_group, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
+    asked = len(prompts) * c.rollout.group_size
+    return Answered(requests, results, examples, result.records(), baseline, keep, asked)
+
+
+def answered(requests, results, examples):
+    """Leaves out what the engine gave up: a failed generation is absent, it is not a wrong answer."""
+    there = [i for i, result in enumerate(results) if result.finish != "abort"]
+    return ([values[i] for i in there] for values in (requests, results, examples))
+
+
+def score(r: Run, requests, results, examples, recorded=None):
+    """(trajectories, texts, RewardResult). What an earlier try at this step recorded is not asked again."""
+    traj = collect(requests, results, longest_sequence(r.config))
+    texts = answers(traj, r.job.tokenizer)
+    earlier = recorded or recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
+    items = reward_items(traj, examples, texts, r.config.data.response_prefix)
+    return traj, texts, r.rewards.score(items, recorded=earlier)
+
+
+def shaped(r: Run, values: dict, traj, result) -> np.ndarray:
+    """Scores [N]: shaped as rewards.shape says."""
+    c = r.config
+    buffer = c.reward.overlong_buffer or round(values["overlong_buffer_fraction"] * c.rollout.max_new_tokens)
+    return rewards_room.shape(result, traj.answer_lengths, traj.finish == 1, c.reward, c.rollout.max_new_tokens, buffer)
+
+
+def normed(scores, groups, mean: str, std: str) -> np.ndarray:
+    """reward.norm_mean and reward.norm_std; absent scores stay absent."""
+    if mean == std == "none":
+        return scores
+    out, _ = group_advantages(scores, groups, mean=mean, std=std)
+    return np.where(np.isfinite(scores), out, np.nan)
+
+
+def has_signal(asks: str, traj, texts, result, members) -> bool:
+    """Whether a group can teach something: its raw scores differ, or those of one reward, or a user's function says so."""
+    where = np.flatnonzero(members)
+    if ":" in asks:
+        return bool(imported(asks)({
+            "scores": result.total[where], "rewards": {name: part[where] for name, part in result.parts.items()},
+            "completions": [texts[i] for i in where], "lengths": traj.answer_lengths[where], "truncated": traj.finish[where] == 1}))
+    found = (result.parts[asks] if asks else result.total)[where]
+    found = found[np.isfinite(found)]
+    return len(found) > 1 and found.max() - found.min() >= EQUAL
+
+
+def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: int) -> Batch:
+    """One batch of at most `wanted` groups: those with signal first (without refill: all of them), in the order asked."""
+    mode, groups = values["dynamic_sampling"], [g for one in rounds for g in one.keep]
+    keep = {g: k for one in rounds for g, k in one.keep.items()}
+    taken = set(groups)
+    if mode == "refill":
+        good, rest = [g for g in groups if keep[g]], [g for g in groups if not keep[g]]
+        taken = set((good + rest)[:wanted])
+        if len(good) < wanted:
+            log.warning("step %d: %d of %d groups have signal after %d rounds (algorithm.dynamic_sampling_rounds=%d); the others "
+                        "teach nothing", r.step + 1, len(good), wanted, len(rounds), r.config.algorithm.dynamic_sampling_rounds)
+    rows = [row for one in rounds for row in zip(one.requests, one.results, one.examples, one.records, strict=True)
+            if row[0].group in taken]
+    if not rows:
+        raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
+    requests, results, examples, recorded = map(list, zip(*rows, strict=True))
+    traj, texts, result = score(r, requests, results, examples, recorded)
+    c = r.config
+    scores = normed(shaped(r, values, traj, result), traj.group, c.reward.norm_mean, c.reward.norm_std)
+    best = {g: s for one in rounds for g, s in one.greedy.items()}
+    baseline = np.array([best.get(int(g), np.nan) for g in traj.group]) if values["advantage_mean"] == "greedy" else None
+    dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])
+    metrics = {}
+    if mode == "refill":
+        metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": 1 - len(taken) / len(groups)}
+    if mode != "off":
+        metrics["rollout/masked_fraction"] = float(dropped.mean())
+    asked = sum(one.asked for one in rounds) if mode != "refill" else len(taken) * c.rollout.group_size
+    return Batch(traj, examples, texts, result, scores, baseline, dropped, asked, cursor, metrics)
