@@ -529,6 +529,15 @@ def origins(cfg) -> dict:
     return resolve(cfg.algorithm.preset, {name: get(cfg.algorithm, name) for name in PRESETS[cfg.algorithm.preset]})
 
 
+def chosen(cfg) -> dict:
+    """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value."""
+    row = {name: value for name, (value, origin) in origins(cfg).items() if origin == "config" or value != PRESETS["grpo"][name]}
+    others = [name.removeprefix("algorithm.") for name in options() if name.startswith("algorithm.")]
+    plain = {name: get(cfg.algorithm, name) for name in others if name not in PRESETS["grpo"] and name != "preset"}
+    defaults = options()
+    return row | {name: value for name, value in plain.items() if value != defaults[f"algorithm.{name}"].default}
+
+
 def derived(cfg) -> dict[str, float]:
     """Numbers that follow from the config, printed at start."""
     out = {}

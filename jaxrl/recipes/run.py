@@ -13,7 +13,7 @@ from jaxrl import data as data_room
 from jaxrl import training
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config import ConfigError, RunStopped, redacted
-from jaxrl.config_checks import derived
+from jaxrl.config_checks import chosen, derived
 from jaxrl.faults import Faults, GracefulStop
 from jaxrl.models import hf
 from jaxrl.recipes import setup
@@ -23,6 +23,7 @@ from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
+from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.names import duration
 from jaxrl.telemetry.profiler import Profiler
 from jaxrl.types import TrainState
@@ -168,6 +169,7 @@ class Run:
         self.phases.watch = self.telemetry.phase
         write_config(job.run_dir, c, derived(c))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
+        self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
         self.say(setup.describe(job, self._data_numbers()))
         if restored is not None:
             self.say(f"resumed   step {self.step} from {restored.path}")
@@ -303,6 +305,8 @@ class Run:
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
         self.telemetry.step(self.step, metrics, self.phases.take())
+        for warning in self.idle.check(self.step, metrics):
+            log.warning(warning)
         self.checkpointer.check()
         if self.due["save"](self.step, epoch):
             self.save()

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
 from jaxrl.config import ConfigError
-from jaxrl.config_checks import derived, longest_sequence, origins, shares_trunk
+from jaxrl.config_checks import chosen, derived, longest_sequence, origins, shares_trunk
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rollout import chosen_engine
@@ -293,11 +293,25 @@ def describe(job: Job, extra: dict | None = None) -> str:
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
     ]
     if c.run.recipe == "rl":
-        row = ", ".join(f"{k}={v} ({o})" if o == "config" else f"{k}={v}" for k, (v, o) in origins(c).items())
-        lines.append(f"algorithm {c.algorithm.preset}: {row}")
+        lines += algorithm_row(c)
     numbers = derived(c) | (extra or {})
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
+
+
+ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high", "aggregation",
+                "kl.coef", "ppo_epochs", "num_minibatches", "old_logprobs", "mismatch.correction")
+
+
+def algorithm_row(config) -> list[str]:
+    """The preset's row of choices: the main ones, those in which it is not grpo, and what the user set, each with its origin."""
+    picked = chosen(config)
+    parts = [f"{name}={value}" + (" (config)" if origin == "config" else "")
+             for name, (value, origin) in origins(config).items() if name in ALWAYS_SHOWN or name in picked]
+    known = origins(config)
+    parts += [f"{name}={value} (config)" for name, value in picked.items() if name not in known]
+    return [f"algorithm {config.algorithm.preset}: " + ", ".join(parts[:9]), *[
+        "          " + ", ".join(parts[i:i + 9]) for i in range(9, len(parts), 9)]]
 
 
 def host_scalars(metrics) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Warnings of the first steps: what makes learning impossible, said before a day is lost, with the remedy.
+"""Warnings: what makes learning impossible, said in the first steps, before a day is lost; and mechanisms that do nothing.
 
 The rules are data. Each looks at the metrics of one step and returns what is wrong, or None. A metric that is absent
 makes its rule silent.
@@ -56,6 +56,61 @@ RULES: tuple[Rule, ...] = (
          "{policy/clip_fraction:.0%} of the tokens are clipped: lower optimizer.lr (now {optimizer.lr}) or "
          "algorithm.ppo_epochs"),
 )
+
+
+IDLE_STEPS = 50
+
+
+class Mechanism(NamedTuple):
+    """Something that was switched on and shows in a metric. It is idle while the metric is 0 (or absent)."""
+
+    option: str  # below `algorithm`
+    metric: str
+
+
+OFF = (0.0, None, "", "off", False, "none", "auto")
+MECHANISMS: tuple[Mechanism, ...] = (
+    Mechanism("clip_low", "policy/clip_low_fraction"),
+    Mechanism("clip_high", "policy/clip_high_fraction"),
+    Mechanism("dual_clip", "policy/dual_clip_fraction"),
+    Mechanism("delta", "policy/dual_clip_fraction"),
+    Mechanism("mismatch.sequence_delta", "policy/sequence_masked_fraction"),
+    Mechanism("mismatch.correction", "gap/corrected_fraction"),
+    Mechanism("dynamic_sampling", "rollout/masked_fraction"),
+    Mechanism("dynamic_sampling", "rollout/discarded_fraction"),
+    Mechanism("shared_prefix_tokens", "policy/prefix_masked_fraction"),
+    Mechanism("early_stop_ratio", "policy/early_stopped"),
+    Mechanism("early_stop_kl", "policy/early_stopped"),
+    Mechanism("entropy_target", "policy/entropy_coef"),
+    Mechanism("positive_nll_coef", "policy/positive_nll"),
+    Mechanism("kl.coef", "policy/kl"),
+)
+
+
+class Idle:
+    """Says, once each, which mechanisms have done nothing for IDLE_STEPS steps.
+
+    Args:
+      given: options below `algorithm` that somebody chose -> value (see config_checks.chosen).
+    """
+
+    def __init__(self, given: dict):
+        self._watched = {m: 0 for m in MECHANISMS if given.get(m.option) not in OFF}
+        self._given = given
+
+    def check(self, step: int, scalars: dict[str, float]) -> list[str]:
+        if "optim/grad_norm" not in scalars:
+            return []
+        out = []
+        for m in list(self._watched):
+            if m.metric not in scalars:  # another form of the same mechanism
+                continue
+            self._watched[m] = 0 if scalars[m.metric] else self._watched[m] + 1
+            if self._watched[m] == IDLE_STEPS:
+                del self._watched[m]
+                out.append(f"step {step}: algorithm.{m.option}={self._given[m.option]} has done nothing for {IDLE_STEPS} steps "
+                           f"({m.metric} is 0): it is not needed, or its bound is too far away")
+        return out
 
 
 class Health:

@@ -106,14 +106,15 @@ def loss_and_metrics(trainable, frozen, batch, model, cfg: LossConfig, entropy_c
     if cfg.kind == "nll":
         loss = -jnp.sum(batch.weights["policy"] * logp)
         return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
-    loss, more = _policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef)
+    loss, more = policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef)
     if cfg.value_coef:
         value, own = _value_terms(params, hidden, batch, token, mask, cfg)
         loss, more = loss + cfg.value_coef * value, more | own
     return loss, metrics | more | {"loss": jax.lax.stop_gradient(loss)}
 
 
-def _policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef):
+def policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef):
+    """(sum of all terms of the policy's loss, metrics) from log-probs and entropies [R, S]. fixed: logp without gradient."""
     weight, columns = batch.weights["policy"], batch.columns
     old = columns["old"] if cfg.old == "column" else fixed
     behaviour, ref = columns.get("behaviour"), columns.get("ref")

@@ -1,0 +1,28 @@
+"""PPO with a critic on the embedded task: configs/grpo.py, but for the algorithm.
+
+Command:   python -m jaxrl.main --config=configs/ppo.py
+Hardware:  any; two CPU cores.
+Expected:  see docs/algorithms.md, "Measured".
+
+GAE over tokens with a critic that starts from the warm-started policy's trunk and a value head at zero; four optimizer
+steps per batch, so that ratios are clipped. The first steps train the critic alone.
+
+Variants:  tiny (a few seconds, learns next to nothing; for tests).
+"""
+
+from jaxrl.config import ConfigError, load_config
+
+
+def get_config(arg=None):
+    """arg: None or 'tiny'."""
+    if arg not in (None, "tiny"):
+        raise ConfigError(f"ppo has the variant 'tiny', not {arg!r}")
+    c = load_config("grpo" + (f":{arg}" if arg else ""))
+    c.run.dir = ""  # runs/ppo
+    c.algorithm.preset = "ppo"
+    c.algorithm.num_minibatches = 4
+    c.critic.lr = 1e-3
+    c.critic.warmup_steps = 2
+    if arg == "tiny":
+        c.algorithm.num_minibatches, c.critic.warmup_steps = 2, 1
+    return c

@@ -1,0 +1,38 @@
+"""The gradient of a loss with sums over sequences, on four data shards against one: prints JSON. Run by test_presets.py."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+from test_presets import LOSSES, weights_of
+from test_training import gradient, layout_of, worst
+from training_helpers import batch_of_groups, params_of, tiny_model
+
+from jaxrl import sharding, training
+from jaxrl.config import default_config
+
+
+def main():
+    model = tiny_model()
+    params, loss = params_of(model), LOSSES["means"]
+    traj, columns = batch_of_groups()
+    weights, layout = weights_of(traj, "gspo"), layout_of(traj, "packed_shared_2_microbatches")
+    truth, _ = gradient(model, params, traj, columns, weights, layout, np.float32, loss)
+    truth = jax.device_get(truth)
+    config = default_config()
+    config.mesh.dp, config.mesh.fsdp = 2, 2
+    mesh = sharding.make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    optimizer = optax.sgd(1.0)
+    update = training.make_update(model, optimizer, lambda i: 1.0, loss)
+    state = training.init_state(*training.partition(params, (".*",), ()), optimizer, 0)
+    state = jax.device_put(state, sharding.replicated(mesh))
+    batches = (jax.device_put(training.pack(traj, m, columns, weights), sharding.batch_sharding(mesh))
+               for m in layout.minibatches[0].microbatches)
+    got, _ = update.gradients(state, batches)
+    print(json.dumps({"devices": jax.device_count(), "worst": worst(jax.device_get(got), truth)}))
+
+
+if __name__ == "__main__":
+    main()
