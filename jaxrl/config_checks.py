@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import Path
 
-from jaxrl.algorithms.presets import PRESETS, resolve
+from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import ConfigError, element_kind, get, imported, options
 from jaxrl.training import optimizer
 
@@ -315,16 +315,16 @@ def _algorithm(cfg):
         return []
     v = resolved_algorithm(cfg)
     out = [f"algorithm.{name}={v[name]}: {need}" for name, ok, need in ALGORITHM_RANGES if not ok(v[name])]
-    for name, known in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+    for name, known in (("advantage", (*ESTIMATORS, *ADVANTAGES)), ("policy_loss", tuple(POLICY_LOSSES))):
         if v[name] not in known and ":" not in v[name]:
-            out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, or an import path (module:function, ./file.py:function)")
+            out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, a name that was registered, or an import path "
+                       "(module:function, ./file.py:function)")
         elif ":" in v[name]:
             out += _import_path(f"algorithm.{name}", v[name])
     return out or _batch_division(cfg, v) + _estimators(cfg, v) + _ratios(v) + _kl(cfg, v) + _mismatch(cfg, v) + _beside(cfg, v)
 
 
-ADVANTAGES = ("outcome", "returns", "gae")
-POLICY_LOSSES = ("clip", "cispo", "sapo", "dppo", "pg")
+ESTIMATORS = ("outcome", "returns", "gae")
 _above, _from_0 = (lambda x: x > 0, "must be above 0"), (lambda x: x >= 0, "must not be negative")
 _share = (lambda x: 0 <= x <= 1, "must lie in 0..1")
 ALGORITHM_RANGES = (
@@ -393,7 +393,7 @@ def _ratios(v):
     out, loss, ratio = [], v["policy_loss"], v["ratio"]
     if ratio != "token" and loss in ("pg", "dppo"):
         out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: it works by token; set algorithm.ratio=token")
-    if ratio == "geometric" and loss not in ("clip", "pg", "dppo") and ":" not in loss:
+    if ratio == "geometric" and loss in ("cispo", "sapo"):
         out.append(f"algorithm.ratio=geometric with algorithm.policy_loss={loss}: the geometric mean belongs to clip")
     if ratio == "geometric" and (v["dual_clip"] or v["delta"]):
         out.append("algorithm.ratio=geometric clips tokens before their mean: algorithm.dual_clip and delta must be 0")
@@ -403,7 +403,7 @@ def _ratios(v):
         out.append(f"algorithm.delta={v['delta']}: must be at least 1 + clip_high = {1 + v['clip_high']:g}, or 0 for off")
     if v["cispo_min_ratio"] >= v["cispo_max_ratio"]:
         out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below cispo_max_ratio={v['cispo_max_ratio']}")
-    if loss != "clip" and ":" not in loss and (v["dual_clip"] or v["delta"]):
+    if loss in ("cispo", "sapo", "dppo", "pg") and (v["dual_clip"] or v["delta"]):
         out.append(f"algorithm.dual_clip and delta have no effect with algorithm.policy_loss={loss}; set clip")
     return out
 

@@ -1,10 +1,12 @@
 """Pure array functions: advantages, policy losses, KL, aggregation weights, presets. They know arrays only."""
 
 from jaxrl.algorithms.advantages import (
+    ADVANTAGES,
     adaptive_lambda,
     clip_advantages,
     gae,
     group_advantages,
+    register_advantage,
     shared_prefix_mask,
     token_returns,
     token_rewards,
@@ -31,9 +33,11 @@ from jaxrl.algorithms.mismatch import mismatch_ratio, mismatch_weight, off_polic
 from jaxrl.algorithms.numerics import masked_exp, masked_expm1, sequence_mean, sequence_sum
 from jaxrl.algorithms.presets import PRESETS, resolve
 from jaxrl.algorithms.ratios import geometric_log_ratio, log_ratio
-from jaxrl.algorithms.tokens import Tokens
+from jaxrl.algorithms.tokens import AdvantageInputs, Tokens
 
 __all__ = [
+    "ADVANTAGES",
+    "AdvantageInputs",
     "POLICY_LOSSES",
     "PRESETS",
     "Tokens",
@@ -60,6 +64,7 @@ __all__ = [
     "off_policy_sequence_mask",
     "policy_gradient_loss",
     "policy_loss",
+    "register_advantage",
     "register_policy_loss",
     "resolve",
     "sapo_loss",

@@ -12,11 +12,32 @@ from __future__ import annotations
 
 import numpy as np
 
+ADVANTAGES = {}  # name -> f(AdvantageInputs) -> [N] or [T]; what users registered
 STD_EPS = 1e-6
 VARIANCE_EPS = 1e-8
 EQUAL = 1e-8  # scores that differ by less are equal: a group of equals carries no signal, its advantage is exactly 0
 MEANS = ("none", "group", "batch", "leave_one_out", "greedy")
 STDS = ("none", "group", "batch")
+
+
+def register_advantage(name: str):
+    """Decorator: makes an advantage known by `name`, for algorithm.advantage:
+
+        @register_advantage("best_of_group")
+        def best_of_group(inputs: AdvantageInputs):
+            best = {g: np.nanmax(inputs.scores[inputs.groups == g]) for g in np.unique(inputs.groups)}
+            return [float(s == best[g]) for s, g in zip(inputs.scores, inputs.groups)]
+
+    It returns one number per sequence [N] or per token [T]; tokens that are not scored and sequences whose score is absent
+    are 0 afterwards, and whitening and clipping follow. Raises ValueError where the name is taken by another function.
+    """
+
+    def register(function):
+        if ADVANTAGES.setdefault(name, function) is not function:
+            raise ValueError(f"advantage {name!r} exists already")
+        return function
+
+    return register
 
 
 def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_N=None):

@@ -184,9 +184,9 @@ def register_policy_loss(name: str):
             return loss, {"kept": positive.astype(loss.dtype)}
 
     `tokens` is a Tokens, cfg has the attributes clip_low, clip_high, dual_clip, delta, ratio, cispo_max_ratio,
-    cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high. Returns per-token (loss, stats), 0 where masked, not
-    aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)): where masked anything may be in the arrays.
-    Raises ValueError where the name is taken by another function.
+    cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high, and user, the table config.user. Returns per-token
+    (loss, stats), 0 where masked, not aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)): where masked
+    anything may be in the arrays. Raises ValueError where the name is taken by another function.
     """
 
     def register(function):

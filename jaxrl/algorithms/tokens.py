@@ -1,4 +1,4 @@
-"""What a policy loss sees of the scored tokens of one microbatch."""
+"""What a policy loss sees of the scored tokens of one microbatch, and an advantage of one step's answers."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ class Tokens(NamedTuple):
     sequences: Any  # int32, id of the slot's sequence within its row, 1..K, 0 = unused (see numerics.py)
     entropy: Any  # entropy of the current policy at the token, or None
     columns: dict[str, Any]  # name -> further token columns
+
+
+class AdvantageInputs(NamedTuple):
+    """Host numpy arrays. N sequences, T tokens; sequence i owns tokens [offsets[i], offsets[i+1])."""
+
+    scores: Any  # [N] float64, shaped rewards; NaN = absent
+    groups: Any  # [N] prompt of the sequence
+    mask: Any  # [T] bool: the policy sampled the token
+    offsets: Any  # [N+1]
+    rewards: dict[str, Any]  # name -> [N] raw values of one reward, NaN = absent
+    columns: dict[str, Any]  # name -> [T] log-probs: behaviour, and old and ref where they are scored
+    user: Any  # config.user

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.algorithms import (
+    ADVANTAGES,
+    AdvantageInputs,
     adaptive_lambda,
     clip_advantages,
     gae,
@@ -18,24 +20,14 @@ from jaxrl.algorithms import (
 from jaxrl.config import ConfigError, imported
 
 
-class AdvantageInputs(NamedTuple):
-    """What an advantage function of a user's own sees. N sequences, T tokens; sequence i owns [offsets[i], offsets[i+1])."""
-
-    scores: np.ndarray  # [N] shaped, NaN = absent
-    groups: np.ndarray  # [N] prompt of the sequence
-    mask: np.ndarray  # [T] bool: the policy sampled the token
-    offsets: np.ndarray  # [N+1]
-    rewards: dict[str, np.ndarray]  # name -> [N] raw, NaN = absent
-    columns: dict[str, Any]  # name -> [T]: behaviour, and old, ref where they are scored
-
-
 class Advantages(NamedTuple):
     tokens: np.ndarray  # [T] float64, 0 where not scored and where the score is absent
     returns: np.ndarray | None  # [T] float64: what the critic learns; its own value where the score is absent
     zero_signal: np.ndarray  # [N] bool: sequences of groups whose scores carry no signal
 
 
-def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None) -> Advantages:
+def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
+               user=None) -> Advantages:
     """Advantages as the row `v` of algorithm options says.
 
     Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
@@ -48,7 +40,7 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Args:
       scores: [N], NaN = absent. baseline: [N] greedy scores. kl: [T] or None. values: [T] for gae.
-      rewards, columns: for a function of the user's own.
+      rewards, columns, user: for a function of the user's own.
     """
     mask, offsets = traj.loss_mask, traj.offsets
     present = np.repeat(np.isfinite(scores), traj.lengths) & mask
@@ -70,8 +62,8 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
             own = v["lam"] if v["critic_lam"] is None else v["critic_lam"]
             returns = np.where(present, gae(per_token, values, mask, offsets, v["gamma"], own)[1], values)
     else:
-        inputs = AdvantageInputs(scores, traj.group, mask, offsets, rewards, columns)
-        tokens = spread(kind, imported(kind)(inputs), traj)
+        own = ADVANTAGES[kind] if kind in ADVANTAGES else imported(kind)
+        tokens = spread(kind, own(AdvantageInputs(scores, traj.group, mask, offsets, rewards, columns, user)), traj)
     tokens = np.where(present, tokens, 0.0)
     if v["whiten"]:
         tokens = whiten(tokens, present)

@@ -7,6 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import FrozenConfigDict
 
 from jaxrl import training
 from jaxrl.algorithms import kl_value
@@ -67,6 +68,7 @@ class Algorithm:
             chunk=c.train.logprob_chunk,
             max_grad_norm=c.optimizer.max_grad_norm,
             fp16=r.job.compute_dtype == jnp.float16,
+            user=FrozenConfigDict(c.user),
         )
 
     def _mismatch(self, r) -> str:

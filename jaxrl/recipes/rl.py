@@ -86,7 +86,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
             values, raw = critic.values(r.state, traj, layout)
         kl = algorithm.kl(columns)
         found = advantages(v, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
-                           rewards=batch.result.parts, columns=columns)
+                           rewards=batch.result.parts, columns=columns, user=c.user)
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)

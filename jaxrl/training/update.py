@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import FrozenConfigDict
 
 from jaxrl.algorithms import (
     Tokens,
@@ -73,6 +74,7 @@ class LossConfig:
     chunk: int = 1024
     max_grad_norm: float = 1.0
     fp16: bool = False
+    user: FrozenConfigDict = FrozenConfigDict()  # config.user, for losses of a user's own
 
 
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
