@@ -1,0 +1,99 @@
+"""The tiny job with one step looked at from inside: states before and after, batches, columns, each update's metrics."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import tiny_job
+
+import jaxrl
+from jaxrl.config import put
+from jaxrl.recipes import rl, setup
+from jaxrl.rollout import embedded
+
+
+def job(run_dir, options):
+    """The tiny job, small and without evaluation, with `options`: dotted name -> value."""
+    c = tiny_job.get_config()
+    c.run.dir, c.log.console, c.eval.sets = str(run_dir), "off", ()
+    c.rollout.group_size, c.train.steps, c.checkpoint.every_steps = 4, 2, 1
+    for name, value in options.items():
+        put(c, name, value)
+    return c
+
+
+def host(tree):
+    """A tree on the host, as copies: updates donate what they replace."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def same(a, b):
+    """Bitwise equal leaves."""
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(a) == len(b) and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def photo(r, algorithm):
+    """Everything a step may change."""
+    critic, reference = algorithm.critic, algorithm.reference
+    return SimpleNamespace(
+        policy=host(r.state.trainable),
+        optimizer=host(r.state.opt_state),
+        updates=int(r.state.step),
+        policy_tree=host(setup.policy_params(r.state)),
+        critic=None if critic is None or critic.shared else host(vars(critic.state)),
+        running=None if critic is None else critic.host(),
+        reference=None if reference is None else host(reference.params),
+        cursor=r.cursor,
+    )
+
+
+def watched(config):
+    """Runs in this process. Returns (summary, steps, version published -> names of its parameters).
+
+    A step has before, after (photos), metrics, batch, columns, updates (metrics of each of the policy's optimizer steps) and
+    critic_updates.
+    """
+    steps, published, now = [], {}, SimpleNamespace()
+    one_step, update_all, policy_steps, publish = rl.one_step, rl.update_all, rl.policy_steps, embedded.EmbeddedEngine.publish
+
+    def look_at_step(r, algorithm):
+        now.before, now.updates, now.critic_updates = photo(r, algorithm), [], []
+        if algorithm.critic is not None:
+            learn = type(algorithm.critic).learn
+
+            def look_at_critic(traj, columns, seed):
+                found = learn(algorithm.critic, traj, columns, seed)
+                now.critic_updates = [setup.host_scalars(m) for m in found]
+                return found
+
+            algorithm.critic.learn = look_at_critic
+        metrics = one_step(r, algorithm)
+        steps.append(SimpleNamespace(**vars(now), after=photo(r, algorithm), metrics=metrics))
+        return metrics
+
+    def look_at_update(r, algorithm, batch, layout, columns, seed):
+        now.batch, now.columns = batch, columns
+        return update_all(r, algorithm, batch, layout, columns, seed)
+
+    def look_at_policy(*args):
+        found = policy_steps(*args)
+        now.updates = [setup.host_scalars(m) for m in found]
+        return found
+
+    def look_at_publish(engine, params, version):
+        published[version] = set(params)
+        return publish(engine, params, version)
+
+    mesh = jax.sharding.get_mesh()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "one_step", look_at_step)
+        patch.setattr(rl, "update_all", look_at_update)
+        patch.setattr(rl, "policy_steps", look_at_policy)
+        patch.setattr(embedded.EmbeddedEngine, "publish", look_at_publish)
+        try:
+            summary = jaxrl.train(config)
+        finally:
+            jax.set_mesh(mesh)
+    return summary, steps, published
