@@ -18,6 +18,7 @@ import optax
 import pytest
 import tiny_job
 from algorithm_runs import job, same, watched
+from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
 
@@ -26,6 +27,7 @@ from jaxrl.algorithms import PRESETS, Tokens
 from jaxrl.config import PRESET_NAMES, ConfigError, options, put
 from jaxrl.data.stream import Stream
 from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.value import ValueModel
 from jaxrl.recipes import gather, rl, setup
 from jaxrl.recipes.advantages import advantages, spread
 from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
@@ -799,6 +801,58 @@ def test_refill_in_a_run(own):
 # -- the critic's model ------------------------------------------------------------------------------------------------
 
 
+def critic_of(changes, open_job):
+    """A critic as a run starts it."""
+    c = config({"algorithm.preset": "ppo", **changes})
+    r = SimpleNamespace(config=c, job=open_job, total_steps=5)
+    critic = Critic(r, config_checks.resolved_algorithm(c), Algorithm(r).loss)
+    critic.start(None, None)
+    return critic
+
+
+def test_but_for_its_rate_the_critics_optimizer_is_the_policys(open_job):
+    """optimizer.b1, b2 and weight_decay: two updates are those of the policy's optimizer at critic.lr."""
+    mine = {"critic.lr": 0.1, "optimizer.b1": 0.5, "optimizer.b2": 0.6, "optimizer.weight_decay": 0.3}
+    params = {"value/kernel": jnp.array([1.0, -2.0]), "embed/embedding": jnp.array([[1.0, 3.0]])}
+
+    def updates(optimizer):
+        state, found = optimizer.init(params), []
+        for scale in (1.0, -0.2):
+            out, state = optimizer.update({n: scale * jnp.sin(x) for n, x in params.items()}, state, params)
+            found.append(out)
+        return found
+
+    c = config({"optimizer.lr": 0.1, **{k: v for k, v in mine.items() if k.startswith("optimizer.")}}).optimizer
+    axes = {"value/kernel": ("norm",), "embed/embedding": ("vocab", "embed")}
+    assert same(updates(critic_of(mine, open_job).optimizer), updates(training.make_optimizer(c, 5, axes)[0]))
+    assert not same(updates(critic_of({"critic.lr": 0.1}, open_job).optimizer), updates(training.make_optimizer(c, 5, axes)[0]))
+
+
+def test_the_critics_gradient_is_clipped_too(open_job):
+    """By optimizer.max_grad_norm: plain SGD at rate 1 moves exactly that far."""
+    critic = critic_of({"optimizer.name": "optax:sgd", "critic.lr": 1.0, "optimizer.max_grad_norm": 0.01}, open_job)
+    traj, _ = batch_of_groups(groups=2, size=2)
+    before = {name: np.array(x) for name, x in critic.state.trainable.items()}
+    target = traj.loss_mask.astype(np.float32)
+    (metrics,) = critic.learn(traj, {"return": target, "old_value": 0 * target}, 0)
+    moved = np.sqrt(sum(np.square(np.array(x) - before[name]).sum() for name, x in critic.state.trainable.items()))
+    assert metrics["optim/grad_norm"] > 0.1 and moved == pytest.approx(0.01, rel=1e-4)
+
+
+def test_the_critic_is_sharded_like_the_policy(open_job):
+    """mesh.fsdp=4: the same quarter of every parameter, a whole value head."""
+    mesh = jax.sharding.AbstractMesh((1, 4, 1), ("dp", "fsdp", "tp"))
+    job, model = SimpleNamespace(mesh=mesh), open_job.model
+
+    def shards(tree):
+        shapes, where = jax.eval_shape(tree.init, jax.random.key(0)), setup.param_shardings(job, tree=tree)
+        return flatten_dict(jax.tree.map(lambda x, place: place.shard_shape(x.shape), shapes, where), sep="/")
+
+    critic, policy = shards(ValueModel(model)), shards(model)
+    assert {name: shape for name, shape in critic.items() if not name.startswith("value/")} == policy
+    assert critic["value/kernel"] == (32,) and policy["layer_0/mlp/up/kernel"] == (8, 64)
+
+
 @pytest.mark.torch
 def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
     """critic.path: a sequence classifier with one label; its score at each token is the critic's value there."""
@@ -812,11 +866,7 @@ def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
     layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, open_job.row_shapes)
 
     def values(path):
-        c = config({"algorithm.preset": "ppo", "critic.path": path})
-        r = SimpleNamespace(config=c, job=open_job, total_steps=5)
-        critic = Critic(r, config_checks.resolved_algorithm(c), Algorithm(r).loss)
-        critic.start(None, None)
-        return critic.values(None, traj, layout)[0]
+        return critic_of({"critic.path": path}, open_job).values(None, traj, layout)[0]
 
     found = values(str(tmp_path / "rm"))
     for a, b, prompt in zip(traj.offsets[:-1], traj.offsets[1:], traj.prompt_lengths, strict=True):
