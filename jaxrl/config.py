@@ -254,6 +254,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "keep_group": O("", "what dynamic sampling asks: empty = scores that differ; the name of a reward whose values must"
                             " differ; or an import path: f(group: dict) -> bool"),
         "shared_prefix_tokens": O(0, "no loss on openings of this many tokens that answers of different score share; 0 = off"),
+        "sampled_support": O(False, "log-probs over the tokens that rollout.top_k (at most 128), top_p and min_p left, as the answer"
+                                    " was drawn (DeepSeek-V3.2's keep sampling mask); embedded sampler only"),
         "early_stop_ratio": O(0.0, "a step's further updates are left out once an update's mean ratio is above; 0 = off"),
         "early_stop_kl": O(0.0, "the same for policy/approx_kl, in nats per token; 0 = off"),
         "ppo_epochs": O(None, "passes over one batch", int),

@@ -324,6 +324,7 @@ def _algorithm(cfg):
     return out or _batch_division(cfg, v) + _estimators(cfg, v) + _ratios(v) + _kl(cfg, v) + _mismatch(cfg, v) + _beside(cfg, v)
 
 
+MOST_SUPPORT = 128
 ESTIMATORS = ("outcome", "returns", "gae")
 _above, _from_0 = (lambda x: x > 0, "must be above 0"), (lambda x: x >= 0, "must not be negative")
 _share = (lambda x: 0 <= x <= 1, "must lie in 0..1")
@@ -458,6 +459,16 @@ def _beside(cfg, v):
         out.append(f"algorithm.keep_group={a.keep_group!r}: neither a reward of this run nor an import path")
     if a.keep_group and v["dynamic_sampling"] == "off":
         out.append(_no_effect("algorithm.keep_group", a.keep_group, "while algorithm.dynamic_sampling is off", "set mask or refill"))
+    if a.sampled_support:
+        r = cfg.rollout
+        if not 0 < r.top_k <= MOST_SUPPORT:
+            out.append(f"algorithm.sampled_support with rollout.top_k={r.top_k}: a support is kept as a list of tokens; set top_k to "
+                       f"1..{MOST_SUPPORT}")
+        if r.repetition_penalty != 1 or r.frequency_penalty != 0:
+            out.append("algorithm.sampled_support with penalties: they bend the distribution within the support, too; set "
+                       "rollout.repetition_penalty=1 and frequency_penalty=0")
+        if r.engine not in ("auto", "jax") or r.servers:
+            out.append(f"algorithm.sampled_support with rollout.engine={r.engine}: only the embedded sampler tells its support; set jax")
     if v["entropy_target"] and v["entropy_coef"]:
         out.append(f"algorithm.entropy_coef={v['entropy_coef']} with entropy_target={v['entropy_target']}: the coefficient adapts by "
                    "itself, up to entropy_max; set entropy_coef=0")

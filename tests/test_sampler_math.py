@@ -40,7 +40,7 @@ def draw_many(logits, count, **options):
         rows = np.broadcast_to(np.asarray(logits, np.float32), (512, len(logits)))
         got = jitted(rows, np.zeros(512, np.int32), np.zeros(512, np.int32), np.zeros((512, 8), np.int32),
                      controls(512, seed=np.arange(start, start + 512), **options))
-        for column, values in zip(out, got, strict=True):
+        for column, values in zip(out, got[:3], strict=True):
             column.append(np.asarray(values))
     return [np.concatenate(column)[:count] for column in out]
 

@@ -30,6 +30,8 @@ class Algorithm:
     def __init__(self, r):
         c, v = r.config, resolved_algorithm(r.config)
         self.values = v
+        if c.algorithm.sampled_support:
+            check_support(c, r.job.model.config.vocab_size)
         self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
         self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
         self.old_source = self._old_source()
@@ -100,10 +102,12 @@ class Algorithm:
     def columns(self, r, traj, layout) -> dict[str, np.ndarray]:
         """Token columns [T] of log-probs that the loss or the reward reads."""
         out = {"behaviour": traj.logprobs}
+        if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
+            out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}
         if self.old_source == "recompute":
             out["old"] = self.score(training.merge(r.state.trainable, r.state.frozen), traj, layout)
         elif self.old_source == "rollout":
-            out["old"] = traj.logprobs
+            out["old"] = out["behaviour"]
         if self.reference is not None:
             out["ref"] = self.score(self.reference.params, traj, layout)
         return out
@@ -111,6 +115,15 @@ class Algorithm:
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
         return kl_value(columns["old"], columns["ref"], self.values["kl.estimator"]) if self.kl_in_reward else None
+
+
+def check_support(c, vocab: int) -> None:
+    """ConfigError where algorithm.sampled_support cannot be had."""
+    if chosen_engine(c) != "jax":
+        raise ConfigError(f"algorithm.sampled_support with rollout.engine={chosen_engine(c)}: only the embedded sampler tells its "
+                          "support; set rollout.engine=jax")
+    if c.rollout.top_k > vocab:
+        raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")
 
 
 class Reference:

@@ -70,6 +70,12 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     groups = np.array([r.group for r in requests], np.int64)
     sample = np.array([int(r.id.rsplit("/", 1)[1]) for r in requests], np.int32)
     flat = {k: np.concatenate(v) for k, v in parts.items()}
+    columns = {"kept": flat["kept"]}
+    width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
+    if width:
+        columns["support"] = np.full((offsets[-1], width), -1, np.int32)
+        for result, start, prompt, end in zip(results, offsets, map(len, (r.prompt for r in requests)), offsets[1:], strict=False):
+            columns["support"][start + prompt:end] = result.support[: end - start - prompt]
     return Trajectories(
         tokens=flat["tokens"],
         offsets=np.array(offsets, np.int64),
@@ -82,7 +88,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         seed=np.array([r.seed for r in requests], np.uint32),
         finish=np.array(finish, np.int8),
         turns=np.ones(len(requests), np.int32),
-        columns={"kept": flat["kept"]},
+        columns=columns,
     )
 
 

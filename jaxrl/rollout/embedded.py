@@ -56,7 +56,7 @@ class Sample:
     bucket: int   # index of its prompt length class
     limit: int    # answer tokens it may have
     slot: int = -1
-    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, versions) per chunk
+    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, versions) per chunk
 
     @property
     def produced(self) -> int:
@@ -247,7 +247,7 @@ class EmbeddedEngine:
         for column, slot in enumerate(rows.tolist()):
             if slot in self._running:
                 n = int(emitted[column])
-                tokens += self._take(self._running[slot], *(a[:n, column].copy() for a in chunk[:3]))
+                tokens += self._take(self._running[slot], *(a[:n, column].copy() for a in chunk[:4]))
         steps = int(chunk.steps)
         self._counts.update(decode_steps=steps, slot_steps=steps * count, chunks=1, tokens=tokens)
         if queued:
@@ -285,10 +285,10 @@ class EmbeddedEngine:
                 history[i, :len(tokens)] = tokens
         return self._programs.put(history, sharding)
 
-    def _take(self, sample: Sample, tokens, logprobs, kept) -> int:
+    def _take(self, sample: Sample, tokens, logprobs, kept, support) -> int:
         """Adds sampled tokens to a sample and ends it where it has ended. Returns how many tokens were of use."""
         before = sample.produced
-        sample.parts.append((tokens, logprobs, kept, np.full(len(tokens), self._version, np.int32)))
+        sample.parts.append((tokens, logprobs, kept, support, np.full(len(tokens), self._version, np.int32)))
         progress = self._table[0]
         progress.token[sample.slot] = tokens[-1]
         progress.position[sample.slot] += len(tokens)
@@ -307,8 +307,10 @@ class EmbeddedEngine:
         return len(tokens)
 
     def _finish(self, sample: Sample, reason: str, length: int | None = None):
-        columns = [sample.column(i, t)[:length] for i, t in enumerate((np.int32, np.float32, np.float32, np.int32))]
-        self._done.append(Result(sample.request.id, *columns, reason, sample.request.seed))
+        *columns, support, versions = [sample.column(i, t)[:length] for i, t in enumerate(
+            (np.int32, np.float32, np.float32, np.int32, np.int32))]
+        support = support.reshape(len(versions), self.shapes.support)
+        self._done.append(Result(sample.request.id, *columns, versions, reason, sample.request.seed, support))
         self._ids.discard(sample.request.id)
         self._counts["finished"] += reason != "abort"
         if self._running.get(sample.slot) is sample:

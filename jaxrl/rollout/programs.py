@@ -40,10 +40,11 @@ class Chunk(NamedTuple):
     tokens: Any    # [T, S] int32
     logprobs: Any  # [T, S] float32
     kept: Any      # [T, S] float32
+    support: Any   # [T, S, K] int32, -1 = unused; K is Shapes.support
     steps: Any     # [] int32, steps run
 
 
-def decode_chunk(model, steps: int, params, cache, progress: Progress, controls: Controls, history_SxL, leave_at):
+def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL, leave_at):
     """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
@@ -64,11 +65,12 @@ def decode_chunk(model, steps: int, params, cache, progress: Progress, controls:
         where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
         hidden_SxD, cache = model.decode(params, now.token, where_S, cache)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
-        token_S, logprob_S, kept_S = sample(logits_SxV, now.produced, now.position, history_SxL, controls)
+        token_S, logprob_S, kept_S, support_SxK = sample(
+            logits_SxV, now.produced, now.position, history_SxL, controls, support)
         on = now.active
         out = Chunk(out.tokens.at[step].set(jnp.where(on, token_S, -1)),
                     out.logprobs.at[step].set(jnp.where(on, logprob_S, 0.0)),
-                    out.kept.at[step].set(jnp.where(on, kept_S, 0.0)), step + 1)
+                    out.kept.at[step].set(jnp.where(on, kept_S, 0.0)), out.support.at[step].set(support_SxK), step + 1)
         position_S, produced_S = now.position + on, now.produced + on
         ended_S = jnp.any(token_S[:, None] == controls.end_ids, axis=-1) | (produced_S >= now.limit)
         history_SxL = history_SxL.at[slot_S, jnp.where(on, position_S, room)].set(token_S, mode="drop")
@@ -77,19 +79,19 @@ def decode_chunk(model, steps: int, params, cache, progress: Progress, controls:
 
     zero = jnp.int32(0)
     blank = Chunk(jnp.full((steps, slots), -1, jnp.int32), jnp.zeros((steps, slots), jnp.float32),
-                  jnp.zeros((steps, slots), jnp.float32), zero)
+                  jnp.zeros((steps, slots), jnp.float32), jnp.zeros((steps, slots, support), jnp.int32), zero)
     _, _, cache, _, out = jax.lax.while_loop(keep_on, one_token, (zero, progress, cache, history_SxL, blank))
     return cache, out
 
 
-def decode_part(model, steps: int, length: int, whole: bool, constrain, params, cache, progress, controls, history_SxL,
+def decode_part(model, steps: int, support: int, length: int, whole: bool, constrain, params, cache, progress, controls, history_SxL,
                 leave_at, rows_S):
     """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = jax.tree.leaves(cache)[0].shape[-3]
     if length < full_length:
         part = jax.tree.map(lambda a: a[..., :length, :, :], part)
-    part, out = decode_chunk(model, steps, params, constrain(part), progress, controls, history_SxL, leave_at)
+    part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
@@ -168,10 +170,11 @@ class Programs:
     def decode(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int):
         """One chunk on the slots `rows_S`, looking at `length` cache positions. Returns (cache (donated), Chunk)."""
         whole = len(rows_S) == self.shapes.slots
-        part = functools.partial(decode_part, self.model, self.shapes.decode_steps, length, whole, self._constrain)
+        part = functools.partial(decode_part, self.model, self.shapes.decode_steps, self.shapes.support, length, whole,
+                                 self._constrain)
         progress, controls = self.put((progress, controls), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
-        out = Chunk(self.by_step, self.by_step, self.by_step, self.whole)
+        out = Chunk(self.by_step, self.by_step, self.by_step, self.by_step, self.whole)
         return self.run(("decode", len(rows_S), length), part,
                         (params, cache, progress, controls, history, leave_at, rows_S), donate=(1,),
                         out_shardings=(self.cache_shardings(cache), out))

@@ -141,6 +141,8 @@ class Result:
     versions: np.ndarray  # [n] int32: weight version each token was drawn from
     finish: str           # "stop" | "length" | "abort"
     seed: int
+    support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused; K = 0 or None
+                          # where the engine was not asked for it
 
 
 @runtime_checkable

@@ -34,7 +34,7 @@ class Controls(NamedTuple):
     seed: jax.Array         # [S] uint32
 
 
-def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
+def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, support: int = 0):
     """Draws one token per slot.
 
     Args:
@@ -43,12 +43,15 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
       position_S: position of the newest token of prompt and answer.
       history_SxL: tokens by position; read only where a slot has a penalty.
       controls: options.
+      support: most token ids of the support to return.
 
     Returns:
       token_S int32.
       logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
       kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
         nothing is cut off, and for greedy slots.
+      support_SxK int32: the `support` likeliest tokens of the support the token was drawn from, itself among them; -1 =
+        unused.
     """
     greedy_S = controls.temperature == 0
     scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
@@ -82,7 +85,17 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
     best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
     token_S = jnp.where(greedy_S, best_S, drawn_S)
     logprob_S = jnp.take_along_axis(scaled_SxV, token_S[:, None], axis=-1)[:, 0] - logz_S
-    return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S)
+    return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S), likeliest(q_SxV, token_S, support)
+
+
+def likeliest(q_SxV, token_S, count: int):
+    """[S, count] ids of the largest finite entries, -1 beyond; the token takes the last place where ties left it out."""
+    if not count:
+        return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
+    value_SxK, id_SxK = lax.top_k(q_SxV, count)
+    id_SxK = jnp.where(value_SxK > NEG_INF, id_SxK, -1)
+    there_S = jnp.any(id_SxK == token_S[:, None], axis=-1)
+    return id_SxK.at[:, -1].set(jnp.where(there_S, id_SxK[:, -1], token_S)).astype(jnp.int32)
 
 
 # ---- the support ----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class Shapes:
     prompt_lengths, cache_lengths: ascending. The cache is allocated at the last length; a shorter one is what a decode
       program looks at while every active sequence fits.
     prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
+    support: token ids of the sampler's support kept per token; 0 = none.
     insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while requests
       wait.
     """
@@ -30,6 +31,7 @@ class Shapes:
     decode_steps: int
     end_columns: int
     max_total: int
+    support: int = 0
 
     @property
     def slots(self) -> int:
@@ -60,7 +62,8 @@ def from_config(config, data_shards: int, num_eos: int) -> Shapes:
         prompt_lengths=prompts, cache_lengths=caches,
         prefill_rows=-(-rows // data_shards) * data_shards,
         insert_width=max(1, slots // 16), decode_steps=max(1, roll.decode_steps),
-        end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]))
+        end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]),
+        support=roll.top_k if config.algorithm.sampled_support else 0)
 
 
 def _slot_counts(slots: int, shards: int) -> tuple[int, ...]:

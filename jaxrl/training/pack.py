@@ -31,7 +31,7 @@ def pack(
     Args:
       traj: the ragged batch.
       micro: where its sequences go.
-      columns: name -> [T] per token.
+      columns: name -> [T] or [T, K] per token; integers stay integers.
       weights: loss term -> [T]; 0 where a token does not count.
       dtype: of columns and weights.
 
@@ -44,7 +44,7 @@ def pack(
         k: np.zeros((rows, length), np.int32)
         for k in ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
     }
-    cols = {k: np.zeros((rows, length), dtype) for k in columns}
+    cols = {k: np.zeros((rows, length, *c.shape[1:]), np.int32 if c.dtype.kind == "i" else dtype) for k, c in columns.items()}
     wts = {k: np.zeros((rows, length), dtype) for k in weights}
     for r, row in enumerate(micro.rows):
         cursor = scored = segment = sequence = 0

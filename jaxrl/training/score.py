@@ -24,12 +24,14 @@ def forward_hidden(model, params, batch):
 
 
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
-    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature; 0 where not valid."""
+    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where there
+    is one; 0 where not valid."""
     return logprob_and_entropy(
         hidden_RxSxD,
         model.head(params),
         batch.targets,
         valid_RxS,
+        batch.columns.get("support"),
         temperature=temperature,
         softcap=model.config.final_softcap,
         chunk=chunk,
@@ -75,8 +77,9 @@ def _over_layout(program, put):
     def score(params, traj, layout):
         out = np.zeros(len(traj.tokens), np.float32)
         ones = {"scored": np.ones(len(traj.tokens), np.float32)}
+        columns = {name: traj.columns[name] for name in ("support",) if name in traj.columns}
         micros = [m for mini in layout.minibatches for m in mini.microbatches]
-        pending = [program(params, put(pack(traj, m, {}, ones))) for m in micros]
+        pending = [program(params, put(pack(traj, m, columns, ones))) for m in micros]
         for micro, scored in zip(micros, pending, strict=True):
             unpack(traj, micro, np.asarray(scored), out)
         return out

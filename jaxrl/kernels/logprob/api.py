@@ -15,6 +15,7 @@ def logprob_and_entropy(
     head_DxV,
     targets_RxS,
     valid_RxS=None,
+    support_RxSxK=None,
     *,
     temperature=1.0,
     softcap=0.0,
@@ -29,6 +30,8 @@ def logprob_and_entropy(
       targets_RxS: int token ids.
       valid_RxS: bool; where False both results and gradients are 0. None = all valid. Where valid tokens stand first
         in every row, whole chunks are skipped.
+      support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is one
+        of them; 0 of them where not valid). None = the whole vocabulary.
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
       chunk: tokens over all rows whose logits exist at once (static); memory is O(chunk * V).
@@ -39,9 +42,13 @@ def logprob_and_entropy(
     """
     if valid_RxS is None:
         valid_RxS = jnp.ones(targets_RxS.shape, bool)
+    if support_RxSxK is None:
+        support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32)
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
     if implementation == "reference":
-        return reference.logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, temperature, softcap)
+        return reference.logprob_and_entropy(
+            hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap)
     rows, scored = targets_RxS.shape
     per_row = min(max(1, chunk // rows), scored)
-    return chunked.logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, temperature, softcap, per_row)
+    return chunked.logprob_and_entropy(
+        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, per_row)

@@ -20,9 +20,23 @@ def scaled_logits(hidden, head, temperature, softcap):
     return logits / temperature
 
 
-def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, temperature, softcap):
+OUTSIDE = -1e30  # logit of a token outside the support: finite, so that 0 * it is 0
+
+
+def allowed(support, vocab: int):
+    """[..., K] token ids, -1 = unused -> [..., V] bool; all True where K is 0."""
+    if not support.shape[-1]:
+        return jnp.ones((*support.shape[:-1], vocab), bool)
+    flat = support.reshape(-1, support.shape[-1])
+    rows = jnp.arange(flat.shape[0])[:, None]
+    mask = jnp.zeros((flat.shape[0], vocab), bool).at[rows, jnp.where(flat < 0, vocab, flat)].set(True, mode="drop")
+    return mask.reshape(*support.shape[:-1], vocab)
+
+
+def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap):
     """See api.logprob_and_entropy."""
     logits = scaled_logits(hidden_RxSxD, head_DxV, temperature, softcap)
+    logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     chosen = jnp.take_along_axis(logp, targets_RxS[..., None], axis=-1)[..., 0]

@@ -1,0 +1,78 @@
+"""algorithm.sampled_support: the trainer's log-probs are those of the distribution the answer was drawn from."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
+
+from jaxrl import training
+from jaxrl.config import ConfigError
+from jaxrl.recipes.algorithm import check_support
+from jaxrl.recipes.trajectories import collect
+from jaxrl.rollout import generate, make_engine
+
+OPTIONS = dict(top_k=7, top_p=0.8, temperature=1.3)
+
+
+@pytest.fixture(scope="module")
+def answered():
+    cfg = config(**OPTIONS)
+    cfg.algorithm.sampled_support = True
+    engine = make_engine(cfg, model(), tokenizer(), None, (END,), HF)
+    engine.publish(params(), 0)
+    asked = [dataclasses.replace(r, id=f"t/0/{i // 4}/{i % 4}", group=i // 4)
+             for i, r in enumerate(requests(24, seed=3, prompts=6, **OPTIONS))]
+    results = generate(engine, asked, 60.0)
+    engine.close()
+    return asked, results
+
+
+def test_the_engine_tells_its_support(answered):
+    seen = set()
+    for a, r in zip(*answered, strict=True):
+        assert r.support.shape == (len(r.tokens), 7)
+        for i, logits in enumerate(teacher_logits(a.prompt, r.tokens)):
+            listed = r.support[i][r.support[i] >= 0]
+            assert r.tokens[i] in listed
+            if set(listed) == set(np.flatnonzero(support(logits, a.sampling))):  # but for a border within rounding
+                scaled = logits / 1.3
+                own = scaled[r.tokens[i]] - np.log(np.exp(scaled[listed]).sum())
+                assert r.logprobs[i] - r.kept[i] == pytest.approx(own, abs=1e-4)
+                seen.add(len(listed))
+    assert len(seen) > 2  # top_p leaves supports of many sizes
+
+
+def test_the_scorer_takes_it_over(answered):
+    """Log-probs of draw and scorer agree; without the support they are apart by the mass that was cut."""
+    asked, results = answered
+    traj = collect(asked, results)
+    shapes = training.row_shapes((), 48, 256, 1, 1)
+    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
+    score = training.make_score(model(), temperature=1.3, chunk=64, put=lambda b: jax.tree.map(jnp.asarray, b))
+    drawn = (traj.logprobs - traj.columns["kept"])[traj.loss_mask]
+    np.testing.assert_allclose(score(params(), traj, layout)[traj.loss_mask], drawn, atol=1e-4)
+    del traj.columns["support"]
+    whole = score(params(), traj, layout)[traj.loss_mask]
+    np.testing.assert_allclose(whole, traj.logprobs[traj.loss_mask], atol=1e-4)
+    assert np.abs(whole - drawn).max() > 0.1
+
+
+def test_ties_keep_the_token_that_was_drawn():
+    from jaxrl.rollout.sampling import likeliest
+
+    logits = jnp.array([[1.0, 1.0, 1.0, -jnp.inf], [3.0, -jnp.inf, -jnp.inf, -jnp.inf]])
+    assert np.asarray(likeliest(logits, jnp.array([2, 0]), 2)).tolist() == [[0, 2], [0, -1]]
+
+
+@pytest.mark.parametrize("changes,message", [
+    (dict(engine="vllm"), "only the embedded sampler tells its support"),
+    (dict(engine="jax", top_k=100), "rollout.top_k=100: the vocabulary has 64 tokens"),
+])
+def test_what_cannot_be_had_is_refused(changes, message):
+    cfg = config(**changes)
+    cfg.algorithm.sampled_support = True
+    with pytest.raises(ConfigError, match=message):
+        check_support(cfg, 64)
