@@ -20,7 +20,7 @@ FUTURE: tuple[str, ...] = (
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
     # sampling, scoring and learning from here on
-    "rollout.*", "reward.*", "algorithm.*", "eval.*", "reference.dtype",
+    "rollout.*", "reward.*", "algorithm.*", "eval.*", "reference.*", "critic.*",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",
@@ -34,6 +34,8 @@ PAST: dict[str, str] = {
     "model.*": "it decides the parameters, their names or how text becomes tokens",
     "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
     "reference.path": "the KL term would pull towards another model",
+    "critic.path": "the critic's parameters began there",
+    "critic.shared": "the value head lies elsewhere",
     "optimizer.name": "its state has another form",
     "optimizer.groups": "its state may have another form",
     "train.param_dtype": "the parameters are stored in it",

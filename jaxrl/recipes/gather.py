@@ -101,7 +101,9 @@ def ask(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
         if not requests:
             return Answered([], [], [], [], baseline, {}, len(examples))
         traj, texts, result = score(r, requests, results, examples)
-        keep = {int(g): has_signal(c.algorithm.keep_group, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
+        asks = c.algorithm.keep_group
+        own = imported(asks) if ":" in asks else None
+        keep = {int(g): has_signal(own or asks, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
     asked = len(prompts) * c.rollout.group_size
     return Answered(requests, results, examples, result.records(), baseline, keep, asked)
 
@@ -136,11 +138,11 @@ def normed(scores, groups, mean: str, std: str) -> np.ndarray:
     return np.where(np.isfinite(scores), out, np.nan)
 
 
-def has_signal(asks: str, traj, texts, result, members) -> bool:
-    """Whether a group can teach something: its raw scores differ, or those of one reward, or a user's function says so."""
+def has_signal(asks, traj, texts, result, members) -> bool:
+    """Whether a group can teach something: its raw scores differ, or those of the reward named, or a user's function says so."""
     where = np.flatnonzero(members)
-    if ":" in asks:
-        return bool(imported(asks)({
+    if callable(asks):
+        return bool(asks({
             "scores": result.total[where], "rewards": {name: part[where] for name, part in result.parts.items()},
             "completions": [texts[i] for i in where], "lengths": traj.answer_lengths[where], "truncated": traj.finish[where] == 1}))
     found = (result.parts[asks] if asks else result.total)[where]

@@ -133,6 +133,8 @@ def update_all(r: Run, algorithm: Algorithm, batch, layout, columns, seed: int) 
     for name, value in averaged([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
     r.check_finite()
+    if of_critic:
+        r.check_finite(algorithm.critic.state)
     return metrics
 
 

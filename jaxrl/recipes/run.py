@@ -259,8 +259,9 @@ class Run:
         self.samples += samples
         self.profiler.at(self.step)
 
-    def check_finite(self) -> None:
-        streak = int(np.asarray(self.state.stats["nonfinite_streak"]))
+    def check_finite(self, state=None) -> None:
+        """Raises NothingFinite after too many such updates of a TrainState (None: the policy's)."""
+        streak = int(np.asarray((state or self.state).stats["nonfinite_streak"]))
         if streak >= self.config.optimizer.max_nonfinite:
             limit = self.config.optimizer.max_nonfinite
             raise NothingFinite(
