@@ -45,7 +45,11 @@ ALIASES = {
     "rollout/shapes.py": {"roll": "rollout"},
     "recipes/trajectories.py": {"group": "rollout eval"},
     "recipes/setup.py": {"c": "model"},
-    "recipes/rl.py": {"v": "algorithm", "values": "algorithm", "limits": "algorithm.mismatch"},
+    "recipes/rl.py": {"v": "algorithm", "limits": "algorithm.mismatch"},
+    "recipes/advantages.py": {"v": "algorithm"},
+    "recipes/algorithm.py": {"v": "algorithm", "values": "algorithm", "options": "reference"},
+    "recipes/critic.py": {"v": "algorithm", "options": "critic"},
+    "recipes/gather.py": {"values": "algorithm"},
     "data/stream.py": {"d": "data"},
     "checkpoint.py": {"_options": "checkpoint"},
     "telemetry/telemetry.py": {"_log": "log"},
@@ -55,8 +59,11 @@ ALIASES = {
     "sharding/mesh.py": {"mesh_config": "mesh"},
     "rollout/vllm/adapter.py": {"v": "rollout.vllm"},
     "rollout/vllm/engine.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
+    "rollout/vllm/publish.py": {"options": "rollout.vllm"},
     "rollout/vllm/router.py": {"options": "rollout.vllm"},
 }
+# Tuples of options that a file reads one after the other: (file, tuple) -> their group.
+BY_NAME = {("recipes/algorithm.py", "SAME_NAME"): "algorithm"}
 
 
 def rows(name):
@@ -195,7 +202,11 @@ def test_every_option_is_read_where_it_acts():
     for path in root.rglob("*.py"):
         file = str(path.relative_to(root))
         if file not in ("config.py", "config_checks.py", "resume.py"):
-            seen |= _reads(ast.parse(path.read_text()), ALIASES.get(file, {}))
+            tree = ast.parse(path.read_text())
+            seen |= _reads(tree, ALIASES.get(file, {}))
+            for node in tree.body:
+                group = BY_NAME.get((file, getattr(node.targets[0], "id", ""))) if isinstance(node, ast.Assign) else None
+                seen |= {f"{group}.{name}" for name in ast.literal_eval(node.value)} if group else set()
     assert sorted(set(options()) - seen - CHECKED_ONLY) == []
 
 
