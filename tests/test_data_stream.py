@@ -133,3 +133,16 @@ def test_from_config(tmp_path, workers):
     assert ids() != by_run_seed
     config.data.shuffle = False
     assert flat(ids()) == list(range(20)) * 2
+
+
+@pytest.mark.parametrize("drop_last,cursors", [(True, {0: False, 8: False, 9: True, 12: True}), (False, {9: False, 11: False, 12: True})])
+def test_exhausted_says_that_no_step_starts_here(drop_last, cursors):
+    """12 positions in steps of 4; a cursor off the steps' edges is dynamic sampling's."""
+    stream = Stream(Numbers(6), 4, seed=0, epochs=2, drop_last=drop_last)
+    assert {cursor: stream.exhausted(cursor) for cursor in cursors} == cursors
+    assert not Stream(Numbers(6), 4, seed=0).exhausted(10**9)
+
+
+def test_part_of_a_step_can_be_taken():
+    stream = Stream(Numbers(6), 4, seed=0)
+    assert stream.take(3, 2) == (stream.take(3)[0][:2], 5)

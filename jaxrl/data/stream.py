@@ -26,6 +26,7 @@ class Stream:
         self.dataset = dataset
         self.rows, self.per_step = len(dataset), per_step
         self.end = epochs * self.rows if epochs else sys.maxsize
+        self._least = per_step if drop_last else 1
         if epochs and drop_last:
             self.end -= self.end % per_step
         if self.end == 0:
@@ -63,6 +64,11 @@ class Stream:
         out = [(p, next(self._iterator)) for p in range(cursor, stop)]
         self._at = max(cursor, stop)
         return out, self._at
+
+    def exhausted(self, cursor: int) -> bool:
+        """Whether no further step starts at `cursor`: nothing is left, or less than a whole step under `drop_last`. Steps that
+        take more rows than a step has (dynamic sampling) come here before `total_steps`."""
+        return self.end - cursor < self._least
 
     def epoch(self, cursor: int) -> float:
         """Passes over the data up to `cursor`, e.g. 1.5."""

@@ -245,6 +245,7 @@ class Run:
         return (
             self.stopping()
             or self.step >= self.total_steps
+            or self.stream.exhausted(self.cursor)
             or bool(c.train.max_samples and self.samples >= c.train.max_samples)
         )
 
