@@ -87,6 +87,7 @@ def test_nccl_that_cannot_be_loaded_is_said(monkeypatch):
             pass
 
 
+@pytest.mark.slow
 def test_tensor_parallel_workers_hold_their_slices():
     """Checksums of each worker's slice of every tensor."""
     with own_servers(tensor_parallel=2, rollout_verify_weights="always", env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as engine:
@@ -95,6 +96,7 @@ def test_tensor_parallel_workers_hold_their_slices():
         answers_are_of(engine, 1, 5)
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_gets_a_measured_bound():
     with own_servers(engine_kwargs={"kv_cache_dtype": "fp8"}) as engine:
         assert engine.quantized and engine.publisher._bound >= 3 * engine.publisher.last_probe > 0
