@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrl import algorithms as alg
 
@@ -127,14 +129,18 @@ def wanted(name, seed):
     return loss, grad
 
 
+def float64_agrees(name, seed):
+    (loss, grad), (want, want_grad) = ours(seed, np.float64)[name], wanted(name, seed)
+    assert loss.dtype == grad.dtype == np.float64
+    np.testing.assert_allclose(loss, want, rtol=1e-12, atol=1e-12, err_msg=f"{name}, seed {seed}")
+    scale = np.maximum(1, np.abs(want_grad).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(grad / scale, want_grad / scale, rtol=0, atol=1e-12, err_msg=f"{name}, seed {seed}")
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_float64_agrees_to_1e12(name):
     for seed in SEEDS:
-        (loss, grad), (want, want_grad) = ours(seed, np.float64)[name], wanted(name, seed)
-        assert loss.dtype == grad.dtype == np.float64
-        np.testing.assert_allclose(loss, want, rtol=1e-12, atol=1e-12, err_msg=f"seed {seed}")
-        scale = np.maximum(1, np.abs(want_grad).sum(axis=1, keepdims=True))
-        np.testing.assert_allclose(grad / scale, want_grad / scale, rtol=0, atol=1e-12, err_msg=f"seed {seed}")
+        float64_agrees(name, seed)
 
 
 def absolute_terms(name, seed):
@@ -146,14 +152,26 @@ def absolute_terms(name, seed):
     return np.abs(b.weights * want).sum(), np.abs(grad).sum()
 
 
+def fp32_agrees(name, seed):
+    b, (terms, grad_terms) = case(seed), absolute_terms(name, seed)
+    (loss, grad), (want, want_grad) = ours(seed, np.float32)[name], wanted(name, seed)
+    assert loss.dtype == grad.dtype == np.float32
+    assert abs((b.weights * loss).sum() - (b.weights * want).sum()) <= 1e-6 * terms, f"{name}, seed {seed}"
+    np.testing.assert_allclose(grad, want_grad, rtol=0, atol=1e-6 * grad_terms, err_msg=f"{name}, seed {seed}")
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_fp32_agrees_to_1e6_of_the_sum_of_absolute_terms(name):
     for seed in SEEDS:
-        b, (terms, grad_terms) = case(seed), absolute_terms(name, seed)
-        (loss, grad), (want, want_grad) = ours(seed, np.float32)[name], wanted(name, seed)
-        assert loss.dtype == grad.dtype == np.float32
-        assert abs((b.weights * loss).sum() - (b.weights * want).sum()) <= 1e-6 * terms, f"seed {seed}"
-        np.testing.assert_allclose(grad, want_grad, rtol=0, atol=1e-6 * grad_terms, err_msg=f"seed {seed}")
+        fp32_agrees(name, seed)
+
+
+@settings(max_examples=30, derandomize=True, deadline=None, database=None)
+@given(st.integers(1000, 2**31))
+def test_both_on_batches_that_hypothesis_draws(seed):
+    for name in LOSSES:
+        float64_agrees(name, seed)
+        fp32_agrees(name, seed)
 
 
 @pytest.mark.parametrize("name", map(str, [*WEIGHTS, "keep"]))
