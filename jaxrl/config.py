@@ -292,7 +292,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
         "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never"),
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never"),
-        "reset_optimizer": O(False, "a reset starts the optimizer's state anew, too"),
+        "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on"),
     },
     "optimizer": {
         "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),

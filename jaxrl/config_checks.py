@@ -385,6 +385,9 @@ def _estimators(cfg, v):
     if cfg.critic.shared and v["advantage"] == "gae":
         out += [_no_effect(f"critic.{n}", cfg.critic[n], "with critic.shared", "it belongs to a critic of its own")
                 for n in ("path", "num_minibatches", "warmup_steps") if cfg.critic[n]]
+    if v["advantage_mean"] == "greedy" and (cfg.reward.norm_mean, cfg.reward.norm_std) != ("none", "none"):
+        out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
+                   "algorithm.advantage_mean=greedy: the greedy answers' scores are not normalised; set both to none")
     if v["positive_nll_coef"] and not cfg.reward.functions:
         out.append("algorithm.positive_nll_coef needs a reward that says which answers are right")
     return out

@@ -54,7 +54,7 @@ class Stream:
     def take(self, cursor: int, count: int = 0) -> tuple[list[tuple[int, Example]], int]:
         """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end of the
         stream, none when it is exhausted."""
-        stop = min(cursor + (count or self.per_step), self.end)
+        stop = min(cursor + (int(count) or self.per_step), self.end)
         if self._workers == 0:
             return [(p, self._examples[p]) for p in range(cursor, stop)], max(cursor, stop)
         if self._at != cursor:

@@ -150,22 +150,26 @@ def load_critic(model, path: str, revision: str | None = None, shardings=None, d
     The head is the classifier's `score.weight` [1, D]; zero where the folder has none. `shardings` as
     models.value.ValueModel's tree. Raises as load_params does.
     """
-    folder = folder_of(path, revision)
-    stored = tensorfile.list_folder(folder)
-    score = stored.get(SCORE)
-    trunk = {name: t for name, t in stored.items() if name not in (SCORE, HEAD)}
-    _match(model, trunk, folder, head=False)
-    width = model.config.hidden_size
-    if score is not None and score.shape != (1, width):
-        raise ConfigError(f"{folder}: {SCORE} has shape {score.shape}, a critic needs one label: (1, {width})")
+    stored, score = check_critic(model, path, revision)
     load = _loader(stored, shardings, dtype)
     params = model.tree(lambda entry: None if entry.path[0] == "head" else load(entry))
     params.pop("head", None)
-    kernel = np.zeros(width) if score is None else score.read().reshape(-1)
+    kernel = np.zeros(model.config.hidden_size) if score is None else score.read().reshape(-1)
     place = shardings["value"]
     params["value"] = {"kernel": jax.device_put(np.asarray(kernel, dtype), place["kernel"]),
                        "bias": jax.device_put(np.zeros((), dtype), place["bias"])}
     return params
+
+
+def check_critic(model, path: str, revision: str | None = None):
+    """(tensors of a folder, its score tensor or None); raises what `load_critic` would raise about them."""
+    folder = folder_of(path, revision)
+    stored = tensorfile.list_folder(folder)
+    score, width = stored.get(SCORE), model.config.hidden_size
+    _match(model, {name: t for name, t in stored.items() if name not in (SCORE, HEAD)}, folder, head=False)
+    if score is not None and score.shape != (1, width):
+        raise ConfigError(f"{folder}: {SCORE} has shape {score.shape}, a critic needs one label: (1, {width})")
+    return stored, score
 
 
 def _loader(stored, shardings, dtype):

@@ -32,7 +32,8 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
 
-        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens)
+        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens; so it is for a
+                 function of the user's own, which sees scores less that KL)
         returns  reward to go, the number at the last scored token and the KL at each
         gae      the same rewards with a critic
 
@@ -45,7 +46,7 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
     mask, offsets = traj.loss_mask, traj.offsets
     present = np.repeat(np.isfinite(scores), traj.lengths) & mask
     kind, returns = v["advantage"], None
-    if kl is not None and kind == "outcome":
+    if kl is not None and kind not in ("returns", "gae"):
         scores = scores - v["kl.coef"] * np.add.reduceat(np.where(mask, kl, 0.0), offsets[:-1])
     numbers, zero = group_advantages(
         scores, traj.group, mean=v["advantage_mean"], std=v["advantage_std"], baseline_N=baseline)

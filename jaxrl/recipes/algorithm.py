@@ -7,6 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from ml_collections import FrozenConfigDict
 
 from jaxrl import training
@@ -154,8 +155,8 @@ class Reference:
     def arrays(self):
         return self.params if self.moves else {}
 
-    def host(self) -> dict:
-        return {"epochs": self.epochs}
+    def host(self) -> dict | None:
+        return {"epochs": self.epochs} if self.moves else None
 
     def after_step(self, r) -> dict[str, float]:
         """Resets where it is due; called when the step counts."""
@@ -169,8 +170,14 @@ class Reference:
             self.params = cast_params(setup.policy_params(r.state), self.dtype)
             if self.options.reset_optimizer:
                 fresh = jax.jit(r.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, r.state.opt_state))
-                r.state = r.state.replace(opt_state=fresh(r.state.trainable))
+                r.state = r.state.replace(opt_state=keep_schedules(fresh(r.state.trainable), r.state.opt_state))
         return {"policy/reference_reset": float(due)}
+
+
+def keep_schedules(fresh, old):
+    """An optimizer state started anew whose learning-rate schedules go on where they were."""
+    is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
+    return jax.tree.map(lambda new, was: was if is_schedule(new) else new, fresh, old, is_leaf=is_schedule)
 
 
 def start_of_step(state):

@@ -35,7 +35,8 @@ class Batch(NamedTuple):
     examples: list
     texts: list[str]
     result: Any  # RewardResult
-    scores: np.ndarray  # [N] float64, shaped, NaN = absent
+    shaped: np.ndarray  # [N] float64, NaN = absent
+    scores: np.ndarray  # the same, normalised as reward.norm_* say
     baseline: np.ndarray | None  # [N] score of the greedy answer to the sequence's prompt
     dropped: np.ndarray  # [N] bool
     asked: int
@@ -147,7 +148,7 @@ def has_signal(asks, traj, texts, result, members) -> bool:
             "completions": [texts[i] for i in where], "lengths": traj.answer_lengths[where], "truncated": traj.finish[where] == 1}))
     found = (result.parts[asks] if asks else result.total)[where]
     found = found[np.isfinite(found)]
-    return len(found) > 1 and found.max() - found.min() >= EQUAL
+    return len(found) > 1 and bool(found.max() - found.min() >= EQUAL)
 
 
 def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: int) -> Batch:
@@ -168,7 +169,8 @@ def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: 
     requests, results, examples, recorded = map(list, zip(*rows, strict=True))
     traj, texts, result = score(r, requests, results, examples, recorded)
     c = r.config
-    scores = normed(shaped(r, values, traj, result), traj.group, c.reward.norm_mean, c.reward.norm_std)
+    plain = shaped(r, values, traj, result)
+    scores = normed(plain, traj.group, c.reward.norm_mean, c.reward.norm_std)
     best = {g: s for one in rounds for g, s in one.greedy.items()}
     baseline = np.array([best.get(int(g), np.nan) for g in traj.group]) if values["advantage_mean"] == "greedy" else None
     dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])
@@ -178,4 +180,4 @@ def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: 
     if mode != "off":
         metrics["rollout/masked_fraction"] = float(dropped.mean())
     asked = sum(one.asked for one in rounds) if mode != "refill" else len(taken) * c.rollout.group_size
-    return Batch(traj, examples, texts, result, scores, baseline, dropped, asked, cursor, metrics)
+    return Batch(traj, examples, texts, result, plain, scores, baseline, dropped, asked, cursor, metrics)

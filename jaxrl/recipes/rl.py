@@ -76,7 +76,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         traj.group,
         job.row_shapes,
         share_prompts=c.train.share_prompts,
-        num_minibatches=v["num_minibatches"],
+        num_minibatches=min(v["num_minibatches"], len(np.unique(traj.group))),  # a last step may be short
         seed=seed,
     )
     with r.phase("score"):
@@ -107,15 +107,14 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         metrics["policy/kl_in_reward"] = float(kl[traj.loss_mask].mean())
     metrics |= r.engine.metrics() if hasattr(r.engine, "metrics") else {}
     check_gap(c.algorithm.mismatch, r.step, metrics)
-    part = judged(c, batch.result)
-    if part is not None:
-        metrics["accuracy/train"] = float((part >= c.reward.pass_mark).mean())
+    if (c.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
+        metrics["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
     return metrics
 
 
 def judged(c, result):
-    """[N] raw values of the reward whose pass mark is accuracy; None where it is a reward of evaluation only."""
-    return result.parts.get(c.eval.accuracy_from or next(iter(result.parts)))
+    """[N] raw values of the reward whose pass mark is accuracy; of the first one where that is a reward of evaluation only."""
+    return result.parts.get(c.eval.accuracy_from, next(iter(result.parts.values())))
 
 
 def by_answer(tokens_T, traj) -> np.ndarray:
@@ -183,7 +182,7 @@ def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
 
 def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
     """Host metrics of one batch of answers."""
-    traj, scores = batch.traj, batch.scores
+    traj, scores = batch.traj, batch.shaped
     lengths = traj.answer_lengths
     known = scores[np.isfinite(scores)]
     out = {

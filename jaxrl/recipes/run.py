@@ -90,6 +90,7 @@ class Run:
         # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
         self.checkpointer = self._own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
         chosen = self.checkpointer.choose(c.run.resume)
+        self._held = None if chosen is None else chosen.host.get("parts", {})
         if chosen is None:
             setup.check_weights(c, inputs)
         elif c.run.mode == "train":
@@ -143,7 +144,8 @@ class Run:
         """Optimizer, state (restored or new), update program, telemetry; publishes the first weights.
 
         `parts` are what a checkpoint holds beside the policy. A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for
-        nothing), `start(arrays, host)` (what a checkpoint held, or None and None), `arrays()` and `host()` (JSON-able dict).
+        nothing), `start(arrays, host)` (what a checkpoint held, or None and None), `arrays()` and `host()` (JSON-able dict; None
+        = nothing of it is kept). A checkpoint without a part starts it anew, one with a part that is not wanted leaves it.
         """
         c, job, self.parts = self.config, self.job, parts
         axes = setup.flat_axes(job.tree)
@@ -155,14 +157,17 @@ class Run:
             self.checkpointer.require_space(everything)
         except OSError as e:
             raise ConfigError(f"run.dir={c.run.dir!r}: {e.strerror}") from None
-        restored = self.checkpointer.restore(everything, c.run.resume)
+        held = self._held  # None where nothing is resumed
+        wanted = {name: tree for name, tree in everything.items() if held is None or name in held or name in vars(abstract)}
+        dropped = set(held or ()) - set(everything)
+        restored = self.checkpointer.restore(wanted, c.run.resume, partial=bool(dropped))
         if restored is None:
             self.state = setup.new_state(job, self.optimizer, abstract, setup.start_params(job))
         else:
             self._take_over(restored)
         for part in parts:
-            arrays, host = (None, None) if restored is None else (restored.arrays[part.name], restored.host["parts"][part.name])
-            part.start(arrays, host)
+            known = restored is not None and part.name in held
+            part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
         self.telemetry = self._own(
             Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None)
         )
@@ -172,7 +177,8 @@ class Run:
         self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
         self.say(setup.describe(job, self._data_numbers()))
         if restored is not None:
-            self.say(f"resumed   step {self.step} from {restored.path}")
+            new = [part.name for part in parts if part.name not in held and part.host() is not None]
+            self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))
         self._triggers(restored.host["triggers"] if restored else {})
         self.profiler = self._own(Profiler(c.profile.steps, job.run_dir / "profile"))
         if self.engine is not None:
@@ -336,9 +342,9 @@ class Run:
                 "last_eval": self.last_eval,
                 "config": redacted(self.config),
                 "triggers": {name: due.state() for name, due in self.due.items()},
-                "parts": {part.name: part.host() for part in self.parts},
+                "parts": {part.name: part.host() for part in self.parts if part.host() is not None},
             }
-            arrays = {**vars(self.state), **{part.name: part.arrays() for part in self.parts}}
+            arrays = {**vars(self.state), **{part.name: part.arrays() for part in self.parts if part.host() is not None}}
             self.checkpointer.save(self.step, arrays, host)
         self._saved_step = self.step
 

@@ -119,11 +119,13 @@ def check_weights(config, inputs: Inputs) -> None:
     """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
     if config.model.init == "pretrained":
         hf.check_weights(inputs.table, source_of(config.model.path), config.model.revision)
-    if config.reference.path:
-        try:
-            hf.check_weights(inputs.table, source_of(config.reference.path))
-        except ConfigError as e:
-            raise ConfigError(f"reference.path={config.reference.path!r}: {e}") from None
+    for name, path, check in (("reference.path", config.reference.path, hf.check_weights),
+                              ("critic.path", config.critic.path, hf.check_critic)):
+        if path:
+            try:
+                check(inputs.table, source_of(path))
+            except ConfigError as e:
+                raise ConfigError(f"{name}={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 
 
 def source_of(path: str) -> str:

@@ -188,9 +188,10 @@ STAT_NAMES = {"ratio": "ratio_mean", "clipped": "clip_fraction", "clipped_low": 
 
 
 def _ratio_metrics(token, mask, fixed, old, stats):
-    means = {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x)) for name, x in stats.items()}
-    approx_kl = masked_exp(fixed - old, mask) - 1 - jnp.where(mask, fixed - old, 0)
-    return means | {"policy/approx_kl": jnp.sum(token * approx_kl)}
+    ratio = masked_exp(fixed - old, mask)
+    out = {"policy/ratio_mean": jnp.sum(token * ratio),  # by token, unless the loss says what it used
+           "policy/approx_kl": jnp.sum(token * (ratio - 1 - jnp.where(mask, fixed - old, 0)))}
+    return out | {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x)) for name, x in stats.items()}
 
 
 def _gap_metrics(token, mask, fixed, old, batch, cfg):
@@ -257,7 +258,8 @@ def make_apply(optimizer, schedule, cfg: LossConfig):
             "stopped": stopped.astype(jnp.int32),
         }
         if cfg.entropy_target:
-            stats |= _entropy_coefs(state.stats, metrics["policy/entropy"], cfg)
+            moved_on = _entropy_coefs(state.stats, metrics["policy/entropy"], cfg)
+            stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in moved_on.items()}
         if cfg.fp16:
             stats |= _rescale(state.stats, finite)
         metrics = metrics | {
