@@ -210,7 +210,7 @@ config_file(
 )
 config_file(
     "config file sets an unknown option",
-    ("'rl'", "did you mean optimizer.lr"),
+    ("'rl'", "did you mean critic.lr or optimizer.lr"),
     "from jaxrl.config import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.optimizer.rl = 1\n    return c\n",
 )
 config_file(

@@ -91,6 +91,7 @@ def test_the_loss_of_every_preset_does_not_depend_on_the_layout(preset):
                 assert got[2][key] == pytest.approx(value, rel=1e-11, abs=1e-12), (name, key)
 
 
+@pytest.mark.slow
 def test_the_gradient_through_the_model_neither():
     """With PPO's value loss on the policy's own trunk."""
     with jax.enable_x64(True):
@@ -108,6 +109,7 @@ def test_the_gradient_through_the_model_neither():
             assert worst(got, truth) < 1e-12, name
 
 
+@pytest.mark.slow
 def test_data_shards_neither():
     """Four shards of the rows, in a process with four devices; sums over sequences stay within a row and so within a shard."""
     here = Path(__file__).parent
