@@ -20,12 +20,14 @@
 #    seconds of a publish                                   vllm_publish.py
 #    faults                                                 vllm_faults.py
 #    two servers, one killed, one joins                     vllm_two_servers.py
+# Of the algorithms:
+#    4  every preset trains, against a zero-advantage control  presets.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets quickstart)
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi
 for name in "${scripts[@]}"; do
