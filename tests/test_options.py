@@ -672,7 +672,8 @@ def test_loss_on_prompt():
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         r = SimpleNamespace(
-            config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9, samples=samples
+            config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9, samples=samples,
+                cursor=0, stream=SimpleNamespace(exhausted=lambda cursor: False),
         )
         return Run.finished(r)
 

@@ -22,7 +22,8 @@ TINY = Path(__file__).parent / "tiny_job.py"
 
 # The others take minutes; evidence/vllm_faults.py runs them all.
 QUICK = ["kill -9 of a server", "a server with other weights", "the same without checksums", "a tensor dropped from a publish",
-         "slow answers", "the stock CPU server that keeps stale weights", "kill -9 of the trainer"]
+         "slow answers", pytest.param("the stock CPU server that keeps stale weights", marks=pytest.mark.slow),
+         pytest.param("kill -9 of the trainer", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", QUICK)
