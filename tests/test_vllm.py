@@ -113,8 +113,8 @@ def test_deadlines_are_the_configs(tmp_path):
     """A server that is not there is waited for setup_seconds, a weight update that hangs for sync_seconds."""
     said, _ = CASES["a port that refuses"]()
     assert "rollout.vllm.setup_seconds=3" in said
-    with pytest.raises(ConfigError, match="no answer within 0.001 s.*rollout.vllm.sync_seconds=0.001"):
-        with on_url(sync_seconds=0.001):
+    with pytest.raises(ConfigError, match="no answer within 1e-05 s.*rollout.vllm.sync_seconds=1e-05"):
+        with on_url(sync_seconds=1e-5):
             pass
 
 
