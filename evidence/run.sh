@@ -22,6 +22,7 @@
 #    two servers, one killed, one joins                     vllm_two_servers.py
 # Of the algorithms:
 #    4  every preset trains, against a zero-advantage control  presets.py
+#    5  beside TRL's and Tunix's losses, in their environments  loss_parity.py --trl PYTHON --tunix PYTHON (not in "all")
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
