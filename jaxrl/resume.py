@@ -16,7 +16,7 @@ FUTURE: tuple[str, ...] = (
     "run.mode", "run.dir", "run.resume", "run.compile_cache", "run.deterministic", "run.matmul_precision",
     "mesh.*", "profile.*", "faults.*", "log.*", "checkpoint.*", "user.*",
     # how the model is computed, not what it is
-    "model.remat", "model.attention", "model.trust_remote_code",
+    "model.remat", "model.remat_every", "model.attention", "model.trust_remote_code",
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
     # sampling, scoring and learning from here on

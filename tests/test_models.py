@@ -117,23 +117,25 @@ def test_padding_content_does_not_matter():
     jax.tree.map(np.testing.assert_array_equal, grads, other_grads)
 
 
-@pytest.mark.parametrize("scan_layers, policies", [(False, ("full",)), (True, ("full", "dots"))])
+@pytest.mark.parametrize("scan_layers, policies", [(False, ("full", "full 2")), (True, ("full", "dots", "offload", "full 3"))])
 def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
-    """More operations for the same gradient; less memory where scanned (see build for the unrolled CPU)."""
-    config = {**SMALL, "num_hidden_layers": 6 if scan_layers else 1}
+    """More operations for the same gradient; less memory where scanned (see build for the unrolled CPU). `full 3`: in groups of
+    three layers. (The CPU counts what is offloaded as its own memory.)"""
+    config = {**SMALL, "num_hidden_layers": 6 if scan_layers else 3}
     arrays = tuple(np.repeat(x, 4, axis=0) for x in model_cases.batch()[0])
     memory, flops, grads = {}, {}, {}
     with jax.enable_x64(True):
         params = init(build(config, compute_dtype=jnp.float64, scan_layers=scan_layers))
         for remat in ("none", *policies):
-            model = build(config, compute_dtype=jnp.float64, scan_layers=scan_layers, remat=remat)
+            policy, _, every = remat.partition(" ")
+            model = build(config, compute_dtype=jnp.float64, scan_layers=scan_layers, remat=policy, remat_every=int(every or 1))
             grad = jax.grad(lambda p, m=model: (m.hidden(p, *arrays) ** 2).mean())
             run = jax.jit(grad, compiler_options=model_cases.QUICK).lower(params).compile()
             memory[remat], flops[remat] = run.memory_analysis().temp_size_in_bytes, run.cost_analysis()["flops"]
             grads[remat] = run(params)
     for remat in policies:  # the parameters are fp32, and so are their gradients
         assert flops["none"] < 0.95 * flops[remat]
-        assert not scan_layers or memory["full"] <= memory[remat] < 0.8 * memory["none"]
+        assert not scan_layers or memory["full"] <= memory[remat] * 1.01 < 0.8 * memory["none"]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12), grads["none"], grads[remat])
 
 
@@ -361,5 +363,7 @@ def test_configs_that_cannot_work(entries, message):
 
 
 def test_unknown_remat():
-    with pytest.raises(ConfigError, match="model.remat='most': choose none, full, dots"):
+    with pytest.raises(ConfigError, match="model.remat='most': choose none, full, dots, offload"):
         build(SMALL, compute_dtype=jnp.float32, scan_layers=False, remat="most")
+    with pytest.raises(ConfigError, match="model.remat_every=4: 6 layers are scanned, which are cut into equal groups of 1 or 2 or 3 or 6"):
+        build({**SMALL, "num_hidden_layers": 6}, compute_dtype=jnp.float32, scan_layers=True, remat="full", remat_every=4)

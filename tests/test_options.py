@@ -203,11 +203,20 @@ def program(c):
 
 
 def test_remat_and_attention_choose_the_program(tiny):
-    remat = {r: program(tiny("model.remat", r)) for r in ("auto", "none", "full", "dots")}
+    remat = {r: program(tiny("model.remat", r)) for r in ("auto", "none", "full", "dots", "offload")}
     assert remat["auto"] == remat["none"] and "remat" not in remat["none"]
     assert "remat" in remat["full"] and "remat" in remat["dots"] and remat["full"] != remat["dots"]
+    assert "<host>" in remat["offload"] and "<host>" not in remat["full"]
     attention = {a: program(tiny("model.attention", a)) for a in ("auto", "reference", "blockwise")}
     assert attention["reference"] != attention["blockwise"] and attention["auto"] in attention.values()
+
+
+def test_remat_every_recomputes_layers_together(tiny):
+    """Four layers: as many recomputed parts, two, or (a group of three and the rest) two."""
+    configs = [tiny("model.remat", "full", "model.remat_every", n) for n in (1, 2, 3)]
+    for c in configs:
+        c.model.config.num_hidden_layers = 4
+    assert [program(c).count("remat2[") for c in configs] == [4, 2, 2]
 
 
 def test_trainable_and_frozen_decide_what_has_optimizer_state(tiny):

@@ -14,10 +14,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.parameters import LAYER, Parameter
-from jaxrl.models.placement import embed, gathered, rows, sharded_attention, write
+from jaxrl.models.placement import embed, gathered, residual, rows, sharded_attention, write
 from jaxrl.models.rope import rotate, rotations
 
 ACTIVATIONS = {
@@ -26,9 +27,12 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 DECLARED = nn.initializers.zeros  # names and shapes are what counts here; Model.init makes the values
-POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+KEPT = "layer_input"
+POLICIES = {  # what the backward pass finds; the rest it computes again
+    "full": jax.checkpoint_policies.nothing_saveable,  # the layers' inputs
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # and the outputs of matrix products
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the layers' inputs, in host memory
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT], offload_src="device", offload_dst="pinned_host"),
 }
 
 
@@ -129,15 +133,20 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x, shared, cache, index):
         cfg = self.config
+        x = checkpoint_name(x, KEPT)
 
         def norm(name, y):
             return Norm(cfg.norm_eps, cfg.norm_offset, name=name)(y)
 
+        def added(x, name, y):
+            y = residual(rows(y))
+            return residual(x + (norm(name, y) if cfg.post_norms else y))
+
         y, kv = Attention(cfg, self.layer, self.implementation, name="attention")(
-            norm("attention_norm", x), shared, cache, index)
-        x = x + (norm("attention_post_norm", y) if cfg.post_norms else y)
-        y = MLP(cfg, name="mlp")(norm("mlp_norm", x))
-        return rows(x + (norm("mlp_post_norm", y) if cfg.post_norms else y)), kv
+            rows(norm("attention_norm", x)), shared, cache, index)
+        x = added(x, "attention_post_norm", y)
+        y = MLP(cfg, name="mlp")(rows(norm("mlp_norm", x)))
+        return added(x, "mlp_post_norm", y), kv
 
 
 class Block(nn.Module):
@@ -192,17 +201,22 @@ class Decoder(nn.Module):
     scan_layers: bool
     remat: str
     implementation: str
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False):
         cfg = self.config
         acc = jnp.promote_types(self.dtype, jnp.float32)
-        x = embed(Embedding(cfg, name="embed")(), tokens_BxL).astype(self.dtype)
-        x = x * jnp.asarray(cfg.embed_scale, self.dtype)
+        x = embed(Embedding(cfg, name="embed")(), tokens_BxL, self.dtype)
+        x = residual(x * jnp.asarray(cfg.embed_scale, self.dtype))
         shared = {"positions": positions_BxL, "segments": segments_BxL, "prefixes": prefixes_BxL,
                   "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]}
         out = {}
         repeats = repetitions(cfg, self.scan_layers)
+        learns = cache is None and not keep_kv and not self.is_initializing()
+        if learns and self.remat != "none" and self.remat_every > 1:
+            x = self._in_groups(x, shared, repeats)
+            return rows(Norm(cfg.norm_eps, cfg.norm_offset, name="final_norm")(x)), out
         if repeats:
             block = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True},
                             in_axes=(0, nn.broadcast), length=repeats)
@@ -216,10 +230,42 @@ class Decoder(nn.Module):
                 x, shared, None if cache is None else cache[name], None)
             if keep_kv or cache is not None:
                 out[name] = kv
-        x = Norm(cfg.norm_eps, cfg.norm_offset, name="final_norm")(x)
+        x = rows(Norm(cfg.norm_eps, cfg.norm_offset, name="final_norm")(x))
         if not cfg.tied and self.is_initializing():
             Head(cfg, name="head")()
         return x, out
+
+
+    def _in_groups(self, x, shared, repeats):
+        """The layers' output; `remat_every` layers at a time are recomputed together, and kept are their first one's inputs."""
+        cfg, params, every = self.config, self.variables["params"], self.remat_every
+
+        def recomputed(group, scanned):
+            named = lambda x, weights: group(checkpoint_name(x, KEPT), weights)  # noqa: E731
+            return jax.checkpoint(named, policy=POLICIES[self.remat], prevent_cse=not scanned)
+
+        if repeats:
+            block = Block(cfg, self.implementation, "none", False, parent=None)
+
+            def one(x, weights):
+                return block.apply({"params": weights}, (x, None), 0, shared)[0][0], None
+
+            def group(x, weights):
+                return jax.lax.scan(one, x, weights)
+
+            stacked = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params["layers"])
+            x, _ = jax.lax.scan(recomputed(group, True), x, stacked)
+        rest = range(repeats * cfg.period, cfg.num_layers)
+        for numbers in (rest[i:i + every] for i in range(0, len(rest), every)):
+
+            def layers(x, weights, numbers=numbers):
+                for i, own in zip(numbers, weights, strict=True):
+                    x, _ = DecoderLayer(cfg, cfg.layers[i], self.implementation, parent=None).apply(
+                        {"params": own}, x, shared, None, None)
+                return x
+
+            x = recomputed(layers, False)(x, [params[f"layer_{i}"] for i in numbers])
+        return x
 
 
 class Embedding(nn.Module):

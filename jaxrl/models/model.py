@@ -22,22 +22,31 @@ from jaxrl.models.decoder import POLICIES, Decoder, repetitions
 from jaxrl.models.placement import gathered, stored, whole
 
 
-def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", attention: str = "auto") -> Model:
+def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
+          attention: str = "auto") -> Model:
     """The model an HF config describes.
 
     Args:
       hf_config: a config.json as a dict (see hf.load_config).
       compute_dtype: dtype of activations; parameters are cast to it where they are used.
       scan_layers: scan over the model's repeating block (compile time flat in depth) instead of unrolling.
-      remat: what the backward pass recomputes: none, full (each layer), dots (all but matrix products). On the CPU it
-        saves memory only with scan_layers: unrolled, XLA's scheduler there recomputes too early.
+      remat: what the backward pass recomputes: none, full (each layer), dots (all but matrix products), offload (each
+        layer, its input resting in host memory). On the CPU it saves memory only with scan_layers: unrolled, XLA's
+        scheduler there recomputes too early.
+      remat_every: layers that are recomputed together; the larger, the fewer inputs are kept and the more exists at once.
       attention: implementation, see kernels.attention.
 
     Raises ConfigError for configs no family here serves.
     """
     if remat not in ("none", *POLICIES):
         raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(POLICIES)}")
-    return Model(model_config(hf_config), jnp.dtype(compute_dtype), bool(scan_layers), remat, attention)
+    config = model_config(hf_config)
+    blocks = repetitions(config, scan_layers)
+    if remat_every > 1 and blocks and (remat_every % config.period or blocks % (remat_every // config.period)):
+        fit = [n * config.period for n in range(1, blocks + 1) if blocks % n == 0]
+        raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are cut into "
+                          f"equal groups of {' or '.join(map(str, fit))}")
+    return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every)
 
 
 AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
@@ -84,10 +93,11 @@ class Model:
     scan_layers: bool
     remat: str
     attention: str
+    remat_every: int = 1
 
     @functools.cached_property
     def _module(self):
-        return Decoder(self.config, self.compute_dtype, self.scan_layers, self.remat, self.attention)
+        return Decoder(self.config, self.compute_dtype, self.scan_layers, self.remat, self.attention, self.remat_every)
 
     def _apply(self, params, *args, **kwargs):
         return self._module.apply({"params": params}, *args, **kwargs)

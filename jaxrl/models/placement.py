@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.logprob import Split
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
 
@@ -64,35 +65,104 @@ def rows(x):
     return jax.lax.with_sharding_constraint(x, P(_data_axes(mesh, x.shape[0])))
 
 
-def embed(table_VxD, tokens_BxL):
-    """Rows of the table, [B, L, D]. Each fsdp shard looks all tokens up in its columns; the table is never gathered.
-
-    (Decoding, L = 1, uses tables that are whole over fsdp.)
-    """
+def residual(x_BxLxD):
+    """The residual stream between layers: split by rows and, over tp, by tokens, so that norms and what the backward pass
+    keeps are not repeated on every device of tp (sequence parallelism)."""
     mesh = _mesh()
-    if mesh is None or tokens_BxL.shape[1] == 1:
-        return rows(jnp.take(table_VxD, tokens_BxL, axis=0))
-    dp = "dp" if tokens_BxL.shape[0] % mesh.shape["dp"] == 0 else None
-    fsdp = "fsdp" if table_VxD.shape[1] % mesh.shape["fsdp"] == 0 else None
-    tokens = jax.lax.with_sharding_constraint(tokens_BxL, P(dp))
-    x = jnp.take(table_VxD, tokens, axis=0)
-    return rows(jax.lax.with_sharding_constraint(x, P(dp, None, fsdp)))
+    if mesh is None:
+        return x_BxLxD
+    batch, length = x_BxLxD.shape[:2]
+    return jax.lax.with_sharding_constraint(
+        x_BxLxD, P(_data_axes(mesh, batch), "tp" if length % mesh.shape["tp"] == 0 else None))
+
+
+def split_of(rows: int, vocab: int) -> Split | None:
+    """How kernels.logprob splits so many rows and so large a vocabulary; None without a mesh."""
+    mesh = _mesh()
+    if mesh is None:
+        return None
+    data, tp = _data_axes(mesh, rows), mesh.shape["tp"]
+    alone = math.prod(mesh.shape[a] for a in DATA_AXES) == 1
+    return Split(None if alone else data, "tp" if tp > 1 and vocab % tp == 0 else None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embed(table_VxD, tokens_BxL, dtype):
+    """Rows of the table in `dtype`, [B, L, D]; each device of tp looks up the tokens it holds.
+
+    The table is gathered over fsdp as all weights are, so that its gradient is summed in one order on every (dp, fsdp).
+    The uses of one token are summed in the table's dtype.
+    """
+    split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
+
+    def local(table, tokens):
+        at, here = _held(tokens, table.shape[0], split)
+        found = jnp.where(here[..., None], jnp.take(table, jnp.where(here, at, 0), axis=0), 0)
+        return jax.lax.psum(found, split.vocab) if split and split.vocab else found
+
+    table = gathered(table_VxD.astype(dtype), ("vocab", "embed"))
+    if split is None:
+        return local(table, tokens_BxL)
+    return jax.shard_map(local, in_specs=(P(split.vocab), P(split.rows)), out_specs=P(split.rows), check_vma=False)(
+        table, tokens_BxL)
+
+
+def _held(tokens, vocab: int, split):
+    """(index into this device's part of the vocabulary, whether it holds the token)."""
+    at = tokens - jax.lax.axis_index(split.vocab) * vocab if split and split.vocab else tokens
+    return at, (at >= 0) & (at < vocab)
+
+
+def _embed(table, tokens, dtype):
+    return embed(table, tokens, dtype), (table, tokens)
+
+
+def _embed_gradient(dtype, saved, g_BxLxD):
+    table_VxD, tokens_BxL = saved
+    split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
+    vocab = table_VxD.shape[0] // (_mesh().shape[split.vocab] if split and split.vocab else 1)
+
+    def local(g, tokens):
+        at, here = _held(tokens, vocab, split)
+        grad = jnp.zeros((vocab, g.shape[-1]), table_VxD.dtype)
+        grad = grad.at[jnp.where(here, at, vocab)].add(g.astype(grad.dtype), mode="drop")
+        return jax.lax.psum(grad, split.rows) if split and split.rows else grad
+
+    if split is None:
+        return local(g_BxLxD, tokens_BxL), None
+    return jax.shard_map(local, in_specs=(P(split.rows), P(split.rows)), out_specs=P(split.vocab), check_vma=False)(
+        g_BxLxD, tokens_BxL), None
+
+
+embed.defvjp(_embed, _embed_gradient)
 
 
 def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments=None, k_segments=None,
                       q_prefixes=None, **options):
-    """kernels.attention, each device on its own rows and heads."""
+    """kernels.attention, each device on its own rows and heads.
+
+    Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the one
+    key-value head that its query heads read. Where tp divides no heads, every device of tp does the same work.
+    """
     arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes)
-    local = functools.partial(attention, **options)
     mesh = _mesh()
     if mesh is None:
-        return local(*arguments)
-    batch = q_BxLxHxK.shape[0]
-    data, tp = _data_axes(mesh, batch), _head_axis(mesh, k_BxSxGxK.shape[2])
-    heads = P(data, None, tp, None)
-    specs = [None if x is None else heads if x.ndim == 4 else P(data if x.shape[0] == batch else None)
-             for x in arguments]
-    return jax.shard_map(local, in_specs=tuple(specs), out_specs=heads, check_vma=False)(*arguments)
+        return attention(*arguments, **options)
+    batch, _, heads, _ = q_BxLxHxK.shape
+    groups, tp = k_BxSxGxK.shape[2], mesh.shape["tp"]
+    data, kv_axis = _data_axes(mesh, batch), _head_axis(mesh, groups)
+    shared_kv = kv_axis is None and heads % tp == 0 and tp % groups == 0
+
+    def local(q, k, v, *rest):
+        if shared_kv:
+            mine = jax.lax.axis_index("tp") * groups // tp
+            k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
+        return attention(q, k, v, *rest, **options)
+
+    q_spec, kv_spec = P(data, None, "tp" if shared_kv else kv_axis, None), P(data, None, kv_axis, None)
+    specs = [q_spec, kv_spec, kv_spec, *(None if x is None else P(data if x.shape[0] == batch else None)
+                                         for x in arguments[3:])]
+    return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(*arguments)
 
 
 def write(cache, x_Sx1xGxK, positions_Sx1, index):

@@ -179,6 +179,7 @@ def build_model(config, hf_config, compute_dtype):
         compute_dtype=compute_dtype,
         scan_layers=scan == "true",
         attention=config.model.attention,
+        remat_every=config.model.remat_every,
     )
     if config.model.remat != "auto":
         return build(remat=config.model.remat)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.kernels.logprob import logprob_and_entropy
+from jaxrl.models.placement import split_of
 from jaxrl.models.value import values
 from jaxrl.training.pack import pack, unpack
 
@@ -35,6 +36,7 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
         temperature=temperature,
         softcap=model.config.final_softcap,
         chunk=chunk,
+        split=split_of(valid_RxS.shape[0], model.config.vocab_size),
     )
 
 

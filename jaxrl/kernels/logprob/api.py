@@ -20,6 +20,7 @@ def logprob_and_entropy(
     temperature=1.0,
     softcap=0.0,
     chunk=1024,
+    split=None,
     implementation="chunked",
 ):
     """Log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) / temperature).
@@ -34,7 +35,8 @@ def logprob_and_entropy(
         of them; 0 of them where not valid). None = the whole vocabulary.
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
-      chunk: tokens over all rows whose logits exist at once (static); memory is O(chunk * V).
+      chunk: tokens over all rows of a device whose logits exist at once (static); memory is O(chunk * V).
+      split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       implementation: "chunked", or "reference" (full logits).
 
     Returns:
@@ -49,6 +51,7 @@ def logprob_and_entropy(
         return reference.logprob_and_entropy(
             hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap)
     rows, scored = targets_RxS.shape
+    rows //= split.devices_of_rows() if split else 1
     per_row = min(max(1, chunk // rows), scored)
     return chunked.logprob_and_entropy(
-        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, per_row)
+        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, per_row, split)

@@ -4,17 +4,33 @@ The forward pass keeps nothing but its inputs; the backward pass computes each c
     d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H)
 (H the entropy), then applies the chain rule of temperature and soft-cap. Chunks without a valid token are skipped.
 
+On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
+device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
+
 Legend: R rows, S scored tokens per row, C tokens per chunk and row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, scaled_logits
+
+
+class Split(NamedTuple):
+    """Mesh axes that rows and vocabulary are split over under `jax.set_mesh`. None = whole."""
+
+    rows: tuple[str, ...] | None
+    vocab: str | None
+
+    def devices_of_rows(self) -> int:
+        return math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in self.rows or ())
 
 
 def _chunks(x, size):
@@ -30,80 +46,120 @@ def _unchunk(x, length):
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _statistics(logits, targets):
-    """logits [R, C, V] -> log-prob of the targets and entropy, both [R, C]."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
+def _over(axis, reduce, x):
+    """x reduced over the devices that share the vocabulary."""
+    return x if axis is None else reduce(x, axis)
+
+
+def _first_token(vocab: int, axis):
+    """The first token id of this device's part of the vocabulary."""
+    return 0 if axis is None else jax.lax.axis_index(axis) * vocab
+
+
+def _picked(logits, targets, axis):
+    """logits[..., target], whichever device holds it."""
+    at = targets - _first_token(logits.shape[-1], axis)
+    here = (at >= 0) & (at < logits.shape[-1])
+    found = jnp.take_along_axis(logits, jnp.where(here, at, 0)[..., None], axis=-1)[..., 0]
+    return found if axis is None else jax.lax.psum(jnp.where(here, found, 0), axis)
+
+
+def _normalised(logits, axis):
+    """(log-probs, exp of logits - top, its sum, entropy) of logits [R, C, V]."""
+    top = _over(axis, jax.lax.pmax, jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - top
     weights = jnp.exp(shifted)
-    total = jnp.sum(weights, axis=-1)
-    log_total = jnp.log(total)
-    chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-    return chosen - log_total, log_total - jnp.sum(weights * shifted, axis=-1) / total
+    total = _over(axis, jax.lax.psum, jnp.sum(weights, axis=-1))
+    mean = _over(axis, jax.lax.psum, jnp.sum(weights * shifted, axis=-1)) / total
+    return shifted, weights, total, jnp.log(total) - mean
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, chunk):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def logprob_and_entropy(
+        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, chunk, split):
     """See api.logprob_and_entropy; `chunk` is the number of tokens per row whose logits exist at once."""
-    return _forward(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, chunk)[0]
+    return _forward(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, chunk, split)[0]
 
 
-def _cut(logits, support):
+def _placed(local, split, inputs: str, outputs: str):
+    """`local` on every device's part. r = split by rows, v = by vocabulary in the second dimension, w = whole."""
+    if split is None:
+        return local
+    specs = {"r": P(split.rows), "v": P(None, split.vocab), "w": P()}
+    return jax.shard_map(local, in_specs=tuple(specs[c] for c in inputs), out_specs=tuple(specs[c] for c in outputs),
+                         check_vma=False)
+
+
+def _cut(logits, support, axis):
     """Logits with those outside the support at OUTSIDE; as they are where the whole vocabulary is the support."""
-    return jnp.where(allowed(support, logits.shape[-1]), logits, OUTSIDE) if support.shape[-1] else logits
+    if not support.shape[-1]:
+        return logits
+    first = _first_token(logits.shape[-1], axis)
+    return jnp.where(allowed(jnp.where(support < first, -1, support - first), logits.shape[-1]), logits, OUTSIDE)
 
 
-def _forward(hidden, head, targets, valid, support, temperature, softcap, chunk):
+def _forward(hidden, head, targets, valid, support, temperature, softcap, chunk, split):
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
+    axis = split.vocab if split else None
 
-    def one(_, xs):
-        h, t, ok, kept = xs
+    def local(hidden, head, targets, valid, support, temperature):
+        def one(_, xs):
+            h, t, ok, kept = xs
 
-        def compute():
-            logp, entropy = _statistics(_cut(scaled_logits(h, head, temperature, softcap), kept), t)
-            return jnp.where(ok, logp, 0), jnp.where(ok, entropy, 0)
+            def compute():
+                logits = _cut(scaled_logits(h, head, temperature, softcap), kept, axis)
+                shifted, _, total, entropy = _normalised(logits, axis)
+                return jnp.where(ok, _picked(shifted, t, axis) - jnp.log(total), 0), jnp.where(ok, entropy, 0)
 
-        def skip():
-            return jnp.zeros(t.shape, acc), jnp.zeros(t.shape, acc)
+            def skip():
+                return jnp.zeros(t.shape, acc), jnp.zeros(t.shape, acc)
 
-        return None, jax.lax.cond(jnp.any(ok), compute, skip)
+            return None, jax.lax.cond(jnp.any(ok), compute, skip)
 
-    _, (logp, entropy) = jax.lax.scan(one, None, tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support)))
-    length = targets.shape[1]
-    return (_unchunk(logp, length), _unchunk(entropy, length)), (
-        hidden, head, targets, valid, support, temperature)
+        _, (logp, entropy) = jax.lax.scan(one, None, tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support)))
+        return _unchunk(logp, targets.shape[1]), _unchunk(entropy, targets.shape[1])
+
+    saved = hidden, head, targets, valid, support, temperature
+    return _placed(local, split, "rvrrrw", "rr")(*saved), saved
 
 
-def _backward(softcap, chunk, saved, grads):
+def _backward(softcap, chunk, split, saved, grads):
     hidden, head, targets, valid, support, temperature = saved
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
+    axis = split.vocab if split else None
+
+    def local(hidden, head, targets, valid, support, temperature, g_logp, g_entropy):
+        def one(grad_head, xs):
+            h, t, ok, kept, g_logp, g_entropy = xs
+
+            def compute(grad_head):
+                logits = scaled_logits(h, head, temperature, softcap)
+                shifted, weights, total, entropy = _normalised(_cut(logits, kept, axis), axis)
+                logp, p = shifted - jnp.log(total)[..., None], weights / total[..., None]
+                onehot = jax.nn.one_hot(t - _first_token(logits.shape[-1], axis), logits.shape[-1], dtype=acc)
+                d = g_logp[..., None] * (onehot - p) - g_entropy[..., None] * p * (logp + entropy[..., None])
+                d = d / temperature
+                if softcap:
+                    d = d * (1 - jnp.square(logits * temperature / softcap))
+                d = d.astype(h.dtype)
+                grad_h = jax.lax.dot_general(
+                    d, head.astype(h.dtype), (((2,), (1,)), ((), ())), preferred_element_type=acc)
+                grad_w = jax.lax.dot_general(h, d, (((0, 1), (0, 1)), ((), ())), preferred_element_type=acc)
+                return grad_head + grad_w, _over(axis, jax.lax.psum, grad_h).astype(h.dtype)
+
+            def skip(grad_head):
+                return grad_head, jnp.zeros_like(h)
+
+            return jax.lax.cond(jnp.any(ok), compute, skip, grad_head)
+
+        xs = tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support, g_logp, g_entropy))
+        grad_head, grad_hidden = jax.lax.scan(one, jnp.zeros(head.shape, acc), xs)
+        grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
+        return _unchunk(grad_hidden, targets.shape[1]), grad_head.astype(head.dtype)
+
     grads = tuple(jnp.where(valid, g, 0) for g in grads)
-
-    def one(grad_head, xs):
-        h, t, ok, kept, g_logp, g_entropy = xs
-
-        def compute(grad_head):
-            logits = scaled_logits(h, head, temperature, softcap)
-            logp = jax.nn.log_softmax(_cut(logits, kept), axis=-1)
-            p = jnp.exp(logp)
-            entropy = -jnp.sum(p * logp, axis=-1, keepdims=True)
-            onehot = jax.nn.one_hot(t, logits.shape[-1], dtype=acc)
-            d = g_logp[..., None] * (onehot - p) - g_entropy[..., None] * p * (logp + entropy)
-            d = d / temperature
-            if softcap:
-                d = d * (1 - jnp.square(logits * temperature / softcap))
-            d = d.astype(h.dtype)
-            grad_h = jax.lax.dot_general(d, head.astype(h.dtype), (((2,), (1,)), ((), ())), preferred_element_type=acc)
-            grad_w = jax.lax.dot_general(h, d, (((0, 1), (0, 1)), ((), ())), preferred_element_type=acc)
-            return grad_head + grad_w, grad_h.astype(h.dtype)
-
-        def skip(grad_head):
-            return grad_head, jnp.zeros_like(h)
-
-        return jax.lax.cond(jnp.any(ok), compute, skip, grad_head)
-
-    xs = tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support, *grads))
-    grad_head, grad_hidden = jax.lax.scan(one, jnp.zeros(head.shape, acc), xs)
-    return _unchunk(grad_hidden, targets.shape[1]), grad_head.astype(head.dtype), None, None, None, None
+    grad_hidden, grad_head = _placed(local, split, "rvrrrwrr", "rv")(*saved, *grads)
+    return grad_hidden, grad_head, None, None, None, None
 
 
 logprob_and_entropy.defvjp(_forward, _backward)

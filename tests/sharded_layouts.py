@@ -1,0 +1,135 @@
+# ruff: noqa: E402, I001
+"""What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
+
+Usage: sharded_layouts.py numbers|memory|logprob|steps FOLDER dp,fsdp,tp ...
+  numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
+  memory:  compiled temporaries of a deep model's gradient.
+  logprob: the log-prob kernel against its reference.
+  steps:   one whole GRPO step of tiny_job.
+"""
+
+import json
+import os
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tiny_job
+from training_helpers import batch_of_groups
+
+import jaxrl
+from jaxrl import models, sharding, training
+from jaxrl.config import default_config
+from jaxrl.kernels.logprob import logprob_and_entropy
+from jaxrl.models.placement import split_of
+from jaxrl.training.layout import RowShapes
+from jaxrl.training.update import LossConfig, loss_and_metrics
+from jaxrl.types import PackedBatch
+
+HF = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16,
+      "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
+LOSS = LossConfig(old="column", kl_coef=0.1, chunk=64)
+ROWS, LENGTH = 8, 64
+
+
+def mesh_of(shape):
+    config = default_config()
+    config.mesh.dp, config.mesh.fsdp, config.mesh.tp = shape
+    mesh = sharding.make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    return mesh
+
+
+def share(tree):
+    """Share of the matrices' bytes that the first device holds. (Norms and biases are whole everywhere.)"""
+    matrices = [x for x in jax.tree.leaves(tree) if x.ndim > 2 or x.ndim == 2 and min(x.shape) > 4]
+    return sum(x.addressable_shards[0].data.nbytes for x in matrices) / sum(x.nbytes for x in matrices)
+
+
+def numbers(folder, shape):
+    mesh = mesh_of(shape)
+    model = models.build(HF, compute_dtype=jnp.float32, scan_layers=True, remat="full")
+    params = model.init(jax.random.key(0))
+    traj, columns = batch_of_groups(groups=16, size=3)
+    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group,
+                                  RowShapes((LENGTH,), ((ROWS,),)), num_minibatches=1)
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
+    optimizer = optax.adamw(1e-3)
+    params = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), params))
+    trainable, frozen = training.partition(params, (".*",), ())
+    places = jax.tree.map(lambda x: x.sharding, trainable)
+    state = training.init_state(trainable, frozen, optimizer, 0)
+    moments = jax.jit(lambda t: optimizer.init(t)[0].mu, out_shardings=places)(trainable)
+    put = lambda b: jax.device_put(b, sharding.batch_sharding(mesh))  # noqa: E731
+    logp = training.make_score(model, temperature=1.0, chunk=64, put=put)(params, traj, layout)
+    update = training.make_update(model, optimizer, lambda i: 1e-3, LOSS)
+    batches = [put(training.pack(traj, m, columns, weights)) for m in layout.minibatches[0].microbatches]
+    grads, metrics = update.gradients(state, batches)
+    np.savez(f"{folder}/{','.join(map(str, shape))}.npz", logp=logp, loss=metrics["loss"], **jax.device_get(grads))
+    return {"share": share(params), "moments": share(moments), "microbatches": len(batches)}
+
+
+def memory(folder, shape):
+    """Bytes per device: temporaries, one layer's weights, and what a device holds of the gradients of all layers."""
+    mesh, layers = mesh_of(shape), 12
+    hf = {**HF, "hidden_size": 256, "head_dim": 32, "intermediate_size": 1024, "num_hidden_layers": layers, "vocab_size": 512}
+    model = models.build(hf, compute_dtype=jnp.float32, scan_layers=True, remat="full")
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    where = sharding.param_shardings(mesh, model.logical_axes(), shapes)
+    placed = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w), shapes, where)
+    trainable, frozen = training.partition(placed, (".*",), ())
+    ints = jax.ShapeDtypeStruct((ROWS, 128), jnp.int32, sharding=sharding.batch_sharding(mesh))
+    floats = jax.ShapeDtypeStruct((ROWS, 128), jnp.float32, sharding=ints.sharding)
+    names = ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
+    batch = PackedBatch(**dict.fromkeys(names, ints), columns={"advantage": floats, "old": floats, "ref": floats},
+                        weights={"policy": floats, "token": floats})
+    gradient = jax.value_and_grad(loss_and_metrics, has_aux=True)
+    places = jax.tree.map(lambda s: s.sharding, trainable)
+    run = jax.jit(lambda t, f, b: gradient(t, f, b, model, LOSS), out_shardings=(None, places))
+    found = run.lower(trainable, frozen, batch).compile().memory_analysis()
+    layer = sum(np.prod(s.shape[1:]) * 4 for s in jax.tree.leaves(shapes["layers"]))
+    return {"temporaries": found.temp_size_in_bytes, "layer": int(layer), "layers": layers}
+
+
+def logprob(folder, shape):
+    """The largest difference from the reference, of values and of gradients, relative to the largest entry."""
+    mesh_of(shape)
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(8, 24, 16)).astype(np.float32), rng.normal(size=(16, 64)).astype(np.float32)
+    targets, valid = rng.integers(0, 64, (8, 24)).astype(np.int32), rng.random((8, 24)) < 0.7
+    valid[2] = False  # a row with nothing in it
+    support = np.concatenate([targets[..., None], rng.integers(-1, 64, (8, 24, 5))], axis=-1).astype(np.int32)
+    worst = {}
+    for name, kept in (("whole", None), ("support", support)):
+        def total(hidden, head, kept=kept, **options):
+            logp, entropy = logprob_and_entropy(hidden, head, targets, valid, kept, temperature=0.7, softcap=5.0, **options)
+            return jnp.sum(jnp.sin(logp) + 0.3 * entropy**2), (logp, entropy)
+
+        both = [jax.jit(jax.grad(lambda h, w, o=o: total(h, w, **o), argnums=(0, 1), has_aux=True))(hidden, head)
+                for o in ({"implementation": "reference"}, {"chunk": 16, "split": split_of(8, 64)})]
+        want, got = (jax.tree.leaves(jax.device_get(x)) for x in both)
+        worst[name] = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(want, got, strict=True))
+    return {"worst": worst}
+
+
+def steps(folder, shape):
+    config = tiny_job.get_config()
+    config.run.dir, config.run.compile_cache = f"{folder}/{','.join(map(str, shape))}", ""
+    config.mesh.dp, config.mesh.fsdp, config.mesh.tp = shape
+    config.train.steps, config.eval.sets, config.log.console, config.checkpoint.export_at_end = 1, (), "off", False
+    config.train.tokens_per_microbatch, config.algorithm.kl.coef = 256, 0.1
+    summary = jaxrl.train(config)
+    (row,) = [json.loads(line) for line in open(f"{config.run.dir}/metrics.jsonl")]
+    return {"steps": summary["steps"], "loss": row["loss"], "reward": row["reward/mean"], "gap": row["gap/max"]}
+
+
+if __name__ == "__main__":
+    for mesh in sys.argv[3:]:
+        sizes = tuple(map(int, mesh.split(",")))
+        print(json.dumps({"mesh": sizes, **globals()[sys.argv[1]](sys.argv[2], sizes)}), flush=True)

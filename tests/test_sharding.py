@@ -1,0 +1,74 @@
+"""Meshes: what is equal on all of them, what a device holds, and rules that are refused. Eight simulated devices are a process
+of their own (sharded_layouts.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")
+
+
+def on_eight(what, folder, *meshes):
+    """(what sharded_layouts.py prints, by mesh, its stderr)."""
+    worker = Path(__file__).with_name("sharded_layouts.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
+    done = subprocess.run([sys.executable, worker, what, folder, *meshes], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {",".join(map(str, row["mesh"])): row for row in rows}, done.stderr
+
+
+def relative(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.slow
+def test_numbers_and_shares_on_every_mesh(tmp_path):
+    """Meshes with the same dp x fsdp and tp: log-probs and gradients bitwise equal. All: within 1e-5 of the first. A device
+    holds 1 / (fsdp x tp) of all matrices and of their moments (at tp 8 the four key-value heads are whole)."""
+    found, stderr = on_eight("numbers", tmp_path, *MESHES)
+    assert "rematerialization" not in stderr
+    arrays = {mesh: dict(np.load(tmp_path / f"{mesh}.npz")) for mesh in MESHES}
+    first_of = {}
+    for mesh in MESHES:
+        dp, fsdp, tp = map(int, mesh.split(","))
+        assert found[mesh]["microbatches"] == 2
+        assert found[mesh]["share"] == found[mesh]["moments"] and (tp == 8 or found[mesh]["share"] == 1 / (fsdp * tp))
+        like = arrays[first_of.setdefault((dp * fsdp, tp), mesh)]
+        for name, value in arrays[mesh].items():
+            np.testing.assert_array_equal(value, like[name], err_msg=f"{mesh} {name}")
+            assert relative(value, arrays[MESHES[0]][name]) < 1e-5, (mesh, name)
+    assert sorted(first_of.values()) == ["1,1,8", "2,1,4", "4,1,2", "8,1,1"]
+    assert found["1,1,8"]["share"] < 0.27
+
+
+@pytest.mark.slow
+def test_layers_are_gathered_one_by_one(tmp_path):
+    """Temporaries stay below the activations and two gathered layers, of twelve. Activations: the temporaries where weights and
+    gradients are whole anyway, as arguments and results."""
+    found, stderr = on_eight("memory", tmp_path, "8,1,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2")
+    assert "rematerialization" not in stderr
+    for whole, meshes in (("8,1,1", ("2,4,1", "1,8,1")), ("4,1,2", ("2,2,2", "1,4,2"))):
+        base, tp = found[whole], int(whole[-1])
+        for mesh in meshes:
+            assert found[mesh]["temporaries"] < base["temporaries"] + 2 * base["layer"] / tp, (mesh, found)
+
+
+@pytest.mark.slow
+def test_the_log_prob_kernel_on_split_vocabularies(tmp_path):
+    """With and without a sampling support, soft-cap and temperature, an empty row: as the reference, to fp32's precision."""
+    found, _ = on_eight("logprob", tmp_path, "8,1,1", "2,2,2", "1,1,8")
+    assert all(worst < 2e-6 for row in found.values() for worst in row["worst"].values()), found
+
+
+@pytest.mark.slow
+def test_a_whole_step_on_every_mesh(tmp_path):
+    """Rollout, rewards, reference, update, publish. The sampler's log-probs are the trainer's."""
+    found, stderr = on_eight("steps", tmp_path, *MESHES)
+    assert "rematerialization" not in stderr
+    assert all(row["steps"] == 1 and np.isfinite(row["loss"]) and row["gap"] < 2e-5 for row in found.values()), found
