@@ -22,13 +22,14 @@
 #    two servers, one killed, one joins                     vllm_two_servers.py
 # Of the algorithms:
 #    4  every preset trains, against a zero-advantage control  presets.py
+#    6  off-policy answers, and a critic that learns         off_policy.py
 #    5  beside TRL's and Tunix's losses, in their environments  loss_parity.py --trl PYTHON --tunix PYTHON (not in "all")
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy quickstart)
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi
 for name in "${scripts[@]}"; do

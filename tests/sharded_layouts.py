@@ -80,7 +80,7 @@ def memory(folder, shape):
     mesh, layers = mesh_of(shape), 12
     hf = {**HF, "hidden_size": 256, "head_dim": 32, "intermediate_size": 1024, "num_hidden_layers": layers, "vocab_size": 512}
     model = models.build(hf, compute_dtype=jnp.float32, scan_layers=True, remat="full")
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     where = sharding.param_shardings(mesh, model.logical_axes(), shapes)
     placed = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w), shapes, where)
     trainable, frozen = training.partition(placed, (".*",), ())
