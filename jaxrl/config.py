@@ -309,6 +309,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "warmup_start": O(0.0, "learning rate at update 0 as a share of lr"),
         "decay_steps": O(0, "updates of decay (wsd: at the end); 0 = all after warm-up (wsd: the last tenth)"),
         "floor": O(0.0, "lowest learning rate as a share of lr"),
+        "offload": O(False, "keep the optimizer's state (the critic's too) in host memory while no update is applied"),
         "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
         "max_nonfinite": O(5, "a non-finite update is skipped; stop after this many in a row"),
     },

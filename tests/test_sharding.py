@@ -1,6 +1,7 @@
 """Meshes: what is equal on all of them, what a device holds, and rules that are refused. Eight simulated devices are a process
 of their own (sharded_layouts.py)."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from jaxrl.config import ConfigError, default_config
+from jaxrl.sharding import make_mesh
 
 MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")
 
@@ -21,6 +25,43 @@ def on_eight(what, folder, *meshes):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {",".join(map(str, row["mesh"])): row for row in rows}, done.stderr
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What making a mesh asks of a device of several slices."""
+
+    id: int
+    slice_index: int
+    process_index: int = 0
+    platform: str = "gpu"
+    device_kind: str = "some chip"
+
+
+@pytest.mark.parametrize("sizes, slices, inside", [
+    ((2, 2, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),  # replicated over slices, split inside
+    ((1, 4, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+    ((2, 4, 1), 4, [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
+])
+def test_tp_stays_inside_a_slice_and_dp_runs_over_slices_first(sizes, slices, inside):
+    config = default_config().mesh
+    config.dp, config.fsdp, config.tp = sizes
+    devices = [Device(i, i * slices // 8) for i in range(8)]
+    mesh = make_mesh(config, devices[::-1])
+    of = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+    assert mesh.devices.shape == sizes and (of == of[:, :, :1]).all()
+    if sizes[0] == slices:
+        assert (of == of[:, :1, :1]).all()
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    assert [set(ids[of == i].tolist()) for i in range(slices)] == inside
+
+
+def test_tp_across_slices_is_refused():
+    config = default_config().mesh
+    config.dp, config.fsdp, config.tp = 1, 1, 8
+    with pytest.raises(ConfigError, match="mesh.dp=1, mesh.fsdp=1, mesh.tp=8: the devices are 2 slices, and tp cannot cross them; "
+                                          "make mesh.dp a multiple of 2"):
+        make_mesh(config, [Device(i, i // 4) for i in range(8)])
 
 
 def relative(a, b):

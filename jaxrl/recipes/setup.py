@@ -22,6 +22,7 @@ from jaxrl.config_checks import chosen, derived, longest_sequence, origins, shar
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rollout import chosen_engine
+from jaxrl.sharding import memory
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -145,6 +146,9 @@ def open_job(config, inputs: Inputs | None = None) -> Job:
     run_dir = Path(config.run.dir)
     mesh = sharding.make_mesh(config.mesh)
     jax.set_mesh(mesh)
+    if config.optimizer.offload and not memory.can_rest(jax.local_devices()[0]):
+        raise ConfigError(f"optimizer.offload=True: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; "
+                          "set it to False")
     compute_dtype = resolve_dtype(config.train.compute_dtype)
     precision = config.run.matmul_precision
     if precision == "auto":
@@ -271,7 +275,12 @@ def abstract_state(job: Job, optimizer, tree=None, everything=False) -> TrainSta
         same = param is not None and param.shape == leaf.shape
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    def rest(leaf):
+        where = memory.resting(leaf.sharding) if leaf.ndim else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    state = jax.tree_util.tree_map_with_path(place, state)
+    return state.replace(opt_state=jax.tree.map(rest, state.opt_state)) if c.optimizer.offload else state
 
 
 def new_state(job: Job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:

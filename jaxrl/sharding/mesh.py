@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,10 +38,28 @@ def mesh_shape(mesh_config, num_devices: int) -> tuple[int, int, int]:
 
 
 def make_mesh(mesh_config, devices=None) -> Mesh:
-    """Mesh over all devices (or those given), in the order jax finds best for the topology."""
+    """Mesh over all devices (or those given), in the order jax finds best for the topology.
+
+    Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first, then fsdp;
+    tp stays inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, is made of neighbours.
+
+    Raises ConfigError for sizes that cannot cover the devices, and where tp would have to cross slices.
+    """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(mesh_config, len(devices))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    kinds = (AxisType.Auto,) * len(AXES)
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    if slices == 1:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    dp, fsdp, tp = shape
+    across_dp = math.gcd(dp, slices)
+    across_fsdp = slices // across_dp
+    if fsdp % across_fsdp:
+        raise ConfigError(f"mesh.dp={dp}, mesh.fsdp={fsdp}, mesh.tp={tp}: the devices are {slices} slices, and tp cannot cross "
+                          f"them; make mesh.dp a multiple of {slices}")
+    inside = (dp // across_dp, fsdp // across_fsdp, tp)
+    order = mesh_utils.create_hybrid_device_mesh(inside, (across_dp, across_fsdp, 1), devices)
+    return Mesh(order, AXES, axis_types=kinds)
 
 
 def data_shards(mesh: Mesh) -> int:

@@ -32,6 +32,7 @@ from jaxrl.algorithms import (
 )
 from jaxrl.config import imported
 from jaxrl.models.value import values
+from jaxrl.sharding import memory
 from jaxrl.training.score import forward_hidden, logprobs_of
 from jaxrl.training.state import merge
 
@@ -344,7 +345,10 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
 
     def update(state, microbatches):
         grads, metrics = gradients(state, microbatches)
-        return compiled(state)[2](state, grads, metrics)
+        rests = jax.tree.map(lambda x: x.sharding, state.opt_state)  # in host memory, perhaps, while gradients are computed
+        state = state.replace(opt_state=memory.to_devices(state.opt_state))
+        state, metrics = compiled(state)[2](state, grads, metrics)
+        return state.replace(opt_state=memory.to_host(state.opt_state, rests)), metrics
 
     update.gradients = gradients
     return update

@@ -1,0 +1,38 @@
+"""Arrays that rest in host memory (pinned_host) between their uses, under the sharding they have on the devices."""
+
+from __future__ import annotations
+
+import jax
+
+HOST = "pinned_host"
+
+
+def can_rest(device) -> bool:
+    """Whether arrays of this device can rest in its host's memory."""
+    return HOST in {memory.kind for memory in device.addressable_memories()}
+
+
+def resting(sharding):
+    """The same sharding in host memory."""
+    return sharding.with_memory_kind(HOST)
+
+
+def rests(x) -> bool:
+    return x.sharding.memory_kind == HOST
+
+
+def to_devices(tree):
+    """The tree with all that rests moved to the devices' own memory; what is there stays as it is."""
+    own = next(iter(jax.tree.leaves(tree)[0].sharding.device_set)).default_memory().kind
+
+    def move(x):
+        return jax.device_put(x, x.sharding.with_memory_kind(own)) if rests(x) else x
+
+    return jax.tree.map(move, tree)
+
+
+def to_host(tree, where=None):
+    """The tree in host memory; with `where`, a tree of shardings, only what rests there."""
+    if where is None:
+        return jax.device_put(tree, jax.tree.map(lambda x: resting(x.sharding), tree))
+    return jax.tree.map(lambda x, s: jax.device_put(x, s) if s.memory_kind == HOST else x, tree, where)

@@ -1,0 +1,69 @@
+"""Optimizer state that rests in host memory: the same run, and where its arrays lie."""
+
+import shutil
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from algorithm_runs import job, same, watched
+
+from jaxrl.config import ConfigError, default_config
+from jaxrl.recipes import rl, setup
+from jaxrl.sharding import memory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two steps with and without optimizer.offload, and the second step again from the first's checkpoint."""
+    out = {}
+    for name, offload in (("device", False), ("host", True)):
+        folder = tmp_path_factory.mktemp(name) / "run"
+        kinds = []
+        with pytest.MonkeyPatch.context() as patch:
+            one_step = rl.one_step
+
+            def look(r, algorithm, one_step=one_step, kinds=kinds):
+                metrics = one_step(r, algorithm)
+                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(r.state.opt_state) if x.ndim})
+                return metrics
+
+            patch.setattr(rl, "one_step", look)
+            _, steps, _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo"}))
+        out[name] = SimpleNamespace(folder=folder, steps=steps, kinds=kinds)
+    return out
+
+
+def test_the_offloaded_optimizer_learns_the_same(runs):
+    device, host = runs["device"].steps, runs["host"].steps
+    assert [same(a.after.policy, b.after.policy) and same(a.after.optimizer, b.after.optimizer)
+            for a, b in zip(device, host, strict=True)] == [True, True]
+    assert runs["host"].kinds == [{memory.HOST}] * 2 and memory.HOST not in set.union(*runs["device"].kinds)
+
+
+def test_offload_may_change_on_the_way(runs):
+    """From the checkpoint of the run without it, with it, and the other way: the last step again, bitwise."""
+    for name, offload in (("device", True), ("host", False)):
+        folder = runs[name].folder.parent / "again"
+        shutil.copytree(runs[name].folder, folder)
+        shutil.rmtree(folder / "checkpoints" / "00000002")
+        _, (again,), _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo"}))
+        last = runs[name].steps[-1]
+        assert same(again.after.policy, last.after.policy) and same(again.after.optimizer, last.after.optimizer)
+
+
+def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
+    monkeypatch.setattr(memory, "can_rest", lambda device: False)
+    c = default_config()
+    c.optimizer.offload = True
+    inputs = setup.Inputs(None, {}, (0,), None)
+    with pytest.raises(ConfigError, match="optimizer.offload=True: a cpu cannot keep"):
+        setup.open_job(c, inputs)
+
+
+def test_what_rests_is_moved_and_the_rest_is_not():
+    x = jax.device_put(np.arange(4.0), jax.devices()[0])
+    there = memory.to_host({"a": x})["a"]
+    back = memory.to_devices({"a": there, "b": x})
+    assert memory.rests(there) and not memory.rests(back["a"]) and back["b"] is x
+    np.testing.assert_array_equal(back["a"], x)
