@@ -94,6 +94,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
         "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
         "tp": O(1, "shards of heads, MLP width and vocabulary"),
+        "roles": O({}, "role (policy, reference, critic, sampler) -> {devices: 'all' or '0-3' of every process, dp, fsdp, tp,"
+                       " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
     },
     "data": {
         "path": O((), "one or several files (.jsonl .json .csv .parquet), folders or hub ids"),

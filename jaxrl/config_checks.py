@@ -157,7 +157,44 @@ def _mesh(cfg):
     bad = [f"mesh.{a}={s}: sizes are positive, or -1 for the rest" for a, s in sizes.items() if s == 0 or s < -1]
     if list(sizes.values()).count(-1) > 1:
         bad.append(", ".join(f"mesh.{a}={s}" for a, s in sizes.items()) + ": only one axis can be -1")
+    for role, given in cfg.mesh.roles.items():
+        bad += _role(cfg, role, given)
     return bad
+
+
+ROLE_RESTS = {"policy": ("device", "host"), "reference": ("device", "host"), "critic": ("device", "host"),
+              "sampler": ("device", "none")}
+
+
+def _role(cfg, role, given):
+    name = f"mesh.roles.{role}"
+    if role not in ROLE_RESTS:
+        return [f"{name}: there is no such role; choose from {', '.join(ROLE_RESTS)}"]
+    if not hasattr(given, "keys"):
+        return [f"{name}={given!r}: must be a table such as {{'devices': '0-3', 'fsdp': 4}}"]
+    out = [f"{name}.{key}: unknown; choose from devices, dp, fsdp, tp, rest"
+           for key in given.keys() if key not in ("devices", "dp", "fsdp", "tp", "rest")]
+    sizes = {a: given[a] for a in ("dp", "fsdp", "tp") if a in given}
+    out += [f"{name}.{a}={s!r}: sizes are positive, or -1 for the rest" for a, s in sizes.items()
+            if not isinstance(s, int) or isinstance(s, bool) or s == 0 or s < -1]
+    if not isinstance(given.get("devices", "all"), str):
+        out.append(f"{name}.devices={given['devices']!r}: must be text, 'all' or ranges such as '0-3,6'")
+    rest = given.get("rest", "device")
+    if rest not in ROLE_RESTS[role]:
+        out.append(f"{name}.rest={rest!r}: choose {' or '.join(ROLE_RESTS[role])}")
+    return out + _role_without_use(cfg, role, name)
+
+
+def _role_without_use(cfg, role, name):
+    if role != "policy" and cfg.run.recipe != "rl":
+        return [f"{name}: run.recipe={cfg.run.recipe} has no {role}; leave it out"]
+    if role == "sampler" and cfg.rollout.engine not in ("auto", "jax"):
+        return [f"{name}: rollout.engine={cfg.rollout.engine} has devices of its own (rollout.vllm.devices); leave it out"]
+    if role == "critic" and (resolved_algorithm(cfg)["advantage"] != "gae" or cfg.critic.shared):
+        return [f"{name}: there is no critic of its own; set algorithm.preset=ppo with critic.shared=False, or leave it out"]
+    if role == "reference" and not resolved_algorithm(cfg)["kl.coef"]:
+        return [f"{name}: there is no reference without a KL term; set algorithm.kl.coef, or leave it out"]
+    return []
 
 
 def _model(cfg):

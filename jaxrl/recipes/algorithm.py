@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import jax
@@ -18,6 +19,7 @@ from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.rollout import chosen_engine
+from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
 log = logging.getLogger("jaxrl")
@@ -36,12 +38,17 @@ class Algorithm:
         self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
         self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
         self.old_source = self._old_source()
-        self.score = make_score(
-            r.job.model, temperature=c.rollout.temperature, chunk=c.train.logprob_chunk, put=r.job.put
-        )
+        self.score = self.scorer(r, "policy")
         self.loss = self._loss(r)
         self.critic = Critic(r, v, self.loss) if v["advantage"] == "gae" else None
-        self.reference = Reference(r) if v["kl.coef"] else None
+        self.reference = Reference(r, self.scorer(r, "reference")) if v["kl.coef"] else None
+
+    def scorer(self, r, role: str):
+        """score(params, traj, layout) -> [T] log-probs, on a role's devices."""
+        if role != "policy" and r.job.mesh_of(role) is r.job.mesh:
+            return self.score
+        return make_score(r.job.model, temperature=r.config.rollout.temperature, chunk=r.config.train.logprob_chunk,
+                          put=functools.partial(r.job.put, role=role))
 
     def _old_source(self) -> str:
         """column "old": the trainer's scoring pass, the sampler's log-probs, or none because the ratio is 1 by construction."""
@@ -110,7 +117,7 @@ class Algorithm:
         elif self.old_source == "rollout":
             out["old"] = out["behaviour"]
         if self.reference is not None:
-            out["ref"] = self.score(self.reference.params, traj, layout)
+            out["ref"] = self.reference.score(traj, layout)
         return out
 
     def kl(self, columns):
@@ -133,8 +140,8 @@ class Reference:
 
     name = "reference"
 
-    def __init__(self, r):
-        self.run, self.options = r, r.config.reference
+    def __init__(self, r, scorer=None):
+        self.run, self.options, self.scorer = r, r.config.reference, scorer
         self.dtype = setup.DTYPES[self.options.dtype]
         self.moves = bool(self.options.reset_steps or self.options.reset_epochs)
         self.params, self.epochs = None, 0.0
@@ -143,14 +150,28 @@ class Reference:
         if not self.moves:
             return {}
         shapes = jax.eval_shape(self.run.job.model.init, jax.random.key(0))
-        place = setup.param_shardings(self.run.job, tree=self.run.job.model)
+        place = self._place()
         return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where), shapes, place)
 
     def start(self, arrays, host: dict | None) -> None:
         if host and self.moves:
             self.params, self.epochs = arrays, host["epochs"]
         else:
-            self.params = cast_params(setup.initial_params(self.run.job, self.options.path), self.dtype)
+            with self.run.job.on("reference"):
+                self.params = cast_params(setup.initial_params(self.run.job, self.options.path, role="reference"), self.dtype)
+        self._rest()
+
+    def _place(self):
+        return setup.param_shardings(self.run.job, tree=self.run.job.model, role="reference")
+
+    def _rest(self) -> None:
+        if self.run.job.rests("reference"):
+            self.params = memory.to_host(self.params)
+
+    def score(self, traj, layout) -> np.ndarray:
+        """[T] log-probs of the scored tokens."""
+        with self.run.job.on("reference"):
+            return self.scorer(memory.to_devices(self.params), traj, layout)
 
     def arrays(self):
         return self.params if self.moves else {}
@@ -167,7 +188,8 @@ class Reference:
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
         if due:
-            self.params = cast_params(setup.policy_params(r.state), self.dtype)
+            self.params = memory.moved(cast_params(setup.policy_params(r.state), self.dtype), self._place())
+            self._rest()
             if self.options.reset_optimizer:
                 fresh = jax.jit(r.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, r.state.opt_state))
                 r.state = r.state.replace(opt_state=keep_schedules(fresh(r.state.trainable), r.state.opt_state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,6 +13,7 @@ from jaxrl import training
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import setup
+from jaxrl.sharding import memory
 from jaxrl.training.score import make_value_score
 
 
@@ -50,7 +52,9 @@ class Critic:
         self.job, self.options, self.shared = r.job, r.config.critic, r.config.critic.shared
         self.num_minibatches = self.options.num_minibatches or v["num_minibatches"]
         self.epochs, self.state, self.running = v["ppo_epochs"], None, Running()
-        self.score = make_value_score(self.job.model, put=self.job.put)
+        self.role = "policy" if self.shared else "critic"
+        self.put = functools.partial(self.job.put, role=self.role)
+        self.score = make_value_score(self.job.model, put=self.put)
         if self.shared:
             return
         self.tree = ValueModel(self.job.model)
@@ -67,14 +71,22 @@ class Critic:
     # ---- a part of the run
 
     def abstract(self):
-        return {} if self.shared else setup.abstract_state(self.job, self.optimizer, self.tree, everything=True)
+        return {} if self.shared else setup.abstract_state(
+            self.job, self.optimizer, self.tree, everything=True, role=self.role)
 
     def start(self, arrays, host: dict | None) -> None:
         """From a checkpoint's arrays and host values, or anew (None)."""
         if host:
             self.running = Running(**host)
         if not self.shared:
-            self.state = arrays if host else self._new()
+            with self.job.on(self.role):
+                self.state = arrays if host else self._new()
+            self.rest()
+
+    def rest(self) -> None:
+        """Leaves its devices, where mesh.roles says so."""
+        if self.job.rests("critic") and not self.shared:
+            self.state = memory.to_host(self.state)
 
     def arrays(self):
         return {} if self.shared else self.state
@@ -86,7 +98,7 @@ class Critic:
         """The trunk of critic.path, or the policy's at its start; the value head of a reward model, or zero."""
         job, abstract = self.job, self.abstract()
         dtype = setup.DTYPES[job.config.train.param_dtype]
-        shardings = setup.param_shardings(job, tree=self.tree)
+        shardings = setup.param_shardings(job, tree=self.tree, role=self.role)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = None if self.options.path else job.config.model.revision
@@ -100,11 +112,23 @@ class Critic:
 
     def values(self, policy_state, traj, layout):
         """(values [T] in units of the score, what the network says of them [T]) before any update of this step."""
-        state = policy_state if self.shared else self.state
-        raw = self.score(training.merge(state.trainable, state.frozen), traj, layout)
+        if self.shared:
+            raw = self.score(training.merge(policy_state.trainable, policy_state.frozen), traj, layout)
+        else:
+            with self.job.on(self.role):
+                self.state = self._awake(self.state)
+                raw = self.score(training.merge(self.state.trainable, self.state.frozen), traj, layout)
         if not self.options.normalize:
             return raw.astype(np.float64), raw
         return self.running.mean + self.running.std * raw.astype(np.float64), raw
+
+    def _awake(self, state):
+        """The state where its devices can use it; what the optimizer keeps in host memory comes when it is applied."""
+        if not self.job.rests("critic"):
+            return state
+        woken = memory.to_devices(state.replace(opt_state=None))
+        keep = self.job.config.optimizer.offload
+        return woken.replace(opt_state=state.opt_state if keep else memory.to_devices(state.opt_state))
 
     def columns(self, returns, raw, mask) -> dict[str, np.ndarray]:
         """Columns of the value loss, in the network's units."""
@@ -122,10 +146,12 @@ class Critic:
             traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=c.train.share_prompts,
             num_minibatches=min(self.num_minibatches, len(np.unique(traj.group))), seed=seed)
         columns = {name: columns[name] for name in ("return", "old_value")}
-        for _ in range(self.epochs):
-            for minibatch in layout.minibatches:
-                weights = {"token": training.loss_weights(traj, minibatch.sequences, "token_mean")["token"]}
-                batches = (job.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
-                self.state, metrics = self.update(self.state, batches)
-                pending.append(metrics)
+        with job.on(self.role):
+            for _ in range(self.epochs):
+                for minibatch in layout.minibatches:
+                    weights = {"token": training.loss_weights(traj, minibatch.sequences, "token_mean")["token"]}
+                    batches = (self.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
+                    self.state, metrics = self.update(self.state, batches)
+                    pending.append(metrics)
+        self.rest()
         return pending

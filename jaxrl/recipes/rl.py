@@ -65,9 +65,12 @@ def run(config, rewards=None) -> dict:
 def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     """One RL step. Returns its metrics, or None when a stop was asked for before the update began."""
     c, job, v = r.config, r.job, algorithm.values
-    batch = gather(r, v)
+    with r.policy_at_rest():
+        batch = gather(r, v)
     if batch is None or r.stopping():
         return None
+    if job.rests("sampler"):
+        r.engine.rest()
     traj = batch.traj
     seed = hash_seed(c.run.seed, r.step)
     layout = training.make_layout(

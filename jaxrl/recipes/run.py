@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -22,6 +23,7 @@ from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
+from jaxrl.sharding import memory
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.names import duration
@@ -73,7 +75,7 @@ class Run:
         self.engine = None
         if self._with_engine:
             self.engine = self._own(make_engine(
-                c, self.job.model, self.job.tokenizer, self.job.mesh, self.job.eos_ids, self.job.hf_config))
+                c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config))
         return self
 
     def _read_inputs(self) -> setup.Inputs:
@@ -254,6 +256,19 @@ class Run:
             or self.stream.exhausted(self.cursor)
             or bool(c.train.max_samples and self.samples >= c.train.max_samples)
         )
+
+    @contextlib.contextmanager
+    def policy_at_rest(self):
+        """The policy's state is in host memory meanwhile, where mesh.roles says so."""
+        if not self.job.rests("policy"):
+            yield
+            return
+        where = jax.tree.map(lambda x: x.sharding, self.state)
+        self.state = memory.to_host(self.state)
+        try:
+            yield
+        finally:
+            self.state = jax.device_put(self.state, where)
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""

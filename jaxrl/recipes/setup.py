@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +45,23 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
+    meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
 
-    def put(self, batch):
-        """Host PackedBatch -> devices, rows over dp x fsdp."""
-        return jax.device_put(batch, sharding.batch_sharding(self.mesh))
+    def mesh_of(self, role: str):
+        return self.meshes.get(role, self.mesh)
+
+    def on(self, role: str):
+        """A context in which programs are those of a role's mesh."""
+        mesh = self.mesh_of(role)
+        return contextlib.nullcontext() if mesh is self.mesh else jax.set_mesh(mesh)
+
+    def rests(self, role: str) -> bool:
+        """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest)."""
+        return self.config.mesh.roles.get(role, {}).get("rest", "device") != "device"
+
+    def put(self, batch, role="policy"):
+        """Host PackedBatch -> a role's devices, rows over dp x fsdp."""
+        return jax.device_put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
     def tree(self):
@@ -144,11 +159,11 @@ def open_job(config, inputs: Inputs | None = None) -> Job:
     """
     tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
     run_dir = Path(config.run.dir)
-    mesh = sharding.make_mesh(config.mesh)
+    meshes = sharding.role_meshes(config.mesh)
+    mesh = meshes.pop("policy")
+    meshes = {role: own for role, own in meshes.items() if own is not mesh}
     jax.set_mesh(mesh)
-    if config.optimizer.offload and not memory.can_rest(jax.local_devices()[0]):
-        raise ConfigError(f"optimizer.offload=True: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; "
-                          "set it to False")
+    check_roles(config)
     compute_dtype = resolve_dtype(config.train.compute_dtype)
     precision = config.run.matmul_precision
     if precision == "auto":
@@ -160,7 +175,7 @@ def open_job(config, inputs: Inputs | None = None) -> Job:
         config.train.row_lengths,
         longest_sequence(config),
         config.train.tokens_per_microbatch,
-        sharding.data_shards(mesh),
+        math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes)))),
         config.train.row_counts,
     )
     if config.train.tokens_per_microbatch < shapes.lengths[-1]:
@@ -169,7 +184,20 @@ def open_job(config, inputs: Inputs | None = None) -> Job:
             config.train.tokens_per_microbatch,
             shapes.lengths[-1],
         )
-    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes)
+    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, meshes)
+
+
+def check_roles(config) -> None:
+    """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a sampler's role
+    without the embedded sampler."""
+    if "sampler" in config.mesh.roles and chosen_engine(config) != "jax":
+        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {chosen_engine(config)} here, which has devices of its own; "
+                          "leave it out, or set rollout.engine=jax")
+    asked = ["optimizer.offload"] * config.optimizer.offload
+    asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items() if given.get("rest") == "host"]
+    if asked and not memory.can_rest(jax.local_devices()[0]):
+        raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; leave it"
+                          " out")
 
 
 def build_model(config, hf_config, compute_dtype):
@@ -211,11 +239,11 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
     return ids
 
 
-def param_shardings(job: Job, rules=sharding.TRAIN_RULES, tree=None):
-    """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel)."""
+def param_shardings(job: Job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
+    """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel) and role."""
     tree = tree or job.tree
     shapes = jax.eval_shape(tree.init, jax.random.key(0))
-    return sharding.param_shardings(job.mesh, tree.logical_axes(), shapes, rules)
+    return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), shapes, rules)
 
 
 def policy_params(state: TrainState):
@@ -227,11 +255,11 @@ def without_value(params):
     return {name: node for name, node in params.items() if name != "value"}
 
 
-def initial_params(job: Job, path: str = "", dtype=None):
+def initial_params(job: Job, path: str = "", dtype=None, role="policy"):
     """The language model the run starts from (nested tree, sharded): from `path` or model.path, or random from run.seed."""
     c = job.config.model
     dtype = dtype or DTYPES[job.config.train.param_dtype]
-    shardings = param_shardings(job, tree=job.model)
+    shardings = param_shardings(job, tree=job.model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
         revision = c.revision if not path else None
@@ -253,7 +281,7 @@ def _parts(job: Job, params, everything: bool):
     return training.partition(params, *patterns)
 
 
-def abstract_state(job: Job, optimizer, tree=None, everything=False) -> TrainState:
+def abstract_state(job: Job, optimizer, tree=None, everything=False, role="policy") -> TrainState:
     """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
 
     tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
@@ -261,13 +289,13 @@ def abstract_state(job: Job, optimizer, tree=None, everything=False) -> TrainSta
     c, tree = job.config, tree or job.tree
     dtype = DTYPES[c.train.param_dtype]
     params = jax.eval_shape(tree.init, jax.random.key(0))
-    where = param_shardings(job, tree=tree)
+    where = param_shardings(job, tree=tree, role=role)
     params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, where)
     trainable, frozen = _parts(job, params, everything)
     fp16 = job.compute_dtype == jnp.float16
     state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16), trainable, frozen)
     known = {**trainable, **frozen}
-    everywhere = sharding.replicated(job.mesh)
+    everywhere = sharding.replicated(job.mesh_of(role))
 
     def place(path, leaf):
         # Moments carry their parameter's name as the last key of their path.
@@ -301,6 +329,8 @@ def describe(job: Job, extra: dict | None = None) -> str:
         f"jaxrl {c.run.recipe}: {job.run_dir}",
         f"devices   {jax.device_count()} x {device.device_kind} ({device.platform}), mesh "
         + " x ".join(f"{a}={n}" for a, n in job.mesh.shape.items()),
+        *(f"          {role}: {own.size} devices, " + " x ".join(f"{a}={n}" for a, n in own.shape.items())
+          for role, own in job.meshes.items()),
         f"model     {job.hf_config.get('model_type')}, {job.model.num_parameters / 1e6:.2f} M parameters, compute "
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
     ]

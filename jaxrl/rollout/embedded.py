@@ -125,9 +125,18 @@ class EmbeddedEngine:
     def publish(self, params, version: int) -> None:
         self._check_open()
         self._params = None  # the old copy goes before the new one comes
+        if self._cache is None:
+            self._cache, self._stash = self._programs.new_caches()
         self._params = self._programs.publish(params)
         self._version = int(version)
         self._stashed = [{} for _ in self._stashed]
+
+    def rest(self) -> None:
+        """Frees the device memory of weights and caches until the next publish. Raises RuntimeError while requests are there."""
+        self._check_open()
+        if self._waiting or self._running:
+            raise RuntimeError(f"rollout: {len(self._waiting) + len(self._running)} requests are on their way; abort them first")
+        self._params = self._cache = self._stash = None
 
     def resume(self) -> None:
         self._check_open()

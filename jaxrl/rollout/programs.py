@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
-from jaxrl.sharding import ROLLOUT_RULES, param_shardings
+from jaxrl.sharding import ROLLOUT_RULES, memory, param_shardings
 from jaxrl.sharding.mesh import DATA_AXES
 
 
@@ -131,11 +131,11 @@ class Programs:
     def put(self, tree, sharding):
         return jax.device_put(tree, sharding)
 
-    def run(self, key: tuple, function, args, donate=(), out_shardings=None):
-        """Calls the program `key`, compiling it from these arguments the first time."""
+    def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
+        """Calls the program `key`, compiling it from these arguments (and for `mesh`, or the engine's) the first time."""
         program = self.compiled.get(key)
         if program is None:
-            with jax.set_mesh(self.mesh):
+            with jax.set_mesh(mesh or self.mesh):
                 program = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
             self.compiled[key] = program
         return program(*args)
@@ -149,7 +149,11 @@ class Programs:
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
         layout = param_shardings(self.mesh, self.model.logical_axes(), params, ROLLOUT_RULES)
-        return self.run(key, cast, (params,), out_shardings=layout)
+        theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.mesh)
+        if set(theirs.devices.flat) == set(self.mesh.devices.flat):
+            return self.run(key, cast, (params,), out_shardings=layout)
+        there = param_shardings(theirs, self.model.logical_axes(), params, ROLLOUT_RULES)
+        return memory.moved(self.run(key, cast, (params,), out_shardings=there, mesh=theirs), layout)
 
     def prefill(self, params, stash, tokens_BxP, lengths_B, rows_B):
         """Keys and values of B prompts into rows of the stash. Returns the stash (donated)."""

@@ -1,9 +1,10 @@
 """Mesh and sharding rules."""
 
-from jaxrl.sharding.mesh import batch_sharding, data_shards, make_mesh, mesh_shape, replicated
+from jaxrl.sharding.mesh import ROLES, batch_sharding, data_shards, make_mesh, mesh_shape, replicated, role_meshes
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings, spec_for
 
 __all__ = [
+    "ROLES",
     "ROLLOUT_RULES",
     "TRAIN_RULES",
     "batch_sharding",
@@ -12,5 +13,6 @@ __all__ = [
     "mesh_shape",
     "param_shardings",
     "replicated",
+    "role_meshes",
     "spec_for",
 ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 HOST = "pinned_host"
 
@@ -19,6 +22,20 @@ def resting(sharding):
 
 def rests(x) -> bool:
     return x.sharding.memory_kind == HOST
+
+
+def moved(tree, shardings):
+    """The tree on the devices of `shardings`, which may be others. Over several processes, whose devices cannot send to each
+    other's outside of a program, each array is made whole on its own devices first, one at a time."""
+    def one(x, where):
+        near = x.is_fully_addressable and where.is_fully_addressable
+        if near or x.sharding.device_set == where.device_set:
+            return jax.device_put(x, where)
+        whole = jax.jit(lambda a: a, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+        host = np.asarray(whole.addressable_data(0))
+        return jax.make_array_from_callback(x.shape, where, lambda index: host[index])
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def to_devices(tree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import jax
 from jax.experimental import mesh_utils
@@ -13,6 +14,7 @@ from jaxrl.config import ConfigError
 
 AXES = ("dp", "fsdp", "tp")
 DATA_AXES = ("dp", "fsdp")  # the batch is split over both
+ROLES = ("policy", "reference", "critic", "sampler")  # what mesh.roles can give devices of its own
 
 
 def mesh_shape(mesh_config, num_devices: int) -> tuple[int, int, int]:
@@ -60,6 +62,61 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     inside = (dp // across_dp, fsdp // across_fsdp, tp)
     order = mesh_utils.create_hybrid_device_mesh(inside, (across_dp, across_fsdp, 1), devices)
     return Mesh(order, AXES, axis_types=kinds)
+
+
+def local_indices(devices: str, count: int) -> list[int]:
+    """Indices of a process's devices from mesh.roles.<role>.devices: "all", or ranges such as "0-3,6".
+
+    Raises ValueError for text that is neither, and for indices beyond `count`.
+    """
+    if devices == "all":
+        return list(range(count))
+    out = []
+    for part in devices.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+            raise ValueError('is neither "all" nor ranges such as "0-3,6"')
+        out += range(int(first), int(last or first) + 1)
+    if len(set(out)) < len(out) or not out:
+        raise ValueError("names a device twice" if out else "is empty")
+    if max(out) >= count:
+        raise ValueError(f"names device {max(out)}, but a process has {count}, from 0 to {count - 1}")
+    return out
+
+
+def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
+    """The mesh of every role: the policy's where mesh.roles says nothing else, so that equal ones are one object.
+
+    A role has the same slice of every process's devices. Where only its devices are given, fsdp takes all of them.
+    Raises ConfigError for devices that are not there and sizes that do not fit them.
+    """
+    devices = jax.devices() if devices is None else devices
+    meshes = {}
+    for role in ROLES:
+        given = mesh_config.roles.get(role, {})
+        sizes = {a: given[a] for a in AXES if a in given}
+        if role == "policy":
+            sizes = {a: mesh_config[a] for a in AXES} | sizes
+        elif not sizes and "devices" not in given:
+            meshes[role] = meshes["policy"]
+            continue
+        rest = 1 if -1 in sizes.values() else -1
+        mine = _slice_of(devices, role, given.get("devices", "all"))
+        try:
+            meshes[role] = make_mesh(SimpleNamespace(**{"dp": 1, "fsdp": rest, "tp": 1, **sizes}), mine)
+        except ConfigError as e:
+            raise ConfigError(f"mesh.roles.{role} on {len(mine)} of {len(devices)} devices: {e}") from None
+    return meshes
+
+
+def _slice_of(devices, role: str, spec: str):
+    by_process: dict[int, list] = {}
+    for d in devices:
+        by_process.setdefault(d.process_index, []).append(d)
+    try:
+        return [own[i] for own in by_process.values() for i in local_indices(spec, len(own))]
+    except ValueError as e:
+        raise ConfigError(f"mesh.roles.{role}.devices={spec!r} {e}") from None
 
 
 def data_shards(mesh: Mesh) -> int:
