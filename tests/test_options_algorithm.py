@@ -6,6 +6,7 @@ trunk, early stop, adaptive entropy) and `own` (a user's loss, advantage and fil
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import shutil
@@ -845,7 +846,7 @@ def test_the_critics_gradient_is_clipped_too(open_job):
 def test_the_critic_is_sharded_like_the_policy(open_job):
     """mesh.fsdp=4: the same quarter of every parameter, a whole value head."""
     mesh = jax.sharding.AbstractMesh((1, 4, 1), ("dp", "fsdp", "tp"))
-    job, model = SimpleNamespace(mesh=mesh), open_job.model
+    job, model = dataclasses.replace(open_job, mesh=mesh), open_job.model
 
     def shards(tree):
         shapes, where = jax.eval_shape(tree.init, jax.random.key(0)), setup.param_shardings(job, tree=tree)

@@ -188,7 +188,9 @@ class Reference:
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
         if due:
-            self.params = memory.moved(cast_params(setup.policy_params(r.state), self.dtype), self._place())
+            self.params = cast_params(setup.policy_params(r.state), self.dtype)
+            if r.job.mesh_of("reference") is not r.job.mesh:
+                self.params = memory.moved(self.params, self._place())
             self._rest()
             if self.options.reset_optimizer:
                 fresh = jax.jit(r.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, r.state.opt_state))

@@ -27,16 +27,17 @@ def forward_hidden(model, params, batch):
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
     """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where there
     is one; 0 where not valid."""
+    head_DxV = model.head(params)
     return logprob_and_entropy(
         hidden_RxSxD,
-        model.head(params),
+        head_DxV,
         batch.targets,
         valid_RxS,
         batch.columns.get("support"),
         temperature=temperature,
         softcap=model.config.final_softcap,
         chunk=chunk,
-        split=split_of(valid_RxS.shape[0], model.config.vocab_size),
+        split=split_of(valid_RxS.shape[0], head_DxV.shape[1]),
     )
 
 
