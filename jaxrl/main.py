@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import traceback
 
 from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
 
@@ -55,5 +56,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def leave(status: int) -> None:
+    """Ends the process with its peers, where there are any."""
+    if "jax" in sys.modules:
+        from jaxrl.sharding.distributed import peers
+
+        peers().leave(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:  # a mistake in jaxrl or in code of the user's
+        traceback.print_exc()
+        status = 1
+    leave(status)
