@@ -395,7 +395,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wait_seconds": O(7200.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation"),
     },
     "faults": {
-        "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit'"),
+        "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),
     },
     "user": {},
 }

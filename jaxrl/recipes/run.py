@@ -54,8 +54,8 @@ class Run:
         self.started = time.monotonic()
         self.stop = GracefulStop()
         self.peers = peers()
+        self.faults = Faults(config.faults.plan, self.peers.index)
         self._stop_agreed = False
-        self.faults = Faults(config.faults.plan)
         self._rewards_given = rewards
         self._with_engine = with_engine
         self._saved_step = None
