@@ -157,7 +157,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
                                      " for every server that joins), always, or never", choices=("first", "always", "never")),
         "vllm": {
-            "replicas": O(1, "servers that jaxrl starts"),
+            "replicas": O(1, "servers that each process starts"),
             "tensor_parallel": O(1, "GPUs of one server"),
             "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
             "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"

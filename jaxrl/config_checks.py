@@ -575,6 +575,8 @@ def _misc(cfg):
     steps = cfg.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         out.append(f"profile.steps={steps}: expected (first, last)")
+    if any(p < 0 for p in cfg.profile.processes):
+        out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
         out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set log.wandb=false")
     if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():

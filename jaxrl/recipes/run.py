@@ -320,7 +320,7 @@ class Run:
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""
-        self.engine.publish(setup.policy_params(self.state), self.step)
+        self.together("new weights", lambda: self.engine.publish(setup.policy_params(self.state), self.step) or True)
 
     def advance(self, cursor: int, samples: int) -> None:
         """The update of this step is done: the step counts."""

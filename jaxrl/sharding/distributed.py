@@ -273,7 +273,7 @@ class Peers:
 
     def report(self, error: BaseException) -> None:
         """Tells the others why this process ends. Called once, on the way out."""
-        if self.count > 1 and not isinstance(error, PeerLost) and error is not self.failure:
+        if self.count > 1 and error is not self.failure:
             text = f"{type(error).__name__}: {error}" if not isinstance(error, RunStopped | ConfigError) else str(error)
             self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
 

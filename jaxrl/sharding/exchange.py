@@ -20,6 +20,7 @@ import struct
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jaxrl
 from jaxrl.config import ConfigError
 from jaxrl.sharding.distributed import Peers
+from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings
 
 CHUNK = 1 << 20  # bytes of every process that travel at once
 # Options that may differ between hosts: where things are, and who the process is.
@@ -128,12 +130,16 @@ def local_mesh(mesh: Mesh) -> Mesh:
     """
     if not mesh.is_multi_process:
         return mesh
-    groups = mesh.devices.reshape(-1, mesh.shape["tp"])
-    here = [row for row in groups if row[0].process_index == jax.process_index()]
-    if any(len({d.process_index for d in row}) > 1 for row in groups):
+    if tp_crosses(mesh):
         raise ConfigError(f"mesh.tp={mesh.shape['tp']}: a tensor-parallel group would cross processes, and the embedded sampler "
                           "serves the devices of one process each; lower mesh.tp, or sample with rollout.engine=vllm")
+    here = [row for row in mesh.devices.reshape(-1, mesh.shape["tp"]) if row[0].process_index == jax.process_index()]
     return Mesh(np.array(here)[:, None, :], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def tp_crosses(mesh: Mesh) -> bool:
+    """Whether devices of several processes hold one tensor-parallel group."""
+    return any(len({d.process_index for d in row}) > 1 for row in mesh.devices.reshape(-1, mesh.shape["tp"]))
 
 
 def localised(tree, mesh: Mesh):
@@ -146,6 +152,22 @@ def localised(tree, mesh: Mesh):
         return jax.make_array_from_single_device_arrays(array.shape, sharding, [parts[d] for d in mesh.devices.flat])
 
     return jax.tree.map(one, tree)
+
+
+def local_copies(mesh: Mesh, logical_axes, params, dtype):
+    """(program, mesh): program(params) is a copy in `dtype` that this process can use without the others, on that mesh of its
+    own devices: split over tp where tp stays inside the process, else whole on each device. Calling it is collective."""
+    if tp_crosses(mesh):
+        own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        here, rules = Mesh(np.array(own).reshape(-1, 1, 1), mesh.axis_names, axis_types=mesh.axis_types), dict.fromkeys(TRAIN_RULES)
+    else:
+        here, rules = local_mesh(mesh), ROLLOUT_RULES
+
+    def cast(tree):
+        return jax.tree.map(lambda a: jnp.copy(a).astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.copy(a), tree)
+
+    program = jax.jit(cast, out_shardings=param_shardings(mesh, logical_axes, params, rules))
+    return lambda tree: localised(program(tree), here), here
 
 
 # ---- are all equal?
