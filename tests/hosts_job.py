@@ -2,8 +2,8 @@
 
     python -m jaxrl.launch --processes=N -- tests/hosts_job.py RUN_DIR [--recorded=DIR] [--config.group.option=value ...]
 
-Each process writes what it decided into RUN_DIR/seen_<process>.json: the seeds it asked with, every Layout, and the shapes
-and sums of the rows on its own devices.
+Each process writes what it decided into RUN_DIR/seen_<process>.json: the seeds it asked with, every Layout, the rows and
+which of them its devices hold, and fingerprints of every state that was saved or restored.
 """
 
 import hashlib
@@ -20,11 +20,14 @@ import tiny_job  # noqa: E402
 
 import jaxrl  # noqa: E402
 from jaxrl import training  # noqa: E402
+from jaxrl.checkpoint import flatten  # noqa: E402
 from jaxrl.config import parse_flags, put  # noqa: E402
 from jaxrl.recipes import gather  # noqa: E402
+from jaxrl.recipes.run import Run  # noqa: E402
 from jaxrl.recipes.setup import Job  # noqa: E402
 from jaxrl.rollout import Result  # noqa: E402
 from jaxrl.sharding.distributed import peers  # noqa: E402
+from jaxrl.sharding.exchange import to_host  # noqa: E402
 
 
 class Recorded:
@@ -88,7 +91,27 @@ def watch(seen):
         seen["held"].append(sorted({p.index[0].start or 0 for p in parts}))
         return out
 
+    save, take_over = Run.save, Run._take_over
+
+    def save_and_note(run):
+        seen["saved"].append([run.step, fingerprint(run)])
+        save(run)
+
+    def take_over_and_note(run, restored):
+        take_over(run, restored)
+        seen["restored"].append([run.step, fingerprint(run)])
+
     training.make_layout, gather.make_requests, Job.put = make_layout, make_requests, put_rows
+    Run.save, Run._take_over = save_and_note, take_over_and_note
+
+
+def fingerprint(run) -> str:
+    """Of every array of the state, and of the place in the data."""
+    leaves = flatten(vars(run.state))
+    digest = hashlib.sha256(json.dumps([run.step, run.cursor, run.samples]).encode())
+    for name in sorted(leaves):
+        digest.update(name.encode() + to_host(leaves[name]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def main(run_dir, *flags):
@@ -101,7 +124,7 @@ def main(run_dir, *flags):
         config.eval.every_steps = 0
     for name, value in parse_flags([f for f in flags if not f.startswith("--recorded=")])[1].items():
         put(config, name, value)
-    seen = {"layouts": [], "seeds": [], "rows": [], "held": []}
+    seen = {name: [] for name in ("layouts", "seeds", "rows", "held", "saved", "restored")}
     watch(seen)
     jaxrl.train(config)
     file = Path(run_dir) / f"seen_{peers().index}.json"

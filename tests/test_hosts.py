@@ -28,6 +28,7 @@ from jaxrl.rollout.vllm.engine import share_of
 from jaxrl.sharding import distributed, exchange
 from jaxrl.sharding.distributed import Peers, Place, expand_nodes, find
 from jaxrl.telemetry import Telemetry
+from jaxrl.telemetry.profiler import steps_of
 
 
 def options(**changes):
@@ -230,6 +231,14 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
 
+def test_only_the_processes_asked_for_are_traced():
+    c = default_config()
+    c.profile.steps = (2, 3)
+    assert [steps_of(c.profile, i) for i in range(3)] == [(2, 3), (), ()]
+    c.profile.processes = (1, 2)
+    assert [steps_of(c.profile, i) for i in range(3)] == [(), (2, 3), (2, 3)]
+
+
 def test_other_processes_warn_under_their_name():
     code = ("import logging\nfrom jaxrl.telemetry import setup_logging\nsetup_logging('info', 'process 3 on b')\n"
             "setup_logging('info')\nlog = logging.getLogger('jaxrl')\nlog.info('no')\nlog.warning('look')\nlog.error('fell')")
@@ -346,3 +355,22 @@ def test_arrays_go_where_they_belong(told):
         assert answers["local"] == [[1, 1, 2], True, "bfloat16", True, True, "P(None, 'tp')"]
         assert "mesh.tp=4" in answers["crossing"] and "rollout.engine=vllm" in answers["crossing"]
         assert answers["crossing copy"] == [[2, 1, 1], True]
+
+
+@pytest.mark.parametrize("dies, how", [(1, "kill9"), (1, "raise"), (0, "raise"), (0, "kill9")])
+def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
+    """Within launch.heartbeat_seconds and a little, also of one that waits where nothing can wake it. (Of process 0 the others
+    hear from jax; the launcher says it plainly.)"""
+    heartbeat_seconds = 3.0
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--grace=60", "--", str(ROOT / "tests" / "hosts_dies.py"),
+               str(dies), how, str(heartbeat_seconds), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    said, seconds = done.stdout + done.stderr, time.time() - float((tmp_path / "died").read_text())
+    if how == "raise":
+        assert f"process {dies} on " in said and "gave up: FaultError: planned fault" in said and done.returncode == 1
+    elif dies:
+        assert re.search(r"process 1 on .* is gone: no sign of life for 3 s", said)
+        assert "process 1 of 2 (pid" in said and "killed by SIGKILL" in said and done.returncode == 137
+    else:
+        assert "leader" in said and re.search(r"process 0 of 2 \(pid \d+\) ended first: killed by SIGKILL", said)
+    assert seconds < heartbeat_seconds + distributed.GRACE_SECONDS + 5 and "still there" not in said

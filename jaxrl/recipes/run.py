@@ -28,7 +28,7 @@ from jaxrl.sharding.distributed import peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.names import duration
-from jaxrl.telemetry.profiler import Profiler
+from jaxrl.telemetry.profiler import Profiler, steps_of
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -189,8 +189,7 @@ class Run:
             new = [part.name for part in parts if part.name not in held and part.host() is not None]
             self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))
         self._triggers(restored.host["triggers"] if restored else {})
-        traced = c.profile.steps if self.peers.index in c.profile.processes else ()
-        self.profiler = self._own(Profiler(traced, job.run_dir / "profile"))
+        self.profiler = self._own(Profiler(steps_of(c.profile, self.peers.index), job.run_dir / "profile"))
         if self.engine is not None:
             self.publish()
             self._show_first_prompt()

@@ -302,17 +302,16 @@ class Peers:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._watch is not None:
-            self._watch.stop()
         if status == 0:
+            self._watch.stop()
             jax.distributed.shutdown()
             return
         try:
-            self._client.key_value_set(f"jaxrl/left/{self.index}", "")
-            end = time.monotonic() + GRACE_SECONDS
+            self._client.key_value_set(f"jaxrl/left/{self.index}", "", allow_overwrite=True)
+            end = time.monotonic() + GRACE_SECONDS + 2 * self._watch.beat + 2
             while self.first and time.monotonic() < end:  # with it goes the coordinator, and then jax aborts the others
-                gone = len(self._client.key_value_dir_get("jaxrl/left/")) + len(self._watch.silent())
-                if gone >= self.count:
+                left = {int(k.rsplit("/", 1)[1]) for k, _ in self._client.key_value_dir_get("jaxrl/left/")}
+                if len(left.union(self._watch.silent())) >= self.count:
                     break
                 time.sleep(0.1)
         except jax.errors.JaxRuntimeError:
@@ -375,6 +374,7 @@ class Watch(threading.Thread):
         self.peers.failure = ConfigError(text) if post["kind"] == "config" else PeerLost(text)
         if not self._stop_asked.wait(GRACE_SECONDS):
             print(f"jaxrl: stopped: {text}", file=sys.stderr, flush=True)
+            self.peers._client.key_value_set(f"jaxrl/left/{self.peers.index}", "", allow_overwrite=True)
             os._exit(1)
 
 
