@@ -64,10 +64,10 @@ def asked(folder):
     return {tuple(pair) for s in seen(folder) for pair in s["seeds"]}
 
 
-def furthest(a, b, first=1):
-    """Largest relative difference of the losses of two runs."""
+def furthest(a, b, first=1, relative=False):
+    """Largest difference of the losses of two runs, in nats per token or relative."""
     ours, theirs = metrics(a), metrics(b)
-    return max(abs(ours[k]["loss"] - theirs[k]["loss"]) / abs(theirs[k]["loss"]) for k in ours if k >= first)
+    return max(abs(ours[k]["loss"] - theirs[k]["loss"]) / (abs(theirs[k]["loss"]) if relative else 1) for k in ours if k >= first)
 
 
 def over_processes(base, recorded):
@@ -83,7 +83,7 @@ def over_processes(base, recorded):
             same["seeds"] = asked(run) == asked(alone)
             same["answers"] = rollouts(run) == rollouts(alone)
             rows.append([name, processes, *("equal" if same[k] else "DIFFERENT" for k in ("answers", "seeds", "layouts", "rows")),
-                         f"{furthest(run, alone):.1e}", f"{len(held)} row blocks on {processes}"])
+                         f"{furthest(run, alone):.1e}", f"{furthest(run, alone, relative=True):.1e}", f"{len(held)} on {processes}"])
             print(*rows[-1], flush=True)
     return rows
 
@@ -131,7 +131,7 @@ def elastic(base, recorded):
         saved, restored = dict(map(tuple, first["saved"])), dict(map(tuple, first["restored"]))
         rows.append([name, "bit-equal" if restored == {HALF: saved[HALF]} else "DIFFERENT",
                      "equal" if rollouts(run) == rollouts(unbroken) and asked(run) == asked(unbroken) else "DIFFERENT",
-                     "equal" if counters(run) == counters(unbroken) else "DIFFERENT", f"{furthest(run, unbroken, HALF + 1):.1e}"])
+                     "equal" if counters(run) == counters(unbroken) else "DIFFERENT", f"{furthest(run, unbroken, HALF + 1, relative=True):.1e}"])
         print(*rows[-1], flush=True)
     return rows
 
@@ -149,7 +149,7 @@ def main():
     found = {"processes": over_processes(base, recorded), "main_job": main_job(base, recorded), "faults": faults(base, recorded),
              "elastic": elastic(base, recorded)}
     print()
-    table(["mesh", "processes", "answers", "seeds", "layouts", "rows", "loss", "held"], found["processes"])
+    table(["mesh", "processes", "answers", "seeds", "layouts", "rows", "loss, absolute", "relative", "row blocks"], found["processes"])
     table(["main job", "same answers", "loss"], found["main_job"])
     table(["fault", "launcher", "outcome", "said"], found["faults"])
     table(["resumed", "state", "order and seeds", "counters", "loss of the next 3 updates"], found["elastic"])

@@ -38,31 +38,32 @@ def main(argv: list[str] | None = None) -> int:
 
         train(config)
     except (RunStopped, TimeoutError) as e:
-        print(f"jaxrl: stopped: {e}", file=sys.stderr)
+        complain(f"stopped: {e}")
         return 1
     except ConfigError as e:
-        print(f"jaxrl: {e}", file=sys.stderr)
+        complain(e)
         return 2
     except KeyboardInterrupt:
-        print("jaxrl: interrupted; checkpoints that were complete stay so, the same command goes on from the newest",
-              file=sys.stderr)
+        complain("interrupted; checkpoints that were complete stay so, the same command goes on from the newest")
         return 130
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise
-        print(f"jaxrl: stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from"
-              " the newest checkpoint", file=sys.stderr)
+        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from the"
+                 " newest checkpoint")
         return 1
     return 0
 
 
-def leave(status: int) -> None:
-    """Ends the process with its peers, where there are any."""
-    if "jax" in sys.modules:
-        from jaxrl.sharding.distributed import peers
+def peers():
+    """The processes of the run; None before any could have met."""
+    module = sys.modules.get("jaxrl.sharding.distributed")
+    return module and module.peers()
 
-        peers().leave(status)
-    sys.exit(status)
+
+def complain(text) -> None:
+    name = f" {peers().who(peers().index)}" if peers() and not peers().first else ""
+    print(f"jaxrl{name}: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":
@@ -71,4 +72,6 @@ if __name__ == "__main__":
     except Exception:  # a mistake in jaxrl or in code of the user's
         traceback.print_exc()
         status = 1
-    leave(status)
+    if peers():
+        peers().leave(status)
+    sys.exit(status)

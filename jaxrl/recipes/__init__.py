@@ -58,7 +58,9 @@ def _train(config, rewards, peers) -> dict:
     setup.start_jax(config)
     if config.run.warm_start:
         config = _after_warm_start(config, rewards)
-    return importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, rewards)
+    out = importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, rewards)
+    peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
+    return out
 
 
 def _after_warm_start(config, rewards):

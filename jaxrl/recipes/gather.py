@@ -110,10 +110,11 @@ def shared(r: Run, own: Answered, prompts) -> Answered:
 
 def training_requests(r: Run, prompts, greedy: bool = False) -> list:
     """rollout.group_size requests per prompt, or one of the likeliest answer."""
-    roll = r.config.rollout
-    sampling = sampling_params(roll, roll.max_new_tokens, roll.stop, roll.stop_token_ids, roll.keep_stop, roll.min_new_tokens, greedy)
-    samples, name = (1, "greedy") if greedy else (roll.group_size, "train")
-    return make_requests(prompts, samples, sampling, r.config.run.seed, name, r.step)
+    c = r.config
+    sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop,
+                               c.rollout.min_new_tokens, greedy)
+    samples, name = (1, "greedy") if greedy else (c.rollout.group_size, "train")
+    return make_requests(prompts, samples, sampling, c.run.seed, name, r.step)
 
 
 def repeated(r: Run, prompts) -> list:

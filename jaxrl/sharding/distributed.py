@@ -395,14 +395,26 @@ def start(config) -> None:
     options = config.launch
     if _peers.count > 1:
         return
-    place = find(options)
-    if place is None:
+    place = None if jax.distributed.is_initialized() else find(options)  # a caller may have joined already
+    if place is not None:
+        _join(place, options)
+    from jax._src.distributed import global_state  # the key-value store has no public name
+
+    if not jax.distributed.is_initialized() or global_state.num_processes == 1:
         return
-    patience = options.heartbeat_seconds
+    _peers = Peers(global_state.process_id, global_state.num_processes, global_state.client, options.wait_seconds,
+                   [""] * global_state.num_processes)
+    _peers._watch = Watch(_peers, options.heartbeat_seconds)
+    _peers._watch.start()
+    _peers.names = _peers.meet("coming together", socket.gethostname())
+    log.info("process %d of %d; %s coordinates", _peers.index, _peers.count, _peers.who(0))
+
+
+def _join(place: Place, options) -> None:
     begun = time.monotonic()
     jax.config.update("jax_enable_preemption_service", False)  # faults.GracefulStop listens to signals
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    common = dict(heartbeat_timeout_seconds=int(1.5 * patience + 5), shutdown_timeout_seconds=30)
+    common = dict(heartbeat_timeout_seconds=int(1.5 * options.heartbeat_seconds + 5), shutdown_timeout_seconds=30)
     if place.coordinator:
         meet_first(place, options.connect_seconds)
         left = max(10, int(options.connect_seconds - (time.monotonic() - begun)))
@@ -410,14 +422,6 @@ def start(config) -> None:
                                    cluster_detection_method="deactivate", **common)
     else:
         jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
-    from jax._src.distributed import global_state  # the key-value store has no public name
-
-    _peers = Peers(global_state.process_id, global_state.num_processes, global_state.client, options.wait_seconds,
-                   [""] * global_state.num_processes)
-    _peers._watch = Watch(_peers, patience)
-    _peers._watch.start()
-    _peers.names = _peers.meet("coming together", socket.gethostname())
-    log.info("process %d of %d (%s)", _peers.index, _peers.count, place.source)
 
 
 def _first_line(error) -> str:
