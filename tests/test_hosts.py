@@ -1,6 +1,6 @@
 """Several processes of one run: how they find each other, what they agree on, and what happens when one dies.
 
-Real processes with gloo on this machine. Runs of whole jobs are slow; `evidence/hosts.py` does them over all shapes.
+Real processes with gloo on this machine. Whole jobs are in test_hosts_job.py and, over all shapes, in evidence/hosts.py.
 """
 
 import json
@@ -357,7 +357,8 @@ def test_arrays_go_where_they_belong(told):
         assert answers["crossing copy"] == [[2, 1, 1], True]
 
 
-@pytest.mark.parametrize("dies, how", [(1, "kill9"), (1, "raise"), (0, "raise"), (0, "kill9")])
+@pytest.mark.parametrize("dies, how", [(1, "kill9"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    (1, "raise"), (0, "raise"), (0, "kill9")))])
 def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
     """Within launch.heartbeat_seconds and a little, also of one that waits where nothing can wake it. (Of process 0 the others
     hear from jax; the launcher says it plainly.)"""
