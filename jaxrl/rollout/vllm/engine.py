@@ -38,7 +38,7 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
     dtype = np.dtype(model.compute_dtype).name
     if config.rollout.dtype != "auto":
         dtype = DTYPES[config.rollout.dtype]
-    return VllmEngine(config, model, tokenizer, tuple(int(i) for i in eos_ids), hf_config, dtype, peers())
+    return VllmEngine(config, model, tokenizer, tuple(int(i) for i in eos_ids), hf_config, dtype)
 
 
 class VllmEngine:
@@ -48,13 +48,14 @@ class VllmEngine:
     Of several processes each has an engine with servers of its own, or with its share of rollout.servers. A publish begins
     with a copy of the weights in every process, which is collective; from there on each can try again by itself."""
 
-    def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str, group: Peers):
+    def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
         self.key = self.options.api_key
         self.longest_prompt, self.total = config.data.max_prompt_tokens, _longest(config)
         self.length = self.options.max_model_len or max(self.total, PROBE_PROMPT + 1)
-        self.group, self._copy, self._here = group, None, None
+        self.group = group = peers()
+        self._copy = self._here = None  # of a policy that is spread over processes
         self.folder = Path(config.run.dir) / "vllm" / ("" if group.count == 1 else f"process_{group.index}")
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._version, self._params, self._synced = -1, None, False
