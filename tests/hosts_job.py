@@ -82,8 +82,8 @@ def watch(seen):
         seen["seeds"] += [[r.id, r.seed] for r in out]
         return out
 
-    def put_rows(job, batch):
-        out = place(job, batch)
+    def put_rows(job, batch, role="policy"):
+        out = place(job, batch, role)
         whole, parts = np.asarray(batch.tokens), out.tokens.addressable_shards
         assert all(np.array_equal(np.asarray(p.data), whole[p.index]) for p in parts)
         seen["rows"].append(hashlib.sha256(b"".join(x.tobytes() for x in (

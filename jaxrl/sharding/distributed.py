@@ -332,6 +332,7 @@ class Watch(threading.Thread):
         self.beat = min(5.0, patience / 10)
         self._stop_asked = threading.Event()
         self._beats: dict[int, tuple[str, float]] = {}
+        self._lost: set[int] = set()
 
     def stop(self) -> None:
         self._stop_asked.set()
@@ -342,7 +343,7 @@ class Watch(threading.Thread):
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 
     def run(self) -> None:
-        peers, client, number = self.peers, self.peers._client, 0
+        peers, client, number, end = self.peers, self.peers._client, 0, float("inf")
         self._beats = {i: ("", time.monotonic()) for i in range(peers.count) if i}
         while not self._stop_asked.wait(self.beat):
             number += 1
@@ -355,8 +356,12 @@ class Watch(threading.Thread):
             except jax.errors.JaxRuntimeError:
                 continue  # jax's own watch ends this process if the coordinator stays away
             posts.pop(peers.index, None)
-            if posts:
-                return self._end(posts)
+            if posts and peers.failure is None:
+                peers.failure, end = self._news(posts), time.monotonic() + GRACE_SECONDS
+            if time.monotonic() > end:
+                print(f"jaxrl: stopped: {peers.failure}", file=sys.stderr, flush=True)
+                client.key_value_set(f"jaxrl/left/{peers.index}", "", allow_overwrite=True)
+                os._exit(1)
 
     def _listen(self, entries) -> None:
         now = time.monotonic()
@@ -364,18 +369,16 @@ class Watch(threading.Thread):
             i = int(key.rsplit("/", 1)[1])
             if i and self._beats[i][0] != value:
                 self._beats[i] = (value, now)
-        for i in self.silent():
+        for i in set(self.silent()) - self._lost:
+            self._lost.add(i)
             self.peers._post(i, "lost", f"no sign of life for {self.patience:g} s (launch.heartbeat_seconds); it was killed, its host "
                              "went down, or the network did")
 
-    def _end(self, posts: dict) -> None:
+    def _news(self, posts: dict) -> PeerLost | ConfigError:
+        """Of the process that failed first."""
         process, post = min(posts.items(), key=lambda item: item[1]["time"])
         text = f"{self.peers.who(process)} {'is gone' if post['kind'] == 'lost' else 'gave up'}: {post['text']}"
-        self.peers.failure = ConfigError(text) if post["kind"] == "config" else PeerLost(text)
-        if not self._stop_asked.wait(GRACE_SECONDS):
-            print(f"jaxrl: stopped: {text}", file=sys.stderr, flush=True)
-            self.peers._client.key_value_set(f"jaxrl/left/{self.peers.index}", "", allow_overwrite=True)
-            os._exit(1)
+        return ConfigError(text) if post["kind"] == "config" else PeerLost(text)
 
 
 _peers = Peers()
