@@ -392,7 +392,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "process": O(-1, "number of this process, from 0; -1 = $JAXRL_PROCESS, or Slurm's or Kubernetes' index"),
         "connect_seconds": O(300.0, "longest wait until all processes have come together"),
         "heartbeat_seconds": O(100.0, "a process without a sign of life for this long is given up, and the others end"),
-        "wait_seconds": O(7200.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation"),
+        "wait_seconds": O(0.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation; 0 = an"
+                               " hour more than rollout.timeout_seconds"),
     },
     "faults": {
         "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),

@@ -80,9 +80,9 @@ POSITIVE = (
     "data.prefetch",
     "launch.connect_seconds",
     "launch.heartbeat_seconds",
-    "launch.wait_seconds",
 )
 NOT_NEGATIVE = (
+    "launch.wait_seconds",
     "algorithm.entropy_rate",
     "algorithm.entropy_max",
     "algorithm.shared_prefix_tokens",
@@ -564,7 +564,7 @@ def _launch(cfg):
     given = {name: c[name] for name, unset in (("coordinator", ""), ("processes", 0), ("process", -1)) if c[name] != unset}
     if given and c.hosts in ("none", "tpu"):
         out.append(f"launch.{', launch.'.join(given)} with launch.hosts={c.hosts}: it does not read them; set auto or explicit")
-    if c.wait_seconds < cfg.rollout.timeout_seconds:
+    if 0 < c.wait_seconds < cfg.rollout.timeout_seconds:
         out.append(f"launch.wait_seconds={c.wait_seconds:g}: below rollout.timeout_seconds={cfg.rollout.timeout_seconds:g}, so that a "
                    "slow rollout would be taken for a lost process; raise it")
     return out

@@ -29,6 +29,20 @@ def rows(folder):
         json.loads(f.read_text()) for f in sorted(folder.glob("seen_*.json"))]
 
 
+@pytest.mark.vllm
+def test_two_processes_drive_their_own_vllm_servers(tmp_path):
+    """Each gives its server a copy of a policy that is spread over both, and the checksums are those of the trainer."""
+    flags = ("mesh.fsdp=2", "mesh.tp=2", "model.config.hidden_size=128", "rollout.engine=vllm", "train.steps=2", "eval.before=false",
+             "rollout.verify_weights=always", "rollout.timeout_seconds=600")
+    job(tmp_path / "run", 2, *[f"--config.{f}" for f in flags])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in lines] == [1, 2] and all(r["gap/mean"] < 1e-3 and r["publish/probe"] < 1e-3 for r in lines)
+    assert {p.name for p in (tmp_path / "run" / "vllm").iterdir()} == {"process_0", "process_1"}
+    answers, _, seen = rows(tmp_path / "run")
+    assert [len(a) for a in answers] == [32, 32] and all(len({r[:3] for r in a}) == 32 for a in answers)
+    assert {s[0] for s in seen[0]["seeds"]} == {s[0] for s in seen[1]["seeds"]}  # all know all requests, each sent its own
+
+
 @pytest.mark.slow
 def test_two_processes_train_stop_and_one_goes_on(tmp_path):
     job(tmp_path / "one", 1, "--config.mesh.fsdp=4")

@@ -405,8 +405,8 @@ def start(config) -> None:
 
     if not jax.distributed.is_initialized() or global_state.num_processes == 1:
         return
-    _peers = Peers(global_state.process_id, global_state.num_processes, global_state.client, options.wait_seconds,
-                   [""] * global_state.num_processes)
+    _peers = Peers(global_state.process_id, global_state.num_processes, global_state.client,
+                   options.wait_seconds or config.rollout.timeout_seconds + 3600, [""] * global_state.num_processes)
     _peers._watch = Watch(_peers, options.heartbeat_seconds)
     _peers._watch.start()
     _peers.names = _peers.meet("coming together", socket.gethostname())
