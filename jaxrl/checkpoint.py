@@ -152,14 +152,15 @@ class Checkpointer:
         items = {"host": ocp.args.JsonSave(envelope)}
         if stored:
             items["arrays"] = ocp.args.PyTreeSave(stored)
-        self._saving = step
+        self._saving, together = step, True
         try:
             self._faults.fire("checkpoint", step, "before")
             manager = self._open()
             self._require_space_everywhere(step, leaves)
+            together = False
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as e:
-            self._failed(step, e)
+            self._failed(step, e, together)
             self.check()
             return False
         self._thread = threading.Thread(target=self._finish, args=(step,), name="checkpoint")
@@ -244,14 +245,16 @@ class Checkpointer:
         except OSError as e:
             log.error("checkpoint of step %d is written, but older ones were not deleted: %s", step, e)
 
-    def _failed(self, step: int, error: BaseException) -> None:
-        """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else."""
+    def _failed(self, step: int, error: BaseException, together: bool = False) -> None:
+        """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else.
+
+        together: all processes know of it. What befalls one of several alone ends the run, the others' save cannot end."""
         logging.getLogger("asyncio").addFilter(_not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
         if self._peers.first:
             _remove_leftovers(self.directory)
         reason = _disk_trouble(error)
-        if not reason:
+        if not reason or not (together or self._peers.count == 1):
             self._error = error
             return
         self._failures += 1

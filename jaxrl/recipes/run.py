@@ -376,7 +376,7 @@ class Run:
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
         self.telemetry.step(self.step, metrics, self.phases.take())
-        for warning in self.idle.check(self.step, metrics):
+        for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
             log.warning(warning)
         self.checkpointer.check()
         if due("save"):
