@@ -9,6 +9,9 @@ On disk, below `<run_dir>/checkpoints`:
     00000040.orbax-checkpoint-tmp    leftover of a killed save; removed before the next save
     00000060.set-aside      damaged, or later than the checkpoint a run went back to; never read again, never deleted
 
+Several processes save and restore together. Each writes and reads its own parts of the arrays; process 0 alone chooses
+checkpoints, checks the disk, writes host values and manifest, and deletes. The folder must be one that all of them see.
+
 Life of a save, with the points where `faults.plan` can act: *before* | disk check, copy to host memory, return if
 asynchronous | tensors are written in the background | *tensors* | `before_commit`, manifest | *commit* | rename |
 *after* | checkpoints beyond `checkpoint.keep` are deleted.
@@ -35,6 +38,8 @@ import orbax.checkpoint as ocp
 import jaxrl
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.faults import Faults
+from jaxrl.sharding.distributed import peers
+from jaxrl.sharding.exchange import put
 
 log = logging.getLogger("jaxrl")
 
@@ -97,6 +102,7 @@ class Checkpointer:
         self._saving = -1
         self._chosen: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
         self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
+        self._peers = peers()
 
     # ---- what is there
 
@@ -133,8 +139,9 @@ class Checkpointer:
           Whatever else went wrong in the background since the last call.
         """
         self.wait()
-        self._set_aside_stale()
-        if step in self.steps():
+        if self._peers.first:
+            self._set_aside_stale()
+        if self._peers.decide(f"checkpoint {step}: is it there?", lambda: step in self.steps()):
             return False
         leaves = flatten(arrays)
         _check_json(host, "host")
@@ -145,14 +152,15 @@ class Checkpointer:
         items = {"host": ocp.args.JsonSave(envelope)}
         if stored:
             items["arrays"] = ocp.args.PyTreeSave(stored)
-        self._saving = step
+        self._saving, together = step, True
         try:
             self._faults.fire("checkpoint", step, "before")
             manager = self._open()
-            self.require_space(leaves)
+            self._require_space_everywhere(step, leaves)
+            together = False
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as e:
-            self._failed(step, e)
+            self._failed(step, e, together)
             self.check()
             return False
         self._thread = threading.Thread(target=self._finish, args=(step,), name="checkpoint")
@@ -161,6 +169,19 @@ class Checkpointer:
             self.wait()
             return step in self.steps()
         return True
+
+    def _require_space_everywhere(self, step: int, leaves) -> None:
+        """`require_space` by process 0; what it finds, all raise."""
+        def missing() -> str:
+            try:
+                return self.require_space(leaves) or ""
+            except OSError as e:
+                return e.strerror
+
+        if self._peers.count == 1:
+            self.require_space(leaves)
+        elif found := self._peers.decide(f"checkpoint {step}: is there room?", missing):
+            raise OSError(errno.ENOSPC, found)
 
     def wait(self) -> None:
         """Blocks until a running save is committed or has failed. Raises as `save` does."""
@@ -188,7 +209,8 @@ class Checkpointer:
             # Orbax explains every failed save with a traceback; `_failed` says it in one line.
             logging.getLogger("absl").addFilter(_not_orbax)
             self.directory.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.directory)
+            if self._peers.first:
+                _remove_leftovers(self.directory)
             # Always asynchronous inside (a synchronous save waits): only then has Orbax a documented hook between
             # the last tensor and the rename.
             self._manager = ocp.CheckpointManager(self.directory, options=ocp.CheckpointManagerOptions(
@@ -197,7 +219,7 @@ class Checkpointer:
         return self._manager
 
     def _commit(self) -> None:
-        """Orbax calls this in its thread when all items are written, just before it renames the directory."""
+        """Orbax calls this in its thread when all items are written, just before it renames the directory; on process 0."""
         name = f"{self._saving:08d}"
         (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(name + LEFTOVER)]
         self._faults.fire("checkpoint", self._saving, "tensors")
@@ -208,7 +230,7 @@ class Checkpointer:
     def _finish(self, step: int) -> None:
         try:
             self._manager.wait_until_finished()
-            if step not in self.steps():
+            if self._peers.first and step not in self.steps():
                 raise CheckpointError(f"{self.directory}: the checkpoint of step {step} did not become visible")
             self._failures = 0
             self._after(step)
@@ -218,17 +240,21 @@ class Checkpointer:
     def _after(self, step: int) -> None:
         try:
             self._faults.fire("checkpoint", step, "after")
-            self._prune()
+            if self._peers.first:
+                self._prune()
         except OSError as e:
             log.error("checkpoint of step %d is written, but older ones were not deleted: %s", step, e)
 
-    def _failed(self, step: int, error: BaseException) -> None:
-        """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else."""
+    def _failed(self, step: int, error: BaseException, together: bool = False) -> None:
+        """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else.
+
+        together: all processes know of it. What befalls one of several alone ends the run, the others' save cannot end."""
         logging.getLogger("asyncio").addFilter(_not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
-        _remove_leftovers(self.directory)
+        if self._peers.first:
+            _remove_leftovers(self.directory)
         reason = _disk_trouble(error)
-        if not reason:
+        if not reason or not (together or self._peers.count == 1):
             self._error = error
             return
         self._failures += 1
@@ -277,8 +303,23 @@ class Checkpointer:
           CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; a format
             that this jaxrl does not know.
         """
-        self._chosen = (resume, self._choose(resume))
+        self._chosen = (resume, self._choose_together(resume))
         return self._chosen[1]
+
+    def _choose_together(self, resume: str) -> Chosen | None:
+        """What process 0 chooses, on all. Raises CheckpointError where one of them cannot see it."""
+        if self._peers.count == 1:
+            return self._choose(resume)
+        mine = self._choose(resume) if self._peers.first else None
+        path = self._peers.decide("which checkpoint", lambda: mine and str(mine.path))
+        if self._peers.first or path is None:
+            return mine
+        try:
+            envelope = _envelope(Path(path))
+        except OSError as e:
+            raise CheckpointError(f"{self._peers.who(self._peers.index)} cannot see the checkpoint {path} that process 0 found: "
+                                  f"{_first_line(e)}; put run.dir on a file system that all hosts share") from None
+        return Chosen(envelope["step"], envelope["host"], Path(path))
 
     def _choose(self, resume: str) -> Chosen | None:
         paths, only = self._candidates(resume)
@@ -314,7 +355,7 @@ class Checkpointer:
             shapes or dtypes that differ; a format that this jaxrl does not know.
         """
         known, self._chosen = self._chosen, None
-        chosen = known[1] if known and known[0] == resume else self._choose(resume)
+        chosen = known[1] if known and known[0] == resume else self._choose_together(resume)
         if chosen is None:
             self._stale = _checkpoints(self.directory)
             return None
@@ -481,7 +522,8 @@ def _restore_args(leaf):
 
 def _empty(leaf):
     zeros = np.zeros(leaf.shape, leaf.dtype)
-    return zeros if isinstance(leaf, np.ndarray) else jax.device_put(zeros, getattr(leaf, "sharding", None))
+    where = getattr(leaf, "sharding", None)
+    return zeros if isinstance(leaf, np.ndarray) else jax.device_put(zeros) if where is None else put(zeros, where)
 
 
 # ---- messages

@@ -52,7 +52,7 @@ class Option(NamedTuple):
 
 O = Option
 # Lists of integers; the entries of all others but reward.weights are text.
-INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps")
+INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps", "profile.processes")
 TRIGGER = "0 = never"
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
@@ -157,7 +157,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
                                      " for every server that joins), always, or never", choices=("first", "always", "never")),
         "vllm": {
-            "replicas": O(1, "servers that jaxrl starts"),
+            "replicas": O(1, "servers that each process starts"),
             "tensor_parallel": O(1, "GPUs of one server"),
             "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
             "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"
@@ -381,9 +381,22 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "profile": {
         "steps": O((), "(first, last) step traced with the JAX profiler into <run.dir>/profile"),
+        "processes": O((0,), "numbers of the processes that trace; with one there is only 0"),
+    },
+    "launch": {
+        "hosts": O("auto", "how the processes of a run find each other; auto: what the environment tells (jaxrl.launch, Slurm,"
+                           " Kubernetes, a TPU pod), else one process; see docs/hosts.md",
+                   choices=("auto", "none", "explicit", "slurm", "kubernetes", "tpu")),
+        "coordinator": O("", "host:port of process 0; empty = $JAXRL_COORDINATOR, or the first node of the Slurm step"),
+        "processes": O(0, "processes of the run; 0 = $JAXRL_PROCESSES, or Slurm's tasks"),
+        "process": O(-1, "number of this process, from 0; -1 = $JAXRL_PROCESS, or Slurm's or Kubernetes' index"),
+        "connect_seconds": O(300.0, "longest wait until all processes have come together"),
+        "heartbeat_seconds": O(100.0, "a process without a sign of life for this long is given up, and the others end"),
+        "wait_seconds": O(0.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation; 0 = an"
+                               " hour more than rollout.timeout_seconds"),
     },
     "faults": {
-        "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit'"),
+        "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),
     },
     "user": {},
 }

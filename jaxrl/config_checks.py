@@ -16,7 +16,7 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _model, _data, _batch, _rollout, _engine, _rewards, _algorithm, _optimizer, _eval, _misc):
+        for rule in (_ranges, _mesh, _model, _data, _batch, _rollout, _engine, _rewards, _algorithm, _optimizer, _eval, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -78,8 +78,11 @@ POSITIVE = (
     "rollout.repetition_penalty",
     "eval.repetition_penalty",
     "data.prefetch",
+    "launch.connect_seconds",
+    "launch.heartbeat_seconds",
 )
 NOT_NEGATIVE = (
+    "launch.wait_seconds",
     "algorithm.entropy_rate",
     "algorithm.entropy_max",
     "algorithm.shared_prefix_tokens",
@@ -552,11 +555,28 @@ def _eval(cfg):
     return out
 
 
+def _launch(cfg):
+    """Half a description of the processes, and limits that undo each other."""
+    c, out = cfg.launch, []
+    if c.processes < 0 or c.process < -1:
+        out.append(f"launch.processes={c.processes}, launch.process={c.process}: a count from 1 (0 = from the environment) and a "
+                   "number from 0 (-1 = from the environment)")
+    given = {name: c[name] for name, unset in (("coordinator", ""), ("processes", 0), ("process", -1)) if c[name] != unset}
+    if given and c.hosts in ("none", "tpu"):
+        out.append(f"launch.{', launch.'.join(given)} with launch.hosts={c.hosts}: it does not read them; set auto or explicit")
+    if 0 < c.wait_seconds < cfg.rollout.timeout_seconds:
+        out.append(f"launch.wait_seconds={c.wait_seconds:g}: below rollout.timeout_seconds={cfg.rollout.timeout_seconds:g}, so that a "
+                   "slow rollout would be taken for a lost process; raise it")
+    return out
+
+
 def _misc(cfg):
     out = []
     steps = cfg.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         out.append(f"profile.steps={steps}: expected (first, last)")
+    if any(p < 0 for p in cfg.profile.processes):
+        out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
         out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set log.wandb=false")
     if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():

@@ -4,7 +4,8 @@ A plan is a list of entries `component.action@key=value,...`, for example
 
     faults.plan = ("checkpoint.kill9@step=6,phase=commit", "rollout.term@step=3")
 
-Keys: `step` (needed), `phase` (only where `POINTS` lists some; default the first), `seconds` (only for `sleep`).
+Keys: `step` (needed), `phase` (only where `POINTS` lists some; default the first), `process` (which of several; default
+all), `seconds` (only for `sleep`).
 Every entry acts once in the process that reaches its point. An empty plan costs one dictionary look-up per point.
 """
 
@@ -59,6 +60,7 @@ class Fault(NamedTuple):
     step: int
     phase: str
     seconds: float
+    process: int  # -1 = all
     text: str
 
 
@@ -90,7 +92,7 @@ def _parse(entry: str) -> Fault:
     keys = {}
     for pair in rest.split(","):
         name, eq, value = pair.partition("=")
-        allowed = ["step"] + ["phase"] * bool(POINTS[component]) + ["seconds"] * (action == "sleep")
+        allowed = ["step", "process"] + ["phase"] * bool(POINTS[component]) + ["seconds"] * (action == "sleep")
         if not eq or name.strip() not in allowed:
             raise ConfigError(f"faults.plan: {entry!r}: {pair!r} is not one of {', '.join(k + '=' for k in allowed)}")
         keys[name.strip()] = value.strip()
@@ -99,7 +101,8 @@ def _parse(entry: str) -> Fault:
     if phases and phase not in phases:
         raise ConfigError(f"faults.plan: {entry!r}: unknown phase {phase!r}; known: {', '.join(phases)}")
     try:
-        return Fault(component, action, int(keys["step"]), phase, float(keys.get("seconds", 1)), entry)
+        return Fault(component, action, int(keys["step"]), phase, float(keys.get("seconds", 1)),
+                     int(keys.get("process", -1)), entry)
     except KeyError:
         raise ConfigError(f"faults.plan: {entry!r} names no step; add step=N") from None
     except ValueError as e:
@@ -109,9 +112,11 @@ def _parse(entry: str) -> Fault:
 class Faults:
     """The plan of one process. `fire` is called at the named points and does nothing unless an entry matches."""
 
-    def __init__(self, plan: Iterable[str] = ()):
+    def __init__(self, plan: Iterable[str] = (), process: int = 0):
         self._pending: dict[tuple[str, int, str], list[Fault]] = {}
         for fault in parse_plan(plan):
+            if fault.process not in (-1, process):
+                continue
             self._pending.setdefault((fault.component, fault.step, fault.phase), []).append(fault)
 
     def fire(self, component: str, step: int, phase: str = "") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import traceback
 
 from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
 
@@ -37,23 +38,40 @@ def main(argv: list[str] | None = None) -> int:
 
         train(config)
     except (RunStopped, TimeoutError) as e:
-        print(f"jaxrl: stopped: {e}", file=sys.stderr)
+        complain(f"stopped: {e}")
         return 1
     except ConfigError as e:
-        print(f"jaxrl: {e}", file=sys.stderr)
+        complain(e)
         return 2
     except KeyboardInterrupt:
-        print("jaxrl: interrupted; checkpoints that were complete stay so, the same command goes on from the newest",
-              file=sys.stderr)
+        complain("interrupted; checkpoints that were complete stay so, the same command goes on from the newest")
         return 130
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise
-        print(f"jaxrl: stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from"
-              " the newest checkpoint", file=sys.stderr)
+        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from the"
+                 " newest checkpoint")
         return 1
     return 0
 
 
+def peers():
+    """The processes of the run; None before any could have met."""
+    module = sys.modules.get("jaxrl.sharding.distributed")
+    return module and module.peers()
+
+
+def complain(text) -> None:
+    name = f" {peers().who(peers().index)}" if peers() and not peers().first else ""
+    print(f"jaxrl{name}: {text}", file=sys.stderr)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:  # a mistake in jaxrl or in code of the user's
+        traceback.print_exc()
+        status = 1
+    if peers():
+        peers().leave(status)
+    sys.exit(status)

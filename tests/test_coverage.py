@@ -33,6 +33,7 @@ BEHAVIOURS = {
     "the sampler's log-probs are always kept": ("rollout/protocol.py", "logprobs: np.ndarray"),
     "one denominator for all microbatches and devices": ("training/update.py", "weights 1/denominator"),
     "log-probs are at least fp32": ("algorithms/losses.py", "fp32 or better"),
+    "each process gives its devices their rows": ("sharding/exchange.py", "a process sends its own devices their parts only"),
 }
 
 # Options whose whole effect is what a config may say.
@@ -57,6 +58,7 @@ ALIASES = {
     "rewards/pool.py": {"_reward": "reward"},
     "rewards/specs.py": {"r": "reward"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
+    "sharding/distributed.py": {"options": "launch"},
     "rollout/vllm/adapter.py": {"v": "rollout.vllm"},
     "rollout/vllm/engine.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
     "rollout/vllm/publish.py": {"options": "rollout.vllm"},

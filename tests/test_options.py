@@ -37,6 +37,7 @@ from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rollout import Engine, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
+from jaxrl.sharding.distributed import Peers
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
@@ -681,7 +682,7 @@ def test_loss_on_prompt():
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         r = SimpleNamespace(
-            config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9, samples=samples,
+            config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9, samples=samples, peers=Peers(),
                 cursor=0, stream=SimpleNamespace(exhausted=lambda cursor: False),
         )
         return Run.finished(r)

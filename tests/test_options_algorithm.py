@@ -35,6 +35,7 @@ from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
 from jaxrl.recipes.critic import Critic
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.rollout import Result
+from jaxrl.sharding.distributed import Peers
 from jaxrl.training.update import find_policy_loss, loss_and_metrics, make_apply
 from jaxrl.types import Trajectories
 
@@ -314,7 +315,8 @@ def batch_of(changes, answer, rows=100, start=0, **functions):
     engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
     r = SimpleNamespace(
         config=config({**base, **changes}), stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
-        cursor=start, step=0, engine=engine, rewards=rewards, stopping=lambda: False, fault=lambda name: None,
+        cursor=start, step=0, engine=engine, rewards=rewards, interrupted=lambda: False, fault=lambda name: None,
+        peers=Peers(), together=lambda what, work: work(),
         phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []),
         job=SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda ids, **how: [str(list(i)) for i in ids])))
     return gather.gather(r, config_checks.resolved_algorithm(r.config)), engine, rewards

@@ -24,6 +24,7 @@ from jaxrl.config import ConfigError
 from jaxrl.models import tensorfile
 from jaxrl.models.config import FAMILIES, family_of
 from jaxrl.models.tensorfile import shortened
+from jaxrl.sharding.exchange import put
 
 SOURCE = "jaxrl_source"
 HEAD = "lm_head.weight"
@@ -156,8 +157,7 @@ def load_critic(model, path: str, revision: str | None = None, shardings=None, d
     params.pop("head", None)
     kernel = np.zeros(model.config.hidden_size) if score is None else score.read().reshape(-1)
     place = shardings["value"]
-    params["value"] = {"kernel": jax.device_put(np.asarray(kernel, dtype), place["kernel"]),
-                       "bias": jax.device_put(np.zeros((), dtype), place["bias"])}
+    params["value"] = {"kernel": put(np.asarray(kernel, dtype), place["kernel"]), "bias": put(np.zeros((), dtype), place["bias"])}
     return params
 
 

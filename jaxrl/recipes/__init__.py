@@ -31,17 +31,42 @@ def train(config, rewards=None) -> dict:
     config_checks.check(config)
     data.check_paths(config)
     telemetry.setup_logging(config.log.level)
-    telemetry.require_free(config.run.dir, lock=config.run.mode == "train")
-    from jaxrl.recipes import setup
+    from jaxrl.sharding import distributed
 
+    distributed.start(config)
+    try:
+        return _train(config, rewards, distributed.peers())
+    except (Exception, KeyboardInterrupt) as e:
+        reason = distributed.peers().explain(e)
+        distributed.peers().report(reason)
+        if reason is e:
+            raise
+        raise reason from e
+
+
+def _train(config, rewards, peers) -> dict:
+    """`train` in a process that has met its peers."""
+    from jaxrl import telemetry
+    from jaxrl.config import redacted
+    from jaxrl.recipes import setup
+    from jaxrl.sharding.exchange import check_equal, facts
+
+    if not peers.first:
+        telemetry.setup_logging(config.log.level, peers.who(peers.index))
+    check_equal(peers, facts(redacted(config)) if peers.count > 1 else {})
+    peers.decide(f"{config.run.dir} is free", telemetry.require_free, config.run.dir, config.run.mode == "train")
     setup.start_jax(config)
     if config.run.warm_start:
         config = _after_warm_start(config, rewards)
-    return importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, rewards)
+    out = importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, rewards)
+    peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
+    return out
 
 
 def _after_warm_start(config, rewards):
     """Runs the warm-start job unless its export is already there; the job then starts from that export."""
+    from jaxrl.sharding.distributed import peers
+
     try:
         first = load_config(config.run.warm_start)
     except ConfigError as e:
@@ -57,12 +82,12 @@ def _after_warm_start(config, rewards):
     first.log.console = config.log.console
     first.checkpoint.export_at_end = True
     export = folder / "export"
-    if not _finished(folder):
+    if not peers().decide(f"{folder} is finished", _finished, folder):
         if config.run.mode != "train":
             raise ConfigError(f"run.mode={config.run.mode}: the warm start in {folder} has not finished; train first")
         _check_before(first, config, rewards)
         train(first)
-    if not _finished(folder):
+    if not peers().decide(f"{folder} is finished now", _finished, folder):
         raise SystemExit(0)  # the warm start was asked to stop; the same command goes on from its checkpoint
     config.model.path, config.model.init = str(export), "pretrained"
     config.model.tokenizer = config.model.tokenizer or str(export)

@@ -20,6 +20,7 @@ from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import memory
+from jaxrl.sharding.exchange import put
 from jaxrl.training.score import cast_params, make_score
 
 log = logging.getLogger("jaxrl")
@@ -105,7 +106,7 @@ class Algorithm:
             r.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
 
     def evaluate(self, r):
-        return evaluate(r.job, r.engine, r.eval_rewards, r.eval_sets, r.stopping)
+        return evaluate(r)
 
     def columns(self, r, traj, layout) -> dict[str, np.ndarray]:
         """Token columns [T] of log-probs that the loss or the reward reads."""
@@ -207,6 +208,6 @@ def keep_schedules(fresh, old):
 def start_of_step(state):
     """The state with the flag of an early stop cleared."""
     flag = state.stats["stopped"]
-    return state.replace(stats={**state.stats, "stopped": jax.device_put(np.zeros((), flag.dtype), flag.sharding)})
+    return state.replace(stats={**state.stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)})
 
 

@@ -7,8 +7,18 @@ import math
 
 import numpy as np
 
-from jaxrl.recipes.trajectories import answers, collect, make_requests, records, reward_items, sampling_params
+from jaxrl.recipes.trajectories import (
+    answers,
+    collect,
+    make_requests,
+    records,
+    results_from_bytes,
+    results_to_bytes,
+    reward_items,
+    sampling_params,
+)
 from jaxrl.rollout import generate
+from jaxrl.sharding.exchange import gather, owner
 from jaxrl.telemetry import write_atomic
 
 
@@ -17,17 +27,17 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, float], dict[str, list[dict]]]:
-    """Answers all rows of all sets with the engine's current weights.
+def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
+    """Answers all rows of all of a Run's eval sets with the engine's current weights.
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
     unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
     accurate, and the share of such rows is reported. "all" weighs every row equally.
 
     Returns:
-      (metrics "eval/<set>/<name>", records per set); both empty when `stop()` turned true on the way.
+      (metrics "eval/<set>/<name>", records per set), the same on every process; both empty when a stop came on the way.
     """
-    c = job.config
+    c = r.config
     sampling = sampling_params(
         c.eval,
         c.eval.max_new_tokens or c.rollout.max_new_tokens,
@@ -36,16 +46,12 @@ def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, 
         c.rollout.keep_stop,
     )
     metrics, rows, hits_of = {}, {}, {}
-    for name, dataset in sets.items():
+    for name, dataset in r.eval_sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
-        requests = make_requests(batch, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0)
-        results = generate(engine, requests, c.rollout.timeout_seconds, stop)
-        if results is None:
+        scored = answer(r, name, batch, sampling)
+        if scored is None:
             return {}, {}
-        traj = collect(requests, results)
-        examples = [e for _, e in batch for _ in range(c.eval.samples)]
-        texts = answers(traj, job.tokenizer)
-        result = rewards.score(reward_items(traj, examples, texts, c.data.response_prefix))
+        traj, examples, texts, result = scored
         source = c.eval.accuracy_from or next(iter(result.parts))
         scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # not answered: failed, not wrong
         hits = (np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark).reshape(len(batch), c.eval.samples)
@@ -63,6 +69,42 @@ def evaluate(job, engine, rewards, sets, stop=lambda: False) -> tuple[dict[str, 
     together = np.concatenate(list(hits_of.values()))
     metrics |= {f"eval/{k}": v for k, v in _scores(together).items()}
     return metrics, rows
+
+
+def answer(r, name: str, batch, sampling):
+    """(trajectories, example of each sequence, texts, RewardResult) of all rows; None when a stop came on the way.
+
+    Each process answers and scores the rows it owns, then all hold all of them, in the order of the rows.
+    """
+    c, mine = r.config, [(i, e) for i, e in batch if owner(i, r.peers.count) == r.peers.index]
+
+    def ask(rows):
+        return make_requests(rows, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0)
+
+    def score(rows, results, texts=None, recorded=None):
+        traj = collect(ask(rows), results)
+        examples = [e for _, e in rows for _ in range(c.eval.samples)]
+        texts = answers(traj, r.job.tokenizer) if texts is None else texts
+        items = reward_items(traj, examples, texts, c.data.response_prefix)
+        return traj, examples, texts, r.eval_rewards.score(items, recorded=recorded)
+
+    def work():
+        if not mine:
+            return [], None
+        results = generate(r.engine, ask(mine), c.rollout.timeout_seconds, r.interrupted)
+        return None if results is None else (results, score(mine, results))
+
+    done = r.together(f"answers to eval set {name}", work)
+    if done is None or r.peers.count == 1:
+        return done and done[1]
+    results, scored = done
+    own = [scored[2], scored[3].records()] if scored else [[], []]
+    found = {}
+    for data in gather(r.peers, f"{r.place}: sizes of answers to eval set {name}", results_to_bytes(results, own)):
+        theirs, (texts, outcomes) = results_from_bytes(data)
+        found |= {result.id: row for result, *row in zip(theirs, theirs, texts, outcomes, strict=True)}
+    rows = [found[request.id] for request in ask(batch)]
+    return score(batch, *map(list, zip(*rows, strict=True)))
 
 
 def _scores(hits):

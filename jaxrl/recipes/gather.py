@@ -1,6 +1,8 @@
 """One step's batch: prompts -> answers -> scores, again and again where dynamic sampling wants groups with signal.
 
 Nothing here counts until the step is done: the cursor that comes back is the run's only when its update has been made.
+
+With several processes each samples and scores the groups it owns; then all hold all answers, in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from jaxrl.recipes.trajectories import (
     collect,
     make_requests,
     recorded_outcomes,
+    results_from_bytes,
+    results_to_bytes,
     reward_items,
     sampling_params,
 )
 from jaxrl.rollout import generate
+from jaxrl.sharding.exchange import gather as gather_bytes
+from jaxrl.sharding.exchange import owner
 
 log = logging.getLogger("jaxrl")
 
@@ -50,6 +56,7 @@ class Answered(NamedTuple):
     requests: list
     results: list
     examples: list
+    texts: list
     records: list
     greedy: dict[int, float]  # group -> score of its greedy answer
     keep: dict[int, bool]  # group -> whether it has signal
@@ -79,19 +86,53 @@ def kept(rounds) -> int:
 
 
 def ask(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
-    """Samples and scores answers to prompts [(position, example)]; None when a stop was asked for."""
+    """Answers to prompts [(position, example)] and their outcomes, on every process; None when a stop was asked for."""
+    mine = [(p, e) for p, e in prompts if owner(p, r.peers.count) == r.peers.index]
+    own = r.together("the answers", lambda: answer(r, mine, values, greedy))
+    return own if own is None or r.peers.count == 1 else shared(r, own, prompts)
+
+
+def shared(r: Run, own: Answered, prompts) -> Answered:
+    """What every process answered, as if this one had."""
+    meta = {"texts": own.texts, "records": own.records, "greedy": list(own.greedy.items()), "keep": list(own.keep.items()),
+            "asked": own.asked}
+    parts = [results_from_bytes(data) for data in gather_bytes(r.peers, f"{r.place}: the answers' sizes",
+                                                               results_to_bytes(own.results, meta))]
+    found = {result.id: (result, text, record) for results, m in parts
+             for result, text, record in zip(results, m["texts"], m["records"], strict=True)}
+    asked = list(zip(training_requests(r, prompts), repeated(r, prompts), strict=True))
+    rows = [(request, example, *found[request.id]) for request, example in asked if request.id in found]
+    requests, examples, results, texts, records = ([row[i] for row in rows] for i in range(5))
+    keep = {g: k for _, m in parts for g, k in m["keep"]}
+    return Answered(requests, results, examples, texts, records, {g: s for _, m in parts for g, s in m["greedy"]},
+                    {p: keep[p] for p, _ in prompts if p in keep}, sum(m["asked"] for _, m in parts))
+
+
+def training_requests(r: Run, prompts, greedy: bool = False) -> list:
+    """rollout.group_size requests per prompt, or one of the likeliest answer."""
+    c = r.config
+    sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop,
+                               c.rollout.min_new_tokens, greedy)
+    samples, name = (1, "greedy") if greedy else (c.rollout.group_size, "train")
+    return make_requests(prompts, samples, sampling, c.run.seed, name, r.step)
+
+
+def repeated(r: Run, prompts) -> list:
+    """The example of every request."""
+    return [e for _, e in prompts for _ in range(r.config.rollout.group_size)]
+
+
+def answer(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
+    """Samples and scores answers to the prompts of this process; None when a stop was asked for."""
     c = r.config
     with r.phase("rollout"):
-        limits = (c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop)
-        sampling = sampling_params(c.rollout, *limits, c.rollout.min_new_tokens)
-        requests = make_requests(prompts, c.rollout.group_size, sampling, c.run.seed, "train", r.step)
-        best = make_requests(prompts, 1, sampling_params(c.rollout, *limits, c.rollout.min_new_tokens, greedy=True), c.run.seed,
-                             "greedy", r.step) if greedy else []
+        requests = training_requests(r, prompts)
+        best = training_requests(r, prompts, greedy=True) if greedy else []
         r.fault("rollout")
-        results = generate(r.engine, requests + best, c.rollout.timeout_seconds, r.stopping)
+        results = generate(r.engine, requests + best, c.rollout.timeout_seconds, r.interrupted)
         if results is None:
             return None
-    examples = [e for _, e in prompts for _ in range(c.rollout.group_size)]
+    examples = repeated(r, prompts)
     with r.phase("reward"):
         r.fault("reward")
         baseline = {}
@@ -100,13 +141,13 @@ def ask(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
             baseline = dict(zip(traj.group.tolist(), shaped(r, values, traj, result).tolist(), strict=True))
         requests, results, examples = answered(requests, results[: len(requests)], examples)
         if not requests:
-            return Answered([], [], [], [], baseline, {}, len(examples))
+            return Answered([], [], [], [], [], baseline, {}, len(examples))
         traj, texts, result = score(r, requests, results, examples)
         asks = c.algorithm.keep_group
         own = imported(asks) if ":" in asks else None
         keep = {int(g): has_signal(own or asks, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
     asked = len(prompts) * c.rollout.group_size
-    return Answered(requests, results, examples, result.records(), baseline, keep, asked)
+    return Answered(requests, results, examples, texts, result.records(), baseline, keep, asked)
 
 
 def answered(requests, results, examples):
@@ -115,10 +156,10 @@ def answered(requests, results, examples):
     return ([values[i] for i in there] for values in (requests, results, examples))
 
 
-def score(r: Run, requests, results, examples, recorded=None):
+def score(r: Run, requests, results, examples, recorded=None, texts=None):
     """(trajectories, texts, RewardResult). What an earlier try at this step recorded is not asked again."""
     traj = collect(requests, results, longest_sequence(r.config))
-    texts = answers(traj, r.job.tokenizer)
+    texts = answers(traj, r.job.tokenizer) if texts is None else texts
     earlier = recorded or recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
     items = reward_items(traj, examples, texts, r.config.data.response_prefix)
     return traj, texts, r.rewards.score(items, recorded=earlier)
@@ -162,12 +203,13 @@ def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: 
         if len(good) < wanted:
             log.warning("step %d: %d of %d groups have signal after %d rounds (algorithm.dynamic_sampling_rounds=%d); the others "
                         "teach nothing", r.step + 1, len(good), wanted, len(rounds), r.config.algorithm.dynamic_sampling_rounds)
-    rows = [row for one in rounds for row in zip(one.requests, one.results, one.examples, one.records, strict=True)
+    rows = [row for one in rounds for row in zip(one.requests, one.results, one.examples, one.records, one.texts, strict=True)
             if row[0].group in taken]
     if not rows:
         raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
-    requests, results, examples, recorded = map(list, zip(*rows, strict=True))
-    traj, texts, result = score(r, requests, results, examples, recorded)
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    examples = columns[2]
+    traj, texts, result = score(r, *columns)
     c = r.config
     plain = shaped(r, values, traj, result)
     scores = normed(plain, traj.group, c.reward.norm_mean, c.reward.norm_std)

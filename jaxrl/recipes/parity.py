@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.recipes import setup
-from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
+from jaxrl.recipes.trajectories import collect, make_requests, results_from_bytes, results_to_bytes, sampling_params
 from jaxrl.rollout import chosen_engine, generate
+from jaxrl.sharding.exchange import gather, owner
 from jaxrl.training.score import make_score
 
 PROMPTS = 8
@@ -31,7 +32,11 @@ def report(r) -> dict:
 
     def ask(name, how):
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
-        return collect(asked, generate(r.engine, asked, c.rollout.timeout_seconds))
+        mine = [a for a in asked if owner(a.group, r.peers.count) == r.peers.index]
+        found = r.together(f"answers {name}", lambda: generate(r.engine, mine, c.rollout.timeout_seconds))
+        parts = gather(r.peers, f"{r.place}: sizes of answers {name}", results_to_bytes(found, None)) if r.peers.count > 1 else []
+        known = {result.id: result for data in parts for result in results_from_bytes(data)[0]} or {x.id: x for x in found}
+        return collect(asked, [known[a.id] for a in asked])
 
     def gap(traj, temperature, model=job.model):
         layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes)

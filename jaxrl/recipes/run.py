@@ -22,12 +22,13 @@ from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
-from jaxrl.rollout import make_engine
+from jaxrl.rollout import EngineLost, make_engine
 from jaxrl.sharding import memory
+from jaxrl.sharding.distributed import peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.names import duration
-from jaxrl.telemetry.profiler import Profiler
+from jaxrl.telemetry.profiler import Profiler, steps_of
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -40,6 +41,9 @@ class NothingFinite(RunStopped):
 class Run:
     """A context manager around one job. The recipe calls prepare, before_first_step, then per step advance and
     after_step, and close_run. `state`, `step`, `cursor`, `samples` are the run; everything else can be rebuilt.
+
+    With several processes all walk through the same calls. What depends on time or on what happened to one of them is
+    agreed at stamped meetings (`together`, `decide`, `finished`), so that none can act on a decision the others lack.
     """
 
     def __init__(self, config, rewards=None, with_engine=True):
@@ -49,7 +53,9 @@ class Run:
         self.eval_before = self.last_eval = None
         self.started = time.monotonic()
         self.stop = GracefulStop()
-        self.faults = Faults(config.faults.plan)
+        self.peers = peers()
+        self.faults = Faults(config.faults.plan, self.peers.index)
+        self._stop_agreed = False
         self._rewards_given = rewards
         self._with_engine = with_engine
         self._saved_step = None
@@ -91,7 +97,7 @@ class Run:
         inputs = setup.read_inputs(c)
         # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
         self.checkpointer = self._own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
-        chosen = self.checkpointer.choose(c.run.resume)
+        chosen = self.checkpointer.choose(c.run.resume)  # process 0 looks, the others take the same
         self._held = None if chosen is None else chosen.host.get("parts", {})
         if chosen is None:
             setup.check_weights(c, inputs)
@@ -171,10 +177,11 @@ class Run:
             known = restored is not None and part.name in held
             part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
         self.telemetry = self._own(
-            Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None)
+            Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None, silent=not self.peers.first)
         )
         self.phases.watch = self.telemetry.phase
-        write_config(job.run_dir, c, derived(c))
+        if self.peers.first:
+            write_config(job.run_dir, c, derived(c))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
         self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
         self.say(setup.describe(job, self._data_numbers()))
@@ -182,7 +189,7 @@ class Run:
             new = [part.name for part in parts if part.name not in held and part.host() is not None]
             self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))
         self._triggers(restored.host["triggers"] if restored else {})
-        self.profiler = self._own(Profiler(c.profile.steps, job.run_dir / "profile"))
+        self.profiler = self._own(Profiler(steps_of(c.profile, self.peers.index), job.run_dir / "profile"))
         if self.engine is not None:
             self.publish()
             self._show_first_prompt()
@@ -245,11 +252,51 @@ class Run:
         """A message to the person at the console."""
         self.telemetry.print(text)
 
+    def interrupted(self) -> bool:
+        """Whether a stop has reached this process, by a signal of its own or by word of another; asked while it works alone."""
+        if self.stop.requested:
+            self.peers.ask_stop()
+        return self.stop.requested or self.peers.stop_asked
+
     def stopping(self) -> bool:
-        return self.stop.requested
+        """Whether the run is to stop, the same on all processes: it changes at meetings only. (Alone: at once.)"""
+        return self.interrupted() if self.peers.count == 1 else self._stop_agreed
+
+    @property
+    def place(self) -> str:
+        """The stamp of a meeting: which step the run is in, and which weights it samples from."""
+        return f"step {self.step + 1}, weights {self.step}"
+
+    def together(self, what: str, work):
+        """What work() returns, or None on every process where a stop reached one of them before it was done (work() is None).
+
+        An engine that is lost anywhere is lost for all: each raises EngineLost, and can still save together.
+        """
+        done, lost = None, ""
+        try:
+            done = work()
+        except EngineLost as e:
+            if self.peers.count == 1:
+                raise
+            lost = str(e)
+        if self.peers.count == 1:
+            return done
+        with self.phase("wait"):
+            states = self.peers.meet(f"{self.place}: {what}", [done is not None, lost])
+        if any(text for _, text in states):
+            raise EngineLost("; ".join(f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text))
+        self._stop_agreed |= not all(fine for fine, _ in states)
+        return None if self._stop_agreed else done
+
+    def decide(self, what: str, choose, *arguments):
+        """What process 0 finds by choose(*arguments), on all."""
+        return self.peers.decide(f"{self.place}: {what}", choose, *arguments)
 
     def finished(self) -> bool:
+        """Asked before every step. A stop that reached any process since is agreed here."""
         c = self.config
+        if self.peers.count > 1:
+            self._stop_agreed |= any(self.peers.meet(f"{self.place}: go on?", self.interrupted()))
         return (
             self.stopping()
             or self.step >= self.total_steps
@@ -272,7 +319,7 @@ class Run:
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""
-        self.engine.publish(setup.policy_params(self.state), self.step)
+        self.together("new weights", lambda: self.engine.publish(setup.policy_params(self.state), self.step) or True)
 
     def advance(self, cursor: int, samples: int) -> None:
         """The update of this step is done: the step counts."""
@@ -324,23 +371,25 @@ class Run:
         """Evaluates, logs and saves as the triggers say. One line of metrics per step, written before its checkpoint."""
         epoch = self.stream.epoch(self.cursor)
         last = self.step >= self.total_steps
-        if self.eval_sets and self.engine and (self.due["eval"](self.step, epoch) or (last and self.config.eval.after)):
+        due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
+        if self.eval_sets and self.engine and (due("eval") or (last and self.config.eval.after)):
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
         self.telemetry.step(self.step, metrics, self.phases.take())
-        for warning in self.idle.check(self.step, metrics):
+        for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
             log.warning(warning)
         self.checkpointer.check()
-        if self.due["save"](self.step, epoch):
+        if due("save"):
             self.save()
-        if self.due["export"](self.step, epoch):
+        if due("export"):
             self.export(self.job.run_dir / f"export_{self.step:08d}")
 
     def _evaluate(self, evaluate) -> dict:
         metrics, rows = evaluate(self)
         if not metrics:  # a stop was asked for
             return {}
-        write_rows(self.job.run_dir, self.step, rows)
+        if self.peers.first:
+            write_rows(self.job.run_dir, self.step, rows)
         self.last_eval = {"step": self.step, **summary(metrics)}
         self.telemetry.samples(self.step, rows)
         return metrics
@@ -431,7 +480,8 @@ class Run:
         )
         params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
         self.step = 0 if restored is None else restored.host["step"]
-        self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True))
+        self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True,
+                                             silent=not self.peers.first))
         self.engine.publish(params, self.step)
         return params, restored.path if restored else (c.model.path or "random initialisation")
 
@@ -441,8 +491,9 @@ class Run:
 
         job = self.job
         _, where = self.publish_newest()
-        metrics, rows = evaluate_sets(job, self.engine, self.eval_rewards, self.eval_sets, self.stopping)
-        write_rows(job.run_dir, self.step, rows)
+        metrics, rows = evaluate_sets(self)
+        if self.peers.first:
+            write_rows(job.run_dir, self.step, rows)
         note = "" if self.step else f" ({job.run_dir / 'checkpoints'} holds no checkpoint)"
         self.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
         out = {"evaluated": str(where), "eval": summary(metrics)}

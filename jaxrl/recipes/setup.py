@@ -25,6 +25,7 @@ from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import memory
+from jaxrl.sharding.exchange import put
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -60,8 +61,9 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest", "device") != "device"
 
     def put(self, batch, role="policy"):
-        """Host PackedBatch -> a role's devices, rows over dp x fsdp."""
-        return jax.device_put(batch, sharding.batch_sharding(self.mesh_of(role)))
+        """Host PackedBatch -> a role's devices, rows over dp x fsdp. Every process has the whole batch and gives its devices
+        their rows."""
+        return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
     def tree(self):

@@ -97,7 +97,7 @@ def averaged(pending) -> dict[str, float]:
 
 
 def answers_by_engine(r: Run):
-    return evaluate(r.job, r.engine, r.eval_rewards, r.eval_sets, r.stopping)
+    return evaluate(r)
 
 
 def publish_and_answer(r: Run):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxrl.rewards import RewardItem
-from jaxrl.rollout import Request, SamplingParams, request_seed
+from jaxrl.rollout import Request, Result, SamplingParams, request_seed
+from jaxrl.sharding.exchange import decode, encode
 from jaxrl.types import FINISH, Trajectories
 
 
@@ -156,6 +157,29 @@ def records(traj: Trajectories, examples, texts, result, advantages=None) -> lis
             record["advantage"] = _number(advantages[i])
         out.append(record)
     return out
+
+
+COLUMNS = ("tokens", "logprobs", "kept", "versions")
+
+
+def results_to_bytes(results: list[Result], meta) -> bytes:
+    """Results on their way to other processes, with `meta` (JSON-able) beside them."""
+    flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
+    if results and results[0].support is not None:
+        flat["support"] = np.concatenate([r.support for r in results])
+    return encode([meta, [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]], flat)
+
+
+def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
+    """(results, meta) of `results_to_bytes`."""
+    (meta, rows), flat = decode(data)
+    out, at = [], 0
+    for name, finish, seed, size in rows:
+        part = slice(at, at + size)
+        support = flat["support"][part] if "support" in flat else None
+        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support))
+        at += size
+    return out, meta
 
 
 def recorded_outcomes(old: list[dict], traj: Trajectories) -> list[dict | None]:

@@ -161,7 +161,8 @@ class RewardPool:
             applied = [self._applied(item, i) for i, item in enumerate(items)]
             known = self._recorded(recorded or [None] * len(items), applied)
             jobs = [(i, f) for i, functions in enumerate(applied) for f in functions if (i, f) not in known]
-            self._run([_as_json(item, i) for i, item in enumerate(items)], jobs, known)
+            open_items = {i for i, _ in jobs}
+            self._run([_as_json(item, i) if i in open_items else "" for i, item in enumerate(items)], jobs, known)
             self._forward_output()
             return self._result(applied, known)
 

@@ -16,13 +16,14 @@ from collections import Counter, deque
 import jax
 import numpy as np
 
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.config import RunStopped
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh
+from jaxrl.sharding.exchange import local_mesh
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
@@ -32,19 +33,18 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
 def make_engine(config, model, tokenizer, mesh, eos_ids):
     """The embedded sampler; see rollout.make_engine for the arguments.
 
-    Raises ConfigError for shapes the config cannot hold, and for a mesh over several processes.
+    On a mesh over several processes each has an engine of its own, over its own devices; publish is collective, all else
+    is not. Raises ConfigError for shapes the config cannot hold, and where tensor parallelism crosses processes.
     """
-    if mesh is None:
-        mesh = make_mesh(config.mesh, jax.devices()[:1])
-    if len({d.process_index for d in mesh.devices.flat}) > 1:
-        raise ConfigError("rollout.engine=jax: the embedded sampler serves the devices of one process; this mesh spans "
-                          "several. Give each process its own mesh")
+    mesh = make_mesh(config.mesh, jax.local_devices()[:1]) if mesh is None else mesh
+    joint, mesh = mesh, local_mesh(mesh)
+    processes = joint.size // mesh.size
     dtype = np.dtype(model.compute_dtype)
     if config.rollout.dtype != "auto":
         dtype = jax.numpy.dtype(DTYPES[config.rollout.dtype])
-    shapes = from_config(config, data_shards(mesh), len(eos_ids))
+    shapes = from_config(config, data_shards(mesh), len(eos_ids), processes)
     model = dataclasses.replace(model, compute_dtype=dtype, remat="none")
-    return EmbeddedEngine(model, shapes, mesh, tokenizer, eos_ids)
+    return EmbeddedEngine(model, shapes, mesh, tokenizer, eos_ids, joint)
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,9 +69,9 @@ class Sample:
 class EmbeddedEngine:
     """See protocol.Engine. The work is done inside `poll`, at least one chunk per call while there is any."""
 
-    def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids):
+    def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
-        self._programs = programs(model, shapes, mesh, model.compute_dtype)
+        self._programs = programs(model, shapes, mesh, model.compute_dtype, joint)
         self._vocab = model.config.vocab_size
         self._eos = tuple(int(i) for i in eos_ids)
         self._decode_text = text_decoder(tokenizer) if tokenizer is not None else None

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
 from jaxrl.sharding import ROLLOUT_RULES, memory, param_shardings
+from jaxrl.sharding.exchange import localised
 from jaxrl.sharding.mesh import DATA_AXES
 
 
@@ -104,8 +105,8 @@ def decode_part(model, steps: int, support: int, length: int, whole: bool, const
 class Programs:
     """The compiled programs of an engine and the layout of what they work on. Holds no arrays; see `programs`."""
 
-    def __init__(self, model, shapes: Shapes, mesh, dtype):
-        self.model, self.shapes, self.mesh, self.dtype = model, shapes, mesh, dtype
+    def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
+        self.model, self.shapes, self.mesh, self.dtype, self.joint = model, shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
         tp = "tp" if model.config.num_kv_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp, None)
@@ -141,19 +142,21 @@ class Programs:
         return program(*args)
 
     def publish(self, params):
-        """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard)."""
+        """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard).
+
+        Where `params` are spread over processes all of them take part, and each keeps what its own devices hold."""
         def cast(params):
             return jax.tree.map(
                 lambda a: jnp.copy(a).astype(self.dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype), params)
 
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
-        layout = param_shardings(self.mesh, self.model.logical_axes(), params, ROLLOUT_RULES)
-        theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.mesh)
-        if set(theirs.devices.flat) == set(self.mesh.devices.flat):
-            return self.run(key, cast, (params,), out_shardings=layout)
+        layout = param_shardings(self.joint, self.model.logical_axes(), params, ROLLOUT_RULES)
+        theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
+        if set(theirs.devices.flat) == set(self.joint.devices.flat):
+            return localised(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
         there = param_shardings(theirs, self.model.logical_axes(), params, ROLLOUT_RULES)
-        return memory.moved(self.run(key, cast, (params,), out_shardings=there, mesh=theirs), layout)
+        return localised(memory.moved(self.run(key, cast, (params,), out_shardings=there, mesh=theirs), layout), self.mesh)
 
     def prefill(self, params, stash, tokens_BxP, lengths_B, rows_B):
         """Keys and values of B prompts into rows of the stash. Returns the stash (donated)."""
@@ -188,6 +191,9 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=8)
-def programs(model, shapes: Shapes, mesh, dtype) -> Programs:
-    """The programs of these shapes; a second engine in the same process (evaluation, a next job) compiles nothing."""
-    return Programs(model, shapes, mesh, dtype)
+def programs(model, shapes: Shapes, mesh, dtype, joint=None) -> Programs:
+    """The programs of these shapes; a second engine in the same process (evaluation, a next job) compiles nothing.
+
+    mesh: of the devices that decode. joint: the same with those of all processes whose engines take weights together.
+    """
+    return Programs(model, shapes, mesh, dtype, joint or mesh)

@@ -42,8 +42,10 @@ class Shapes:
         return self.prefill_rows * len(self.prompt_lengths)
 
 
-def from_config(config, data_shards: int, num_eos: int) -> Shapes:
+def from_config(config, data_shards: int, num_eos: int, processes: int = 1) -> Shapes:
     """Reads `config.rollout`, `config.data`, `config.eval` and `config.train.max_sequence_tokens`.
+
+    data_shards: of this process, which has its share of the slots of `processes`.
 
     Raises ConfigError for lengths that cannot hold what the config asks for.
     """
@@ -53,7 +55,7 @@ def from_config(config, data_shards: int, num_eos: int) -> Shapes:
     if config.train.max_sequence_tokens:
         total = min(total, config.train.max_sequence_tokens)
     slots = roll.slots or min(data.prompts_per_step * roll.group_size, DEFAULT_SLOTS)
-    slots = -(-slots // data_shards) * data_shards
+    slots = -(-slots // (data_shards * processes)) * data_shards
     prompts = _prompt_lengths(roll.prompt_lengths, data.max_prompt_tokens)
     caches = _cache_lengths(roll.cache_lengths, total)
     rows = min(max(1, slots // max(1, roll.group_size)), max(1, PREFILL_TOKENS // prompts[-1]))

@@ -303,21 +303,29 @@ def sparkline(values: list[float], width: int) -> str:
 class _Handler(logging.Handler):
     """Writes to whatever sys.stderr is now, so that messages appear above a live table."""
 
+    process = ""
     COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 
     def emit(self, record: logging.LogRecord) -> None:
         label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         colour = self.COLOURS.get(record.levelno, "") if sys.stderr.isatty() else ""
         try:
+            label = f"{self.process}: " * bool(self.process) + label
             print(f"{colour}jaxrl {label}{self.format(record)}{chr(27) + '[0m' if colour else ''}", file=sys.stderr)
         except (OSError, ValueError):
             self.handleError(record)
 
 
-def setup_logging(level: str) -> None:
-    """Sends jaxrl's log to stderr at `log.level`, unless the application has set up logging itself."""
+def setup_logging(level: str, process: str = "") -> None:
+    """Sends jaxrl's log to stderr at `log.level`, unless the application has set up logging itself.
+
+    process: name of a process other than the first of several: it sends warnings and errors only, under this name.
+    """
     logger = logging.getLogger("jaxrl")
     logger.setLevel(level.upper())
+    if process or _Handler.process:
+        _Handler.process = process or _Handler.process
+        logger.setLevel(max(logger.level, logging.WARNING))
     if not logger.handlers and not logging.getLogger().handlers:
         logger.addHandler(_Handler())
         logger.propagate = False  # libraries may give the root logger a handler later: no message twice

@@ -7,6 +7,11 @@ from pathlib import Path
 import jax
 
 
+def steps_of(profile, process: int) -> tuple:
+    """The steps that a process traces, by config.profile; () for none."""
+    return tuple(profile.steps) if process in profile.processes else ()
+
+
 class Profiler:
     """Traces the steps first..last (both included) into `folder`; TensorBoard and Perfetto open it.
 

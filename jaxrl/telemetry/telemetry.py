@@ -34,14 +34,17 @@ class Telemetry:
         <run_dir>/previous-<n>.
       read_only: evaluation of a run that may be training elsewhere: no lock, no metrics, only messages, samples and
         summary.
+      silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
     """
 
-    def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False):
+    def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False,
+                 silent: bool = False):
         self.run_dir = Path(run_dir)
         self._log = config.log
         setup_logging(config.log.level)
+        self._silent, read_only = silent, read_only or silent
         title = f"jaxrl {config.run.recipe} {self.run_dir}"
-        self.console: SilentConsole = make_console(config.log.console, total_steps, title)
+        self.console: SilentConsole = make_console("off" if silent else config.log.console, total_steps, title)
         self._health = Health(config, self.run_dir)
         self._failed: set[str] = set()
         self._sinks: dict[str, object] = {}
@@ -88,7 +91,7 @@ class Telemetry:
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
-        for warning in self._health.check(step, values):
+        for warning in self._health.check(step, values) if not self._silent else ():
             log.warning(warning)
 
     def phase(self, name: str) -> None:
@@ -97,7 +100,7 @@ class Telemetry:
 
     def rollouts(self, step: int, records: list[dict]) -> None:
         """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off."""
-        if self._log.rollouts:
+        if self._log.rollouts and not self._silent:
             text = lambda: "".join(dumps(r) + "\n" for r in records)  # noqa: E731
             self._later("rollouts", lambda: write_atomic(self._rollout_file(step), text()))
 
@@ -135,7 +138,7 @@ class Telemetry:
 
     def summary(self, values: dict) -> dict:
         """Merges into summary.json atomically and returns the whole."""
-        return merge_json(self.run_dir / "summary.json", values)
+        return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:
         """Waits until everything said so far is written (at most FLUSH_SECONDS). Called before each commit."""

@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.placement import split_of
 from jaxrl.models.value import values
+from jaxrl.sharding.exchange import to_host
 from jaxrl.training.pack import pack, unpack
 
 
@@ -84,7 +85,7 @@ def _over_layout(program, put):
         micros = [m for mini in layout.minibatches for m in mini.microbatches]
         pending = [program(params, put(pack(traj, m, columns, ones))) for m in micros]
         for micro, scored in zip(micros, pending, strict=True):
-            unpack(traj, micro, np.asarray(scored), out)
+            unpack(traj, micro, to_host(scored), out)
         return out
 
     score.program = program

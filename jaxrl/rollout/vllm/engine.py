@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import logging
@@ -12,6 +13,7 @@ import shutil
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
@@ -21,6 +23,8 @@ from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.publish import PROBE_PROMPT, Publisher
 from jaxrl.rollout.vllm.router import Router
+from jaxrl.sharding.distributed import Peers, peers
+from jaxrl.sharding.exchange import local_copies
 from jaxrl.vllm_plugin import PROTOCOL
 
 log = logging.getLogger("jaxrl")
@@ -39,7 +43,10 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
 
 class VllmEngine:
     """See protocol.Engine. `logprobs` are those of the distribution drawn from and `kept` is 0: vLLM reports log-probs after
-    its own truncation, so under top-p, top-k or min-p the gap to the trainer's includes the mass that was cut."""
+    its own truncation, so under top-p, top-k or min-p the gap to the trainer's includes the mass that was cut.
+
+    Of several processes each has an engine with servers of its own, or with its share of rollout.servers. A publish begins
+    with a copy of the weights in every process, which is collective; from there on each can try again by itself."""
 
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
@@ -47,7 +54,9 @@ class VllmEngine:
         self.key = self.options.api_key
         self.longest_prompt, self.total = config.data.max_prompt_tokens, _longest(config)
         self.length = self.options.max_model_len or max(self.total, PROBE_PROMPT + 1)
-        self.folder = Path(config.run.dir) / "vllm"
+        self.group = group = peers()
+        self._copy = self._here = None  # of a policy that is spread over processes
+        self.folder = Path(config.run.dir) / "vllm" / ("" if group.count == 1 else f"process_{group.index}")
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._version, self._params, self._synced = -1, None, False
         self._paused = self._closed = False
@@ -57,7 +66,7 @@ class VllmEngine:
         self._restarts: dict[int, int] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
         self.own = not config.rollout.servers
-        urls = self._start_all() if self.own else [u.rstrip("/") for u in config.rollout.servers]
+        urls = self._start_all() if self.own else share_of(config.rollout.servers, group)
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
         decode = text_decoder(tokenizer) if tokenizer is not None else None
         self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
@@ -66,7 +75,8 @@ class VllmEngine:
                                    self.run_id)
         if config.log.trace_requests:
             Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-            self._trace_file = (Path(config.run.dir) / "requests.jsonl").open("a")
+            number = "" if group.count == 1 else f"_{group.index}"
+            self._trace_file = (Path(config.run.dir) / f"requests{number}.jsonl").open("a")
             self.router.trace = lambda row: print(json.dumps(row), file=self._trace_file, flush=True)
 
     # ---- the protocol -------------------------------------------------------------------------------------------------
@@ -126,14 +136,29 @@ class VllmEngine:
 
     def publish(self, params, version: int) -> None:
         self._check_open()
-        self._params, self._version = params, int(version)
+        self._params, self._version = self._own_copy(params), int(version)
         if not self._synced:
             self._meet_servers()
         self._counts["publishes"] += 1
         targets = [r for r in self.router.replicas if r.state in ("ready", "unsynced")]
-        self.publisher.give(targets, params, self._version, self._paused)
+        self._give(targets)
         self._synced = True
         self._maintain()
+
+    def _own_copy(self, params):
+        """The weights where this process can reach all of them: as they are, or copied to its own devices (collective)."""
+        leaves = jax.tree.leaves(params)
+        if all(getattr(a, "is_fully_addressable", True) for a in leaves):
+            return params
+        if self._copy is None:
+            self._copy, self._here = local_copies(leaves[0].sharding.mesh, self.model.logical_axes(), params, self.dtype)
+        self._params = None  # the old copy goes before the new one comes
+        self.publisher.params = None
+        return self._copy(params)
+
+    def _give(self, replicas) -> None:
+        with jax.set_mesh(self._here) if self._here is not None else contextlib.nullcontext():
+            self.publisher.give(replicas, self._params, self._version, self._paused)
 
     def metrics(self) -> dict[str, float]:
         """Of the engines and of the last publish, for the line of a step."""
@@ -195,7 +220,8 @@ class VllmEngine:
         if notice:
             log.warning(notice)
         self._write_model_folder()
-        self._ports = [v.port + i if v.port else free_port(v.host) for i in range(v.replicas)]
+        first = v.port + self.group.index * v.replicas  # several processes may share a host
+        self._ports = [first + i if v.port else free_port(v.host) for i in range(v.replicas)]
         for i in range(v.replicas):
             self._start(i)
         return [f"http://{v.host}:{port}" for port in self._ports]
@@ -335,7 +361,7 @@ class VllmEngine:
         self.publisher.met.discard(replica.index)
         try:
             self._examine(replica)
-            self.publisher.give([replica], self._params, self._version, self._paused)
+            self._give([replica])
             log.info("vLLM server %s takes part from version %d on", replica.url, self._version)
         except (adapter.ServerError, adapter.Refused, ConfigError) as e:
             log.warning("vLLM server %s cannot take part: %s", replica.url, e)
@@ -376,6 +402,14 @@ class VllmEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("rollout: the engine is closed")
+
+
+def share_of(servers, group: Peers) -> list[str]:
+    """The servers of this process. Raises ConfigError where there are fewer servers than processes."""
+    if len(servers) < group.count:
+        raise ConfigError(f"rollout.servers={tuple(servers)}: {len(servers)} for {group.count} processes, and each drives its own; start "
+                          "at least one per process, or train with fewer processes")
+    return [url.rstrip("/") for url in servers[group.index::group.count]]
 
 
 def _longest(config) -> int:

@@ -1,0 +1,173 @@
+"""Several processes of one run on this machine: python -m jaxrl.launch --processes=4 -- --config=configs/grpo.py ...
+
+For trying many hosts out on one, and for machines whose GPUs are to be shared between processes. What follows `--` goes to
+jaxrl.main; a script (`-- train.py ...`) is run instead of it. Process 0 has the console; lines of the others carry their
+number. When one dies the others get a grace time, then they are killed; it is said which one died first, and how.
+SIGTERM and Ctrl-C go to all: they save, then leave.
+
+Exit status: 0 all done or stopped on request, else that of the process that ended first (128 + n for signal n).
+Standard library only: the launcher touches no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+HOPELESS = (2, 130)  # a config that cannot work, Ctrl-C: not tried again
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(options of the launcher, what the processes run)."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl.launch", description=__doc__.split("\n\n")[0],
+                                     epilog="After `--`: the flags of jaxrl.main, or a script with its own.")
+    parser.add_argument("--processes", type=int, required=True, help="processes to start")
+    parser.add_argument("--devices", type=int, default=0,
+                        help="devices of each: simulated ones without a GPU (default 1), else its share of the GPUs (default all)")
+    parser.add_argument("--cpus", type=int, default=0, help="processor cores of each, a different set for each; 0 = all for all")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of all; may be repeated")
+    parser.add_argument("--retries", type=int, default=0,
+                        help="how often all are started again after one died; they go on from the newest checkpoint")
+    parser.add_argument("--grace", type=float, default=20.0, help="seconds that the others have after one died")
+    own, rest = (argv[:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv, [])
+    options = parser.parse_args(own)
+    if options.processes < 1 or options.devices < 0 or options.cpus < 0 or options.retries < 0 or options.grace < 0:
+        parser.error("--processes must be at least 1, the other numbers must not be negative")
+    if any("=" not in entry for entry in options.env):
+        parser.error(f"--env={next(e for e in options.env if '=' not in e)}: expected NAME=VALUE")
+    if not rest:
+        parser.error("nothing to run: give the flags of jaxrl.main after --, e.g. -- --config=configs/grpo.py")
+    return options, rest
+
+
+def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]:
+    """The environment of every process."""
+    given = dict(entry.split("=", 1) for entry in options.env)
+    gpus = visible_gpus({**environ, **given})
+    out = []
+    for i in range(options.processes):
+        env = {**environ, "PYTHONUNBUFFERED": "1", "JAXRL_COORDINATOR": f"127.0.0.1:{port}",
+               "JAXRL_PROCESSES": str(options.processes), "JAXRL_PROCESS": str(i)}
+        if gpus:
+            share = options.devices or len(gpus) // options.processes
+            if share * options.processes > len(gpus) or not share:
+                raise SystemExit(f"jaxrl.launch: --processes={options.processes} x --devices={options.devices}: there are {len(gpus)} GPUs")
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * share:(i + 1) * share])
+        else:
+            env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices or 1)}
+        if options.cpus:
+            env["OMP_NUM_THREADS"] = str(options.cpus)
+        out.append({**env, **given})
+    return out
+
+
+def visible_gpus(environ) -> list[str]:
+    """NVIDIA devices that jax would take, none where it is told to use the CPU."""
+    if environ.get("JAX_PLATFORMS", "cuda") == "cpu":
+        return []
+    there = sorted(int(p.removeprefix("/dev/nvidia")) for p in glob.glob("/dev/nvidia[0-9]*"))
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in there] if named is None else [n for n in named.split(",") if n]
+
+
+class Group:
+    """The processes of one attempt."""
+
+    def __init__(self, options, command: list[str]):
+        self.options, self.stopping = options, False
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.processes = [self._start(i, command, env) for i, env in enumerate(environments(options, port))]
+
+    def _start(self, i: int, command, env) -> subprocess.Popen:
+        shown = {} if i == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0, **shown)
+        if self.options.cpus:
+            cores, n = sorted(os.sched_getaffinity(0)), self.options.cpus
+            os.sched_setaffinity(process.pid, {cores[k % len(cores)] for k in range(i * n, (i + 1) * n)})
+        if i:
+            threading.Thread(target=self._copy, args=(i, process.stdout), daemon=True).start()
+        return process
+
+    @staticmethod
+    def _copy(i: int, lines) -> None:
+        for line in lines:
+            sys.stdout.buffer.write(b"[%d] " % i + line)
+            sys.stdout.flush()
+
+    def signal(self, number) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def run(self) -> int:
+        """Waits for all; returns the status of the run."""
+        first, end = None, float("inf")
+        while any(p.poll() is None for p in self.processes):
+            if first is None and (first := self._first_to_fail()) is not None:
+                end = time.monotonic() + self.options.grace
+            if time.monotonic() > end:
+                say(f"{sum(p.poll() is None for p in self.processes)} processes are still there after --grace={self.options.grace:g} s: "
+                    "they are killed")
+                self.signal(signal.SIGKILL)
+                end = float("inf")
+            time.sleep(0.05)
+        first = self._first_to_fail() if first is None else first
+        return 0 if first is None else status_of(self.processes[first])
+
+    def _first_to_fail(self) -> int | None:
+        failed = [i for i, p in enumerate(self.processes) if p.poll()]
+        if not failed:
+            return None
+        # of several at one look a killed one comes first: the others gave up because of it
+        first = min(failed, key=lambda i: self.processes[i].returncode)
+        say(f"process {first} of {len(self.processes)} (pid {self.processes[first].pid}) ended first: {ended(self.processes[first])}")
+        return first
+
+
+def status_of(process) -> int:
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def ended(process) -> str:
+    code = process.returncode
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def say(text: str) -> None:
+    print(f"jaxrl.launch: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, rest = parse(sys.argv[1:] if argv is None else argv)
+    command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-" else ("-m", "jaxrl.main", *rest))]
+    stopping, group = [], None
+
+    def forward(number, frame):
+        stopping.append(number)
+        if group is not None:
+            group.signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+    status = 0
+    for attempt in range(options.retries + 1):
+        if attempt:
+            say(f"starting again from the newest checkpoint ({attempt} of --retries={options.retries})")
+        group = Group(options, command)
+        status = group.run()
+        if status == 0 or status in HOPELESS or stopping:
+            break
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

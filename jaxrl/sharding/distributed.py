@@ -1,0 +1,431 @@
+"""Processes that train together: finding each other, joining jax's coordinator, and learning who is gone.
+
+One process per host is usual. Where they are is read from explicit options, the local launcher's variables, Slurm, a
+Kubernetes JobSet or a TPU pod (`find`). `start` brings them together within a time limit and names whoever is missing;
+from then on a watch in every process notices one that died or gave up, says which, and ends the others.
+
+Everything else is jax.distributed's: its coordinator lives in process 0 and its key-value store carries our messages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import jax
+
+from jaxrl.config import ConfigError, RunStopped
+
+log = logging.getLogger("jaxrl")
+PORT = 8476
+GRACE_SECONDS = 10.0  # from the news that a process is gone to the end of those that cannot end themselves
+GREETING = "jaxrl"
+
+
+class PeerLost(RunStopped):
+    """Another process of the run is gone, late, or gave up. The message names it."""
+
+
+class Place(NamedTuple):
+    """Where this process stands. coordinator: host:port of process 0, empty where jax finds it by itself."""
+
+    source: str
+    coordinator: str
+    processes: int
+    process: int
+    hosts: tuple[str, ...] = ()  # by process, where the environment tells
+
+
+# ---- where we are
+
+
+def find(options, environ=os.environ) -> Place | None:
+    """The place of this process by `config.launch`; None = it is alone. Raises ConfigError for half of a description."""
+    choice = options.hosts
+    if choice == "auto":
+        explicit = options.coordinator or options.processes > 1 or "JAXRL_COORDINATOR" in environ
+        choice = ("kubernetes" if "JOB_COMPLETION_INDEX" in environ and "JAXRL_COORDINATOR" in environ else
+                  "explicit" if explicit else
+                  "slurm" if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environ else
+                  "tpu" if "," in environ.get("TPU_WORKER_HOSTNAMES", "") else "none")
+    if choice == "none":
+        return None
+    if choice == "tpu":
+        names = tuple(n for n in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if n)
+        return Place("tpu", "", len(names), int(environ.get("TPU_WORKER_ID", 0)), names)
+    place = {"explicit": _explicit, "slurm": _slurm, "kubernetes": _kubernetes}[choice](options, environ)
+    if not re.fullmatch(r"(\[[^]]+\]|[^/:\[\]]+):[0-9]+", place.coordinator):
+        raise ConfigError(f"launch.coordinator={place.coordinator!r} ({choice}): expected host:port of process 0")
+    if not 0 <= place.process < place.processes:
+        raise ConfigError(f"launch.process={place.process} of launch.processes={place.processes} ({choice}): processes are "
+                          "numbered from 0")
+    return place if place.processes > 1 else None
+
+
+def _number(environ, name: str, source: str) -> int:
+    if name not in environ:
+        raise ConfigError(f"launch.hosts={source}: the environment variable {name} is missing; see docs/hosts.md")
+    return int(environ[name])
+
+
+def _explicit(options, environ) -> Place:
+    """Options win over the variables JAXRL_COORDINATOR, JAXRL_PROCESSES, JAXRL_PROCESS."""
+    return Place(
+        "explicit", options.coordinator or environ.get("JAXRL_COORDINATOR", ""),
+        options.processes or _number(environ, "JAXRL_PROCESSES", "explicit"),
+        options.process if options.process >= 0 else _number(environ, "JAXRL_PROCESS", "explicit"))
+
+
+def _slurm(options, environ) -> Place:
+    """A job step of srun. The port comes from the job's number, so that two jobs on a node do not meet."""
+    hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
+    port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm") % 4096
+    first = hosts[0] if hosts else ""
+    return Place("slurm", options.coordinator or f"{first}:{port}", tasks, _number(environ, "SLURM_PROCID", "slurm"),
+                 tuple(hosts) if len(hosts) == tasks else ())
+
+
+def expand_nodes(text: str) -> list[str]:
+    """'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']."""
+    out = []
+    for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
+        for part in ranges.split(",") if ranges else [""]:
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last) + 1) if last else [first]
+            out += [f"{prefix}{n if isinstance(n, str) else str(n).zfill(len(first))}{suffix}" for n in numbers]
+    return out
+
+
+def _kubernetes(options, environ) -> Place:
+    """A pod of an indexed Job whose pods name each other by a headless service (launch/jobset.yaml)."""
+    coordinator = options.coordinator or environ.get("JAXRL_COORDINATOR", "")
+    if not coordinator:
+        raise ConfigError("launch.hosts=kubernetes: the environment variable JAXRL_COORDINATOR is missing; see docs/hosts.md")
+    processes = options.processes or _number(environ, "JAXRL_PROCESSES", "kubernetes")
+    pod = coordinator.split(":")[0].split(".")[0]
+    hosts = tuple(f"{pod[:-1]}{i}" for i in range(processes)) if pod.endswith("-0") else ()
+    return Place("kubernetes", coordinator, processes, _number(environ, "JOB_COMPLETION_INDEX", "kubernetes"), hosts)
+
+
+# ---- coming together
+
+
+def meet_first(place: Place, seconds: float) -> None:
+    """Waits until every process has greeted process 0, on the port that jax's coordinator takes afterwards.
+
+    (jax itself ends the process when somebody is missing, and does not say who.)
+
+    Raises ConfigError naming who did not come within `seconds`.
+    """
+    host, _, port = place.coordinator.rpartition(":")
+    end = time.monotonic() + seconds
+    if place.process:
+        return _greet(place, host.strip("[]"), int(port), end, seconds)
+    here, waiting = {0}, []
+    with socket.create_server(("", int(port)), family=socket.AF_INET, backlog=max(128, place.processes)) as server:
+        while len(here) < place.processes and (left := end - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                connection, _ = server.accept()
+                connection.settimeout(10)
+                words = connection.recv(256).decode(errors="replace").split()
+            except OSError:
+                continue
+            if len(words) == 3 and words[0] == GREETING and words[2] == str(place.processes) and words[1].isdigit():
+                here.add(int(words[1]))
+                waiting.append(connection)
+            else:
+                connection.close()
+        missing = sorted(set(range(place.processes)) - here)
+        text = f"missing {','.join(map(str, missing))}" if missing else "go"
+        for connection in waiting:
+            try:
+                connection.sendall(text.encode())
+            except OSError:
+                pass
+            connection.close()
+    if missing:
+        raise ConfigError(_absent(place, missing, seconds))
+
+
+def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> None:
+    answer = ""
+    while not answer:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise ConfigError(f"process 0 does not answer at {place.coordinator} within launch.connect_seconds={seconds:g}: it is "
+                              "not running, or this host cannot reach it (name, firewall, launch.coordinator)")
+        try:
+            with socket.create_connection((host, port), timeout=min(left, 5.0)) as connection:
+                connection.sendall(f"{GREETING} {place.process} {place.processes}".encode())
+                connection.settimeout(left + 5.0)
+                answer = connection.recv(4096).decode(errors="replace")
+        except OSError:
+            time.sleep(0.2)
+    if answer.startswith("missing "):
+        raise ConfigError(_absent(place, [int(i) for i in answer[8:].split(",")], seconds))
+
+
+def _absent(place: Place, missing: list[int], seconds: float) -> str:
+    names = ", ".join(f"{i} ({place.hosts[i]})" if place.hosts else str(i) for i in missing)
+    return (f"{len(missing)} of {place.processes} processes did not come within launch.connect_seconds={seconds:g}: {names}. Start "
+            "them (they may have failed before: look at their logs), or wait longer")
+
+
+# ---- the group
+
+
+class Peers:
+    """The processes of the run as one of them sees them. With one process nothing waits and nothing is sent.
+
+    index, count: as jax's. names: host by process.
+    """
+
+    def __init__(self, index=0, count=1, client=None, wait_seconds=3600.0, names=("",)):
+        self.index, self.count, self.wait_seconds, self.names = index, count, wait_seconds, list(names)
+        self.failure: PeerLost | ConfigError | None = None  # set by the watch
+        self.stop_asked = False  # by another process; the watch sees it
+        self._client, self._meetings, self._stop_posted = client, 0, False
+        self._watch: Watch | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0, which alone writes logs and decides what depends on time."""
+        return self.index == 0
+
+    def who(self, process: int) -> str:
+        return f"process {process}" + (f" on {self.names[process]}" if self.names[process] else "")
+
+    def meet(self, what: str, value=None) -> list:
+        """Everyone's `value` (JSON-able), by process. Returns when all have come, at the same `what`.
+
+        `what` is a stamp, such as "the answers of step 3, weights 3": that processes stand at different places is an
+        error in jaxrl and never a hang.
+
+        Raises PeerLost naming who is somewhere else, late by launch.wait_seconds, or gone.
+        """
+        if self.count == 1:
+            return [value]
+        self._meetings += 1
+        key = f"jaxrl/meeting/{self._meetings}"
+        self._client.key_value_set(f"{key}/at/{self.index}", json.dumps([what, value]))
+        if self.first:
+            self._client.key_value_set(f"{key}/all", json.dumps(self._collect(key, what)))
+            if self._meetings > 1:
+                self._client.key_value_delete(f"jaxrl/meeting/{self._meetings - 1}/")
+        found = json.loads(self._answer(f"{key}/all", what))
+        elsewhere = [i for i, (at, _) in enumerate(found) if at != found[0][0]]
+        if elsewhere:
+            raise PeerLost(f"the processes are not at the same place: {self.who(0)} is at {found[0][0]!r}, "
+                           + ", ".join(f"{self.who(i)} at {found[i][0]!r}" for i in elsewhere))
+        return [v for _, v in found]
+
+    def decide(self, what: str, choose, *arguments):
+        """What choose(*arguments) returns on process 0 (JSON-able), on every process."""
+        return self.meet(what, choose(*arguments) if self.first else None)[0]
+
+    def _collect(self, key: str, what: str) -> list:
+        """Process 0: waits for all entries of a meeting."""
+        end, nap = time.monotonic() + self.wait_seconds, 0.0005
+        while True:
+            entries = {int(k.rsplit("/", 1)[1]): v for k, v in self._client.key_value_dir_get(f"{key}/at/")}
+            if len(entries) == self.count:
+                return [json.loads(entries[i]) for i in range(self.count)]
+            self.raise_failure()
+            if time.monotonic() > end:
+                late = ", ".join(self.who(i) for i in range(self.count) if i not in entries)
+                raise PeerLost(f"{late} did not reach {what!r} within launch.wait_seconds={self.wait_seconds:g}")
+            time.sleep(nap)
+            nap = min(nap * 1.5, 0.05)
+
+    def _answer(self, key: str, what: str) -> str:
+        end = time.monotonic() + self.wait_seconds + 60
+        while True:
+            self.raise_failure()
+            try:
+                return self._client.blocking_key_value_get(key, 1000)
+            except jax.errors.JaxRuntimeError as e:
+                if "DEADLINE_EXCEEDED" not in str(e):
+                    raise PeerLost(f"{self.who(0)}, which coordinates, does not answer at {what!r}: {_first_line(e)}") from None
+            if time.monotonic() > end:
+                raise PeerLost(f"{self.who(0)} says nothing at {what!r}")
+
+    def ask_stop(self) -> None:
+        """Tells the others that a stop was asked of this process; they see it within a beat."""
+        if self.count > 1 and not self._stop_posted:
+            self._stop_posted = True
+            self._client.key_value_set(f"jaxrl/stop/{self.index}", "", allow_overwrite=True)
+
+    # ---- failures
+
+    def raise_failure(self) -> None:
+        """Raises what the watch has found."""
+        if self.failure is not None:
+            raise self.failure
+
+    def report(self, error: BaseException) -> None:
+        """Tells the others why this process ends. Called once, on the way out."""
+        if self.count > 1 and error is not self.failure:
+            text = f"{type(error).__name__}: {error}" if not isinstance(error, RunStopped | ConfigError) else str(error)
+            self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """`error`, or the reason behind it: a collective breaks at once where a process is gone; who it was is known later."""
+        if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
+            return error
+        if isinstance(error, RunStopped | ConfigError):
+            return self.failure or error
+        broken = re.search(r"gloo|nccl|connection|socket|peer|coordination|unavailable|aborted", str(error), re.I)
+        end = time.monotonic() + (self._watch.patience + 3 * self._watch.beat if broken else 2 * self._watch.beat)
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.failure or error
+
+    def _post(self, process: int, kind: str, text: str) -> None:
+        try:
+            record = json.dumps({"kind": kind, "text": text[:4000], "time": time.time()})
+            self._client.key_value_set(f"jaxrl/failed/{process}", record, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as e:
+            log.debug("the coordinator is gone: %s", _first_line(e))
+
+    def leave(self, status: int) -> None:
+        """Ends this process: in order after a good end, else at once, after the others could read why."""
+        if self.count == 1:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if status == 0:
+            self._watch.stop()
+            jax.distributed.shutdown()
+            return
+        try:
+            self._client.key_value_set(f"jaxrl/left/{self.index}", "", allow_overwrite=True)
+            end = time.monotonic() + GRACE_SECONDS + 2 * self._watch.beat + 2
+            while self.first and time.monotonic() < end:  # with it goes the coordinator, and then jax aborts the others
+                left = {int(k.rsplit("/", 1)[1]) for k, _ in self._client.key_value_dir_get("jaxrl/left/")}
+                if len(left.union(self._watch.silent())) >= self.count:
+                    break
+                time.sleep(0.1)
+        except jax.errors.JaxRuntimeError:
+            pass
+        os._exit(status)
+
+
+class Watch(threading.Thread):
+    """Says that this process lives, and notices those that do not, or that gave up.
+
+    Process 0 looks at the beats and posts who has been silent for `patience` seconds; all look at the posts. A process
+    whose main thread cannot leave (it waits in a collective) is ended GRACE_SECONDS later.
+    """
+
+    def __init__(self, peers: Peers, patience: float):
+        super().__init__(name="watch", daemon=True)
+        self.peers, self.patience = peers, patience
+        self.beat = min(5.0, patience / 10)
+        self._stop_asked = threading.Event()
+        self._beats: dict[int, tuple[str, float]] = {}
+        self._lost: set[int] = set()
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+
+    def silent(self) -> list[int]:
+        """Processes without a beat for `patience` seconds. Only process 0 knows."""
+        now = time.monotonic()
+        return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
+
+    def run(self) -> None:
+        peers, client, number, end = self.peers, self.peers._client, 0, float("inf")
+        self._beats = {i: ("", time.monotonic()) for i in range(peers.count) if i}
+        while not self._stop_asked.wait(self.beat):
+            number += 1
+            try:
+                client.key_value_set(f"jaxrl/alive/{peers.index}", str(number), allow_overwrite=True)
+                if peers.first:
+                    self._listen(client.key_value_dir_get("jaxrl/alive/"))
+                posts = {int(k.rsplit("/", 1)[1]): json.loads(v) for k, v in client.key_value_dir_get("jaxrl/failed/")}
+                peers.stop_asked |= bool(client.key_value_dir_get("jaxrl/stop/"))
+            except jax.errors.JaxRuntimeError:
+                continue  # jax's own watch ends this process if the coordinator stays away
+            posts.pop(peers.index, None)
+            if posts and peers.failure is None:
+                peers.failure, end = self._news(posts), time.monotonic() + GRACE_SECONDS
+            if time.monotonic() > end:
+                print(f"jaxrl: stopped: {peers.failure}", file=sys.stderr, flush=True)
+                client.key_value_set(f"jaxrl/left/{peers.index}", "", allow_overwrite=True)
+                os._exit(1)
+
+    def _listen(self, entries) -> None:
+        now = time.monotonic()
+        for key, value in entries:
+            i = int(key.rsplit("/", 1)[1])
+            if i and self._beats[i][0] != value:
+                self._beats[i] = (value, now)
+        for i in set(self.silent()) - self._lost:
+            self._lost.add(i)
+            self.peers._post(i, "lost", f"no sign of life for {self.patience:g} s (launch.heartbeat_seconds); it was killed, its host "
+                             "went down, or the network did")
+
+    def _news(self, posts: dict) -> PeerLost | ConfigError:
+        """Of the process that failed first."""
+        process, post = min(posts.items(), key=lambda item: item[1]["time"])
+        text = f"{self.peers.who(process)} {'is gone' if post['kind'] == 'lost' else 'gave up'}: {post['text']}"
+        return ConfigError(text) if post["kind"] == "config" else PeerLost(text)
+
+
+_peers = Peers()
+
+
+def peers() -> Peers:
+    """The group this process belongs to; a group of one before `start`, or where it stays alone."""
+    return _peers
+
+
+def start(config) -> None:
+    """Joins the processes of a run, before the first device use; does nothing where this one is alone, or has joined.
+
+    Raises ConfigError naming who is missing after launch.connect_seconds.
+    """
+    global _peers
+    options = config.launch
+    if _peers.count > 1:
+        return
+    place = None if jax.distributed.is_initialized() else find(options)  # a caller may have joined already
+    if place is not None:
+        _join(place, options)
+    from jax._src.distributed import global_state  # the key-value store has no public name
+
+    if not jax.distributed.is_initialized() or global_state.num_processes == 1:
+        return
+    _peers = Peers(global_state.process_id, global_state.num_processes, global_state.client,
+                   options.wait_seconds or config.rollout.timeout_seconds + 3600, [""] * global_state.num_processes)
+    _peers._watch = Watch(_peers, options.heartbeat_seconds)
+    _peers._watch.start()
+    _peers.names = _peers.meet("coming together", socket.gethostname())
+    log.info("process %d of %d; %s coordinates", _peers.index, _peers.count, _peers.who(0))
+
+
+def _join(place: Place, options) -> None:
+    begun = time.monotonic()
+    jax.config.update("jax_enable_preemption_service", False)  # faults.GracefulStop listens to signals
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    common = dict(heartbeat_timeout_seconds=int(1.5 * options.heartbeat_seconds + 5), shutdown_timeout_seconds=30)
+    if place.coordinator:
+        meet_first(place, options.connect_seconds)
+        left = max(10, int(options.connect_seconds - (time.monotonic() - begun)))
+        jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,
+                                   cluster_detection_method="deactivate", **common)
+    else:
+        jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
+
+
+def _first_line(error) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,37 @@
+"""A group of which one process dies: python -m jaxrl.launch ... -- tests/hosts_dies.py PROCESS HOW HEARTBEAT_SECONDS FOLDER
+
+The others wait for it, process 1 in a call of the coordinator that nothing interrupts.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from jaxrl.config import RunStopped, default_config
+from jaxrl.faults import Faults
+from jaxrl.sharding import distributed
+
+
+def main(process, how, heartbeat, folder):
+    config = default_config()
+    config.launch.heartbeat_seconds = float(heartbeat)
+    distributed.start(config)
+    peers = distributed.peers()
+    peers.meet("the start")
+    try:
+        if peers.index == int(process):
+            time.sleep(0.5)
+            (Path(folder) / "died").write_text(str(time.time()))
+            Faults((f"update.{how}@step=1,process={process}",), peers.index).fire("update", 1)
+        if peers.index:
+            peers._client.wait_at_barrier("never", 600_000)
+        peers.meet("what does not come")
+    except Exception as e:
+        reason = peers.explain(e)
+        peers.report(reason)
+        print("jaxrl: stopped:" if isinstance(reason, RunStopped) else "jaxrl:", reason, file=sys.stderr, flush=True)
+        peers.leave(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

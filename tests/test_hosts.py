@@ -1,0 +1,377 @@
+"""Several processes of one run: how they find each other, what they agree on, and what happens when one dies.
+
+Real processes with gloo on this machine. Whole jobs are in test_hosts_job.py and, over all shapes, in evidence/hosts.py.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny_job
+import yaml
+from run_tools import ROOT, environment
+
+from jaxrl import config_checks, launch
+from jaxrl.config import ConfigError, default_config, put
+from jaxrl.faults import Faults
+from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
+from jaxrl.rollout import Result
+from jaxrl.rollout.shapes import from_config
+from jaxrl.rollout.vllm.engine import share_of
+from jaxrl.sharding import distributed, exchange
+from jaxrl.sharding.distributed import Peers, Place, expand_nodes, find
+from jaxrl.telemetry import Telemetry
+from jaxrl.telemetry.profiler import steps_of
+
+
+def options(**changes):
+    c = default_config()
+    for name, value in changes.items():
+        c.launch[name] = value
+    return c.launch
+
+
+def place(environ, **changes):
+    found = find(options(**changes), environ)
+    return found and (found.source, found.coordinator, found.processes, found.process, found.hosts)
+
+
+LOCAL = {"JAXRL_COORDINATOR": "127.0.0.1:4000", "JAXRL_PROCESSES": "4", "JAXRL_PROCESS": "2"}
+SLURM = {"SLURM_JOB_ID": "70001", "SLURM_STEP_NODELIST": "gpu[09-10,12]", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}
+
+
+def test_where_a_process_stands():
+    assert place({}) is None and place(LOCAL, hosts="none") is None
+    assert place(LOCAL) == ("explicit", "127.0.0.1:4000", 4, 2, ())
+    assert place({}, coordinator="a:1", processes=2, process=1) == ("explicit", "a:1", 2, 1, ())
+    assert place(LOCAL, coordinator="a:1", processes=8, process=7) == ("explicit", "a:1", 8, 7, ())  # options win
+    names = ("gpu09", "gpu10", "gpu12")
+    assert place(SLURM) == ("slurm", f"gpu09:{61440 + 70001 % 4096}", 3, 1, names)
+    assert place({**SLURM, "SLURM_STEP_NUM_TASKS": "6"})[4] == ()  # two processes on a node: no telling which is where
+    assert place({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None  # an interactive step
+    pod = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
+    assert place(pod) == ("tpu", "", 2, 1, ("t0", "t1"))
+    assert place({"TPU_WORKER_HOSTNAMES": "t0"}) is None
+
+
+@pytest.mark.parametrize("environ, changes, complaint", [
+    ({}, {"hosts": "explicit", "coordinator": "a:1"}, "JAXRL_PROCESSES is missing"),
+    ({**LOCAL, "JAXRL_COORDINATOR": "node7"}, {}, "launch.coordinator='node7'.*host:port"),
+    (LOCAL, {"process": 4}, "launch.process=4 of launch.processes=4"),
+    ({}, {"hosts": "slurm"}, "SLURM_STEP_NUM_TASKS is missing"),
+    ({"JOB_COMPLETION_INDEX": "0"}, {"hosts": "kubernetes"}, "JAXRL_COORDINATOR is missing"),
+])
+def test_half_a_description_is_refused(environ, changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        find(options(**changes), environ)
+
+
+def test_node_lists_of_slurm():
+    assert expand_nodes("node1") == ["node1"] and expand_nodes("") == []
+    assert expand_nodes("gpu[001-003,007],login") == ["gpu001", "gpu002", "gpu003", "gpu007", "login"]
+    assert expand_nodes("a[8-11]x,b2") == ["a8x", "a9x", "a10x", "a11x", "b2"]
+
+
+def test_the_jobset_gives_what_a_process_reads():
+    job = yaml.safe_load((ROOT / "launch" / "jobset.yaml").read_text())
+    (replicated,) = job["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environ = {e["name"]: e["value"] for e in container["env"]} | {"JOB_COMPLETION_INDEX": "3"}
+    name, count = f"{job['metadata']['name']}-{replicated['name']}-0", spec["parallelism"]
+    assert spec["completions"] == count and spec["completionMode"] == "Indexed"
+    assert job["spec"]["failurePolicy"]["maxRestarts"] > 0 and spec["backoffLimit"] == 0
+    coordinator = f"{name}-0.{job['metadata']['name']}:8476"
+    hosts = tuple(f"{name}-{i}" for i in range(count))
+    assert place(environ) == place(environ, hosts="kubernetes") == ("kubernetes", coordinator, count, 3, hosts)
+    assert "--config.launch.hosts=kubernetes" in container["args"]
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+
+
+def test_the_slurm_script_queues_itself_again(tmp_path):
+    """With stand-ins for srun (it runs the one process it is told to) and scontrol, which says what it was asked."""
+    script = (ROOT / "launch" / "slurm.sbatch").read_text()
+    for line in ("--requeue", "--signal=TERM@300", "--cpus-per-task=64", "--mem=0"):
+        assert f"#SBATCH {line}\n" in script
+    stand_ins = {"srun": f"echo \"$@\" >> {tmp_path}/ran; exit $(cat {tmp_path}/status)", "scontrol": f"echo $* >> {tmp_path}/asked"}
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "summary.json").write_text('{\n "finished": false\n}')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2]"}
+
+    def again(status, restarts="0", flags=()):
+        (tmp_path / "status").write_text(str(status))
+        asked = tmp_path / "asked"
+        asked.unlink(missing_ok=True)
+        done = subprocess.run(["bash", str(ROOT / "launch" / "slurm.sbatch"), "--config=c.py", *flags], capture_output=True, text=True,
+                              env={**env, "SLURM_RESTART_COUNT": restarts, "RESTARTS": "2"})
+        assert done.returncode == status, done.stderr
+        return asked.exists() and asked.read_text() == "requeue 7\n"
+
+    assert not again(0) and again(1) and again(134) and not again(2)
+    assert again(1, "1") and not again(1, "2")
+    assert again(0, flags=[f"--config.run.dir={tmp_path}"])  # it was asked to stop
+    (tmp_path / "summary.json").write_text('{\n "finished": true\n}')
+    assert not again(0, flags=[f"--config.run.dir={tmp_path}"])
+    assert "-m jaxrl.main --config=c.py --config.launch.hosts=slurm" in (tmp_path / "ran").read_text()
+
+
+@pytest.mark.parametrize("changes, complaint", [
+    ({"launch.wait_seconds": 5.0}, "launch.wait_seconds=5: below rollout.timeout_seconds=3600"),
+    ({"launch.processes": 2, "launch.hosts": "none"}, "launch.processes with launch.hosts=none: it does not read them"),
+    ({"launch.process": -2}, "launch.process=-2: a count from 1"),
+    ({"launch.heartbeat_seconds": 0.0}, "launch.heartbeat_seconds=0.0: must be above 0"),
+    ({"launch.connect_seconds": -1.0}, "launch.connect_seconds=-1.0: must be above 0"),
+    ({"profile.processes": (-1,)}, r"profile.processes=\(-1,\): numbers of processes, from 0"),
+])
+def test_what_cannot_be_meant_is_refused(changes, complaint):
+    c = tiny_job.get_config()
+    for name, value in changes.items():
+        put(c, name, value)
+    with pytest.raises(ConfigError, match=complaint):
+        config_checks.check(c)
+
+
+def test_a_missing_process_is_named():
+    port = launch_port()
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"2 of 3 processes did not come within launch.connect_seconds=1: 1 \(b\), 2 \(c\)"):
+        distributed.meet_first(Place("slurm", f"127.0.0.1:{port}", 3, 0, ("a", "b", "c")), 1.0)
+    with pytest.raises(ConfigError, match=f"process 0 does not answer at 127.0.0.1:{port} within launch.connect_seconds=1"):
+        distributed.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
+    assert time.monotonic() - began < 5
+
+
+def launch_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# -- one process ------------------------------------------------------------------------------------------------------------
+
+
+def test_alone_nothing_waits_and_nothing_is_sent():
+    peers = Peers()
+    assert peers.meet("here", 3) == [3] and peers.decide("there", lambda: "x") == "x" and peers.first
+    assert exchange.gather(peers, "bytes", b"abc") == [b"abc"]
+    exchange.check_equal(peers, {})
+    peers.ask_stop()
+    peers.report(ValueError("unheard"))
+    error = ValueError("gloo: connection closed")
+    assert peers.explain(error) is error and peers.leave(0) is None
+
+
+def test_results_survive_the_journey():
+    rng = np.random.default_rng(0)
+
+    def result(name, n, support):
+        columns = [rng.integers(0, 9, n).astype(np.int32), *rng.normal(size=(2, n)).astype(np.float32), np.zeros(n, np.int32)]
+        return Result(name, *columns, "stop", 2**32 - 1, support)
+
+    for width in (None, 0, 3):
+        sent = [result(f"train/0/{i}/0", n, None if width is None else rng.integers(0, 9, (n, width)).astype(np.int32))
+                for i, n in enumerate((4, 0, 7))]
+        meta = {"texts": ["ä\n", "", "x"], "greedy": [[1, 0.1 + 0.2]]}
+        back, found = results_from_bytes(results_to_bytes(sent, meta))
+        assert found == meta
+        for a, b in zip(sent, back, strict=True):
+            assert (a.id, a.finish, a.seed) == (b.id, b.finish, b.seed)
+            for column in ("tokens", "logprobs", "kept", "versions", "support"):
+                x, y = getattr(a, column), getattr(b, column)
+                assert (x is None and y is None) or (x.dtype == y.dtype and np.array_equal(x, y))
+    assert results_from_bytes(results_to_bytes([], [1])) == ([], [1])
+
+
+def test_every_group_has_one_owner_and_slots_are_shared():
+    assert sorted(p for i in range(3) for p in range(10) if exchange.owner(p, 3) == i) == list(range(10))
+    c = default_config()
+    c.rollout.slots = 100
+    assert [from_config(c, 2, 1, processes).slots for processes in (1, 2, 4)] == [100, 50, 26]
+
+
+def test_facts_leave_out_what_may_differ_between_hosts():
+    config = {"launch": {"process": 1, "wait_seconds": 3.0}, "rollout": {"vllm": {"port": 7, "replicas": 1}}, "user": {}}
+    found = exchange.facts(config)
+    assert {"launch.wait_seconds", "rollout.vllm.replicas", "user", "version of jax", "code of jaxrl"} <= set(found)
+    assert not {"launch.process", "rollout.vllm.port"} & set(found)
+
+
+def test_servers_are_dealt_out():
+    urls = ("http://a:1/", "http://b:1", "http://c:1")
+    assert [share_of(urls, Peers(i, 2)) for i in range(2)] == [["http://a:1", "http://c:1"], ["http://b:1"]]
+    with pytest.raises(ConfigError, match="rollout.servers=.*3 for 4 processes"):
+        share_of(urls, Peers(0, 4))
+
+
+def test_a_planned_fault_may_name_its_process():
+    plan = ("update.raise@step=3,process=1",)
+    Faults(plan, 0).fire("update", 3)
+    with pytest.raises(RuntimeError, match="planned fault"):
+        Faults(plan, 1).fire("update", 3)
+
+
+def test_other_processes_write_and_show_nothing(tmp_path, capsys):
+    c = default_config()
+    c.log.console = "plain"
+    t = Telemetry(tmp_path / "run", c, 10, silent=True)
+    t.step(1, {"reward/mean": 1.0, "optim/grad_norm": 0.0, "rollout/zero_signal_fraction": 1.0})
+    t.rollouts(1, [{"a": 1}])
+    t.print("hello")
+    assert t.summary({"steps": 1}) == {"steps": 1} and t.read_rollouts(1) == []
+    t.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+
+
+def test_only_the_processes_asked_for_are_traced():
+    c = default_config()
+    c.profile.steps = (2, 3)
+    assert [steps_of(c.profile, i) for i in range(3)] == [(2, 3), (), ()]
+    c.profile.processes = (1, 2)
+    assert [steps_of(c.profile, i) for i in range(3)] == [(), (2, 3), (2, 3)]
+
+
+def test_other_processes_warn_under_their_name():
+    code = ("import logging\nfrom jaxrl.telemetry import setup_logging\nsetup_logging('info', 'process 3 on b')\n"
+            "setup_logging('info')\nlog = logging.getLogger('jaxrl')\nlog.info('no')\nlog.warning('look')\nlog.error('fell')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert done.stderr == "jaxrl process 3 on b: warning: look\njaxrl process 3 on b: error: fell\n"
+
+
+# -- the launcher ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_launcher_gives_each_process(monkeypatch):
+    opts, rest = launch.parse(["--processes=2", "--devices=3", "--cpus=1", "--env=A=b=c", "--", "--config=x.py"])
+    assert rest == ["--config=x.py"]
+    monkeypatch.setattr(launch.glob, "glob", lambda pattern: [])
+    envs = launch.environments(opts, 4000, {})
+    assert [find(options(), e)[:4] for e in envs] == [("explicit", "127.0.0.1:4000", 2, i) for i in range(2)]
+    assert all(e["JAX_NUM_CPU_DEVICES"] == "3" and e["A"] == "b=c" and e["OMP_NUM_THREADS"] == "1" for e in envs)
+    monkeypatch.setattr(launch.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(8)])
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in launch.environments(opts, 4000, {})] == ["0,1,2", "3,4,5"]
+    assert "CUDA_VISIBLE_DEVICES" not in launch.environments(opts, 4000, {"JAX_PLATFORMS": "cpu"})[0]
+    with pytest.raises(SystemExit, match="there are 4 GPUs"):
+        launch.environments(opts, 4000, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+
+
+@pytest.mark.parametrize("flags", [["--processes=0", "--", "x"], ["--processes=2"], ["--processes=2", "--env=A", "--", "x"]])
+def test_flags_that_the_launcher_refuses(flags, capsys):
+    with pytest.raises(SystemExit):
+        launch.parse(flags)
+    assert "error" in capsys.readouterr().err
+
+
+LIVES = """
+import os, pathlib, signal, sys, time
+me, folder = os.environ["JAXRL_PROCESS"], pathlib.Path(sys.argv[1])
+tries = len(list(folder.glob(f"try_{me}_*")))
+(folder / f"try_{me}_{tries}").write_text(os.environ["JAXRL_COORDINATOR"])
+print("I am", me, flush=True)
+if sys.argv[2] == "dies" and tries == 0:
+    if me == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+if sys.argv[2] == "refuses":
+    sys.exit(2)
+if sys.argv[2] == "waits":
+    signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
+    (folder / f"ready_{me}").touch()
+    time.sleep(60)
+"""
+
+
+def launched(tmp_path, what, *flags):
+    (tmp_path / "lives.py").write_text(LIVES)
+    return [sys.executable, "-m", "jaxrl.launch", "--processes=2", *flags, "--", str(tmp_path / "lives.py"), str(tmp_path), what]
+
+
+def test_the_launcher_says_who_died_first_and_tries_again(tmp_path):
+    done = subprocess.run(launched(tmp_path, "dies", "--retries=1", "--grace=0.5"), capture_output=True, text=True, env=environment(),
+                          timeout=60)
+    assert done.returncode == 0
+    assert re.search(r"process 1 of 2 \(pid \d+\) ended first: killed by SIGKILL", done.stderr)
+    assert "still there after --grace=0.5 s" in done.stderr and "starting again from the newest checkpoint (1 of" in done.stderr
+    assert "[1] I am 1\n" in done.stdout and "\nI am 0\n" in "\n" + done.stdout
+    ports = {f.name: f.read_text() for f in tmp_path.glob("try_*")}
+    assert sorted(ports) == ["try_0_0", "try_0_1", "try_1_0", "try_1_1"] and ports["try_0_0"] == ports["try_1_0"]
+
+
+def test_the_launcher_does_not_repeat_what_cannot_work(tmp_path):
+    done = subprocess.run(launched(tmp_path, "refuses", "--retries=3"), capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode == 2 and "again" not in done.stderr
+
+
+def test_the_launcher_passes_a_stop_on(tmp_path):
+    process = subprocess.Popen(launched(tmp_path, "waits", "--retries=3"), env=environment(), stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while len(list(tmp_path.glob("ready_*"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0 and "again" not in process.stderr.read()
+
+
+# -- processes that talk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What two processes of two devices each say to the questions of hosts_peers.py."""
+    folder = tmp_path_factory.mktemp("peers")
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "hosts_peers.py"),
+               str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
+
+
+def test_processes_meet_and_gather(told):
+    host = told[0]["who"][2].removeprefix("process 1 on ")
+    assert host and [t["who"] for t in told] == [[i, 2, f"process 1 on {host}", 2, 4] for i in range(2)]
+    for answers in told:
+        assert answers["meet"] == [{"mine": 0}, {"mine": 1}] and answers["decide"] == ["by", 0]
+        assert answers["gather"] == [[3, 1, 1, 1], [exchange.CHUNK + 5, 2, 2, 1]] and answers["gather nothing"] == [0, 0]
+        assert answers["stop"] is True and answers["still together"] == [0, 1]
+
+
+def test_processes_that_disagree_are_named_and_do_not_hang(told):
+    for answers in told:
+        assert "version of jax: 0.10.2 on process 1 on " in answers["other facts"] and "optimizer" not in answers["other facts"]
+        assert re.search("process 0 on .* is at 'step 3, weights 2: the answers', process 1 on .* at 'step 4,", answers["other places"])
+    assert re.match("process 1 on .* did not reach 'the answers of step 7' within launch.wait_seconds=1", told[0]["late"])
+
+
+def test_arrays_go_where_they_belong(told):
+    for answers in told:
+        assert answers["put"] == [False, [[2, 4], [2, 4]], True]
+        assert answers["local"] == [[1, 1, 2], True, "bfloat16", True, True, "P(None, 'tp')"]
+        assert "mesh.tp=4" in answers["crossing"] and "rollout.engine=vllm" in answers["crossing"]
+        assert answers["crossing copy"] == [[2, 1, 1], True]
+
+
+@pytest.mark.parametrize("dies, how", [(1, "kill9"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    (1, "raise"), (0, "raise"), (0, "kill9")))])
+def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
+    """Within launch.heartbeat_seconds and a little, also of one that waits where nothing can wake it. (Of process 0 the others
+    hear from jax; the launcher says it plainly.)"""
+    heartbeat_seconds = 3.0
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--grace=60", "--", str(ROOT / "tests" / "hosts_dies.py"),
+               str(dies), how, str(heartbeat_seconds), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    said, seconds = done.stdout + done.stderr, time.time() - float((tmp_path / "died").read_text())
+    if how == "raise":
+        assert f"process {dies} on " in said and "gave up: FaultError: planned fault" in said and done.returncode == 1
+    elif dies:
+        assert re.search(r"process 1 on .* is gone: no sign of life for 3 s", said)
+        assert "process 1 of 2 (pid" in said and "killed by SIGKILL" in said and done.returncode == 137
+    else:
+        assert "leader" in said and re.search(r"process 0 of 2 \(pid \d+\) ended first: killed by SIGKILL", said)
+    assert seconds < heartbeat_seconds + distributed.GRACE_SECONDS + 5 and "still there" not in said

@@ -1,0 +1,64 @@
+"""A whole job over two processes that is asked to stop, and goes on alone on another mesh. evidence/hosts.py does more shapes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from run_tools import ROOT, environment
+
+STEPS, HALF = 4, 2
+OPTIONS = ("algorithm.entropy_coef=0.01", "algorithm.num_minibatches=2", "checkpoint.export_at_end=false", f"train.steps={STEPS}",
+           "checkpoint.every_steps=100", "eval.every_steps=0", "eval.after=false", "launch.heartbeat_seconds=30")
+
+
+def job(folder, processes, *flags):
+    command = [sys.executable, "-m", "jaxrl.launch", f"--processes={processes}", f"--devices={4 // processes}", "--",
+               str(ROOT / "tests" / "hosts_job.py"), str(folder), *[f"--config.{o}" for o in OPTIONS], *flags]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(folder):
+    """(answers by step, in order; losses by step; what each process saw)."""
+    answers = [[(r["group"], r["sample"], r["seed"], r["tokens"], r["score"]) for r in map(json.loads, f.read_text().splitlines())]
+               for f in sorted((folder / "rollouts").glob("*.jsonl"))]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return answers, {r["step"]: r["loss"] for r in lines if r["step"]}, [
+        json.loads(f.read_text()) for f in sorted(folder.glob("seen_*.json"))]
+
+
+@pytest.mark.vllm
+def test_two_processes_drive_their_own_vllm_servers(tmp_path):
+    """Each gives its server a copy of a policy that is spread over both, and the checksums are those of the trainer."""
+    flags = ("mesh.fsdp=2", "mesh.tp=2", "model.config.hidden_size=128", "rollout.engine=vllm", "train.steps=2", "eval.before=false",
+             "rollout.verify_weights=always", "rollout.timeout_seconds=600")
+    job(tmp_path / "run", 2, *[f"--config.{f}" for f in flags])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in lines] == [1, 2] and all(r["gap/mean"] < 1e-3 and r["publish/probe"] < 1e-3 for r in lines)
+    assert {p.name for p in (tmp_path / "run" / "vllm").iterdir()} == {"process_0", "process_1"}
+    answers, _, seen = rows(tmp_path / "run")
+    assert [len(a) for a in answers] == [32, 32] and all(len({r[:3] for r in a}) == 32 for a in answers)
+    assert {s[0] for s in seen[0]["seeds"]} == {s[0] for s in seen[1]["seeds"]}  # all know all requests, each sent its own
+
+
+@pytest.mark.slow
+def test_two_processes_train_stop_and_one_goes_on(tmp_path):
+    job(tmp_path / "one", 1, "--config.mesh.fsdp=4")
+    text = job(tmp_path / "two", 2, "--config.mesh.fsdp=4", f"--config.faults.plan='update.term@step={HALF},process=1',")
+    assert "SIGTERM: saving, then leaving" in text and f"stopped at step {HALF} of {STEPS}" in text
+    answers, losses, seen = rows(tmp_path / "two")
+    whole, wanted, (alone,) = rows(tmp_path / "one")
+    assert answers == whole[:HALF]  # each sampled its half, with the same seeds and to the same tokens
+    for s in seen:
+        assert s["layouts"] == alone["layouts"][:HALF] and s["rows"] == alone["rows"][:len(s["rows"])]
+    assert [s["held"][0] for s in seen] == [[0, 1], [2, 3]] and alone["held"][0] == [0, 1, 2, 3]
+    assert max(abs(losses[k] - wanted[k]) for k in losses) < 1e-6
+    ((step, saved),) = seen[0]["saved"]
+
+    job(tmp_path / "two", 1, f"--recorded={tmp_path / 'one'}", "--config.mesh.dp=2", "--config.mesh.fsdp=2")
+    answers, losses, seen = rows(tmp_path / "two")
+    assert seen[0]["restored"] == [[step, saved]] == [[HALF, saved]]  # bit-equal on the other mesh
+    assert answers == whole and set(losses) == set(wanted) == set(range(1, STEPS + 1))
+    assert max(abs(losses[k] / wanted[k] - 1) for k in losses) < 1e-5
