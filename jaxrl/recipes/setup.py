@@ -137,14 +137,15 @@ def source_of(path: str) -> str:
     return found
 
 
-def open_job(config, inputs: Inputs | None = None) -> Job:
-    """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
+def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
+    """Makes the mesh (None: of this machine's devices) and the fixed parts of a run around `inputs` (None: read here).
+    Loads no weights.
 
     Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
     """
     tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
     run_dir = Path(config.run.dir)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     jax.set_mesh(mesh)
     if config.optimizer.offload and not memory.can_rest(jax.local_devices()[0]):
         raise ConfigError(f"optimizer.offload=True: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; "
