@@ -138,15 +138,17 @@ def source_of(path: str) -> str:
 
 
 def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
-    """Makes the mesh (None: of this machine's devices) and the fixed parts of a run around `inputs` (None: read here).
-    Loads no weights.
+    """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
+
+    mesh: one of devices that need not be here, for plans; it is not put in force.
 
     Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
     """
     tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
     run_dir = Path(config.run.dir)
-    mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
-    jax.set_mesh(mesh)
+    if mesh is None:
+        mesh = sharding.make_mesh(config.mesh)
+        jax.set_mesh(mesh)
     if config.optimizer.offload and not memory.can_rest(jax.local_devices()[0]):
         raise ConfigError(f"optimizer.offload=True: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; "
                           "set it to False")

@@ -45,13 +45,13 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     out = Lowering()
     keep = lambda name: wanted is None or name in wanted  # noqa: E731
     job = setup.open_job(config, setup.Inputs(None, hf_config, (0,), None), mesh=mesh)
-    with jax.set_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if config.run.recipe == "rl":
             params = _reinforcement(out, job, keep)
         else:
             params = _supervised(out, job, keep)
     if rollout_mesh is not None:
-        with jax.set_mesh(rollout_mesh):
+        with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
             _sampler(out, job, params, rollout_mesh, keep)
     return out
 
@@ -201,7 +201,7 @@ def _sampler(out: Lowering, job, params, mesh, keep):
         weights = programs.publish(params)
     else:  # the copy is made on the whole mesh; each process then takes its own shards of it
         everywhere = Lowered(model, shapes, job.mesh, jnp.dtype(dtype), keep)
-        with jax.set_mesh(job.mesh):
+        with jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):
             everywhere.publish(params)
         programs.lowered |= everywhere.lowered
         shape = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)
