@@ -3,9 +3,9 @@
 Units: bytes, FLOP/s, bytes per second. `links` is what one device sends per second over its fast interconnect (NVLink, or one
 ring of the TPU torus in both directions), `network` what it sends to another host (slice) over its share of the network.
 
-Sources. TPU: cloud.google.com/tpu/docs, pages "TPU v4", "v5e", "v5p", "v6e", "TPU7x": memory, bf16 peak, HBM bandwidth and
+Sources. TPU: cloud.google.com/tpu/docs, pages "TPU v5e", "v5p", "v6e", "TPU7x": memory, bf16 peak, HBM bandwidth and
 interconnect per chip; the interconnect (v5p 4,800 Gbit/s out of a chip) divided by its torus axes; network: the hosts' NICs
-(v4 and v5p 200 Gbit/s for 4 chips, v5e and v6e 100 to 200 Gbit/s for 8 and 4) divided by their chips. NVIDIA: the data sheets
+(v5p 200 Gbit/s for 4 chips, v5e and v6e 100 to 200 Gbit/s for 8 and 4) divided by their chips. NVIDIA: the data sheets
 of A100, H100 SXM, H200 SXM and B200, NVLink taken one way (half of the sheet's figure); network: one NIC per GPU as in DGX
 (200 Gbit/s A100, 400 Gbit/s the others). CPU: what two cores of the machine this was written on do (docs/plan.md), so that a
 test can compare; never a promise.
@@ -42,7 +42,6 @@ class Chip(NamedTuple):
 
 
 CHIPS: dict[str, Chip] = {
-    "v4": Chip("tpu", 32 * GIB, 275e12, 1228 * GB, 100 * GB, 6.25 * GB, 4, 3),
     "v5e": Chip("tpu", 16 * GIB, 197e12, 819 * GB, 100 * GB, 1.56 * GB, 8, 2),
     "v5p": Chip("tpu", 95 * GIB, 459e12, 2765 * GB, 200 * GB, 6.25 * GB, 4, 3),
     "v6e": Chip("tpu", 32 * GIB, 918e12, 1640 * GB, 224 * GB, 6.25 * GB, 4, 2),

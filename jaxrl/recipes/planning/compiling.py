@@ -27,7 +27,7 @@ FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=t
 REMATERIALISED = "Involuntary full rematerialization"
 
 
-def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_mesh: dict | None, wanted=None):
+def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_mesh: dict | None, wanted=None, fast=True):
     """Starts compiling; returns what `finish` takes.
 
     Args:
@@ -35,6 +35,7 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
       target: targets.Target; for `tpu` it has a topology.
       mesh, rollout_mesh: axis sizes; None = no embedded sampler.
       wanted: names of programs; None = all.
+      fast: on TPUs, compile at the least effort: a quarter of the time, and temporaries up to 12 % off.
 
     Raises ConfigError where libtpu is missing.
     """
@@ -47,6 +48,8 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str))
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
            "TF_CPP_MIN_LOG_LEVEL": "1", "XLA_FLAGS": FAST}
+    if fast:
+        env["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1"
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     log = open(Path(folder.name) / "log", "w")  # noqa: SIM115 (read by finish)
     process = subprocess.Popen([sys.executable, "-m", "jaxrl.recipes.planning.compiling", "job.json", "result.json"],
@@ -84,7 +87,7 @@ def finish(started, what: str, limit: float) -> dict:
 def _last_words(said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     told = [line for line in lines if "Error" in line or "error" in line]
-    return "\n".join(lines[-30:]).strip()[-6000:]
+    return (told or lines or ["it said nothing"])[-1].strip()[-600:]
 
 
 def has_libtpu() -> bool:
@@ -148,7 +151,7 @@ def _compile(job: dict) -> dict:
                "alias": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
                "flops": cost.get("flops", 0.0), "seconds": round(time.monotonic() - since, 1)}
         if job["platform"] == "cpu":
-            out["collectives"] = [vars(c) for c in collectives.read(program.as_text(), per_host)]
+            out["collectives"] = [{**vars(c), "sent": c.sent} for c in collectives.read(program.as_text(), per_host)]
         return name, out
 
     with ThreadPoolExecutor(2) as pool:
