@@ -75,15 +75,11 @@ def parse(text: str) -> Target:
 
 def slice_shape(count: int, axes: int) -> tuple[int, ...]:
     """The most cubic shape of `count` chips, ascending."""
-    best = None
-    for first in range(1, count + 1):
-        if count % first or first ** axes > count:
-            continue
-        rest = (count // first,) if axes == 2 else slice_shape(count // first, 2)
-        shape = tuple(sorted((first, *rest)))
-        if best is None or max(shape) < max(best):
-            best = shape
-    return best
+    if axes == 1:
+        return (count,)
+    shapes = [tuple(sorted((first, *slice_shape(count // first, axes - 1)))) for first in range(1, count + 1)
+              if count % first == 0 and first ** axes <= count]
+    return min(shapes, key=lambda shape: (shape[-1], -shape[0]))
 
 
 def name_of(device) -> str | None:
