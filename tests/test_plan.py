@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -265,11 +266,13 @@ def test_the_plan_names_the_collectives_of_the_mesh(of_tiny):
 
 
 def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypatch):
-    monkeypatch.setattr(cases, "device_memory", lambda config, target: (2.2e6, 2.2e6))
+    """What the refusal advises is planned in turn, and fits."""
+    monkeypatch.setattr(cases, "device_memory", lambda config, target: (9e6, 9e6))
     flags = ["--config=" + str(HERE / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:2"]
     assert command.main([*flags, "--config.train.tokens_per_microbatch=4096"]) == 2
     said = capsys.readouterr().err
-    assert "does not fit" in said and "nearest that fits" in said and "--config." in said
+    assert "does not fit" in said and "nearest that fits" in said
+    assert command.main([*flags, *re.findall(r"--config\.\S+", said)]) == 0
 
 
 def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
@@ -290,3 +293,15 @@ def test_a_config_survives_the_way_to_the_compiler():
     c = load_config("grpo", {"user.mine": 3, "optimizer.groups": {"bias": {"lr": 0.1}}})
     back = compiling.config_of(json.loads(c.to_json_best_effort()))
     assert json.loads(back.to_json_best_effort()) == json.loads(c.to_json_best_effort())
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_runs_at_a_tiny_shape(tmp_path):
+    """Predicted and measured stand beside each other for every phase; figures mean something on an accelerator only."""
+    out = tmp_path / "suite.json"
+    done = subprocess.run([sys.executable, HERE.parent / "benchmarks" / "gpu_suite.py", "--tiny", "--out", out],
+                          capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["tiny"]
+    assert {"step_seconds", "rollout_seconds", "update_seconds"} <= set(found["measured"]) & set(found["planned"])
+    assert found["predicted"]["peak_bytes"] > 0

@@ -83,7 +83,7 @@ def _compile(case: Case) -> tuple[dict, dict | None]:
     c, limit, kind = case.config, case.config.plan.timeout_seconds, case.target.kind
     fast = c.plan.effort == "fast"
     names = set(case.programs)
-    for_text = names if kind == "cpu" else names - {"insert", "update_apply"}
+    for_text = names if kind == "cpu" else set() if case.target.count == 1 else names - {"insert", "update_apply"}
     begun = [compiling.start(c, case.hf_config, "cpu", case.target, case.mesh, case.rollout_mesh, for_text)]
     tpu = None
     try:

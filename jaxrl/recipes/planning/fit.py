@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jaxrl.config_checks import longest_sequence
 from jaxrl.recipes.planning.workload import data_shards, lengths, rows
 
 LONGEST = 1 << 20
@@ -58,7 +57,7 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     return out
 
 
-def alternatives(config, mesh: dict, found: dict, per_host: int) -> Iterator[dict]:
+def alternatives(config, mesh: dict, per_host: int) -> Iterator[dict]:
     """Changes in the order in which a user would rather make them: first what costs time only, then what costs samples."""
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12)) if n >= length] or [length]
@@ -71,7 +70,7 @@ def alternatives(config, mesh: dict, found: dict, per_host: int) -> Iterator[dic
     if mesh["dp"] > 1:
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
     if config.run.recipe == "rl":
-        for slots in (n for n in (128, 64, 32, 16, 8) if n >= 1):
+        for slots in (128, 64, 32, 16, 8):
             yield {**least, "rollout__slots": slots}
         least["rollout__slots"] = 8
     for tp in (2, 4, 8):
@@ -83,10 +82,7 @@ def alternatives(config, mesh: dict, found: dict, per_host: int) -> Iterator[dic
         yield {**least, "rollout__max_new_tokens": max(1, answer // part)}
 
 
-def said(change: dict, config) -> str:
+def said(change: dict) -> str:
     """A change as flags."""
     return " ".join(f"--config.{name.replace('__', '.')}={value}" for name, value in change.items())
 
-
-def longest(config) -> int:
-    return longest_sequence(config)
