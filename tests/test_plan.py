@@ -197,6 +197,8 @@ def test_the_peak_adds_what_a_program_does_not_see():
     peaks = memory.peaks(live, {"update": program, "decode": program, "publish": {**program, "outputs": 8, "alias": 0}})
     assert peaks == {"update": 152, "decode": 142, "publish": 10 + 20 + 7 + 8 + 100}
     parts = memory.parts(live, "decode", 100, peaks["decode"])
+    away = memory.peaks(live, {"update": program, "update_apply": program}, offload=True)
+    assert away == {"update": 132, "update_apply": 152}
     assert parts["kv_cache"] == 7 and "gradients" not in parts and sum(parts.values()) == 142
 
 
@@ -221,7 +223,7 @@ def test_a_kernel_has_no_temporaries_of_the_reference():
 
 
 def vars_of(model):
-    return {f: getattr(model, f) for f in ("config", "compute_dtype", "scan_layers", "remat", "attention")}
+    return {f: getattr(model, f) for f in ("config", "compute_dtype", "scan_layers", "remat", "attention", "remat_every")}
 
 
 def test_a_group_over_hosts_shares_their_network():

@@ -44,9 +44,10 @@ def make(config, search: bool = True) -> dict:
     case = open_case(config)
     cpu, tpu = _compile(case)
     live, programs = _memory(case, cpu, tpu)
-    peaks = memory.peaks(live, programs)
+    offload = case.config.optimizer.offload
+    peaks = memory.peaks(live, programs, offload)
     top = max(peaks, key=peaks.get)
-    own = memory.parts(live, top, programs[top]["temporaries"], peaks[top])
+    own = memory.parts(live, top, programs[top]["temporaries"], peaks[top], offload)
     plan = {
         "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind], "mesh": case.mesh,
         "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
@@ -193,7 +194,7 @@ def counted_peak(case: Case, scale: dict) -> float:
     programs = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, case.programs)
     for name, program in programs.items():
         program["temporaries"] *= scale.get(name, 1.0)
-    return max(memory.peaks(live, programs).values())
+    return max(memory.peaks(live, programs, case.config.optimizer.offload).values())
 
 
 def _search(case: Case, programs: dict, plan: dict) -> dict:
@@ -213,7 +214,7 @@ def _search(case: Case, programs: dict, plan: dict) -> dict:
 
 
 def _nearest(case: Case, peak) -> str:
-    for change in fit.alternatives(case.config, case.mesh, case.target.per_host):
+    for change in fit.alternatives(case.config, case.mesh, case.target.per_host, case.target.kind):
         try:
             size = peak(fit.changed(case.config, **change))
         except ConfigError:
@@ -279,5 +280,5 @@ def predict(config, mesh, model) -> dict[str, float]:
     programs = memory.counted_programs(case.config, model, sizes, case.rollout, case.programs)
     found = times(case, {})
     out = {f"{phase}_seconds": p["seconds"] for phase, p in found["phases"].items()}
-    return {"peak_bytes": max(memory.peaks(live, programs).values()), "step_seconds": found["step_seconds"],
+    return {"peak_bytes": max(memory.peaks(live, programs, c.optimizer.offload).values()), "step_seconds": found["step_seconds"],
             "mfu": found["mfu"], **out}

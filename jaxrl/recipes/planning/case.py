@@ -87,16 +87,16 @@ def for_target(config, hf_config: dict, target):
         c.model.scan_layers = "false" if cpu and hf_config.get("num_hidden_layers", 0) <= 8 else "true"
     description = json.dumps(hf_config, sort_keys=True, default=str)
     build = lambda remat: _build(description, c.train.compute_dtype, c.model.scan_layers == "true", remat,  # noqa: E731
-                                 c.model.attention)
+                                 c.model.attention, c.model.remat_every)
     if c.model.remat == "auto":
         c.model.remat = "none" if cpu or build("none").num_parameters < SMALL_MODEL else "full"
     return c, build(c.model.remat)
 
 
 @functools.lru_cache(maxsize=32)
-def _build(description: str, dtype: str, scan: bool, remat: str, attention: str):
+def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, every: int):
     return models.build(json.loads(description), compute_dtype=jnp.dtype(DTYPES[dtype]), scan_layers=scan, remat=remat,
-                        attention=attention)
+                        attention=attention, remat_every=every)
 
 
 def _rollout(config, model, target, mesh: dict):

@@ -57,15 +57,17 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     return out
 
 
-def alternatives(config, mesh: dict, per_host: int) -> Iterator[dict]:
+def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]:
     """Changes in the order in which a user would rather make them: first what costs time only, then what costs samples."""
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12)) if n >= length] or [length]
-    remat = {} if config.model.remat == "full" else {"model__remat": "full"}
+    remat = {} if config.model.remat in ("full", "offload") else {"model__remat": "full"}
     if remat:
         yield remat
     for tokens in smaller:
         yield {**remat, "train__tokens_per_microbatch": tokens}
+    if kind != "cpu" and not config.optimizer.offload:
+        yield {**remat, "train__tokens_per_microbatch": smaller[-1], "optimizer__offload": True}
     least = {**remat, "train__tokens_per_microbatch": smaller[-1]}
     if mesh["dp"] > 1:
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}

@@ -31,18 +31,20 @@ ARGUMENTS = {
     "decode": ("rollout_weights", "rollout_cache"),
 }
 MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_batch")  # there only while their programs run
+OPTIMIZERS = ("update_optimizer", "critic_optimizer")
 PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update_gradients": "gradients", "update_batch": "batch",
          "critic_params": "critic", "critic_optimizer": "critic", "critic_gradients": "gradients", "critic_batch": "batch",
          "reference": "reference", "rollout_weights": "publish", "rollout_cache": "kv_cache", "rollout_stash": "kv_cache"}
 
 
-def peaks(live: dict, programs: dict) -> dict[str, float]:
-    """Program -> bytes on the device while it runs.
+def peaks(live: dict, programs: dict, offload: bool = False) -> dict[str, float]:
+    """Program -> bytes on the device while it runs. offload: optimizer states are there only while they are applied.
 
     live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"}; arguments of
     0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
     """
-    standing = {name: size for name, size in live.items() if name not in MOMENTARY}
+    away = MOMENTARY + OPTIMIZERS * offload
+    standing = {name: size for name, size in live.items() if name not in away}
     out = {}
     for name, p in programs.items():
         mine = [a for a in ARGUMENTS[name] if a in live]
@@ -56,11 +58,11 @@ def peaks(live: dict, programs: dict) -> dict[str, float]:
     return out
 
 
-def parts(live: dict, program: str, temporaries: float, peak: float) -> dict[str, float]:
+def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False) -> dict[str, float]:
     """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
     out: dict[str, float] = {}
     for name, size in live.items():
-        if name not in MOMENTARY or name in ARGUMENTS[program]:
+        if name not in MOMENTARY + OPTIMIZERS * offload or name in ARGUMENTS[program]:
             out[PARTS[name]] = out.get(PARTS[name], 0) + size
     out["activations"] = temporaries
     out["other"] = max(0.0, peak - sum(out.values()))
@@ -128,15 +130,17 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     t = count * length / data_shards(mesh)
     wide, narrow = cfg.mlp_size / tp, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     learns = kind in ("update", "critic")
+    at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
-    layer += workspace(model, t, length, tp, learns)
+    layer += workspace(model, t, length, tp, learns) + (at_once - 1) * t * act * _kept_without_remat(model, tp, length)
     gathered = 2 * _layer_weights(model) / tp * act
     hidden = 4 * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0
     else:
-        per_row = min(max(1, config.train.logprob_chunk // count), length)
-        chunk = per_row * count / data_shards(mesh) * cfg.vocab_size / tp * 4
+        own_rows = max(1, count // data_shards(mesh))
+        per_row = min(max(1, config.train.logprob_chunk // own_rows), length)
+        chunk = per_row * own_rows * cfg.vocab_size / tp * 4
         table = cfg.hidden_size * cfg.vocab_size / tp
         head = (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
     if not learns:
@@ -149,19 +153,27 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
 
 
 def _saved(model, t: float, tp: int, act: int, length: int) -> float:
-    """What the forward pass keeps for the backward pass, over all layers."""
+    """What the forward pass keeps for the backward pass, over all layers. The residual stream is split over tp."""
     cfg = model.config
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
-    wide = cfg.mlp_size / tp
+    if model.remat == "offload":
+        return 0.0
     if model.remat == "full":
-        per_token = cfg.hidden_size
+        per_token = cfg.hidden_size / tp / model.remat_every
     elif model.remat == "dots":
-        per_token = 3 * cfg.hidden_size + narrow + 2 * wide
+        per_token = 3 * cfg.hidden_size + narrow + 2 * cfg.mlp_size / tp
     else:
-        per_token = 8 * cfg.hidden_size + 3 * narrow + 4 * wide
-        if model.attention in ("auto", "reference") and length < blockwise.WORTH_IT:
-            per_token += 2 * cfg.num_heads / tp * length * 4 / act
+        per_token = _kept_without_remat(model, tp, length)
     return cfg.num_layers * t * per_token * act
+
+
+def _kept_without_remat(model, tp: int, length: int) -> float:
+    """Numbers per token that one layer keeps where nothing is computed again."""
+    cfg = model.config
+    narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
+    scores = model.attention in ("auto", "reference") and length < blockwise.WORTH_IT
+    return (8 * cfg.hidden_size + 3 * narrow + 4 * cfg.mlp_size / tp
+            + (2 * cfg.num_heads / tp * length * 4 / model.compute_dtype.itemsize if scores else 0))
 
 
 def _layer_weights(model) -> float:

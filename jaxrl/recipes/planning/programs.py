@@ -145,7 +145,12 @@ def _batch(job, shape, columns, weights) -> PackedBatch:
 
 
 def _update(out: Lowering, job, name, update, state, columns, weights, keep):
-    """The three programs of an update, on the largest microbatch: <name>_empty, <name>, <name>_apply."""
+    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply takes the step.
+
+    An optimizer state that rests in host memory is on the devices while it is applied.
+    """
+    on_devices = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(job.mesh, s.sharding.spec))  # noqa: E731
+    state = state.replace(opt_state=jax.tree.map(on_devices, state.opt_state))
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     empty, accumulate, apply = update.compiled(state)
     batch = _batch(job, max_rows(job), columns, weights)

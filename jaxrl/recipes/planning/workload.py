@@ -91,7 +91,7 @@ def rows(config, shards: int) -> Rows:
 
 def passes(model) -> int:
     """Forward passes that one microbatch costs, the backward pass as two: 4 where all is computed again, else 3."""
-    return 4 if model.remat == "full" else 3
+    return 4 if model.remat in ("full", "offload") else 3
 
 
 def split_flops(model, context: float) -> tuple[float, float]:
