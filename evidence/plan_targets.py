@@ -30,8 +30,8 @@ CASES = {
     "published: MaxText Llama2-7B, 8 H100": ("7B", "h100:8", {
         "run__recipe": "sft", "train__loss_on_prompt": True, "data__prompts_per_step": 16, "data__max_prompt_tokens": 1,
         "rollout__max_new_tokens": 4095, "train__tokens_per_microbatch": 8192, "model__remat": "dots"}),
-    "published: prime-rl 0.6B, one H100, 16k": ("0.6B", "h100:1", grpo(8, 1, 8192, 8192, 16384, rollout__engine="vllm",
-                                                                     algorithm__preset="reinforce_pp")),
+    "published: prime-rl 0.6B, one H100, 16k": ("0.6B", "h100:1", grpo(1, 8, 8192, 8192, 16384, rollout__engine="vllm",
+                                                                     algorithm__old_logprobs="recompute")),
 }
 PUBLISHED = {
     "published: MaxText Llama2-7B, 8 H100": {"seconds per step": 0.721, "tokens/s/chip": 11360,

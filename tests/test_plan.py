@@ -129,9 +129,15 @@ def test_an_all_reduce_that_is_cut_is_a_reduce_scatter():
 
 @pytest.mark.parametrize("text, groups", [
     ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]), ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
-    ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]), ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]])])
+    ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]), ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+    ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 1], [2, 3]])])
 def test_every_notation_of_groups_is_read(text, groups):
     assert collectives.replica_groups(text).tolist() == groups
+
+
+def test_a_notation_that_is_not_known_is_an_error():
+    with pytest.raises(ValueError, match="no groups"):
+        collectives.replica_groups("replica_groups=something_new")
 
 
 def test_collectives_of_a_known_program():

@@ -168,11 +168,15 @@ def replica_groups(rest: str) -> np.ndarray:
         shape, dims = numbers(found[1]), numbers(found[2])
         devices = np.arange(math.prod(dims)).reshape(dims)
         return (devices.transpose(numbers(found[3])) if found[3] else devices).reshape(shape)
-    found = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^)]*\))? *\{([^}]*)\}", rest)
+    found = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? *\{([^}]*)\}", rest)
     if found:
         axes = [(name, int(n)) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])]
-        devices = np.arange(math.prod(n for _, n in axes)).reshape([n for _, n in axes])
-        chosen = re.findall(r"'([^']+)'", found[2])
+        devices = np.arange(math.prod(n for _, n in axes))
+        if found[2]:
+            devices = devices.reshape(numbers(found[2]))
+            devices = devices.transpose(numbers(found[3])) if found[3] else devices
+        devices = devices.reshape([n for _, n in axes])
+        chosen = re.findall(r"'([^']+)'", found[4])
         names = [name for name, _ in axes]
         order = [i for i, name in enumerate(names) if name not in chosen] + [names.index(name) for name in chosen]
         return devices.transpose(order).reshape(-1, math.prod(dict(axes)[name] for name in chosen))
@@ -180,7 +184,7 @@ def replica_groups(rest: str) -> np.ndarray:
     if found:
         pairs = re.findall(r"\{(\d+),(\d+)", found[1] + "}")
         return np.array([[int(a), int(b)] for a, b in pairs if a != b] or [[0]])
-    return np.array([[0]])
+    raise ValueError(f"no groups of devices are understood in: {rest[:400]}")
 
 
 def _is_cut(instruction: str, array: str, bodies, body: dict[str, str], index=None) -> bool:

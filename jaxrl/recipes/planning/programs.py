@@ -50,9 +50,11 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
             params = _reinforcement(out, job, keep)
         else:
             params = _supervised(out, job, keep)
+        if rollout_mesh is not None:
+            weights = _publish(out, job, params, rollout_mesh, keep)
     if rollout_mesh is not None:
         with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
-            _sampler(out, job, params, rollout_mesh, keep)
+            _sampler(out, job, weights, rollout_mesh, keep)
     return out
 
 
@@ -193,24 +195,28 @@ def sampler_shapes(config, hosts: int, data_shards: int):
     return from_config(c, data_shards, 1)
 
 
-def _sampler(out: Lowering, job, params, mesh, keep):
-    """publish, prefill, insert and decode at the largest shapes, on one process's devices."""
+def _sampler_of(job, mesh):
+    """(model, shapes) of one process's sampler."""
     c = job.config
-    hosts = max(1, job.mesh.size // mesh.size)
     dtype = jnp.dtype(DTYPES[c.rollout.dtype]) if c.rollout.dtype != "auto" else job.compute_dtype
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
-    shapes = sampler_shapes(c, hosts, sharding.data_shards(mesh))
-    programs = Lowered(model, shapes, mesh, jnp.dtype(dtype), keep)
+    return model, sampler_shapes(c, max(1, job.mesh.size // mesh.size), sharding.data_shards(mesh))
+
+
+def _publish(out: Lowering, job, params, mesh, keep):
+    """publish, on the whole mesh. Returns the copy's shapes as one process's sampler has them: its own shards."""
+    model, shapes = _sampler_of(job, mesh)
+    programs = Lowered(model, shapes, job.mesh, model.compute_dtype, keep)
+    copy = programs.publish(params)
+    out.programs |= programs.lowered
+    return _shaped(copy, sharding.param_shardings(mesh, model.logical_axes(), copy, sharding.ROLLOUT_RULES))
+
+
+def _sampler(out: Lowering, job, weights, mesh, keep):
+    """prefill, insert and decode at the largest shapes, on one process's devices."""
+    model, shapes = _sampler_of(job, mesh)
+    programs = Lowered(model, shapes, mesh, model.compute_dtype, keep)
     cache, stash = programs.new_caches()
-    if hosts == 1:
-        weights = programs.publish(params)
-    else:  # the copy is made on the whole mesh; each process then takes its own shards of it
-        everywhere = Lowered(model, shapes, job.mesh, jnp.dtype(dtype), keep)
-        with jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):
-            everywhere.publish(params)
-        programs.lowered |= everywhere.lowered
-        shape = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), params)
-        weights = _shaped(shape, sharding.param_shardings(mesh, model.logical_axes(), shape, sharding.ROLLOUT_RULES))
     out.live |= {"rollout_weights": weights, "rollout_cache": cache, "rollout_stash": stash}
     rows, longest = shapes.prefill_rows, shapes.prompt_lengths[-1]
     integers = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
