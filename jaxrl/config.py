@@ -60,7 +60,7 @@ PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo"
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
         "recipe": O("rl", "the job to run", choices=("rl", "sft")),
-        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity")),
+        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
@@ -378,6 +378,13 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
         "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
+    },
+    "plan": {
+        "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
+        "json": O("", "also write the plan to this file"),
+        "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
+                            " without)", choices=("fast", "full")),
+        "timeout_seconds": O(600.0, "longest compilation of a plan"),
     },
     "profile": {
         "steps": O((), "(first, last) step traced with the JAX profiler into <run.dir>/profile"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import ConfigError, element_kind, get, imported, options
+from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 
 
@@ -16,7 +17,8 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _model, _data, _batch, _rollout, _engine, _rewards, _algorithm, _optimizer, _eval, _launch, _misc):
+        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _engine, _rewards, _algorithm, _optimizer, _eval, _launch,
+                     _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -80,6 +82,7 @@ POSITIVE = (
     "data.prefetch",
     "launch.connect_seconds",
     "launch.heartbeat_seconds",
+    "plan.timeout_seconds",
 )
 NOT_NEGATIVE = (
     "launch.wait_seconds",
@@ -208,7 +211,7 @@ def _model(cfg):
         out.append(
             "model.init=random needs an architecture: set model.path (its config.json) or model.config.model_type"
         )
-    if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start:
+    if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start and cfg.run.mode != "plan":
         out.append("model.tokenizer is empty and there is no model.path to take one from")
     if cfg.model.chat_template and not Path(cfg.model.chat_template).is_file():
         out.append(f"model.chat_template={cfg.model.chat_template!r}: no such file")
@@ -227,11 +230,22 @@ def _regexes(name, patterns):
     return out
 
 
+def _plan(cfg):
+    """The target where one is asked for; a plan needs neither tokenizer nor data."""
+    if cfg.run.mode != "plan":
+        return []
+    try:
+        targets.parse(cfg.plan.target)
+    except ConfigError as e:
+        return [str(e)] if cfg.plan.target else ["plan.target is empty: name the devices, for example v5p:4x4x8, h100:64 or cpu:8"]
+    return []
+
+
 def _data(cfg):
     out = []
     if cfg.run.mode == "parity" and cfg.run.recipe != "rl":
         out.append(f"run.mode=parity with run.recipe={cfg.run.recipe}: it compares a sampler with the trainer; set run.recipe=rl")
-    if cfg.run.mode != "eval" and not cfg.data.path:
+    if cfg.run.mode not in ("eval", "plan") and not cfg.data.path:
         out.append("data.path is empty: name at least one file, folder or hub id")
     if cfg.run.mode == "eval" and not cfg.eval.sets and not cfg.data.eval_fraction:
         out.append("run.mode=eval needs eval.sets ('name=path') or data.eval_fraction")

@@ -14,7 +14,7 @@ from jaxrl.config import options
 FUTURE: tuple[str, ...] = (
     # how and where it runs
     "run.mode", "run.dir", "run.resume", "run.compile_cache", "run.deterministic", "run.matmul_precision",
-    "mesh.*", "launch.*", "profile.*", "faults.*", "log.*", "checkpoint.*", "user.*",
+    "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "checkpoint.*", "user.*",
     # how the model is computed, not what it is
     "model.remat", "model.remat_every", "model.attention", "model.trust_remote_code",
     # how rows are fetched, and how far the run goes through them

@@ -29,6 +29,10 @@ def train(config, rewards=None) -> dict:
             (),
         )
     config_checks.check(config)
+    if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
+        from jaxrl.recipes import plan
+
+        return plan.run(config)
     data.check_paths(config)
     telemetry.setup_logging(config.log.level)
     from jaxrl.sharding import distributed

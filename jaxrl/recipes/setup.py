@@ -154,18 +154,22 @@ def source_of(path: str) -> str:
     return found
 
 
-def open_job(config, inputs: Inputs | None = None) -> Job:
+def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
+
+    mesh: one of devices that need not be here, for plans; it is not put in force.
 
     Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
     """
     tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
     run_dir = Path(config.run.dir)
-    meshes = sharding.role_meshes(config.mesh)
-    mesh = meshes.pop("policy")
-    meshes = {role: own for role, own in meshes.items() if own is not mesh}
-    jax.set_mesh(mesh)
-    check_roles(config)
+    meshes = {}
+    if mesh is None:
+        meshes = sharding.role_meshes(config.mesh)
+        mesh = meshes.pop("policy")
+        meshes = {role: own for role, own in meshes.items() if own is not mesh}
+        jax.set_mesh(mesh)
+        check_roles(config)
     compute_dtype = resolve_dtype(config.train.compute_dtype)
     precision = config.run.matmul_precision
     if precision == "auto":

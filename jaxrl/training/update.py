@@ -351,4 +351,5 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
         return state.replace(opt_state=memory.to_host(state.opt_state, rests)), metrics
 
     update.gradients = gradients
+    update.compiled = compiled  # of a state of shapes, too: run.mode=plan lowers the programs without running them
     return update

@@ -1,0 +1,284 @@
+"""run.mode=plan: what a job needs on devices that are not here, before anyone pays for them.
+
+The job's own programs are compiled from shapes alone. Memory: what is kept follows from shapes and shardings; temporaries are
+the compiler's for CPU and TPU targets, counted for GPUs (planning/memory.py). Collectives are read from the partitioned
+program. Time is a roofline. docs/plan.md says how far each of these was found to be off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+from jaxrl.config import ConfigError
+from jaxrl.recipes.planning import compiling, fit, memory, roofline, workload
+from jaxrl.recipes.planning.case import Case, case_of, open_case
+from jaxrl.recipes.planning.report import table
+from jaxrl.sharding import targets
+
+# How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
+# programs, and seconds of published runs beside the prediction.
+GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 5.0)
+
+
+def run(config, rewards=None) -> dict:
+    """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not fit."""
+    del rewards
+    plan = make(config)
+    print(table(plan), flush=True)
+    if config.plan.json:
+        path = Path(config.plan.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(plan, indent=1) + "\n")
+    if not plan["fits"]:
+        raise ConfigError(f"plan.target={config.plan.target}: {plan['reason']}. {' '.join(plan['advice'])}")
+    return plan
+
+
+def make(config, search: bool = True) -> dict:
+    """The plan of a config as a JSON-able dict. `search` False: without the largest that fits and without advice."""
+    started = time.monotonic()
+    case = open_case(config)
+    cpu, tpu = _compile(case)
+    live, programs = _memory(case, cpu, tpu)
+    offload = case.config.optimizer.offload
+    peaks = memory.peaks(live, programs, offload)
+    top = max(peaks, key=peaks.get)
+    own = memory.parts(live, top, programs[top]["temporaries"], peaks[top], offload)
+    plan = {
+        "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind], "mesh": case.mesh,
+        "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
+        "per_device": {"memory_bytes": case.memory, "usable_bytes": case.usable, "peak_bytes": peaks[top], "peak_in": top, **own,
+                       "by_program": peaks, "temporaries": {name: p["temporaries"] for name, p in programs.items()}},
+        "collectives": {name: p.get("collectives", []) for name, p in cpu["programs"].items()},
+        "rematerialised": cpu["rematerialised"],
+    }
+    plan |= times(case, plan["collectives"])
+    if case.target.kind == "gpu":
+        plan["error"] = _bounds(plan, programs[top]["temporaries"])
+        plan["cross_check"] = _cross_check(programs, tpu)
+    plan["reason"] = "" if plan["fits"] else _reason(case, plan)
+    if search:
+        plan |= _search(case, programs, plan)
+    plan["compile_seconds"] = {"cpu": cpu["seconds"], "tpu": tpu and tpu["seconds"]}
+    plan["seconds"] = round(time.monotonic() - started, 1)
+    return plan
+
+
+BASIS = {
+    "tpu": "memory: the TPU compiler's own; collectives: the same programs partitioned for as many CPU devices; time: roofline",
+    "cpu": "memory and collectives: the CPU compiler's own; time: roofline",
+    "gpu": "memory: exact for what is kept, counted for temporaries; collectives: the programs partitioned for as many CPU devices; "
+           "time: roofline",
+}
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def _compile(case: Case) -> tuple[dict, dict | None]:
+    """(result for CPU devices, result for a TPU or None). Both run at once; a GPU's cross-check needs libtpu."""
+    c, limit, kind = case.config, case.config.plan.timeout_seconds, case.target.kind
+    fast = c.plan.effort == "fast"
+    names = set(case.programs)
+    for_text = names if kind == "cpu" else set() if case.target.count == 1 else names - {"insert", "update_apply"}
+    begun = [compiling.start(c, case.hf_config, "cpu", case.target, case.mesh, case.rollout_mesh, for_text)]
+    tpu = None
+    try:
+        if kind == "tpu":
+            begun.append(compiling.start(c, case.hf_config, "tpu", case.target, case.mesh, case.rollout_mesh, names, fast))
+        elif kind == "gpu" and compiling.has_libtpu():
+            like = targets.Target("v5p", case.target.count, targets.slice_shape(case.target.count, 3))
+            begun.append(compiling.start(c, case.hf_config, "tpu", like, case.mesh, None, {"update"}, fast))
+        cpu = compiling.finish(begun[0], f"{case.target} (CPU devices)", limit)
+        if len(begun) > 1:
+            tpu = compiling.finish(begun[1], str(case.target), limit)
+    finally:
+        for process, _, _ in begun:
+            if process.poll() is None:
+                process.kill()
+    return cpu, tpu
+
+
+def _memory(case: Case, cpu: dict, tpu: dict | None) -> tuple[dict, dict]:
+    """(bytes of the live parts, programs with their temporaries), from the source that the target's kind has."""
+    if case.target.kind == "cpu":
+        return cpu["live"], cpu["programs"]
+    if case.target.kind == "tpu":
+        return tpu["live"], {name: p if "temporaries" in p else _too_large(p) for name, p in tpu["programs"].items()}
+    return cpu["live"], memory.counted_programs(case.config, case.model, case.mesh, case.rollout, case.programs)
+
+
+def _too_large(program: dict) -> dict:
+    """What the TPU's compiler says of a program that does not fit: 'Used 120.5G of 95.7G hbm'."""
+    used = re.search(r"Used ([\d.]+)([GM]) of", program["too_large"])
+    size = float(used[1]) * (2**30 if used[2] == "G" else 2**20) if used else float("inf")
+    return {"arguments": size, "outputs": 0, "alias": 0, "temporaries": 0.0}
+
+
+def _cross_check(programs: dict, tpu: dict | None) -> dict:
+    """Counted temporaries of the update beside the TPU compiler's for the same program; empty without libtpu."""
+    found = (tpu or {"programs": {}})["programs"].get("update", {})
+    if "temporaries" not in found:
+        return {}
+    return {"update": {"counted": programs["update"]["temporaries"], "tpu": found["temporaries"]}}
+
+
+def _bounds(plan: dict, temporaries: float) -> dict:
+    peak, seconds = plan["per_device"]["peak_bytes"], plan["step_seconds"]
+    return {"peak_bytes": [peak - GPU_TEMPORARIES * temporaries, peak + GPU_TEMPORARIES * temporaries],
+            "step_seconds": [GPU_SECONDS[0] * seconds, GPU_SECONDS[1] * seconds]}
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def times(case: Case, collectives: dict) -> dict:
+    """{"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
+    "communication_share"}. `collectives` may be empty: then nothing is communicated."""
+    c, chip, topology = case.config, case.target.chip, case.target.topology
+
+    def network(program, often):
+        return often * sum(roofline.collective_seconds(chip, topology, found) for found in collectives.get(program, []))
+
+    shards = workload.data_shards(case.mesh)
+    rows, (epochs, minibatches) = workload.rows(c, shards), workload.updates(c)
+    micro, out = rows.microbatches * minibatches, {}
+    train = workload.train_work(c, case.model, case.mesh, rows)
+    forward = workload.train_work(c, case.model, case.mesh, rows, forward_only=True)
+    apply = workload.apply_work(c, case.model, case.mesh)
+    if case.rollout is not None:
+        inner, shapes, width = case.rollout
+        decode, prefill = workload.rollout_work(c, case.model, inner, shapes, case.target.hosts, width)
+        moved = network("decode", decode.times / shapes.decode_steps) + network("prefill", prefill.times)
+        out["rollout"] = roofline.phase(chip, [(decode, decode.times), (prefill, prefill.times)], moved)
+    scored = [name for name in case.programs if name in ("score", "score_reference", "value")]
+    if scored:
+        out["score"] = roofline.phase(chip, [(forward, micro * len(scored))], sum(network(name, micro) for name in scored))
+    for name in ("critic", "update"):
+        if name in case.programs:
+            moved = network(name, micro * epochs) + network(f"{name}_apply", minibatches * epochs)
+            out[name] = roofline.phase(chip, [(train, micro * epochs), (apply, minibatches * epochs)], moved)
+    if case.rollout is not None:
+        copied = workload.publish_work(c, case.model, case.mesh, case.rollout[2])
+        out["publish"] = roofline.phase(chip, [(copied, 1)], network("publish", 1))
+    return {"phases": out, **_totals(case, out)}
+
+
+def _totals(case: Case, phases: dict) -> dict:
+    c, count = case.config, case.target.count
+    prompt, answer = workload.lengths(c)
+    step = sum(p["seconds"] for p in phases.values())
+    sequences = c.data.prompts_per_step * (c.rollout.group_size if c.run.recipe == "rl" else 1)
+    tokens = sequences * (prompt + answer) / count
+    network = sum(p["network"] for p in phases.values())
+    return {
+        "step_seconds": step, "ideal_step_seconds": sum(p["ideal"] for p in phases.values()),
+        "serial_step_seconds": sum(p["serial"] for p in phases.values()),
+        "tokens_per_second_per_chip": tokens / step,
+        "update_tokens_per_second_per_chip": tokens / phases["update"]["seconds"],
+        "mfu": workload.useful_flops(c, case.model) / count / phases["update"]["seconds"] / case.target.chip.flops,
+        "communication_share": network / sum(p["serial"] for p in phases.values()),
+    }
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def counted_peak(case: Case, scale: dict) -> float:
+    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out."""
+    live = memory.standing(case.config, case.model, case.mesh, case.rollout)
+    programs = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, case.programs)
+    for name, program in programs.items():
+        program["temporaries"] *= scale.get(name, 1.0)
+    return max(memory.peaks(live, programs, case.config.optimizer.offload).values())
+
+
+def _search(case: Case, programs: dict, plan: dict) -> dict:
+    """{"largest", "advice"}: the largest that fit; where this one does not, the nearest that does."""
+    counted = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, list(programs))
+    scale = {name: p["temporaries"] / counted[name]["temporaries"] for name, p in programs.items()
+             if counted[name]["temporaries"] and p["temporaries"]}
+    rest = plan["per_device"]["peak_bytes"] / counted_peak(case, scale)  # padding, results that replace nothing
+
+    def peak(config):
+        return counted_peak(case_of(config, case.hf_config), scale) * (rest if math.isfinite(rest) else 1.0)
+
+    advice = _hints(case, plan)
+    if not plan["fits"]:
+        advice = [_nearest(case, peak), *advice]
+    return {"largest": fit.largest(case.config, peak, case.usable, case.mesh, case.model.config.max_positions), "advice": advice}
+
+
+def _nearest(case: Case, peak) -> str:
+    for change in fit.alternatives(case.config, case.mesh, case.target.per_host, case.target.kind):
+        try:
+            size = peak(fit.changed(case.config, **change))
+        except ConfigError:
+            continue  # a mesh that the target cannot have
+        if size <= case.usable:
+            return f"The nearest that fits ({_gib(size)} counted): {fit.said(change)}"
+    for factor in (2, 4, 8, 16, 32, 64):
+        text = f"{case.target.name}:{case.target.count * factor}"
+        try:
+            other = case_of(fit.changed(case.config, plan__target=text, mesh__fsdp=-1), case.hf_config)
+            size = counted_peak(other, {})
+        except ConfigError:
+            continue
+        if size <= other.usable:
+            return f"No change of this config fits {case.target}; on {other.target} it does ({_gib(size)} a device, counted)"
+    return f"Nothing was found that fits {case.target}; take a smaller model, or train fewer of its parameters (model.frozen)"
+
+
+def _reason(case: Case, plan: dict) -> str:
+    d = plan["per_device"]
+    parts = {name: d[name] for name in set(memory.PARTS.values()) | {"activations"} if d.get(name)}
+    big = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1])[:4])
+    return f"it does not fit: {_gib(d['peak_bytes'])} a device in `{d['peak_in']}`, {_gib(case.usable)} are there ({big})"
+
+
+def _hints(case: Case, plan: dict) -> list[str]:
+    """Remarks that do not depend on whether it fits."""
+    out = []
+    if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None:
+        out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives it more")
+    slowest = max(plan["phases"], key=lambda name: plan["phases"][name]["seconds"])
+    p = plan["phases"][slowest]
+    if p["bound"] == "network":
+        out.append(f"`{slowest}` waits for the network: larger microbatches, or dp across hosts with fsdp inside them, send less")
+    if slowest == "rollout" and p["bound"] == "memory":
+        out.append("rollouts are bound by reading weights and cache: more rollout.slots per device share the weights' reads")
+    if plan["rematerialised"]:
+        out.append(f"the partitioner gathered {plan['rematerialised']} arrays whole that it should not have: a sharding rule is missing")
+    return out
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+# -- beside a run ------------------------------------------------------------------------------------------------------
+
+
+def predict(config, mesh, model) -> dict[str, float]:
+    """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own mesh and
+    model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know."""
+    device = mesh.devices.flat[0]
+    name = targets.name_of(device)
+    if name is None:
+        return {}
+    c = config.copy_and_resolve_references()
+    sizes = {a: mesh.shape[a] for a in ("dp", "fsdp", "tp")}
+    for axis, n in sizes.items():
+        c.mesh[axis] = n
+    c.plan.target = f"{name}:{mesh.size}"
+    case = case_of(c, {}, model)
+    live = memory.standing(case.config, model, sizes, case.rollout)
+    programs = memory.counted_programs(case.config, model, sizes, case.rollout, case.programs)
+    found = times(case, {})
+    out = {f"{phase}_seconds": p["seconds"] for phase, p in found["phases"].items()}
+    return {"peak_bytes": max(memory.peaks(live, programs, c.optimizer.offload).values()), "step_seconds": found["step_seconds"],
+            "mfu": found["mfu"], **out}

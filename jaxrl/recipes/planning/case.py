@@ -1,0 +1,127 @@
+"""A job on a target: the config with nothing left to the platform, the model, the meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl import models, sharding
+from jaxrl.config import ConfigError, load_config
+from jaxrl.models import hf
+from jaxrl.recipes.planning import memory
+from jaxrl.recipes.planning.programs import sampler_shapes
+from jaxrl.recipes.planning.workload import SIZES, data_shards
+from jaxrl.recipes.setup import DTYPES, SMALL_MODEL, source_of
+from jaxrl.sharding import targets
+from jaxrl.sharding.mesh import AXES
+
+GPU_SHARE, BESIDE_VLLM = 0.75, 0.45  # of a GPU's memory: what jax takes by itself, and with vLLM's servers on the same GPUs
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None where the
+    answers come from elsewhere; `memory` and `usable` are bytes of one device."""
+
+    config: Any
+    target: targets.Target
+    hf_config: dict
+    model: models.Model
+    mesh: dict
+    rollout: tuple | None
+    memory: float
+    usable: float
+
+    @property
+    def programs(self) -> list[str]:
+        return memory.program_names(self.config, self.rollout)
+
+    @property
+    def rollout_mesh(self) -> dict | None:
+        return self.rollout and self.rollout[0]
+
+
+def open_case(config) -> Case:
+    """Raises ConfigError for a target, model or mesh that cannot be."""
+    targets.parse(config.plan.target)
+    config = _with_warm_start(config)
+    m = config.model
+    try:
+        hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False)
+        return case_of(config, hf_config)
+    except ConfigError as e:
+        raise e if m.path in str(e) or not m.path else ConfigError(f"model.path={m.path!r}: {e}") from None
+
+
+def case_of(config, hf_config: dict, model=None) -> Case:
+    """The case of a config whose model description is read; `model` where a run has built it."""
+    target = targets.parse(config.plan.target)
+    if model is None:
+        config, model = for_target(config, hf_config, target)
+    mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
+    whole, usable = device_memory(config, target)
+    return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable)
+
+
+def _with_warm_start(config):
+    config = config.copy_and_resolve_references()
+    if config.run.warm_start:  # its export becomes the model
+        first = load_config(config.run.warm_start)
+        for name in ("path", "init", "config"):
+            config.model[name] = first.model[name]
+    return config
+
+
+def for_target(config, hf_config: dict, target):
+    """(the config with every `auto` that depends on the platform decided as on the target, the model)."""
+    cpu = target.kind == "cpu"
+    c = config.copy_and_resolve_references()
+    if c.train.compute_dtype == "auto":
+        c.train.compute_dtype = target.chip.dtype
+    if c.model.scan_layers == "auto":
+        c.model.scan_layers = "false" if cpu and hf_config.get("num_hidden_layers", 0) <= 8 else "true"
+    description = json.dumps(hf_config, sort_keys=True, default=str)
+    build = lambda remat: _build(description, c.train.compute_dtype, c.model.scan_layers == "true", remat,  # noqa: E731
+                                 c.model.attention, c.model.remat_every)
+    if c.model.remat == "auto":
+        c.model.remat = "none" if cpu or build("none").num_parameters < SMALL_MODEL else "full"
+    return c, build(c.model.remat)
+
+
+@functools.lru_cache(maxsize=32)
+def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, every: int):
+    return models.build(json.loads(description), compute_dtype=jnp.dtype(DTYPES[dtype]), scan_layers=scan, remat=remat,
+                        attention=attention, remat_every=every)
+
+
+def _rollout(config, model, target, mesh: dict):
+    """The embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned for where it is named."""
+    if config.run.recipe != "rl" or config.rollout.servers or config.rollout.engine not in ("auto", "jax"):
+        return None
+    if target.hosts == 1:
+        inner = mesh
+    elif target.per_host % mesh["tp"]:
+        raise ConfigError(f"mesh.tp={mesh['tp']}: the embedded sampler stays within one process, which has {target.per_host} devices"
+                          f" on {target}; lower mesh.tp, or set rollout.engine=vllm")
+    else:
+        inner = {**dict.fromkeys(mesh, 1), "fsdp": target.per_host // mesh["tp"], "tp": mesh["tp"]}
+    width = SIZES[config.train.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype]
+    return inner, sampler_shapes(config, target.hosts, data_shards(inner)), width
+
+
+def device_memory(config, target) -> tuple[float, float]:
+    """(bytes of a device, bytes that the job may use). CPU devices share this machine's memory."""
+    if target.kind == "cpu":
+        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / target.count
+        return share, share
+    whole = target.chip.memory
+    if target.kind == "tpu":
+        return whole, whole
+    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    beside = config.rollout.engine == "vllm" and not config.rollout.servers and not config.rollout.vllm.devices
+    return whole, whole * (float(given) if given else BESIDE_VLLM if beside else GPU_SHARE)

@@ -1,0 +1,213 @@
+"""Compiling a job's programs for devices that are not here: in a subprocess, because jax fixes its devices once per process.
+
+    python -m jaxrl.recipes.planning.compiling JOB.json RESULT.json
+
+The parent writes the job and reads the result; see `compile_for`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.config import ConfigError, default_config, free_tables, options, put
+
+# Only shapes, memory and collectives are asked for: machine code is made as cheaply as it can be.
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+REMATERIALISED = "Involuntary full rematerialization"
+
+
+def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_mesh: dict | None, wanted=None, fast=True):
+    """Starts compiling; returns what `finish` takes.
+
+    Args:
+      platform: cpu (as many devices of this machine as the target has) or tpu (a topology; needs libtpu).
+      target: targets.Target; for `tpu` it has a topology.
+      mesh, rollout_mesh: axis sizes; None = no embedded sampler.
+      wanted: names of programs; None = all.
+      fast: on TPUs, compile at the least effort: a quarter of the time, and temporaries up to 12 % off.
+
+    Raises ConfigError where libtpu is missing.
+    """
+    if platform == "tpu" and not has_libtpu():
+        raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra `plan`)")
+    folder = tempfile.TemporaryDirectory(prefix="jaxrl-plan-")
+    job = {"config": json.loads(config.to_json_best_effort()), "hf_config": hf_config, "platform": platform, "name": target.name,
+           "topology": target.topology, "count": target.count, "per_host": target.per_host, "mesh": mesh,
+           "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}
+    (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+           "TF_CPP_MIN_LOG_LEVEL": "1", "XLA_FLAGS": FAST}
+    if fast:
+        env["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1"
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    log = open(Path(folder.name) / "log", "w")  # noqa: SIM115 (read by finish)
+    process = subprocess.Popen([sys.executable, "-m", "jaxrl.recipes.planning.compiling", "job.json", "result.json"],
+                               cwd=folder.name, env=env, stdout=log, stderr=subprocess.STDOUT)
+    return process, folder, time.monotonic()
+
+
+def finish(started, what: str, limit: float) -> dict:
+    """Waits for a compilation and returns its result.
+
+    {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds", "collectives"}},
+    "live": {name: bytes per device}, "rematerialised": warnings of the partitioner, "seconds"}. Raises ConfigError after `limit`
+    seconds, and with the compiler's words where it fails.
+    """
+    process, folder, since = started
+    with folder:
+        place = Path(folder.name)
+        try:
+            process.wait(max(0.0, limit - (time.monotonic() - since)))
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"plan: compiling for {what} took longer than plan.timeout_seconds={limit:g}; raise it") from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        said = (place / "log").read_text(errors="replace")
+        if process.returncode or not (place / "result.json").is_file():
+            raise ConfigError(f"plan: compiling for {what} failed: {_last_words(said)}")
+        result = json.loads((place / "result.json").read_text())
+    if "problem" in result:
+        raise ConfigError(result["problem"])
+    return {**result, "rematerialised": said.count(REMATERIALISED)}
+
+
+def _last_words(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line or "error" in line]
+    return (told or lines or ["it said nothing"])[-1].strip()[-600:]
+
+
+def has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
+
+
+# -- in the subprocess -------------------------------------------------------------------------------------------------
+
+
+def config_of(plain: dict):
+    """A config from what JSON keeps of one."""
+    config, tables = default_config(), free_tables()
+    with config.unlocked():
+        for name in options():
+            node = plain
+            for part in name.split("."):
+                node = node[part]
+            if name in tables:
+                continue
+            put(config, name, tuple(node) if isinstance(node, list) else node)
+        for table in tables:
+            into, node = config, plain
+            for part in table.split("."):
+                into, node = into[part], node[part]
+            into.update(node)
+    return config
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    since = time.monotonic()
+    try:
+        result = _compile(job)
+    except ConfigError as e:
+        result = {"problem": str(e)}
+    Path(result_file).write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}))
+
+
+def _compile(job: dict) -> dict:
+    import jax
+
+    from jaxrl.recipes.planning import collectives, programs
+
+    meshes = _meshes(job)
+    low = programs.lower(config_of(job["config"]), job["hf_config"], *meshes,
+                         wanted=None if job["wanted"] is None else set(job["wanted"]))
+    per_host = job["per_host"]
+
+    def compiled(item):
+        name, lowered = item
+        since = time.monotonic()
+        try:
+            program = lowered.compile()
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            return name, {"too_large": str(e)[:2000]}
+        memory = program.memory_analysis()
+        cost = program.cost_analysis() or {}
+        out = {"arguments": memory.argument_size_in_bytes, "outputs": memory.output_size_in_bytes,
+               "alias": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
+               "flops": cost.get("flops", 0.0), "seconds": round(time.monotonic() - since, 1)}
+        if job["platform"] == "cpu":
+            out["collectives"] = [{**vars(c), "sent": c.sent} for c in collectives.read(program.as_text(), per_host)]
+        return name, out
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(pool.map(compiled, sorted(low.programs.items(), key=lambda item: item[0] not in ("update", "critic"))))
+    return {"programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()}}
+
+
+def _meshes(job: dict):
+    """(mesh of training, mesh of one process's sampler or None), of CPU devices or of a TPU topology."""
+    import jax
+
+    from jaxrl import sharding
+
+    axes = lambda shape: (jax.sharding.AxisType.Auto,) * len(shape)  # noqa: E731
+    names = sharding.mesh.AXES
+    if job["platform"] == "cpu":
+        jax.config.update("jax_num_cpu_devices", job["count"])
+        devices = jax.devices()
+        make = lambda shape, part: jax.sharding.Mesh(  # noqa: E731
+            np.array(part).reshape([shape[a] for a in names]), names, axis_types=axes(names))
+        mesh = make(job["mesh"], devices)
+        inner = job["rollout_mesh"]
+        return mesh, inner and (mesh if inner == job["mesh"] else make(inner, devices[:_size(inner)]))
+    mesh = _tpu_mesh(job["name"], job["topology"], job["mesh"])
+    inner = job["rollout_mesh"]
+    if inner is None or inner == job["mesh"]:
+        return mesh, inner and mesh
+    return mesh, _tpu_mesh(job["name"], _host_topology(job["topology"], _size(inner)), inner)
+
+
+def _size(mesh: dict) -> int:
+    return math.prod(mesh.values())
+
+
+def _host_topology(topology, devices: int):
+    """The shape of one host of a slice: 2x2(x1) chips, or as many as there are."""
+    shape = {4: (2, 2), 8: (2, 4), 2: (1, 2), 1: (1, 1)}[devices]
+    return shape + (1,) * (len(topology) - 2)
+
+
+def _tpu_mesh(name: str, topology, mesh: dict):
+    import jax
+    from jax.experimental import topologies
+
+    from jaxrl import sharding
+
+    shape = "x".join(map(str, topology))
+    small = any(side % 2 for side in topology[:2])
+    extra = {"chips_per_host_bounds": [*topology[:2], 1]} if small else {}
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}", **extra)
+    except Exception as e:  # libtpu's own errors have no common class
+        raise ConfigError(f"plan.target={name}:{shape}: libtpu knows no such slice ({str(e).splitlines()[0][:200]})") from None
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh(tuple(mesh[a] for a in sharding.mesh.AXES), sharding.mesh.AXES, axis_types=kinds, devices=found.devices)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""The largest that fits, and the nearest that does: the counted memory of other configs, scaled by what was compiled for this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jaxrl.recipes.planning.workload import data_shards, lengths, rows
+
+LONGEST = 1 << 20
+
+
+def changed(config, **values):
+    """A copy with dotted options (written group__name) replaced; static lengths that no longer hold follow the config."""
+    c = config.copy_and_resolve_references()
+    with c.unlocked():
+        for name, value in values.items():
+            group, _, leaf = name.partition("__")
+            c[group][leaf] = value
+        if "rollout__max_new_tokens" in values:
+            c.rollout.cache_lengths, c.train.row_lengths, c.train.max_sequence_tokens = (), (), 0
+    return c
+
+
+def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
+    """The largest n <= limit with fits(n), which holds for all below one that it holds for; 0 where not even 1 does."""
+    if not fits(1):
+        return 0
+    low, high = 1, max(2, start)
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
+    """The largest microbatch, group, slot count and answer that fit, everything else as it is.
+
+    peak(config) -> bytes on a device. None where the option does not decide memory.
+    """
+    shards = data_shards(mesh)
+    length = rows(config, shards).shape[1]
+    fits = lambda **values: peak(changed(config, **values)) <= memory  # noqa: E731
+    row_count = most(lambda n: fits(train__tokens_per_microbatch=n * length), 8, 4096)
+    prompt, _ = lengths(config)
+    room = max(1, min(LONGEST, max_positions) - prompt)
+    answer = most(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
+    out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None, "slots": None}
+    if config.run.recipe == "rl":
+        slots = most(lambda n: fits(rollout__slots=n * shards), 8, 4096)
+        out["slots"] = slots * shards
+        by_batch = not config.rollout.slots and config.data.prompts_per_step * config.rollout.group_size < 256
+        if by_batch:
+            out["group_size"] = most(lambda n: fits(rollout__group_size=n), config.rollout.group_size, 256)
+    return out
+
+
+def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]:
+    """Changes in the order in which a user would rather make them: first what costs time only, then what costs samples."""
+    length = rows(config, data_shards(mesh)).shape[1]
+    smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12)) if n >= length] or [length]
+    remat = {} if config.model.remat in ("full", "offload") else {"model__remat": "full"}
+    if remat:
+        yield remat
+    for tokens in smaller:
+        yield {**remat, "train__tokens_per_microbatch": tokens}
+    if kind != "cpu" and not config.optimizer.offload:
+        yield {**remat, "train__tokens_per_microbatch": smaller[-1], "optimizer__offload": True}
+    least = {**remat, "train__tokens_per_microbatch": smaller[-1]}
+    if mesh["dp"] > 1:
+        yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
+    if config.run.recipe == "rl":
+        for slots in (128, 64, 32, 16, 8):
+            yield {**least, "rollout__slots": slots}
+        least["rollout__slots"] = 8
+    for tp in (2, 4, 8):
+        devices = mesh["dp"] * mesh["fsdp"] * mesh["tp"]
+        if tp > mesh["tp"] and tp <= per_host and devices % tp == 0:
+            yield {**least, "mesh__tp": tp, "mesh__dp": 1, "mesh__fsdp": devices // tp}
+    answer = lengths(config)[1]
+    for part in (2, 4, 8):
+        yield {**least, "rollout__max_new_tokens": max(1, answer // part)}
+
+
+def said(change: dict) -> str:
+    """A change as flags."""
+    return " ".join(f"--config.{name.replace('__', '.')}={value}" for name, value in change.items())
+

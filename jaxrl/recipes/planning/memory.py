@@ -1,0 +1,228 @@
+"""Bytes on one device: what a run keeps, and what each of its programs needs beside it for a moment.
+
+What is kept follows from shapes and shardings and is exact. Temporaries are the compiler's figure where a program was compiled
+for the target itself (CPU, TPU); for GPUs, and to scale a compiled figure to another size, they are counted here. Kernels count
+by their operands and what they keep (`workspace`): an implementation of attention that is not in XLA has no temporaries.
+
+Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-value heads, K head size, M MLP width, n layers.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+from jaxrl.kernels.attention import blockwise
+from jaxrl.recipes.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
+from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES
+
+# Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped before.
+ARGUMENTS = {
+    "update": ("update_params", "update_gradients", "update_batch"),
+    "update_apply": ("update_params", "update_optimizer", "update_gradients"),
+    "critic": ("critic_params", "critic_gradients", "critic_batch"),
+    "critic_apply": ("critic_params", "critic_optimizer", "critic_gradients"),
+    "score": ("update_params", "update_batch"),
+    "score_reference": ("reference", "update_batch"),
+    "value": ("critic_params", "update_batch"),
+    "publish": ("update_params", "rollout_weights"),
+    "prefill": ("rollout_weights", "rollout_stash"),
+    "insert": ("rollout_cache", "rollout_stash"),
+    "decode": ("rollout_weights", "rollout_cache"),
+}
+MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_batch")  # there only while their programs run
+OPTIMIZERS = ("update_optimizer", "critic_optimizer")
+PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update_gradients": "gradients", "update_batch": "batch",
+         "critic_params": "critic", "critic_optimizer": "critic", "critic_gradients": "gradients", "critic_batch": "batch",
+         "reference": "reference", "rollout_weights": "publish", "rollout_cache": "kv_cache", "rollout_stash": "kv_cache"}
+
+
+def peaks(live: dict, programs: dict, offload: bool = False) -> dict[str, float]:
+    """Program -> bytes on the device while it runs. offload: optimizer states are there only while they are applied.
+
+    live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"}; arguments of
+    0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
+    """
+    away = MOMENTARY + OPTIMIZERS * offload
+    standing = {name: size for name, size in live.items() if name not in away}
+    out = {}
+    for name, p in programs.items():
+        mine = [a for a in ARGUMENTS[name] if a in live]
+        if name == "value" and "critic_params" not in live:
+            mine.append("update_params")
+        others = sum(size for part, size in standing.items() if part not in mine)
+        if name == "publish":
+            mine.remove("rollout_weights")
+        arguments = p["arguments"] or sum(live[a] for a in mine)
+        out[name] = others + arguments + p["outputs"] - p["alias"] + p["temporaries"]
+    return out
+
+
+def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False) -> dict[str, float]:
+    """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
+    out: dict[str, float] = {}
+    for name, size in live.items():
+        if name not in MOMENTARY + OPTIMIZERS * offload or name in ARGUMENTS[program]:
+            out[PARTS[name]] = out.get(PARTS[name], 0) + size
+    out["activations"] = temporaries
+    out["other"] = max(0.0, peak - sum(out.values()))
+    return out
+
+
+# -- counted -----------------------------------------------------------------------------------------------------------
+
+
+def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
+    """The live parts of a job by name, from the parameter table alone. Frozen parameters count as trained ones.
+
+    rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
+    """
+    size = SIZES[config.train.param_dtype]
+    one = weight_bytes(model, mesh, TRAIN_RULES, 1)
+    out = {"update_params": one * size, "update_optimizer": MOMENTS.get(config.optimizer.name, 2) * one * size,
+           "update_gradients": one * 4, "update_batch": _batch_bytes(rows(config, data_shards(mesh)).shape, mesh)}
+    if config.run.recipe == "rl":
+        from jaxrl.config_checks import resolved_algorithm
+
+        v = resolved_algorithm(config)
+        if v["kl.coef"]:
+            out["reference"] = one * SIZES[config.reference.dtype]
+        if v["advantage"] == "gae" and not config.critic.shared:
+            out |= {name.replace("update", "critic"): size for name, size in out.items() if name.startswith("update")}
+    if rollout is not None:
+        inner, shapes, width = rollout
+        out["rollout_weights"] = weight_bytes(model, inner, ROLLOUT_RULES, width)
+        out["rollout_cache"] = cache_bytes(model, inner, shapes.slots, shapes.cache_lengths[-1], width)
+        out["rollout_stash"] = cache_bytes(model, inner, shapes.stash_rows, shapes.prompt_lengths[-1], width)
+    return out
+
+
+def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float:
+    cfg = model.config
+    kv_share = mesh["tp"] if cfg.num_kv_heads % mesh["tp"] == 0 else 1
+    return 2 * slots / data_shards(mesh) * length * cfg.num_kv_heads / kv_share * cfg.head_dim * cfg.num_layers * width
+
+
+def _batch_bytes(shape, mesh: dict) -> float:
+    return 13 * 4 * shape[0] * shape[1] / data_shards(mesh)  # 7 integer arrays, about 6 columns and weights
+
+
+def workspace(model, queries: float, keys: int, tp: int, backward: bool) -> float:
+    """Bytes that attention needs beside its operands for `queries` query tokens over rows of `keys`.
+
+    The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise one those of
+    one block per row, a kernel the log-sum-exp of each query.
+    """
+    heads = model.config.num_heads / tp
+    name = model.attention
+    if name == "auto":
+        name = "blockwise" if keys >= blockwise.WORTH_IT else "reference"
+    if name not in ("reference", "blockwise"):
+        return queries * heads * 4
+    seen = queries * (min(1.0, blockwise.BLOCK / keys) if name == "blockwise" else 1.0)
+    return (4 if backward else 2) * seen * keys * heads * 4
+
+
+def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
+    """Counted temporaries of `update`, `critic` or a scoring pass on a microbatch of `shape` (rows, row length)."""
+    cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
+    count, length = shape
+    t = count * length / data_shards(mesh)
+    wide, narrow = cfg.mlp_size / tp, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
+    learns = kind in ("update", "critic")
+    at_once = model.remat_every if learns and model.remat != "none" else 1
+    layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
+    layer += workspace(model, t, length, tp, learns) + (at_once - 1) * t * act * _kept_without_remat(model, tp, length)
+    gathered = 2 * _layer_weights(model) / tp * act
+    hidden = 4 * t * cfg.hidden_size * act
+    if kind in ("critic", "value"):
+        head = 0.0
+    else:
+        own_rows = max(1, count // data_shards(mesh))
+        per_row = min(max(1, config.train.logprob_chunk // own_rows), length)
+        chunk = per_row * own_rows * cfg.vocab_size / tp * 4
+        table = cfg.hidden_size * cfg.vocab_size / tp
+        head = (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
+    if not learns:
+        return hidden + max(layer + gathered, head)
+    saved = _saved(model, t, tp, act, length)
+    gradients = weight_bytes(model, mesh, TRAIN_RULES, 4)
+    own = _layer_weights(model) / tp * 4
+    embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
+    return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
+
+
+def _saved(model, t: float, tp: int, act: int, length: int) -> float:
+    """What the forward pass keeps for the backward pass, over all layers. The residual stream is split over tp."""
+    cfg = model.config
+    narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
+    if model.remat == "offload":
+        return 0.0
+    if model.remat == "full":
+        per_token = cfg.hidden_size / tp / model.remat_every
+    elif model.remat == "dots":
+        per_token = 3 * cfg.hidden_size + narrow + 2 * cfg.mlp_size / tp
+    else:
+        per_token = _kept_without_remat(model, tp, length)
+    return cfg.num_layers * t * per_token * act
+
+
+def _kept_without_remat(model, tp: int, length: int) -> float:
+    """Numbers per token that one layer keeps where nothing is computed again."""
+    cfg = model.config
+    narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
+    scores = model.attention in ("auto", "reference") and length < blockwise.WORTH_IT
+    return (8 * cfg.hidden_size + 3 * narrow + 4 * cfg.mlp_size / tp
+            + (2 * cfg.num_heads / tp * length * 4 / model.compute_dtype.itemsize if scores else 0))
+
+
+def _layer_weights(model) -> float:
+    """Parameters of one layer."""
+    return sum(math.prod(e.shape) for e in model.entries if e.path[0].startswith("layer")) / model.config.num_layers
+
+
+def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dict]:
+    """{"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
+    shape = rows(config, data_shards(mesh)).shape
+    inner, shapes, width = rollout or (None, None, 0)
+    out = {}
+    for name in names:
+        extra = temp = 0.0
+        if name in ("update", "critic", "score", "score_reference", "value"):
+            temp = temporaries(config, model, mesh, shape, name)
+        elif name == "publish":
+            extra = weight_bytes(model, inner, ROLLOUT_RULES, width)
+            temp = 2 * _layer_weights(model) * 4
+        elif name == "prefill":
+            alike = SimpleNamespace(train=config.train)
+            temp = temporaries(alike, model, inner, (shapes.prefill_rows, shapes.prompt_lengths[-1]), "value")
+            temp += cache_bytes(model, inner, shapes.prefill_rows, shapes.prompt_lengths[-1], width)
+        elif name == "insert":
+            temp = 2 * cache_bytes(model, inner, shapes.insert_width, shapes.prompt_lengths[-1], width)
+        elif name == "decode":
+            slots, cfg = shapes.slots / data_shards(inner), model.config
+            logits = slots * cfg.vocab_size / inner["tp"] * 4
+            seen = slots * cfg.num_heads / inner["tp"] * shapes.cache_lengths[-1] * 4
+            temp = 6 * logits + 3 * seen + 2 * cache_bytes(model, inner, shapes.slots, shapes.cache_lengths[-1], width) \
+                / cfg.num_layers
+        out[name] = {"arguments": 0, "outputs": extra, "alias": 0, "temporaries": temp}
+    return out
+
+
+def program_names(config, rollout) -> list[str]:
+    """The programs of a job that plan looks at, by name."""
+    names = ["update", "update_apply"]
+    if config.run.recipe != "rl":
+        return names
+    from jaxrl.config_checks import resolved_algorithm
+
+    v = resolved_algorithm(config)
+    steps = math.prod(updates(config))
+    in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
+    if v["old_logprobs"] == "recompute" or v["old_logprobs"] == "auto" and (steps > 1 or in_reward):
+        names.append("score")
+    if v["kl.coef"]:
+        names.append("score_reference")
+    if v["advantage"] == "gae":
+        names += ["value"] + ([] if config.critic.shared else ["critic", "critic_apply"])
+    return names + (["publish", "prefill", "insert", "decode"] if rollout is not None else [])

@@ -1,0 +1,236 @@
+"""The programs of a run, lowered from shapes alone: nothing is loaded, nothing is executed.
+
+They are the run's own: the recipes' functions are called with ShapeDtypeStructs in place of arrays, on any mesh, of devices
+that need not exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxrl import sharding, training
+from jaxrl.recipes import setup
+from jaxrl.recipes.algorithm import Algorithm
+from jaxrl.rollout.embedded import DTYPES, _empty_table
+from jaxrl.rollout.programs import Programs
+from jaxrl.rollout.shapes import from_config
+from jaxrl.types import PackedBatch
+
+
+@dataclasses.dataclass
+class Lowering:
+    """Programs by name, and what a run keeps on its devices by name (trees of ShapeDtypeStruct with shardings)."""
+
+    programs: dict[str, Any] = dataclasses.field(default_factory=dict)  # name -> jax.stages.Lowered
+    live: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
+    """Lowers the programs of a job.
+
+    Args:
+      config: nothing in it is left to the platform (see plan.for_target).
+      hf_config: the model.
+      mesh: of the training programs.
+      rollout_mesh: of the embedded sampler (one process's devices); None = no sampler.
+      wanted: names of programs to lower; None = all.
+    """
+    out = Lowering()
+    keep = lambda name: wanted is None or name in wanted  # noqa: E731
+    job = setup.open_job(config, setup.Inputs(None, hf_config, (0,), None), mesh=mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if config.run.recipe == "rl":
+            params = _reinforcement(out, job, keep)
+        else:
+            params = _supervised(out, job, keep)
+        if rollout_mesh is not None:
+            weights = _publish(out, job, params, rollout_mesh, keep)
+    if rollout_mesh is not None:
+        with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+            _sampler(out, job, weights, rollout_mesh, keep)
+    return out
+
+
+def _shaped(tree, sharding_of):
+    """Shapes of `tree`, lying as `sharding_of` says (a sharding, or a tree of them)."""
+    one = isinstance(sharding_of, NamedSharding)
+    shape = lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where)  # noqa: E731
+    return jax.tree.map(lambda s: shape(s, sharding_of), tree) if one else jax.tree.map(shape, tree, sharding_of)
+
+
+def _reinforcement(out: Lowering, job, keep):
+    """Scoring and updates of policy and critic. Returns the policy's parameters."""
+    c = job.config
+    run = SimpleNamespace(config=c, job=job, total_steps=c.train.steps)
+    algorithm = Algorithm(run)
+    optimizer, schedule = training.make_optimizer(
+        c.optimizer, c.train.steps * algorithm.updates_per_step, setup.flat_axes(job.tree))
+    update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
+    state = setup.abstract_state(job, optimizer)
+    params = training.merge(state.trainable, state.frozen)
+    columns, weights = _columns(c, algorithm)
+    _update(out, job, "update", update, state, columns, weights, keep)
+    reference = None
+    if algorithm.reference is not None:
+        tree = jax.eval_shape(job.model.init, jax.random.key(0))
+        dtype = setup.DTYPES[c.reference.dtype]
+        reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, dtype, sharding=w), tree,
+                                 setup.param_shardings(job, tree=job.model))
+        out.live["reference"] = reference
+    batch = _batch(job, max_rows(job), _support(c), ("scored",))
+    if algorithm.old_source == "recompute" and keep("score"):
+        out.programs["score"] = algorithm.score.program.lower(params, batch)
+    if reference is not None and keep("score_reference"):
+        out.programs["score_reference"] = algorithm.score.program.lower(reference, batch)
+    critic = algorithm.critic
+    if critic is not None and not critic.shared:
+        critic_state = critic.abstract()
+        _update(out, job, "critic", critic.update, critic_state, {n: (jnp.float32, ()) for n in ("return", "old_value")},
+                ("token",), keep)
+        params_of_critic = training.merge(critic_state.trainable, critic_state.frozen)
+    else:
+        params_of_critic = params
+    if critic is not None and keep("value"):
+        out.programs["value"] = critic.score.program.lower(params_of_critic, batch)
+    return setup.without_value(params)
+
+
+def _supervised(out: Lowering, job, keep):
+    c = job.config
+    loss = training.LossConfig(kind="nll", chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm,
+                               fp16=job.compute_dtype == jnp.float16)
+    optimizer, schedule = training.make_optimizer(c.optimizer, c.train.steps, setup.flat_axes(job.tree))
+    update = training.make_update(job.model, optimizer, schedule, loss)
+    state = setup.abstract_state(job, optimizer)
+    _update(out, job, "update", update, state, {}, ("policy", "token"), keep)
+    return training.merge(state.trainable, state.frozen)
+
+
+def _columns(c, algorithm):
+    """(columns, weights) that Algorithm.columns and the recipe give the policy's update."""
+    v, one = algorithm.values, (jnp.float32, ())
+    columns = {"behaviour": one, "advantage": one} | _support(c)
+    if algorithm.old_source != "current":
+        columns["old"] = one
+    if algorithm.reference is not None:
+        columns["ref"] = one
+    if algorithm.critic is not None:
+        columns |= {"return": one, "old_value": one}
+    return columns, ("policy", "token") + (("positive",) if v["positive_nll_coef"] else ())
+
+
+def _support(c):
+    return {"support": (jnp.int32, (c.rollout.top_k,))} if c.algorithm.sampled_support else {}
+
+
+def max_rows(job) -> tuple[int, int]:
+    """(rows, row length) of the microbatch with the most tokens."""
+    return max(((counts[0], length) for length, counts in zip(job.row_shapes.lengths, job.row_shapes.counts, strict=True)),
+               key=lambda shape: shape[0] * shape[1])
+
+
+def _batch(job, shape, columns, weights) -> PackedBatch:
+    rows, length = shape
+    where = sharding.batch_sharding(job.mesh)
+    array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731
+    integers = ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
+    return PackedBatch(**{name: array(jnp.int32) for name in integers},
+                       columns={name: array(*kind) for name, kind in columns.items()},
+                       weights={name: array(jnp.float32) for name in weights})
+
+
+def _update(out: Lowering, job, name, update, state, columns, weights, keep):
+    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply takes the step.
+
+    An optimizer state that rests in host memory is on the devices while it is applied.
+    """
+    on_devices = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(job.mesh, s.sharding.spec))  # noqa: E731
+    state = state.replace(opt_state=jax.tree.map(on_devices, state.opt_state))
+    out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
+    empty, accumulate, apply = update.compiled(state)
+    batch = _batch(job, max_rows(job), columns, weights)
+    everywhere = sharding.replicated(job.mesh)
+    grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, batch)
+    grads = _shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable))
+    metrics = _shaped(metrics, everywhere)
+    out.live |= {f"{name}_gradients": grads, f"{name}_batch": batch}
+    if keep(name):
+        out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics, batch)
+    if keep(f"{name}_apply"):
+        out.programs[f"{name}_apply"] = apply.lower(state, grads, metrics)
+
+
+class Lowered(Programs):
+    """The sampler's programs; calling one lowers it and answers with shapes."""
+
+    def __init__(self, model, shapes, mesh, dtype, keep):
+        super().__init__(model, shapes, mesh, dtype)
+        self.lowered, self.keep = {}, keep
+
+    def put(self, tree, sharding):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=sharding), tree)
+
+    def run(self, key, function, args, donate=(), out_shardings=None):
+        if self.keep(key[0]):
+            self.lowered[key[0]] = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+        whole = isinstance(out_shardings, NamedSharding)
+        spread = lambda where, part: _shaped(part, where)  # noqa: E731
+        found = jax.eval_shape(function, *args)
+        return spread(out_shardings, found) if whole else jax.tree.map(spread, out_shardings, found)
+
+
+def sampler_shapes(config, hosts: int, data_shards: int):
+    """Static shapes of one process's sampler: each serves its share of the prompts."""
+    c = config.copy_and_resolve_references()
+    with c.unlocked():
+        c.data.prompts_per_step = -(-c.data.prompts_per_step // hosts)
+        c.rollout.slots = -(-c.rollout.slots // hosts)
+    return from_config(c, data_shards, 1)
+
+
+def _sampler_of(job, mesh):
+    """(model, shapes) of one process's sampler."""
+    c = job.config
+    dtype = jnp.dtype(DTYPES[c.rollout.dtype]) if c.rollout.dtype != "auto" else job.compute_dtype
+    model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
+    return model, sampler_shapes(c, max(1, job.mesh.size // mesh.size), sharding.data_shards(mesh))
+
+
+def _publish(out: Lowering, job, params, mesh, keep):
+    """publish, on the whole mesh. Returns the copy's shapes as one process's sampler has them: its own shards."""
+    model, shapes = _sampler_of(job, mesh)
+    programs = Lowered(model, shapes, job.mesh, model.compute_dtype, keep)
+    copy = programs.publish(params)
+    out.programs |= programs.lowered
+    return _shaped(copy, sharding.param_shardings(mesh, model.logical_axes(), copy, sharding.ROLLOUT_RULES))
+
+
+def _sampler(out: Lowering, job, weights, mesh, keep):
+    """prefill, insert and decode at the largest shapes, on one process's devices."""
+    model, shapes = _sampler_of(job, mesh)
+    programs = Lowered(model, shapes, mesh, model.compute_dtype, keep)
+    cache, stash = programs.new_caches()
+    out.live |= {"rollout_weights": weights, "rollout_cache": cache, "rollout_stash": stash}
+    rows, longest = shapes.prefill_rows, shapes.prompt_lengths[-1]
+    integers = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+    programs.prefill(weights, stash, integers(rows, longest), integers(rows), integers(rows))
+    programs.insert(cache, stash, integers(shapes.insert_width), integers(shapes.insert_width))
+    progress, controls = _empty_table(shapes)
+    history = programs.put(integers(shapes.slots, shapes.cache_lengths[-1]), programs.by_slot)
+    programs.decode(weights, cache, progress, controls, history, 0, np.arange(shapes.slots, dtype=np.int32),
+                    shapes.cache_lengths[-1])
+    out.programs |= {name: program for name, program in programs.lowered.items() if name != "caches"}
+
+
+def device_bytes(tree) -> int:
+    """Bytes of a tree on the device that holds the most of it."""
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+               for leaf in jax.tree.leaves(tree) if leaf is not None)
+

@@ -1,0 +1,174 @@
+"""What one step of a job asks of a device, counted from the config: rows, operations, bytes. No compilation, no device.
+
+Every prompt and answer is taken at its longest, as memory must be; `share` scales the answers where a run knows better.
+
+Legend: D hidden size, V vocabulary, H query heads, K head size, P longest prompt, A longest answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxrl import training
+from jaxrl.config_checks import longest_sequence, resolved_algorithm
+from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
+
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "adafactor": 0}  # arrays of the parameters' size in the optimizer
+LAID_OUT = 32  # groups whose layout is computed; more are in proportion
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Packed rows of one optimizer step, and what is in them."""
+
+    shape: tuple[int, int]   # rows and row length of a whole microbatch, over all data shards
+    microbatches: int
+    scored: int              # scored tokens per microbatch, over all data shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One pass of a phase on one device: floating-point operations, bytes of its memory, and how often a step does it."""
+
+    flops: float
+    bytes: float
+    times: float = 1
+
+
+def data_shards(mesh: dict) -> int:
+    return mesh["dp"] * mesh["fsdp"]
+
+
+def weight_bytes(model, mesh: dict, rules: dict, itemsize: int) -> int:
+    """Bytes of the model's weights on one device. mesh: {"dp": ..., "fsdp": ..., "tp": ...}."""
+    shape, total = SimpleNamespace(shape=mesh), 0
+    for entry in model.entries:
+        spec = spec_for("/".join(entry.path), entry.axes, entry.shape, shape, rules)
+        parts = [math.prod(mesh[a] for a in (axis if isinstance(axis, tuple) else (axis,))) if axis else 1 for axis in spec]
+        total += math.prod(n // p for n, p in zip(entry.shape, parts, strict=True)) * itemsize
+    return total
+
+
+def lengths(config) -> tuple[int, int]:
+    """(longest prompt, longest answer) that fit one sequence together."""
+    total = longest_sequence(config)
+    prompt = min(config.data.max_prompt_tokens, total - 1)
+    return prompt, min(config.rollout.max_new_tokens, total - prompt)
+
+
+def updates(config) -> tuple[int, int]:
+    """(passes over a batch, optimizer steps per pass)."""
+    if config.run.recipe != "rl":
+        return 1, 1
+    v = resolved_algorithm(config)
+    return v["ppo_epochs"], v["num_minibatches"]
+
+
+def rows(config, shards: int) -> Rows:
+    """Lays out one optimizer step of longest sequences, as the run does it."""
+    prompt, answer = lengths(config)
+    shapes = training.row_shapes(config.train.row_lengths, prompt + answer, config.train.tokens_per_microbatch, shards,
+                                 config.train.row_counts)
+    group = config.rollout.group_size if config.run.recipe == "rl" else 1
+    groups = max(1, config.data.prompts_per_step // updates(config)[1])
+    some = min(groups, LAID_OUT)
+    n = some * group
+    one_size = dataclasses.replace(shapes, counts=tuple((c[0],) for c in shapes.counts))
+    layout = training.make_layout(np.full(n, prompt), np.full(n, answer), np.repeat(np.arange(some), group), one_size,
+                                  share_prompts=config.train.share_prompts and config.run.recipe == "rl")
+    micro = layout.minibatches[0].microbatches
+    largest = max(micro, key=lambda m: m.row_length * len(m.rows))
+    used = sum(bool(row) for m in micro for row in m.rows)
+    count = max(1, math.ceil(used * groups / some / len(largest.rows)))
+    scored_per_row = n * (prompt + answer if config.train.loss_on_prompt and config.run.recipe != "rl" else answer) / used
+    return Rows((len(largest.rows), largest.row_length), count, round(scored_per_row * len(largest.rows)))
+
+
+def passes(model) -> int:
+    """Forward passes that one microbatch costs, the backward pass as two: 4 where all is computed again, else 3."""
+    return 4 if model.remat in ("full", "offload") else 3
+
+
+def split_flops(model, context: float) -> tuple[float, float]:
+    """(all layers', the head's) operations of the forward pass of one token that sees `context` tokens."""
+    head = 2 * model.config.hidden_size * model.config.vocab_size
+    return model.flops_per_token(max(1, round(context))) - head, head
+
+
+def useful_flops(config, model) -> float:
+    """Operations of forward and backward pass that a step's training needs: no recomputation, no padding, no masked pairs."""
+    prompt, answer = lengths(config)
+    rl = config.run.recipe == "rl"
+    group = config.rollout.group_size if rl else 1
+    sequences = config.data.prompts_per_step * group
+    prompts = config.data.prompts_per_step if rl and config.train.share_prompts else sequences
+    of_prompt, head = split_flops(model, (prompt + 1) / 2)
+    of_answer, _ = split_flops(model, prompt + (answer + 1) / 2)
+    scored = answer + (prompt if config.train.loss_on_prompt and not rl else 0)
+    return 3 * updates(config)[0] * (prompts * prompt * of_prompt + sequences * (answer * of_answer + scored * head))
+
+
+def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Work:
+    """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the gathered
+    weights are written and read, gradients are read and written."""
+    count, length = what.shape
+    tokens = count * length / data_shards(mesh)
+    act = model.compute_dtype.itemsize
+    body, head = split_flops(model, length)  # masked pairs are computed, too: the rows are packed, the masks dense
+    scored = what.scored / data_shards(mesh)
+    factor, head_factor = (1, 1) if forward_only else (passes(model), 4)
+    flops = (factor * tokens * body + head_factor * scored * head) / mesh["tp"]
+    widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:])) * len(e.hf_names)
+                 for e in model.entries if e.inputs and e.path[0] != "head")
+    norms = 8 * model.config.hidden_size * model.config.num_layers
+    moved = factor * tokens * (widths / mesh["tp"] + norms) * act
+    weights = weight_bytes(model, mesh, ROLLOUT_RULES, act)
+    moved += (factor + 1) * weights
+    if not forward_only:
+        moved += 4 * weight_bytes(model, mesh, TRAIN_RULES, 4)
+    moved += head_factor * scored * model.config.vocab_size / mesh["tp"] * 4
+    return Work(flops, moved)
+
+
+def apply_work(config, model, mesh: dict) -> Work:
+    """The optimizer step: parameters and moments read and written, gradients read."""
+    size = SIZES[config.train.param_dtype]
+    moments = MOMENTS.get(config.optimizer.name, 2)
+    weights = weight_bytes(model, mesh, TRAIN_RULES, 1)
+    return Work(12 * weights, weights * (2 * size + 2 * moments * size + 4))
+
+
+def publish_work(config, model, mesh: dict, size: int) -> Work:
+    return Work(0, weight_bytes(model, mesh, TRAIN_RULES, SIZES[config.train.param_dtype])
+                + 2 * weight_bytes(model, mesh, ROLLOUT_RULES, size))
+
+
+def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tuple[Work, Work]:
+    """(one decode step, one prefill call) of the embedded sampler on one device of one process.
+
+    mesh: of one process's devices. shapes: its rollout.shapes.Shapes. size: bytes of a weight or cache entry.
+    """
+    prompt, answer = lengths(config)
+    cfg, shards = model.config, data_shards(mesh)
+    weights = weight_bytes(model, mesh, ROLLOUT_RULES, size)
+    kv_share = mesh["tp"] if cfg.num_kv_heads % mesh["tp"] == 0 else 1
+    kv = 2 * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers * size / kv_share
+    looked_at = np.mean([next(c for c in shapes.cache_lengths if c >= min(n, shapes.cache_lengths[-1]))
+                         for n in range(prompt + 1, prompt + answer + 1)])
+    local = config.data.prompts_per_step * config.rollout.group_size / hosts
+    waves = math.ceil(local / shapes.slots)
+    slots = shapes.slots / shards
+    table = cfg.vocab_size * cfg.hidden_size * size / mesh["tp"] if not cfg.tied else 0  # the embedding's rows are looked up
+    decode = Work(slots * model.flops_per_token(round(looked_at)) / mesh["tp"], weights - table + slots * looked_at * kv,
+                  waves * answer)
+    rows_here = shapes.prefill_rows / shards
+    body, _ = split_flops(model, shapes.prompt_lengths[-1])
+    prefill = Work(rows_here * shapes.prompt_lengths[-1] * body / mesh["tp"],
+                   weights + rows_here * shapes.prompt_lengths[-1] * kv,
+                   math.ceil(config.data.prompts_per_step / hosts / shapes.prefill_rows))
+    return decode, prefill

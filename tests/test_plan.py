@@ -1,0 +1,315 @@
+"""run.mode=plan: what it counts against closed forms and against real runs of the compiled programs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_job
+
+from jaxrl import main as command
+from jaxrl import sharding
+from jaxrl.config import ConfigError, load_config
+from jaxrl.config_checks import check
+from jaxrl.recipes import plan
+from jaxrl.recipes.planning import case as cases
+from jaxrl.recipes.planning import collectives, compiling, fit, memory, roofline, workload
+from jaxrl.sharding import chips, targets
+
+HERE = Path(__file__).parent
+LOOP = """HloModule m
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %all-gather.1 = f32[32,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %all-reduce.1 = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add.clone_promoted
+  ROOT %t = (s32[], f32[8,4]{1,0}) tuple(%i, %all-reduce.1)
+}
+
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %limit = s32[] constant(28)
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%cut (a: f32[8,4], b: s32[]) -> f32[2,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %dynamic-slice.9 = f32[2,4]{1,0} dynamic-slice(%a, %b, %b), dynamic_slice_sizes={2,4}
+}
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %while.1 = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, body=%body
+  %all-reduce.7 = (f32[8,4]{1,0}, f32[]) all-reduce(%p, %s), replica_groups=mesh['a'=4,'b'=2] {'a'}, to_apply=%add
+  %part = f32[8,4]{1,0} get-tuple-element(%all-reduce.7), index=0
+  %norm = f32[] get-tuple-element(%all-reduce.7), index=1
+  %own = f32[2,4]{1,0} fusion(%part, %k), kind=kLoop, calls=%cut
+  ROOT %out = f32[8,4]{1,0} add(%own, %norm)
+}
+"""
+
+
+def tiny(**overrides):
+    c = tiny_job.get_config()
+    c.run.mode, c.plan.target, c.run.dir = "plan", "cpu:8", "runs/unused"
+    for name, value in overrides.items():
+        group, _, leaf = name.partition("__")
+        c[group][leaf] = value
+    return c
+
+
+# -- targets and options
+
+
+@pytest.mark.parametrize("text, name, count, topology", [
+    ("v5p:4x4x8", "v5p", 128, (4, 4, 8)), ("v5p:64", "v5p", 64, (4, 4, 4)), ("v5e:4x4", "v5e", 16, (4, 4)),
+    ("h100:64", "h100", 64, ()), ("H200", "h200", 1, ()), ("cpu:256", "cpu", 256, ())])
+def test_a_target_is_read(text, name, count, topology):
+    found = targets.parse(text)
+    assert (found.name, found.count, found.topology) == (name, count, topology)
+
+
+@pytest.mark.parametrize("text, remedy", [
+    ("h10:8", "did you mean h100"), ("v5p:4x4", "v5p:2x2x4"), ("h100:2x4", "h100:8"), ("cpu:0", "number of devices"), ("", "empty")])
+def test_an_impossible_target_is_refused_with_a_remedy(text, remedy):
+    with pytest.raises(ConfigError, match=remedy) as e:
+        check(tiny(plan__target=text))
+    assert "plan.target" in str(e.value)
+
+
+def test_a_plan_needs_neither_data_nor_tokenizer():
+    c = tiny(data__path=(), model__tokenizer="")
+    check(c)
+    c.run.mode = "train"
+    with pytest.raises(ConfigError, match="model.tokenizer"):
+        check(c)
+
+
+def test_the_effort_of_the_tpu_compiler_reaches_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(compiling, "has_libtpu", lambda: True)
+    monkeypatch.setattr(compiling.subprocess, "Popen", lambda *a, env, **k: seen.update(env))
+    for effort in ("full", "fast"):
+        seen.clear()
+        compiling.start(tiny(plan__effort=effort), {}, "tpu", targets.parse("v5p:4"), {}, None, fast=effort == "fast")
+        assert ("JAX_EXEC_TIME_OPTIMIZATION_EFFORT" in seen) == (effort == "fast")
+
+
+def test_without_libtpu_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(compiling, "has_libtpu", lambda: False)
+    with pytest.raises(ConfigError, match="pip install libtpu"):
+        plan.make(tiny(plan__target="v5p:2x2x1"))
+
+
+def test_a_compilation_ends_at_timeout_seconds():
+    with pytest.raises(ConfigError, match="plan.timeout_seconds=0.5"):
+        plan.make(tiny(plan__timeout_seconds=0.5))
+
+
+# -- collectives
+
+
+def test_collectives_in_loops_count_once_per_trip():
+    found = {(c.kind, c.group): c for c in collectives.read(LOOP, per_host=2)}
+    gather, promoted = found["all-gather", 4], found["all-reduce", 2]
+    assert (gather.count, gather.bytes, gather.hosts) == (28, 28 * 32 * 4 * 4, 4)
+    assert (promoted.count, promoted.bytes, promoted.hosts) == (28, 28 * 8 * 4 * 2, 1)  # bf16, summed in fp32 on the CPU only
+    assert gather.sent == 0.75 * gather.bytes and promoted.sent == 2 * 0.5 * promoted.bytes
+
+
+def test_an_all_reduce_that_is_cut_is_a_reduce_scatter():
+    found = {c.kind: c for c in collectives.read(LOOP, per_host=8) if c.group == 4 and c.kind != "all-gather"}
+    assert found["reduce-scatter"].bytes == 8 * 4 * 4 and found["all-reduce"].bytes == 4
+
+
+@pytest.mark.parametrize("text, groups", [
+    ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]), ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+    ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]), ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+    ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 1], [2, 3]])])
+def test_every_notation_of_groups_is_read(text, groups):
+    assert collectives.replica_groups(text).tolist() == groups
+
+
+def test_a_notation_that_is_not_known_is_an_error():
+    with pytest.raises(ValueError, match="no groups"):
+        collectives.replica_groups("replica_groups=something_new")
+
+
+def test_collectives_of_a_known_program():
+    """Read from a compilation on two devices: a matrix gathered in each of 5 trips of a scan."""
+    code = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 2)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxrl.recipes.planning import collectives
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+def f(ws, x):
+    def layer(x, w):
+        return x @ jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())), None
+    return jax.lax.scan(layer, x, ws)[0]
+shape = lambda s, *p: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, P(*p)))
+text = jax.jit(f).lower(shape((5, 64, 64), None, "x"), shape((8, 64), "x")).compile().as_text()
+print([(c.kind, c.count, c.bytes) for c in collectives.read(text, 8)])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert eval(out.stdout) in ([("all-gather", 5, 5 * 64 * 64 * 4)], [("all-gather", 1, 5 * 64 * 64 * 4)]), out.stderr
+
+
+# -- counting
+
+
+def case_for(target="cpu:8", **overrides):
+    return cases.open_case(tiny(plan__target=target, **overrides))
+
+
+def test_weights_are_counted_as_the_shardings_lay_them():
+    case = case_for()
+    mesh = jax.sharding.AbstractMesh((1, 4, 2), ("dp", "fsdp", "tp"))
+    shapes = jax.eval_shape(case.model.init, jax.random.key(0))
+    where = sharding.param_shardings(mesh, case.model.logical_axes(), shapes)
+    real = sum(int(np.prod(w.shard_shape(s.shape))) for s, w in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True))
+    assert workload.weight_bytes(case.model, {"dp": 1, "fsdp": 4, "tp": 2}, sharding.TRAIN_RULES, 1) == real
+
+
+def test_useful_operations_of_supervised_training():
+    """6 N per token, attention beside it: a closed form, with the head at the scored tokens only."""
+    c = tiny(run__recipe="sft", train__loss_on_prompt=True, data__prompts_per_step=3)
+    c.data.max_prompt_tokens, c.rollout.max_new_tokens = 1, 15
+    case = cases.open_case(c)
+    cfg, n = case.model.config, case.model
+    matrices = sum(int(np.prod(e.shape)) for e in n.entries if e.inputs)
+    head = cfg.hidden_size * cfg.vocab_size
+    attention = 4 * cfg.num_heads * cfg.head_dim * cfg.num_layers
+    tokens = 3 * 16
+    want = 3 * (2 * (matrices + head) * tokens + attention * 3 * (1 * 1 + 15 * 9))  # contexts: 1, then 9 on average
+    assert workload.useful_flops(case.config, n) == pytest.approx(want, rel=1e-6)
+
+
+def test_rows_follow_the_layout():
+    c = tiny(train__tokens_per_microbatch=512)
+    found = workload.rows(c, shards=8)
+    assert found.shape == (8 * (512 // 112), 112)  # 96 + 12 tokens, in whole 8s
+    assert found.microbatches == 1
+
+
+def test_the_peak_adds_what_a_program_does_not_see():
+    live = {"update_params": 10, "update_optimizer": 20, "update_gradients": 10, "rollout_weights": 5, "rollout_cache": 7}
+    program = {"arguments": 0, "outputs": 3, "alias": 3, "temporaries": 100}
+    peaks = memory.peaks(live, {"update": program, "decode": program, "publish": {**program, "outputs": 8, "alias": 0}})
+    assert peaks == {"update": 152, "decode": 142, "publish": 10 + 20 + 7 + 8 + 100}
+    parts = memory.parts(live, "decode", 100, peaks["decode"])
+    away = memory.peaks(live, {"update": program, "update_apply": program}, offload=True)
+    assert away == {"update": 132, "update_apply": 152}
+    assert parts["kv_cache"] == 7 and "gradients" not in parts and sum(parts.values()) == 142
+
+
+def test_what_is_counted_is_what_the_programs_hold():
+    """The parameter table's bytes against the shapes and shardings of the run's own state, caches and copies."""
+    case = case_for(mesh__tp=2)
+    counted = memory.standing(case.config, case.model, case.mesh, case.rollout)
+    real = compiling.finish(compiling.start(case.config, case.hf_config, "cpu", case.target, case.mesh, case.rollout_mesh, set()),
+                            "test", 300)["live"]
+    for name in ("update_params", "update_gradients", "rollout_weights", "rollout_cache", "rollout_stash"):
+        assert counted[name] == real[name], name
+    assert counted["update_optimizer"] == pytest.approx(real["update_optimizer"], abs=16)  # and its counters
+
+
+def test_a_kernel_has_no_temporaries_of_the_reference():
+    case = case_for()
+    by_name = {}
+    for name in ("reference", "blockwise", "a_kernel"):
+        model = type(case.model)(**{**vars_of(case.model), "attention": name})
+        by_name[name] = memory.workspace(model, 4096, 4096, 1, backward=True)
+    assert by_name["a_kernel"] == 4096 * 4 * 4 < by_name["blockwise"] / 100 and by_name["blockwise"] < by_name["reference"]
+
+
+def vars_of(model):
+    return {f: getattr(model, f) for f in ("config", "compute_dtype", "scan_layers", "remat", "attention", "remat_every")}
+
+
+def test_a_group_over_hosts_shares_their_network():
+    chip = chips.CHIPS["h100"]
+    one = {"sent": 1e9, "count": 0, "group": 8, "hosts": 1}
+    assert roofline.collective_seconds(chip, (), one) == pytest.approx(1e9 / 450e9)
+    assert roofline.collective_seconds(chip, (), {**one, "group": 64, "hosts": 8}) == pytest.approx(1e9 / 400e9)
+    assert roofline.collective_seconds(chip, (), {**one, "group": 8, "hosts": 8}) == pytest.approx(1e9 / 50e9)
+
+
+def test_the_largest_is_found_and_the_next_does_not_fit():
+    assert fit.most(lambda n: n <= 37, 8, 64) == 37
+    assert fit.most(lambda n: True, 8, 64) == 64 and fit.most(lambda n: False, 8, 64) == 0
+
+
+# -- whole plans
+
+
+@pytest.fixture(scope="module")
+def of_tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    flags = ["--config=" + str(HERE / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:8", "--config.mesh.tp=2",
+             f"--config.plan.json={path}"]
+    return command.main(flags), json.loads(path.read_text())
+
+
+def test_a_plan_that_fits_ends_with_0_and_is_written_as_json(of_tiny):
+    status, found = of_tiny
+    assert status == 0 and found["fits"]
+    assert {"peak_bytes", "parameters", "optimizer", "gradients", "kv_cache", "publish", "activations"} <= set(found["per_device"])
+    assert set(found["phases"]) == {"rollout", "update", "publish"} and found["mesh"] == {"dp": 1, "fsdp": 4, "tp": 2}
+    assert all(p["ideal"] <= p["seconds"] <= p["serial"] for p in found["phases"].values())
+
+
+def test_the_plan_names_the_collectives_of_the_mesh(of_tiny):
+    """tp = 2: two all-reduces per layer and pass; fsdp = 4: each of the 7 matrices of 2 layers is gathered."""
+    update = of_tiny[1]["collectives"]["update"]
+    gathers = [c for c in update if c["kind"] == "all-gather" and c["group"] == 4]
+    assert sum(c["count"] for c in gathers) >= 14
+    assert any(c["kind"] == "reduce-scatter" and c["group"] == 4 for c in update)
+    assert any(c["group"] == 2 for c in update)
+
+
+def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypatch):
+    """What the refusal advises is planned in turn, and fits."""
+    monkeypatch.setattr(cases, "device_memory", lambda config, target: (9e6, 9e6))
+    flags = ["--config=" + str(HERE / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:2"]
+    assert command.main([*flags, "--config.train.tokens_per_microbatch=4096"]) == 2
+    said = capsys.readouterr().err
+    assert "does not fit" in said and "nearest that fits" in said
+    assert command.main([*flags, *re.findall(r"--config\.\S+", said)]) == 0
+
+
+def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
+    import time
+
+    c = tiny_job.get_config()
+    case = cases.open_case(tiny(plan__target="cpu:1"))
+    mesh = sharding.make_mesh(c.mesh, jax.devices()[:1])
+    c.train.compute_dtype = "fp32"
+    plan.predict(c, mesh, case.model)
+    start = time.perf_counter()
+    found = plan.predict(c, mesh, case.model)
+    assert time.perf_counter() - start < 0.5  # 0.02 s on a quiet core
+    assert found["peak_bytes"] > 3 * 4 * case.model.num_parameters and found["update_seconds"] > 0
+
+
+def test_a_config_survives_the_way_to_the_compiler():
+    c = load_config("grpo", {"user.mine": 3, "optimizer.groups": {"bias": {"lr": 0.1}}})
+    back = compiling.config_of(json.loads(c.to_json_best_effort()))
+    assert json.loads(back.to_json_best_effort()) == json.loads(c.to_json_best_effort())
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_runs_at_a_tiny_shape(tmp_path):
+    """Predicted and measured stand beside each other for every phase; figures mean something on an accelerator only."""
+    out = tmp_path / "suite.json"
+    done = subprocess.run([sys.executable, HERE.parent / "benchmarks" / "gpu_suite.py", "--tiny", "--out", out],
+                          capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["tiny"]
+    assert {"step_seconds", "rollout_seconds", "update_seconds"} <= set(found["measured"]) & set(found["planned"])
+    assert found["predicted"]["peak_bytes"] > 0
