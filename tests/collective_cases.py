@@ -1,0 +1,77 @@
+"""What test_collectives.py compiles, and how its budget is written.
+
+    python tests/collective_cases.py      # writes tests/collectives.csv anew, after a change that is meant
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from jaxrl.config import load_config, put
+from jaxrl.recipes.planning import compiling
+from jaxrl.recipes.planning.case import open_case
+
+BUDGET = Path(__file__).with_name("collectives.csv")
+ROOT = Path(__file__).resolve().parent.parent
+QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+QWEN8B = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+          "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+BIG = {"model.path": "", "model.init": "random", "model.remat": "full", "model.scan_layers": "true", "train.compute_dtype": "bf16",
+       "rollout.cache_lengths": (), "rollout.prompt_lengths": (), "train.row_lengths": (), "data.prompts_per_step": 256, "data.max_prompt_tokens": 1024, "rollout.max_new_tokens": 3072}
+# name: (config, options, target, mesh)
+CASES = {
+    "grpo dp": ("grpo.py", {}, "cpu:8", (8, 1, 1)),
+    "grpo fsdp": ("grpo.py", {}, "cpu:8", (1, 8, 1)),
+    "ppo mixed": ("ppo.py", {"algorithm.kl.coef": 0.1}, "cpu:8", (2, 2, 2)),
+    "1.5B on 64": ("grpo_gsm8k.py", BIG | {"model.config": QWEN}, "cpu:64", (4, 8, 2)),
+    "8B on 256": ("grpo_gsm8k.py", BIG | {"model.config": QWEN8B}, "cpu:256", (4, 16, 4)),
+}
+
+
+def found(name: str) -> tuple[dict[tuple, tuple[int, int]], int]:
+    """({(program, kind, group): (count, bytes)}, warnings of involuntary rematerialisation) of one case."""
+    file, changes, target, sizes = CASES[name]
+    config = load_config(str(ROOT / "configs" / file))
+    for option, value in ({"run.mode": "plan", "plan.target": target} | changes).items():
+        put(config, option, value)
+    config.mesh.dp, config.mesh.fsdp, config.mesh.tp = sizes
+    case = open_case(config)
+    big = case.target.count > 8
+    wanted = {"update", "update_apply", "score_reference"} if big else None
+    started = compiling.start(case.config, case.hf_config, "cpu", case.target, case.mesh, None if big else case.rollout_mesh, wanted)
+    result = compiling.finish(started, name, 500)
+    rows = {}
+    for program, numbers in result["programs"].items():
+        for c in numbers["collectives"]:
+            key = (program, c["kind"], c["group"])
+            count, size = rows.get(key, (0, 0))
+            rows[key] = (count + c["count"], size + c["bytes"])
+    return rows, result["rematerialised"]
+
+
+def budget(name: str) -> dict[tuple, tuple[int, int]]:
+    with BUDGET.open() as file:
+        return {(r["program"], r["kind"], int(r["group"])): (int(r["count"]), int(r["bytes"]))
+                for r in csv.DictReader(file) if r["case"] == name}
+
+
+def over(rows, allowed) -> list[str]:
+    """What is not in the budget, or more than in it."""
+    out = []
+    for (program, kind, group), (count, size) in sorted(rows.items()):
+        most = allowed.get((program, kind, group), (0, 0))
+        if count > most[0] or size > most[1]:
+            out.append(f"{program}: {count} {kind} of {group} devices, {size} bytes; allowed are {most[0]}, {most[1]} bytes")
+    return out
+
+
+if __name__ == "__main__":
+    with BUDGET.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["case", "program", "kind", "group", "count", "bytes"])
+        for case in CASES:
+            rows, warned = found(case)
+            print(case, len(rows), "rows,", warned, "rematerialisations", flush=True)
+            out.writerows([case, *key, *value] for key, value in sorted(rows.items()))
