@@ -24,7 +24,9 @@
 #    4  every preset trains, against a zero-advantage control  presets.py
 #    6  off-policy answers, and a critic that learns         off_policy.py
 #    5  beside TRL's and Tunix's losses, in their environments  loss_parity.py --trl PYTHON --tunix PYTHON (not in "all")
-# Of the plan:
+# Of sharding, many hosts and the plan:
+#    1  meshes of eight devices, roles, the lint            sharding.py
+#    2  processes that train together, die and resume       hosts.py
 #    4  predicted memory against a run's                    plan_memory.py (5 GiB free)
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
 #    6  scaling on paper                                    plan_scaling.py
@@ -34,7 +36,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy plan_memory plan_scaling quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi

@@ -1,0 +1,44 @@
+"""The sharding lint: per config and mesh a budget of collectives (collectives.csv), and no involuntary rematerialisation."""
+
+import sys
+from pathlib import Path
+
+import collective_cases
+import pytest
+from collective_cases import CASES
+
+from jaxrl.recipes.planning import compiling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_stay_within_their_budget(case):
+    """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
+    rows, rematerialised = collective_cases.found(case)
+    assert collective_cases.over(rows, collective_cases.budget(case)) == [] and rematerialised == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [
+    "weights are not gathered before use", "rows are not split", "the MLP is split over fsdp in its width"])
+def test_a_broken_rule_is_over_budget(rule, monkeypatch):
+    """The lint would see it: more collectives, larger ones, or a rematerialisation."""
+    popen = compiling.subprocess.Popen
+
+    def broken(command, **options):
+        assert command[1:3] == ["-m", "jaxrl.recipes.planning.compiling"]
+        return popen([sys.executable, str(Path(__file__).with_name("broken_rule.py")), rule, *command[3:]], **options)
+
+    monkeypatch.setattr(compiling.subprocess, "Popen", broken)
+    rows, rematerialised = collective_cases.found("ppo mixed")
+    too_much = collective_cases.over(rows, collective_cases.budget("ppo mixed"))
+    assert too_much or rematerialised
+    print(rule, rematerialised, *too_much, sep="\n")
+
+
+def test_over_names_program_kind_and_size():
+    rows = {("update", "all-gather", 8): (3, 100), ("update", "all-reduce", 8): (1, 10)}
+    assert collective_cases.over(rows, rows) == []
+    assert collective_cases.over(rows, {("update", "all-gather", 8): (3, 99)}) == [
+        "update: 3 all-gather of 8 devices, 100 bytes; allowed are 3, 99 bytes",
+        "update: 1 all-reduce of 8 devices, 10 bytes; allowed are 0, 0 bytes"]
