@@ -15,8 +15,9 @@ if rule == "weights are not gathered before use":
         room.gathered = lambda weight, axes: weight
 elif rule == "rows are not split":
     placement._data_axes = lambda mesh, rows: None
-elif rule == "the MLP is split over fsdp in its width":
-    rules.TRAIN_RULES.update(mlp="fsdp", embed="tp")
+elif rule == "the MLP is not split over tp":
+    for table in (rules.TRAIN_RULES, rules.ROLLOUT_RULES):
+        table["mlp"] = None
 else:
     raise SystemExit(f"no such rule: {rule}")
 compiling.main(*sys.argv[1:])

@@ -20,7 +20,7 @@ def test_collectives_stay_within_their_budget(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [
-    "weights are not gathered before use", "rows are not split", "the MLP is split over fsdp in its width"])
+    "weights are not gathered before use", "rows are not split", "the MLP is not split over tp"])
 def test_a_broken_rule_is_over_budget(rule, monkeypatch):
     """The lint would see it: more collectives, larger ones, or a rematerialisation."""
     popen = compiling.subprocess.Popen
