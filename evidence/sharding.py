@@ -17,7 +17,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).resolve().parent.parent / "tests")]
 
 import numpy as np  # noqa: E402
+from collective_cases import CASES, budget, found, over  # noqa: E402
 from common import commit, record, table  # noqa: E402
+from test_collectives import RULES, with_broken  # noqa: E402
 from test_sharding import MESHES, on_eight, relative  # noqa: E402
 
 FSDP_MESHES = ("8,1,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2")
@@ -48,7 +50,7 @@ def on_tpu() -> dict[str, int]:
 
 
 def numbers(folder: Path) -> list[dict]:
-    found, stderr = on_eight("numbers", folder, *MESHES)
+    of, stderr = on_eight("numbers", folder, *MESHES)
     steps, more = on_eight("steps", folder, *MESHES)
     arrays = {mesh: dict(np.load(folder / f"{mesh}.npz")) for mesh in MESHES}
     kinds, rows = {}, []
@@ -57,8 +59,8 @@ def numbers(folder: Path) -> list[dict]:
         like = kinds.setdefault((dp * fsdp, tp), mesh)
         equal = all(np.array_equal(value, arrays[like][name]) for name, value in arrays[mesh].items())
         worst = max(float(relative(value, arrays[MESHES[0]][name])) for name, value in arrays[mesh].items())
-        rows.append({"mesh": mesh, "like": like, "bitwise": equal, "worst": worst, "share": found[mesh]["share"],
-                     "moments": found[mesh]["moments"], "gap": steps[mesh]["gap"], "loss": steps[mesh]["loss"],
+        rows.append({"mesh": mesh, "like": like, "bitwise": equal, "worst": worst, "share": of[mesh]["share"],
+                     "moments": of[mesh]["moments"], "gap": steps[mesh]["gap"], "loss": steps[mesh]["loss"],
                      "reward": steps[mesh]["reward"]})
     return rows + [{"rematerialisations": (stderr + more).count("rematerialization")}]
 
@@ -69,8 +71,7 @@ def main():
         *meshes, warned = numbers(Path(folder))
         memory, _ = on_eight("memory", folder, *FSDP_MESHES)
     tpu = on_tpu()
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-s", "-m", "slow", "tests/test_collectives.py", "-k", "broken"],
-                           capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    lint = {case: over(*found(case)[:1], budget(case)) for case in CASES} | {rule: with_broken(rule) for rule in RULES}
     roles = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "slow", "tests/test_roles.py"],
                            capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     table(["dp,fsdp,tp", "bitwise as", "is", "worst relative L2 from 8,1,1", "share of matrices", "of moments", "GRPO step: gap", "reward"],
@@ -81,13 +82,15 @@ def main():
     table(["dp,fsdp,tp", "temporaries on the CPU, MB", "compiled for TPU v5e, MB", "one of twelve layers, MB"],
           [[m, f"{memory[m]['temporaries'] / 1e6:.1f}", f"{tpu[m] / 1e6:.1f}" if m in tpu else "", f"{layer / int(m[-1]):.1f}"]
            for m in FSDP_MESHES])
-    said = [line for line in tests.stdout.splitlines() if " not " in line or " is split " in line or "allowed are" in line]
-    print("\nlint with a rule broken on purpose:\n" + "\n".join(f"  {line[:150]}" for line in said))
+    print("\nover the budget of collectives, per case and per rule broken on purpose:")
+    for name, lines in lint.items():
+        print(f"  {name}: {len(lines)}", *(f"    {line}" for line in lines[:3]), sep="\n")
     print("roles on devices of their own, bitwise:", roles.stdout.splitlines()[-1])
-    record("sharding", {"meshes": meshes, **warned, "memory": memory, "tpu_temporaries": tpu, "lint": said,
+    record("sharding", {"meshes": meshes, **warned, "memory": memory, "tpu_temporaries": tpu, "lint": lint,
                         "roles": roles.stdout.splitlines()[-1].split(" in ")[0]}, at)
-    good = all(r["bitwise"] and r["worst"] < 1e-5 for r in meshes) and not warned["rematerialisations"]
-    return 0 if good and not tests.returncode and not roles.returncode else 1
+    good = all(bool(lines) == (name in RULES) for name, lines in lint.items()) and not warned["rematerialisations"]
+    good = good and all(r["bitwise"] and r["worst"] < 1e-5 for r in meshes)
+    return 0 if good and not roles.returncode else 1
 
 
 if __name__ == "__main__":

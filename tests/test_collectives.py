@@ -9,31 +9,37 @@ from collective_cases import CASES
 
 from jaxrl.recipes.planning import compiling
 
+RULES = ("the MLP is not split over tp", "weights are not gathered before use", "rows are not split")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
 def test_collectives_stay_within_their_budget(case):
     """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
     rows, rematerialised = collective_cases.found(case)
     assert collective_cases.over(rows, collective_cases.budget(case)) == [] and rematerialised == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", [
-    "weights are not gathered before use", "rows are not split", "the MLP is not split over tp"])
-def test_a_broken_rule_is_over_budget(rule, monkeypatch):
-    """The lint would see it: more collectives, larger ones, or a rematerialisation."""
+def with_broken(rule: str) -> list[str]:
+    """What of the case `ppo mixed` is over its budget where a sharding rule is broken (broken_rule.py)."""
     popen = compiling.subprocess.Popen
 
     def broken(command, **options):
         assert command[1:3] == ["-m", "jaxrl.recipes.planning.compiling"]
         return popen([sys.executable, str(Path(__file__).with_name("broken_rule.py")), rule, *command[3:]], **options)
 
-    monkeypatch.setattr(compiling.subprocess, "Popen", broken)
-    rows, rematerialised = collective_cases.found("ppo mixed")
-    too_much = collective_cases.over(rows, collective_cases.budget("ppo mixed"))
-    assert too_much or rematerialised
-    print(rule, rematerialised, *too_much, sep="\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling.subprocess, "Popen", broken)
+        rows, rematerialised = collective_cases.found("ppo mixed")
+    warned = [f"{rematerialised} involuntary rematerialisations"] if rematerialised else []
+    return collective_cases.over(rows, collective_cases.budget("ppo mixed")) + warned
+
+
+@pytest.mark.slow
+def test_a_broken_rule_is_over_budget():
+    """The others of RULES: evidence/sharding.py."""
+    too_much = with_broken(RULES[0])
+    assert "update: 36 all-gather of 2 devices, 12361728 bytes; allowed are 36, 11919360 bytes" in too_much
 
 
 def test_over_names_program_kind_and_size():
