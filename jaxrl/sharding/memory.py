@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 HOST = "pinned_host"
@@ -38,18 +38,26 @@ def moved(tree, shardings):
     return jax.tree.map(one, tree, shardings)
 
 
+def _between(x, where):
+    """The array in the memory of `where`, which splits it as it is. Of several processes each moves its own parts: a program
+    that did would have to be of the mesh in force."""
+    if x.is_fully_addressable:
+        return jax.device_put(x, where)
+    parts = [jax.device_put(s.data, SingleDeviceSharding(s.device, memory_kind=where.memory_kind)) for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, where, parts)
+
+
 def to_devices(tree):
     """The tree with all that rests moved to the devices' own memory; what is there stays as it is."""
     own = next(iter(jax.tree.leaves(tree)[0].sharding.device_set)).default_memory().kind
 
     def move(x):
-        return jax.device_put(x, x.sharding.with_memory_kind(own)) if rests(x) else x
+        return _between(x, x.sharding.with_memory_kind(own)) if rests(x) else x
 
     return jax.tree.map(move, tree)
 
 
 def to_host(tree, where=None):
     """The tree in host memory; with `where`, a tree of shardings, only what rests there."""
-    if where is None:
-        return jax.device_put(tree, jax.tree.map(lambda x: resting(x.sharding), tree))
-    return jax.tree.map(lambda x, s: jax.device_put(x, s) if s.memory_kind == HOST else x, tree, where)
+    where = jax.tree.map(lambda x: resting(x.sharding), tree) if where is None else where
+    return jax.tree.map(lambda x, s: _between(x, s) if s.memory_kind == HOST else x, tree, where)
