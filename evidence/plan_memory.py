@@ -37,8 +37,8 @@ def job(folder: str, overrides: dict):
     c = jaxrl.default_config()
     c.run.dir = folder
     c.model.init, c.model.config, c.model.tokenizer, c.model.scan_layers = "random", MODEL, "jaxrl://arith/tokenizer", "true"
-    c.data.path, c.data.max_rows, c.data.prompts_per_step, c.data.max_prompt_tokens = ("jaxrl://arith/train.jsonl",), 64, 8, 64
-    c.rollout.group_size, c.rollout.max_new_tokens, c.rollout.prompt_lengths, c.rollout.min_new_tokens = 8, 64, (64,), 48
+    c.data.path, c.data.max_rows, c.data.prompts_per_step, c.data.max_prompt_tokens = ("jaxrl://arith/train.jsonl",), 64, 2, 64
+    c.rollout.group_size, c.rollout.max_new_tokens, c.rollout.prompt_lengths, c.rollout.min_new_tokens = 4, 64, (64,), 48
     c.rollout.cache_lengths, c.rollout.compaction = (1024,), False
     c.reward.functions, c.reward.workers = ("boxed",), 1
     c.train.steps, c.train.row_lengths, c.train.tokens_per_microbatch, c.train.row_counts = 2, (512,), 1024, 1
