@@ -1,6 +1,6 @@
 """The plan, showing 6: scaling on paper. Step time and share of communication at fixed work per chip, from compiled figures.
 
-python evidence/plan_scaling.py
+python evidence/plan_scaling.py [--priced]      (--priced: the collectives of the last run, priced anew)
 
 An 8B model's GRPO update (4 groups of 8 answers a chip: prompts of 512, answers of 1,536 tokens), compiled for 8, 64, 256 and 1024
 CPU devices, sharded over all of them (fsdp) or inside 64 with replicas outside (dp x fsdp). The collectives found are priced at
@@ -8,6 +8,7 @@ the links of v5p slices and of H100 hosts. Rollouts are left out: each process s
 Writes docs/plan_scaling.svg.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(__file__))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from common import record, table  # noqa: E402
+from common import RESULTS, record, table  # noqa: E402
 from plan_shapes import grpo, job  # noqa: E402
 
 from jaxrl.recipes import plan  # noqa: E402
@@ -47,8 +48,8 @@ def plot(rows, path: Path) -> None:
     colours = dict(zip(SERIES, ("#1f77b4", "#7fb3d9", "#d62728", "#f0a0a0"), strict=True))
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width + 40}" height="{height + 60}" font-family="sans-serif" '
            'font-size="11"><rect width="100%" height="100%" fill="white"/>']
-    for panel, (title, column, top) in enumerate((("seconds per step", 3, max(r[3] for r in rows) * 1.15),
-                                                  ("communication, share of a step that hides none", 4, 1.0))):
+    for panel, (title, column, top) in enumerate((("seconds per step, no communication hidden", 5, max(r[5] for r in rows) * 1.15),
+                                                  ("share of communication in them", 4, 0.6))):
         left = pad + panel * (width + 20)
         at = lambda i, v, left=left, top=top: (left + i * (width - pad - 20) / 3, height - 20 - v / top * (height - 70))  # noqa: E731
         out.append(f'<text x="{left}" y="20" font-weight="bold">{title}</text>')
@@ -70,6 +71,9 @@ def plot(rows, path: Path) -> None:
 
 def main():
     rows, known = [], {}
+    if "--priced" in sys.argv:
+        entries = json.loads((RESULTS / "plan_scaling.json").read_text())["results"]["collectives"]
+        known = {(e["devices"], e["layout"]): e["programs"] for e in entries}
     for chip, layout in SERIES:
         for count in CHIPS:
             key = (count, layout if count > INSIDE else "fsdp")

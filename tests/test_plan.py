@@ -238,6 +238,10 @@ def test_a_group_over_hosts_shares_their_network():
     assert roofline.collective_seconds(chip, (), one) == pytest.approx(1e9 / 450e9)
     assert roofline.collective_seconds(chip, (), {**one, "group": 64, "hosts": 8}) == pytest.approx(1e9 / 400e9)
     assert roofline.collective_seconds(chip, (), {**one, "group": 8, "hosts": 8}) == pytest.approx(1e9 / 50e9)
+    small = {"sent": 0.0, "count": 10, "group": 64, "hosts": 8}
+    assert roofline.collective_seconds(chip, (), small) == pytest.approx(10 * (10e-6 + 56 * 1e-6 + 7 * 5e-6))
+    torus = {**one, "group": 16}  # two of the axes of 4x4x8: the longest, then another; half way around each
+    assert roofline.collective_seconds(chips.CHIPS["v5p"], (4, 4, 8), torus) == pytest.approx(1e9 / 400e9)
 
 
 def test_the_largest_is_found_and_the_next_does_not_fit():

@@ -21,7 +21,7 @@ from jaxrl.sharding import targets
 
 # How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
 # programs, and seconds of published runs beside the prediction.
-GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 5.0)
+GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 3.0)
 
 
 def run(config, rewards=None) -> dict:

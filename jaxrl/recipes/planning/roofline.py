@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from jaxrl.sharding.chips import Chip
 
-# Seconds that a collective takes however small it is: assumptions, of the order that vendors' own benchmarks show.
-LATENCY = {"tpu": 3e-6, "gpu": 15e-6, "cpu": 50e-6}
+# Seconds of a collective however small it is, and of one more device or host in its ring: assumptions, of the order that vendors'
+# benchmarks show. (start, next device, next host)
+LATENCY = {"tpu": (3e-6, 1e-6, 0.0), "gpu": (10e-6, 1e-6, 5e-6), "cpu": (50e-6, 10e-6, 0.0)}
 
 
 def collective_seconds(chip: Chip, topology: tuple[int, ...], found: dict) -> float:
-    """Of one entry of a program's `collectives` (vars of collectives.Collective, with `sent`)."""
+    """Of one entry of a program's `collectives` (vars of collectives.Collective, with `sent`).
+
+    A ring over several hosts uses the network cards of all its members on a host; on a torus it uses as many axes as it spans, and
+    goes half around each in both directions.
+    """
+    start, device, host = LATENCY[chip.kind]
     if chip.kind == "tpu":
-        sides = sorted(topology, reverse=True)
-        axes, reached = 0, 1
+        sides, axes, reached = sorted(topology, reverse=True), 0, 1
         while axes < len(sides) and reached < found["group"]:
             reached *= sides[axes]
             axes += 1
-        speed = chip.links * max(1, axes)
-    elif found["hosts"] > 1:  # each of a host's members brings its own network card
-        speed = min(chip.links, chip.network * found["group"] / found["hosts"])
+        speed, hops = chip.links * max(1, axes), sum(sides[:axes]) / 2
     else:
-        speed = chip.links
-    return found["sent"] / speed + found["count"] * LATENCY[chip.kind]
+        hops = found["group"] - found["hosts"]
+        speed = chip.links if found["hosts"] == 1 else min(chip.links, chip.network * found["group"] / found["hosts"])
+    return found["sent"] / speed + found["count"] * (start + hops * device + (found["hosts"] - 1) * host)
 
 
 def phase(chip: Chip, parts: list[tuple], network: float) -> dict:
