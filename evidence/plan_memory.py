@@ -20,10 +20,11 @@ CASES = {  # name: (devices, overrides)
     "fsdp 2": (2, {}),
     "fsdp 2, reference, old log-probs, 2 updates": (2, {"algorithm.kl.coef": 0.01, "algorithm.num_minibatches": 2}),
     "fsdp 2, tp 2": (4, {"mesh.tp": 2}),
+    "one device, no recomputation, SGD": (1, {"optimizer.name": "sgd", "optimizer.b1": 0.0, "train.tokens_per_microbatch": 1536}),
     "dp 2, blockwise, recomputed": (2, {"mesh.dp": 2, "mesh.fsdp": 1, "model.remat": "full", "train.tokens_per_microbatch": 2048,
                                         "train.row_lengths": (2048,)}),
-    "one device, no recomputation, SGD": (1, {"optimizer.name": "sgd", "optimizer.b1": 0.0, "train.tokens_per_microbatch": 1536}),
 }
+HEADER = ["case", "devices", "peak in", "predicted", "measured", "difference"]
 MOST = 5 * 2**30
 MODEL = {"model_type": "qwen2", "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
          "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": True,
@@ -108,11 +109,10 @@ def main():
         rows.append([case, devices, plan["per_device"]["peak_in"], round(asked / 2**30, 3), round(real / 2**30, 3),
                      f"{100 * (asked / real - 1):+.1f} %"])
         print(rows[-1], flush=True)
+        if not sys.argv[1:]:
+            record("plan_memory", {"model": MODEL, "columns": HEADER, "rows": rows})
     print("\nhighest memory of a whole GRPO job on CPU devices, GiB over all devices")
-    header = ["case", "devices", "peak in", "predicted", "measured", "difference"]
-    table(header, rows)
-    if not sys.argv[1:]:
-        record("plan_memory", {"model": MODEL, "columns": header, "rows": rows})
+    table(HEADER, rows)
 
 
 if __name__ == "__main__":
