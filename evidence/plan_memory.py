@@ -63,11 +63,15 @@ def measure(case: str, folder: str) -> None:
     devices, overrides = CASES[case]
     jax.config.update("jax_num_cpu_devices", devices)
     import jaxrl
-    import jaxrl.recipes.rl  # noqa: F401
+    import jaxrl.recipes.rl
+    from jaxrl import data
+    from jaxrl.recipes import setup
     from jaxrl.rollout import embedded  # noqa: F401
 
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     config = job(folder, overrides)
+    inputs = setup.read_inputs(config)  # tokenizer and data bring libraries of their own
+    data.load_train(config, inputs.tokenizer, inputs.eos_ids[0])
     Path("/proc/self/clear_refs").write_text("5")
     baseline = status("VmRSS")
     jaxrl.train(config)
