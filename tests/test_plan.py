@@ -293,7 +293,6 @@ def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
     c = tiny_job.get_config()
     case = cases.open_case(tiny(plan__target="cpu:1"))
     mesh = sharding.make_mesh(c.mesh, jax.devices()[:1])
-    c.train.compute_dtype = "fp32"
     plan.predict(c, mesh, case.model)
     start = time.perf_counter()
     found = plan.predict(c, mesh, case.model)

@@ -19,6 +19,7 @@ from jaxrl.recipes.planning.case import Case, case_of, open_case
 from jaxrl.recipes.planning.report import table
 from jaxrl.sharding import targets
 
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
 # programs, and seconds of published runs beside the prediction.
 GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 3.0)
@@ -274,7 +275,7 @@ def predict(config, mesh, model) -> dict[str, float]:
     sizes = {a: mesh.shape[a] for a in ("dp", "fsdp", "tp")}
     for axis, n in sizes.items():
         c.mesh[axis] = n
-    c.plan.target = f"{name}:{mesh.size}"
+    c.plan.target, c.train.compute_dtype = f"{name}:{mesh.size}", DTYPE_NAMES[model.compute_dtype.name]
     case = case_of(c, {}, model)
     live = memory.standing(case.config, model, sizes, case.rollout)
     programs = memory.counted_programs(case.config, model, sizes, case.rollout, case.programs)
