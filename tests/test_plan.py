@@ -82,6 +82,13 @@ def test_an_impossible_target_is_refused_with_a_remedy(text, remedy):
     assert "plan.target" in str(e.value)
 
 
+def test_roles_with_devices_of_their_own_are_refused():
+    c = tiny()
+    c.mesh.roles = {"critic": {"devices": "0-3"}}
+    with pytest.raises(ConfigError, match="mesh.roles"):
+        cases.open_case(c)
+
+
 def test_a_plan_needs_neither_data_nor_tokenizer():
     c = tiny(data__path=(), model__tokenizer="")
     check(c)

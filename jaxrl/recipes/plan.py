@@ -266,10 +266,11 @@ def _gib(size: float) -> str:
 
 def predict(config, mesh, model) -> dict[str, float]:
     """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own mesh and
-    model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know."""
+    model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know, and where
+    roles have devices of their own."""
     device = mesh.devices.flat[0]
     name = targets.name_of(device)
-    if name is None:
+    if name is None or len(config.mesh.roles):
         return {}
     c = config.copy_and_resolve_references()
     sizes = {a: mesh.shape[a] for a in ("dp", "fsdp", "tp")}

@@ -14,9 +14,9 @@ from jaxrl import models, sharding
 from jaxrl.config import ConfigError, load_config
 from jaxrl.models import hf
 from jaxrl.recipes.planning import memory
-from jaxrl.recipes.planning.programs import sampler_shapes
 from jaxrl.recipes.planning.workload import SIZES, data_shards
 from jaxrl.recipes.setup import DTYPES, SMALL_MODEL, source_of
+from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 
@@ -61,6 +61,8 @@ def open_case(config) -> Case:
 def case_of(config, hf_config: dict, model=None) -> Case:
     """The case of a config whose model description is read; `model` where a run has built it."""
     target = targets.parse(config.plan.target)
+    if len(config.mesh.roles):
+        raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices; leave it empty to plan")
     if model is None:
         config, model = for_target(config, hf_config, target)
     mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
@@ -111,7 +113,7 @@ def _rollout(config, model, target, mesh: dict):
     else:
         inner = {**dict.fromkeys(mesh, 1), "fsdp": target.per_host // mesh["tp"], "tp": mesh["tp"]}
     width = SIZES[config.train.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype]
-    return inner, sampler_shapes(config, target.hosts, data_shards(inner)), width
+    return inner, from_config(config, data_shards(inner), 1, target.hosts), width
 
 
 def device_memory(config, target) -> tuple[float, float]:

@@ -187,21 +187,12 @@ class Lowered(Programs):
         return spread(out_shardings, found) if whole else jax.tree.map(spread, out_shardings, found)
 
 
-def sampler_shapes(config, hosts: int, data_shards: int):
-    """Static shapes of one process's sampler: each serves its share of the prompts."""
-    c = config.copy_and_resolve_references()
-    with c.unlocked():
-        c.data.prompts_per_step = -(-c.data.prompts_per_step // hosts)
-        c.rollout.slots = -(-c.rollout.slots // hosts)
-    return from_config(c, data_shards, 1)
-
-
 def _sampler_of(job, mesh):
     """(model, shapes) of one process's sampler."""
     c = job.config
     dtype = jnp.dtype(DTYPES[c.rollout.dtype]) if c.rollout.dtype != "auto" else job.compute_dtype
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
-    return model, sampler_shapes(c, max(1, job.mesh.size // mesh.size), sharding.data_shards(mesh))
+    return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size))
 
 
 def _publish(out: Lowering, job, params, mesh, keep):
