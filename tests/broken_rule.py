@@ -12,7 +12,7 @@ from jaxrl.sharding import rules
 rule = sys.argv.pop(1)
 if rule == "weights are not gathered before use":
     for room in (placement, decoder, model):
-        room.gathered = lambda weight, axes: weight
+        room.gathered = lambda weight, axes, dtype: weight.astype(dtype)
 elif rule == "rows are not split":
     placement._data_axes = lambda mesh, rows: None
 elif rule == "the MLP is not split over tp":

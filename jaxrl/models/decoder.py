@@ -65,7 +65,7 @@ class Linear(nn.Module):
         inputs = self.row.inputs
         kernel = self.param("kernel", DECLARED, x.shape[-inputs:] + self.outputs)
         axes = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
-        y = jax.lax.dot_general(x, gathered(kernel.astype(x.dtype), self.row.axes), (axes, ((), ())))
+        y = jax.lax.dot_general(x, gathered(kernel, self.row.axes, x.dtype), (axes, ((), ())))
         if self.bias:
             y = y + self.param("bias", DECLARED, self.outputs).astype(x.dtype)
         return y

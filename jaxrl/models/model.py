@@ -154,8 +154,8 @@ class Model:
     def head(self, params):
         """The output matrix [D, V] in the compute dtype; the embedding transposed where the model ties them."""
         tied = self.config.tied
-        weights = (params["embed"]["embedding"].T if tied else params["head"]["kernel"]).astype(self.compute_dtype)
-        return gathered(weights, parameters.MODEL["head/kernel"].axes)
+        weights = params["embed"]["embedding"].T if tied else params["head"]["kernel"]
+        return gathered(weights, parameters.MODEL["head/kernel"].axes, self.compute_dtype)
 
     def logits(self, params, hidden):
         """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""

@@ -34,13 +34,16 @@ def _data_axes(mesh, rows: int):
     return DATA_AXES if rows % math.prod(mesh.shape[a] for a in DATA_AXES) == 0 else None
 
 
-def gathered(weight, axes):
-    """The weight whole over fsdp and split over tp, as every rank uses it."""
+def gathered(weight, axes, dtype):
+    """The weight in `dtype`, whole over fsdp and split over tp, as every rank uses it."""
     mesh = _mesh()
     if mesh is None:
-        return weight
-    spec = spec_for("/".join(map(str, axes)), axes, weight.shape, mesh, ROLLOUT_RULES)
-    return jax.lax.with_sharding_constraint(weight, spec)
+        return weight.astype(dtype)
+    place = lambda x, rules: jax.lax.with_sharding_constraint(  # noqa: E731
+        x, spec_for("/".join(map(str, axes)), axes, x.shape, mesh, rules))
+    if weight.dtype != dtype:  # cast where it is stored: what travels is `dtype`, not the masters. (Rollout weights are cast.)
+        weight = place(weight.astype(dtype), TRAIN_RULES)
+    return place(weight, ROLLOUT_RULES)
 
 
 def whole(x):
@@ -100,7 +103,7 @@ def embed(table_VxD, tokens_BxL, dtype):
         found = jnp.where(here[..., None], jnp.take(table, jnp.where(here, at, 0), axis=0), 0)
         return jax.lax.psum(found, split.vocab) if split and split.vocab else found
 
-    table = gathered(table_VxD.astype(dtype), ("vocab", "embed"))
+    table = gathered(table_VxD, ("vocab", "embed"), dtype)
     if split is None:
         return local(table, tokens_BxL)
     return jax.shard_map(local, in_specs=(P(split.vocab), P(split.rows)), out_specs=P(split.rows), check_vma=False)(

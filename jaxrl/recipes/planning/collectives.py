@@ -1,9 +1,9 @@
 """Collectives of a partitioned program, read from the text of its compilation for CPU devices.
 
 What stands in the body of a loop counts once per trip. Of the branches of a conditional the one that moves most counts.
-The CPU's compiler differs from the others in two places that are undone here: it sums bf16 in fp32 (the reducer's name then
-ends in `_promoted`; bytes are halved), and it leaves an all-reduce whose result is cut to each device's part as it is, where
-TPU and GPU make a reduce-scatter of it.
+The CPU's compiler differs from the others in three places that are undone here: it sums bf16 in fp32 (the reducer's name then
+ends in `_promoted`; bytes are halved), it gathers bf16 as fp32 (what is gathered was bf16 just before; likewise), and it leaves
+an all-reduce whose result is cut to each device's part as it is, where TPU and GPU make a reduce-scatter of it.
 """
 
 from __future__ import annotations
@@ -148,6 +148,8 @@ def _collective(kind, instruction, rest, bodies, body, per_host):
         moved, name = array_bytes(array), kind
         if kind == "reduce-scatter":
             moved *= size
+        elif kind == "all-gather" and array.startswith("f32") and _was_bf16(_names(rest, opcode)[index], bodies, body):
+            moved //= 2
         elif kind == "all-reduce":
             moved //= 2 if re.search(r"to_apply=%?[\w.\-]*_promoted", rest) else 1
             if _is_cut(instruction, array, bodies, body, index if len(arrays) > 1 else None):
@@ -155,6 +157,25 @@ def _collective(kind, instruction, rest, bodies, body, per_host):
         old = out.get((name, size, hosts), (0, 0))
         out[name, size, hosts] = (old[0] + 1, old[1] + moved)
     return out
+
+
+def _names(rest: str, opcode: str) -> list[str]:
+    """The operands of an instruction."""
+    inside = rest[rest.index(f" {opcode}(") + len(opcode) + 2:]
+    return re.findall(r"%([\w.\-]+)", inside[:inside.index(")")])
+
+
+def _was_bf16(name: str, bodies, body: dict[str, str]) -> bool:
+    """Whether an fp32 value comes from bf16 by nothing but a conversion, copies and changes of shape."""
+    rest = body.get(name, "")
+    code = _opcode(rest) if rest else ""
+    if code == "fusion":
+        inside = bodies.get(_called(rest, "calls"), {})
+        return any(r.startswith("bf16[") for r in inside.values())
+    if code in ("convert", "bitcast", "copy", "transpose", "reshape"):
+        source = body.get((_names(rest, code) or [""])[0], "")
+        return source.startswith("bf16[") if code == "convert" else _was_bf16(_names(rest, code)[0], bodies, body)
+    return False
 
 
 def replica_groups(rest: str) -> np.ndarray:
