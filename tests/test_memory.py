@@ -67,3 +67,4 @@ def test_what_rests_is_moved_and_the_rest_is_not():
     back = memory.to_devices({"a": there, "b": x})
     assert memory.rests(there) and not memory.rests(back["a"]) and back["b"] is x
     np.testing.assert_array_equal(back["a"], x)
+    assert memory.to_devices(()) == () == memory.to_host(())  # the state of an optimizer that has none

@@ -49,10 +49,11 @@ def _between(x, where):
 
 def to_devices(tree):
     """The tree with all that rests moved to the devices' own memory; what is there stays as it is."""
-    own = next(iter(jax.tree.leaves(tree)[0].sharding.device_set)).default_memory().kind
-
     def move(x):
-        return _between(x, x.sharding.with_memory_kind(own)) if rests(x) else x
+        if not rests(x):
+            return x
+        own = next(iter(x.sharding.device_set)).default_memory().kind
+        return _between(x, x.sharding.with_memory_kind(own))
 
     return jax.tree.map(move, tree)
 
