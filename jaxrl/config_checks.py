@@ -83,6 +83,7 @@ POSITIVE = (
     "launch.connect_seconds",
     "launch.heartbeat_seconds",
     "plan.timeout_seconds",
+    "model.remat_every",
 )
 NOT_NEGATIVE = (
     "launch.wait_seconds",
@@ -213,6 +214,9 @@ def _model(cfg):
         )
     if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start and cfg.run.mode != "plan":
         out.append("model.tokenizer is empty and there is no model.path to take one from")
+    if cfg.model.remat_every > 1 and cfg.model.remat == "none":
+        out.append(f"model.remat_every={cfg.model.remat_every}: model.remat=none recomputes nothing; set model.remat=full, or leave it"
+                   " at 1")
     if cfg.model.chat_template and not Path(cfg.model.chat_template).is_file():
         out.append(f"model.chat_template={cfg.model.chat_template!r}: no such file")
     for name in ("model.trainable", "model.frozen"):

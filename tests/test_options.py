@@ -218,6 +218,9 @@ def test_remat_every_recomputes_layers_together(tiny):
     for c in configs:
         c.model.config.num_hidden_layers = 4
     assert [program(c).count("remat2[") for c in configs] == [4, 2, 2]
+    for remat, every, message in (("none", 2, "remat=none recomputes nothing"), ("full", 0, "remat_every=0")):
+        with pytest.raises(ConfigError, match=message):
+            tiny("model.remat", remat, "model.remat_every", every)
 
 
 def test_trainable_and_frozen_decide_what_has_optimizer_state(tiny):

@@ -20,6 +20,7 @@ from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.parameters import LAYER, Parameter
 from jaxrl.models.placement import embed, gathered, residual, rows, sharded_attention, write
 from jaxrl.models.rope import rotate, rotations
+from jaxrl.sharding.memory import HOST
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -32,7 +33,7 @@ POLICIES = {  # what the backward pass finds; the rest it computes again
     "full": jax.checkpoint_policies.nothing_saveable,  # the layers' inputs
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # and the outputs of matrix products
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the layers' inputs, in host memory
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT], offload_src="device", offload_dst="pinned_host"),
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT], offload_src="device", offload_dst=HOST),
 }
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import attention
-from jaxrl.kernels.logprob import Split
+from jaxrl.kernels.logprob import Split, held
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
 
@@ -99,7 +99,7 @@ def embed(table_VxD, tokens_BxL, dtype):
     split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
 
     def local(table, tokens):
-        at, here = _held(tokens, table.shape[0], split)
+        at, here = held(tokens, table.shape[0], split and split.vocab)
         found = jnp.where(here[..., None], jnp.take(table, jnp.where(here, at, 0), axis=0), 0)
         return jax.lax.psum(found, split.vocab) if split and split.vocab else found
 
@@ -108,12 +108,6 @@ def embed(table_VxD, tokens_BxL, dtype):
         return local(table, tokens_BxL)
     return jax.shard_map(local, in_specs=(P(split.vocab), P(split.rows)), out_specs=P(split.rows), check_vma=False)(
         table, tokens_BxL)
-
-
-def _held(tokens, vocab: int, split):
-    """(index into this device's part of the vocabulary, whether it holds the token)."""
-    at = tokens - jax.lax.axis_index(split.vocab) * vocab if split and split.vocab else tokens
-    return at, (at >= 0) & (at < vocab)
 
 
 def _embed(table, tokens, dtype):
@@ -126,7 +120,7 @@ def _embed_gradient(dtype, saved, g_BxLxD):
     vocab = table_VxD.shape[0] // (_mesh().shape[split.vocab] if split and split.vocab else 1)
 
     def local(g, tokens):
-        at, here = _held(tokens, vocab, split)
+        at, here = held(tokens, vocab, split and split.vocab)
         grad = jnp.zeros((vocab, g.shape[-1]), table_VxD.dtype)
         grad = grad.at[jnp.where(here, at, vocab)].add(g.astype(grad.dtype), mode="drop")
         return jax.lax.psum(grad, split.rows) if split and split.rows else grad

@@ -199,7 +199,7 @@ def check_roles(config) -> None:
     if "sampler" in config.mesh.roles and chosen_engine(config) != "jax":
         raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {chosen_engine(config)} here, which has devices of its own; "
                           "leave it out, or set rollout.engine=jax")
-    asked = ["optimizer.offload"] * config.optimizer.offload
+    asked = ["optimizer.offload"] * config.optimizer.offload + ["model.remat=offload"] * (config.model.remat == "offload")
     asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items() if given.get("rest") == "host"]
     if asked and not memory.can_rest(jax.local_devices()[0]):
         raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; leave it"
@@ -223,6 +223,9 @@ def build_model(config, hf_config, compute_dtype):
         return build(remat=config.model.remat)
     model = build(remat="none")
     small = model.num_parameters < SMALL_MODEL or jax.devices()[0].platform == "cpu"
+    if small and config.model.remat_every > 1:
+        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
+                    config.model.remat_every)
     return model if small else build(remat="full")
 
 

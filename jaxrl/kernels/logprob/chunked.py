@@ -56,16 +56,23 @@ def _first_token(vocab: int, axis):
     return 0 if axis is None else jax.lax.axis_index(axis) * vocab
 
 
+def held(tokens, vocab: int, axis):
+    """(index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`. axis: the mesh axis
+    that the vocabulary is split over, None = whole."""
+    at = tokens - _first_token(vocab, axis)
+    return at, (at >= 0) & (at < vocab)
+
+
 def _picked(logits, targets, axis):
     """logits[..., target], whichever device holds it."""
-    at = targets - _first_token(logits.shape[-1], axis)
-    here = (at >= 0) & (at < logits.shape[-1])
+    at, here = held(targets, logits.shape[-1], axis)
     found = jnp.take_along_axis(logits, jnp.where(here, at, 0)[..., None], axis=-1)[..., 0]
     return found if axis is None else jax.lax.psum(jnp.where(here, found, 0), axis)
 
 
 def _normalised(logits, axis):
-    """(log-probs, exp of logits - top, its sum, entropy) of logits [R, C, V]."""
+    """Of logits [R, C, V]: (logits - top, exp of that, both [R, C, V / devices of the axis]; its sum and the entropy, [R, C]). A
+    log-prob is the first less the logarithm of the sum. Top, sum and entropy are of the whole vocabulary."""
     top = _over(axis, jax.lax.pmax, jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - top
     weights = jnp.exp(shifted)
