@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -55,6 +56,17 @@ def test_tp_stays_inside_a_slice_and_dp_runs_over_slices_first(sizes, slices, in
         assert (of == of[:, :1, :1]).all()
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
     assert [set(ids[of == i].tolist()) for i in range(slices)] == inside
+
+
+def test_a_shape_that_jax_cannot_fit_to_the_torus_splits_an_axis_of_it(monkeypatch):
+    def refuses(*args, **kwargs):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index")
+
+    monkeypatch.setattr(jax, "make_mesh", refuses)
+    config = default_config().mesh
+    config.dp, config.fsdp, config.tp = 1, 4, 2
+    mesh = make_mesh(config, [Device(i, 0) for i in range(8)])
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 4, "tp": 2} and {d.id for d in mesh.devices.flat} == set(range(8))
 
 
 def test_tp_across_slices_is_refused():

@@ -52,7 +52,11 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     kinds = (AxisType.Auto,) * len(AXES)
     slices = len({getattr(d, "slice_index", 0) for d in devices})
     if slices == 1:
-        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+        try:
+            return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+        except NotImplementedError:  # an axis of the mesh is only a part of one of the TPU's torus
+            order = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+            return Mesh(order, AXES, axis_types=kinds)
     dp, fsdp, tp = shape
     across_dp = math.gcd(dp, slices)
     across_fsdp = slices // across_dp

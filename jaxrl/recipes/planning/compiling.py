@@ -17,6 +17,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -193,8 +194,7 @@ def _host_topology(topology, devices: int):
 
 
 def _tpu_mesh(name: str, topology, mesh: dict):
-    import jax
-    from jax.experimental import mesh_utils, topologies
+    from jax.experimental import topologies
 
     from jaxrl import sharding
 
@@ -205,13 +205,7 @@ def _tpu_mesh(name: str, topology, mesh: dict):
         found = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}", **extra)
     except Exception as e:  # libtpu's own errors have no common class
         raise ConfigError(f"plan.target={name}:{shape}: libtpu knows no such slice ({str(e).splitlines()[0][:200]})") from None
-    kinds, names = (jax.sharding.AxisType.Auto,) * 3, sharding.mesh.AXES
-    sizes = tuple(mesh[a] for a in names)
-    try:
-        return jax.make_mesh(sizes, names, axis_types=kinds, devices=found.devices)
-    except NotImplementedError:  # an axis of the mesh is only part of one of the torus
-        order = mesh_utils.create_device_mesh(sizes, found.devices, allow_split_physical_axes=True)
-        return jax.sharding.Mesh(order, names, axis_types=kinds)
+    return sharding.make_mesh(SimpleNamespace(**mesh), found.devices)
 
 
 if __name__ == "__main__":
