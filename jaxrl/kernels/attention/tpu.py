@@ -79,7 +79,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
     del chosen
     call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
                              q_prefixes_BxL, window, softcap, scale, lists_, interpret)
-    return _cut(_attend(call, *arrays), q_BxLxHxK.shape)
+    return _attend(call, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
 def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0, scale=1.0, interpret=False):
@@ -107,8 +107,8 @@ def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefi
     call = Call(batch, length, keys, heads, k.shape[2], size, str(q.dtype), window, float(softcap), float(scale),
                 q_segments is not None, q_prefixes is not None and q_segments is not None, interpret)
 
-    def flat(x, length):
-        return jnp.pad(x.reshape(*x.shape[:2], -1), [(0, 0), (0, length - x.shape[1]), (0, 0)])
+    def by_head(x, length):
+        return jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)])
 
     def side(x, length, value):
         return jnp.broadcast_to(filled(x, length, value), (batch, length))
@@ -121,11 +121,7 @@ def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefi
     if call.prefixed:
         prefixes = side(q_prefixes, length, 0)
         q_ids.append(jnp.where(prefixes == 0, NO_QUERY, prefixes))
-    return call, (*lists_, flat(q, length), flat(k, keys), flat(v, keys), jnp.stack(q_ids, axis=1), jnp.stack(k_ids, axis=2))
-
-
-def _cut(out_BxLxHK, shape):
-    return out_BxLxHK[:, :shape[1]].reshape(shape)
+    return call, (*lists_, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1), jnp.stack(k_ids, axis=2))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,11 +134,10 @@ def _attend_forward(call, words, count, key_words, key_count, q, k, v, q_ids, k_
     return out, (words, count, key_words, key_count, q, k, v, q_ids, k_ids, out, lse)
 
 
-def _attend_backward(call, saved, do_BxLxHK):
+def _attend_backward(call, saved, do_BxHxLxK):
     words, count, key_words, key_count, *inputs, out, lse = saved
-    products = (do_BxLxHK.astype(jnp.float32) * out.astype(jnp.float32)).reshape(call.batch, call.length, call.heads, call.size)
-    delta_BxHxL = products.sum(axis=-1).swapaxes(1, 2)
-    rest = (*inputs, do_BxLxHK, lse, delta_BxHxL)
+    delta_BxHxL = (do_BxHxLxK.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    rest = (*inputs, do_BxHxLxK, lse, delta_BxHxL)
     dq, = tpu_kernels.query_gradient(call, words[0], count[0], *rest)
     dk, dv = tpu_kernels.key_gradients(call, key_words[0], key_count[0], *rest)
     return None, None, None, None, dq, dk, dv, None, None

@@ -156,10 +156,6 @@ def _heads(groups, per_group):
     return [(p * per_group + r, p) for p in range(groups) for r in range(per_group)]
 
 
-def _lanes(head, size):
-    return slice(head * size, (head + 1) * size)
-
-
 def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, operands, in_specs, outputs, out_specs, scratch):
     """pallas_call over (blocks of heads, entries); specs are functions (block of heads, row, resident, passing) -> indices."""
     def spec(shape, index):
@@ -195,19 +191,18 @@ def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(call: Call, words, count, q_BxLxHK, k_BxSxGK, v_BxSxGK, q_ids_BxIxL, k_ids_BxSxI):
-    """(out [B, L, H * K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`)."""
+def forward(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI):
+    """(out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`)."""
     groups = _groups("forward", call, call.k_tiles)
     heads, tiles = groups * call.per_group, call.k_tiles
-    wide, kv = heads * call.size, groups * call.size
-    out = [jax.ShapeDtypeStruct(q_BxLxHK.shape, q_BxLxHK.dtype),
+    out = [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype),
            jax.ShapeDtypeStruct((call.batch, call.groups // groups, heads, call.length), jnp.float32)]
     out, lse, *counts = _launch(
         _forward, "attention_forward", call, groups, call.length // TILE, call.keys // TILE, tiles, words, count,
-        (q_BxLxHK, k_BxSxGK, v_BxSxGK, q_ids_BxIxL, k_ids_BxSxI),
-        [_tile(wide), _block(tiles, kv), _block(tiles, kv), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles)],
-        out, [_tile(wide), _per_head(heads)],
-        [pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((wide, TILE), jnp.float32)])
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI),
+        [_tile(call, heads), _block(call, groups, tiles), _block(call, groups, tiles), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles)],
+        out, [_tile(call, heads), _per_head(heads)],
+        [pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
     return (out, lse.reshape(call.batch, call.heads, call.length), *counts)
 
 
@@ -215,7 +210,7 @@ def _forward(word, first, last, counter, inside, outs, scratch, call, groups, ti
     q_ref, k_ref, v_ref, q_ids, k_ids = inside
     out_ref, lse_ref = outs
     top_ref, sum_ref, acc_ref = scratch
-    size, heads = call.size, _heads(groups, call.per_group)
+    heads = _heads(groups, call.per_group)
 
     @pl.when(first)
     def _():
@@ -227,14 +222,14 @@ def _forward(word, first, last, counter, inside, outs, scratch, call, groups, ti
         keys = pl.ds(start, TILE)
         mask = _mask(q_ids[0], k_ids[0, keys], call)
         for h, p in heads:
-            s, _ = _scores(q_ref[0, :, _lanes(h, size)], k_ref[0, keys, _lanes(p, size)], mask, call)
+            s, _ = _scores(q_ref[0, h], k_ref[0, p, keys], mask, call)
             before = top_ref[h:h + 1]
             top = jnp.maximum(before, s.max(axis=0, keepdims=True))
             weights, shrink = jnp.exp2(s - top), jnp.exp2(before - top)
             top_ref[h:h + 1] = top
             sum_ref[h:h + 1] = sum_ref[h:h + 1] * shrink + weights.sum(axis=0, keepdims=True)
-            v = v_ref[0, keys, _lanes(p, size)]
-            acc_ref[_lanes(h, size)] = acc_ref[_lanes(h, size)] * shrink + _dot(v, weights.astype(v.dtype), 0, 0, call.exact)
+            v = v_ref[0, p, keys]
+            acc_ref[h] = acc_ref[h] * shrink + _dot(v, weights.astype(v.dtype), 0, 0, call.exact)
 
     _each_tile(word, tiles, compute, counter)
 
@@ -243,30 +238,29 @@ def _forward(word, first, last, counter, inside, outs, scratch, call, groups, ti
         total = jnp.maximum(sum_ref[...], jnp.finfo(jnp.float32).tiny)
         lse_ref[0, 0] = top_ref[...] + jnp.log2(total)
         for h, _ in heads:
-            out_ref[0, :, _lanes(h, size)] = (acc_ref[_lanes(h, size)] / total[h:h + 1]).T.astype(out_ref.dtype)
+            out_ref[0, h] = (acc_ref[h] / total[h:h + 1]).T.astype(out_ref.dtype)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-def query_gradient(call: Call, words, count, q_BxLxHK, k_BxSxGK, v_BxSxGK, q_ids_BxIxL, k_ids_BxSxI, do_BxLxHK, lse_BxHxL,
+def query_gradient(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                    delta_BxHxL):
-    """dq [B, L, H * K], with the forward pass's work list; delta = sum(do * out) over K."""
+    """dq [B, H, L, K], with the forward pass's work list; delta = sum(do * out) over K."""
     groups = _groups("queries", call, call.k_tiles)
     heads, tiles = groups * call.per_group, call.k_tiles
-    wide, kv = heads * call.size, groups * call.size
     return _launch(
         _query_gradient, "attention_query_gradient", call, groups, call.length // TILE, call.keys // TILE, tiles, words, count,
-        (q_BxLxHK, k_BxSxGK, v_BxSxGK, q_ids_BxIxL, k_ids_BxSxI, do_BxLxHK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
-        [_tile(wide), _block(tiles, kv), _block(tiles, kv), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles),
-         _tile(wide), _per_head(heads), _per_head(heads)],
-        [jax.ShapeDtypeStruct(q_BxLxHK.shape, q_BxLxHK.dtype)], [_tile(wide)], [pltpu.VMEM((wide, TILE), jnp.float32)])
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
+        [_tile(call, heads), _block(call, groups, tiles), _block(call, groups, tiles), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles),
+         _tile(call, heads), _per_head(heads), _per_head(heads)],
+        [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype)], [_tile(call, heads)], [pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
 
 
 def _query_gradient(word, first, last, counter, inside, outs, scratch, call, groups, tiles):
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dq_ref,), (acc_ref,) = outs, scratch
-    size, heads = call.size, _heads(groups, call.per_group)
+    heads = _heads(groups, call.per_group)
 
     @pl.when(first)
     def _():
@@ -276,40 +270,40 @@ def _query_gradient(word, first, last, counter, inside, outs, scratch, call, gro
         keys = pl.ds(start, TILE)
         mask = _mask(q_ids[0], k_ids[0, keys], call)
         for h, p in heads:
-            k, v = (ref[0, keys, _lanes(p, size)] for ref in (k_ref, v_ref))
-            _, ds = _weights_and_slopes(q_ref[0, :, _lanes(h, size)], k, v, do_ref[0, :, _lanes(h, size)], mask,
+            k, v = (ref[0, p, keys] for ref in (k_ref, v_ref))
+            _, ds = _weights_and_slopes(q_ref[0, h], k, v, do_ref[0, h], mask,
                                         lse_ref[0, 0, h:h + 1], delta_ref[0, 0, h:h + 1], call)
-            acc_ref[_lanes(h, size)] += _dot(k, ds.astype(k.dtype), 0, 0, call.exact)
+            acc_ref[h] += _dot(k, ds.astype(k.dtype), 0, 0, call.exact)
 
     _each_tile(word, tiles, compute, counter)
 
     @pl.when(last)
     def _():
         for h, _ in heads:
-            dq_ref[0, :, _lanes(h, size)] = (acc_ref[_lanes(h, size)] * call.scale).T.astype(dq_ref.dtype)
+            dq_ref[0, h] = (acc_ref[h] * call.scale).T.astype(dq_ref.dtype)
 
 
-def key_gradients(call: Call, words, count, q_BxLxHK, k_BxSxGK, v_BxSxGK, q_ids_BxIxL, k_ids_BxSxI, do_BxLxHK, lse_BxHxL,
+def key_gradients(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                   delta_BxHxL):
-    """(dk, dv) [B, S, G * K], summed over a group's query heads in the kernel; the work list is that of keys."""
+    """(dk, dv) [B, G, S, K], summed over a group's query heads in the kernel; the work list is that of keys."""
     groups = _groups("keys", call, call.q_tiles)
     heads, tiles = groups * call.per_group, call.q_tiles
-    wide, kv = heads * call.size, groups * call.size
     passing = lambda g, b, n, m: (b, g, 0, m)  # noqa: E731
     return _launch(
         _key_gradients, "attention_key_gradients", call, groups, call.keys // TILE, call.length // TILE, tiles, words, count,
-        (q_BxLxHK, k_BxSxGK, v_BxSxGK, q_ids_BxIxL, k_ids_BxSxI, do_BxLxHK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
-        [_block(tiles, wide), _tile(kv), _tile(kv), ((1, q_ids_BxIxL.shape[1], tiles * TILE), lambda g, b, n, m: (b, 0, m)),
-         ((1, TILE, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, n, 0)), _block(tiles, wide),
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
+        [_block(call, heads, tiles), _tile(call, groups), _tile(call, groups),
+         ((1, q_ids_BxIxL.shape[1], tiles * TILE), lambda g, b, n, m: (b, 0, m)),
+         ((1, TILE, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, n, 0)), _block(call, heads, tiles),
          ((1, 1, heads, tiles * TILE), passing), ((1, 1, heads, tiles * TILE), passing)],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BxSxGK, v_BxSxGK)], [_tile(kv), _tile(kv)],
-        [pltpu.VMEM((TILE, kv), jnp.float32), pltpu.VMEM((TILE, kv), jnp.float32)])
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BxGxSxK, v_BxGxSxK)], [_tile(call, groups), _tile(call, groups)],
+        [pltpu.VMEM((groups, TILE, call.size), jnp.float32), pltpu.VMEM((groups, TILE, call.size), jnp.float32)])
 
 
 def _key_gradients(word, first, last, counter, inside, outs, scratch, call, groups, tiles):
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dk_ref, dv_ref), (dk_acc, dv_acc) = outs, scratch
-    size, heads = call.size, _heads(groups, call.per_group)
+    heads = _heads(groups, call.per_group)
 
     @pl.when(first)
     def _():
@@ -320,12 +314,12 @@ def _key_gradients(word, first, last, counter, inside, outs, scratch, call, grou
         queries = pl.ds(start, TILE)
         mask = _mask(q_ids[0, :, queries], k_ids[0], call)
         for h, p in heads:
-            q, do = (ref[0, queries, _lanes(h, size)] for ref in (q_ref, do_ref))
+            q, do = (ref[0, h, queries] for ref in (q_ref, do_ref))
             weights, ds = _weights_and_slopes(
-                q, k_ref[0, :, _lanes(p, size)], v_ref[0, :, _lanes(p, size)], do, mask, lse_ref[0, 0, h:h + 1, queries],
+                q, k_ref[0, p], v_ref[0, p], do, mask, lse_ref[0, 0, h:h + 1, queries],
                 delta_ref[0, 0, h:h + 1, queries], call)
-            dv_acc[:, _lanes(p, size)] += _dot(weights.astype(do.dtype), do, 1, 0, call.exact)
-            dk_acc[:, _lanes(p, size)] += _dot(ds.astype(q.dtype), q, 1, 0, call.exact)
+            dv_acc[p] += _dot(weights.astype(do.dtype), do, 1, 0, call.exact)
+            dk_acc[p] += _dot(ds.astype(q.dtype), q, 1, 0, call.exact)
 
     _each_tile(word, tiles, compute, counter)
 
@@ -350,12 +344,12 @@ def _groups(kernel, call, tiles):
     return tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, jnp.dtype(call.dtype).itemsize, tiles)
 
 
-def _tile(width):
-    return (1, TILE, width), lambda g, b, n, m: (b, n, g)
+def _tile(call, heads):
+    return (1, heads, TILE, call.size), lambda g, b, n, m: (b, g, n, 0)
 
 
-def _block(tiles, width):
-    return (1, tiles * TILE, width), lambda g, b, n, m: (b, m, g)
+def _block(call, heads, tiles):
+    return (1, heads, tiles * TILE, call.size), lambda g, b, n, m: (b, g, m, 0)
 
 
 def _id_row(q_ids_BxIxL):

@@ -21,20 +21,21 @@ def tiles_of(length: int) -> int:
 
 
 def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsize: int, tiles: int) -> int:
-    """Key-value heads of one step: the most that fill whole lanes, keep to HEADS and fit; else the fewest that do.
+    """Key-value heads of one step: the most that keep to HEADS and fit, else one.
 
     Args:
       kernel: forward, queries or keys (the gradients of one side).
       per_group: query heads per key-value head. size: of a head. itemsize: bytes of an input's number. tiles: of the streamed side.
     """
-    legal = [n for n in range(1, groups + 1) if groups % n == 0 and (n * size % 128 == 0 or n == groups)]
+    legal = [n for n in range(1, groups + 1) if groups % n == 0]
     fits = [n for n in legal if n * per_group <= HEADS and _bytes(kernel, n, per_group, size, itemsize, tiles) <= VMEM // 2]
-    return fits[-1] if fits else legal[0]
+    return fits[-1] if fits else 1
 
 
 def _bytes(kernel, groups, per_group, size, itemsize, tiles) -> int:
     """Two buffers of every block, and the accumulators."""
-    kv, q = groups * size * TILE, groups * per_group * size * TILE
+    kv = groups * -(-size // 128) * 128 * TILE  # lanes come in 128s
+    q = kv * per_group
     if kernel == "forward":
         return 2 * itemsize * (2 * q + 2 * kv * tiles) + 4 * q
     if kernel == "queries":
