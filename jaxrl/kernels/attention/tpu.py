@@ -20,9 +20,10 @@ from jaxrl.kernels.attention import tpu_kernels, tuned
 from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
 from jaxrl.kernels.attention.tpu_kernels import Call, fields, work_list
 from jaxrl.kernels.attention.tuned import TILE
+from jaxrl.kernels.platform import platform
 
 
-class Lists(NamedTuple):
+class Work(NamedTuple):
     """The work of a call, made once for all layers of a window; leading axes are those of devices."""
 
     words: jax.Array        # [1, T + 1] int32, see tpu_kernels.work_list: key blocks of each tile of queries
@@ -57,8 +58,8 @@ def _tiles(length: int) -> int:
     return -(-length // step) * (step // TILE)
 
 
-def lists(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
-          window) -> Lists:
+def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
+          window) -> Work:
     """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
     check(q_shape, kv_shape, dtype)
     length, keys = q_shape[1], kv_shape[1]
@@ -67,22 +68,22 @@ def lists(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments
     active = jnp.broadcast_to(active, (q_shape[0], *active.shape[1:]))
     active = jnp.pad(active, [(0, 0), (0, _tiles(length) - active.shape[1]), (0, _tiles(keys) - active.shape[2])])
     both = work_list(active, tuned.tiles_of(keys)), work_list(active.swapaxes(1, 2), tuned.tiles_of(length))
-    return Lists(*(x[None] for pair in both for x in pair))
+    return Work(*(x[None] for pair in both for x in pair))
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-              q_prefixes_BxL, *, window, softcap, scale, chosen=True, lists_=None, interpret=False):
+              q_prefixes_BxL, *, window, softcap, scale, chosen=True, work=None, interpret=None):
     """See api.attention. Raises NotImplementedError for what `check` names.
 
-    lists_: of `lists`, for these ids and this window; None = made here. interpret: for pallas_call.
+    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = where this is no TPU.
     """
     del chosen
     call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-                             q_prefixes_BxL, window, softcap, scale, lists_, interpret)
+                             q_prefixes_BxL, window, softcap, scale, work, interpret)
     return _attend(call, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
-def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0, scale=1.0, interpret=False):
+def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0, scale=1.0, interpret=None):
     """The TILE x TILE tiles that each kernel computed, counted by itself: {"forward", "queries", "keys"}, int32 []."""
     call, (words, count, key_words, key_count, *arrays) = _prepared(
         q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window, softcap, scale, None, interpret)
@@ -94,13 +95,14 @@ def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0,
     return {name: count[0] for name, count in counts.items()}  # every block of heads computes the same tiles
 
 
-def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes, window, softcap, scale, lists_, interpret):
+def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes, window, softcap, scale, work, interpret):
     """(Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and columns."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")
+    interpret = platform() != "tpu" if interpret is None else interpret
     ids = q_positions, k_positions, q_segments, k_segments, q_prefixes
-    if lists_ is None:
-        lists_ = lists(q.shape, k.shape, q.dtype, *ids, window=window)
+    if work is None:
+        work = work_of(q.shape, k.shape, q.dtype, *ids, window=window)
     check(q.shape, k.shape, q.dtype)
     batch, _, heads, size = q.shape
     length, keys = _tiles(q.shape[1]) * TILE, _tiles(k.shape[1]) * TILE
@@ -121,7 +123,7 @@ def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefi
     if call.prefixed:
         prefixes = side(q_prefixes, length, 0)
         q_ids.append(jnp.where(prefixes == 0, NO_QUERY, prefixes))
-    return call, (*lists_, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1), jnp.stack(k_ids, axis=2))
+    return call, (*work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1), jnp.stack(k_ids, axis=2))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -41,3 +41,10 @@ def _bytes(kernel, groups, per_group, size, itemsize, tiles) -> int:
     if kernel == "queries":
         return 2 * itemsize * (3 * q + 2 * kv * tiles) + 4 * q
     return 2 * itemsize * (2 * q * tiles + 4 * kv) + 8 * kv
+
+
+def cache_block(length: int, width: int, itemsize: int) -> int:
+    """Cache positions that one step of decoding reads: CACHE_BYTES of keys, in 128s, at least 128 and at most 512."""
+    wanted = CACHE_BYTES // (width * itemsize) // 128 * 128
+    block = min(512, max(128, wanted))
+    return length if length <= block else block
