@@ -32,8 +32,8 @@ class Work(NamedTuple):
 def check(shape_NxBxCxGK, dtype) -> None:
     """NotImplementedError for what the kernel does not serve."""
     _, slots, length, width = shape_NxBxCxGK
-    if dtype not in ("float32", "bfloat16"):
-        raise NotImplementedError(f"a cache of {dtype}; the TPU kernel takes float32 and bfloat16")
+    if jnp.dtype(dtype) not in ("float32", "bfloat16"):
+        raise NotImplementedError(f"a cache of {jnp.dtype(dtype)}; the TPU kernel takes float32 and bfloat16")
     entries = slots * -(-length // _block(shape_NxBxCxGK, dtype))
     if entries > tuned.WORDS:
         raise NotImplementedError(f"{slots} slots of {length} on one device; the TPU kernel's work list has room for "

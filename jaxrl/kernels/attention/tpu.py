@@ -36,8 +36,8 @@ def check(q_shape, kv_shape, dtype) -> None:
     """NotImplementedError for what the kernels do not serve."""
     batch, length, _, size = q_shape
     keys = kv_shape[1]
-    if dtype not in ("float32", "bfloat16"):
-        raise NotImplementedError(f"{dtype} inputs; the TPU kernel takes float32 and bfloat16")
+    if jnp.dtype(dtype) not in ("float32", "bfloat16"):
+        raise NotImplementedError(f"{jnp.dtype(dtype)} inputs; the TPU kernel takes float32 and bfloat16")
     if size % 8 or size > 256:
         raise NotImplementedError(f"head size {size}; the TPU kernel takes multiples of 8 up to 256")
     if length == 1 and keys > 1:

@@ -109,13 +109,14 @@ def _turns(words, resident, passing, tiles):
 
 
 def _each_tile(word, tiles, compute, count):
-    """compute(start) for the active tiles of an entry; `count` is None, or where they are counted."""
+    """compute(start) for the active tiles of an entry; `count` is None, or (reference, index) where they are counted."""
     def one(j, _):
         @pl.when(word >> j & 1 == 1)
         def _():
             compute(pl.multiple_of(j * TILE, TILE))
             if count is not None:
-                count[pl.program_id(0)] += 1
+                counter, block = count
+                counter[block] += 1
 
     jax.lax.fori_loop(0, tiles, one, None)
 
@@ -172,15 +173,17 @@ def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, 
 
     def body(words, *refs):
         inside, end = refs[:len(in_specs)], len(in_specs) + len(outputs)
-        outs, counter = refs[len(in_specs):end], None
+        outs, counted = refs[len(in_specs):end], None
         if call.counted:
             *outs, counter = outs
+            block = pl.program_id(0)
+            counted = counter, block
 
             @pl.when(pl.program_id(1) == 0)
             def _():
-                counter[pl.program_id(0)] = 0
+                counter[block] = 0
         first, last = _turns(words, resident, passing, tiles)
-        kernel(words[pl.program_id(1)], first, last, counter, inside, outs, refs[end:], call, groups, tiles)
+        kernel(words[pl.program_id(1)], first, last, counted, inside, outs, refs[end:], call, groups, tiles)
 
     order = ("arbitrary" if call.counted else "parallel", "arbitrary")
     params = pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=tuned.VMEM)
@@ -206,7 +209,7 @@ def forward(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxI
     return (out, lse.reshape(call.batch, call.heads, call.length), *counts)
 
 
-def _forward(word, first, last, counter, inside, outs, scratch, call, groups, tiles):
+def _forward(word, first, last, count, inside, outs, scratch, call, groups, tiles):
     q_ref, k_ref, v_ref, q_ids, k_ids = inside
     out_ref, lse_ref = outs
     top_ref, sum_ref, acc_ref = scratch
@@ -231,7 +234,7 @@ def _forward(word, first, last, counter, inside, outs, scratch, call, groups, ti
             v = v_ref[0, p, keys]
             acc_ref[h] = acc_ref[h] * shrink + _dot(v, weights.astype(v.dtype), 0, 0, call.exact)
 
-    _each_tile(word, tiles, compute, counter)
+    _each_tile(word, tiles, compute, count)
 
     @pl.when(last)
     def _():
@@ -257,7 +260,7 @@ def query_gradient(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_
         [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype)], [_tile(call, heads)], [pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
 
 
-def _query_gradient(word, first, last, counter, inside, outs, scratch, call, groups, tiles):
+def _query_gradient(word, first, last, count, inside, outs, scratch, call, groups, tiles):
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dq_ref,), (acc_ref,) = outs, scratch
     heads = _heads(groups, call.per_group)
@@ -275,7 +278,7 @@ def _query_gradient(word, first, last, counter, inside, outs, scratch, call, gro
                                         lse_ref[0, 0, h:h + 1], delta_ref[0, 0, h:h + 1], call)
             acc_ref[h] += _dot(k, ds.astype(k.dtype), 0, 0, call.exact)
 
-    _each_tile(word, tiles, compute, counter)
+    _each_tile(word, tiles, compute, count)
 
     @pl.when(last)
     def _():
@@ -300,7 +303,7 @@ def key_gradients(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_i
         [pltpu.VMEM((groups, TILE, call.size), jnp.float32), pltpu.VMEM((groups, TILE, call.size), jnp.float32)])
 
 
-def _key_gradients(word, first, last, counter, inside, outs, scratch, call, groups, tiles):
+def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups, tiles):
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dk_ref, dv_ref), (dk_acc, dv_acc) = outs, scratch
     heads = _heads(groups, call.per_group)
@@ -321,7 +324,7 @@ def _key_gradients(word, first, last, counter, inside, outs, scratch, call, grou
             dv_acc[p] += _dot(weights.astype(do.dtype), do, 1, 0, call.exact)
             dk_acc[p] += _dot(ds.astype(q.dtype), q, 1, 0, call.exact)
 
-    _each_tile(word, tiles, compute, counter)
+    _each_tile(word, tiles, compute, count)
 
     @pl.when(last)
     def _():
