@@ -194,7 +194,7 @@ def test_empty_rows_are_no_work():
 # -- one query per slot
 
 
-def cached_inputs(slots=5, length=300, heads=6, groups=2, size=16, dtype=np.float32, seed=0):
+def cached_inputs(slots=5, length=300, heads=6, groups=2, size=64, dtype=np.float32, seed=0):
     """Queries, a cache of three layers, positions: the first, the last, some between, one idle."""
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(slots, 1, heads, size)).astype(np.float32)
@@ -203,8 +203,8 @@ def cached_inputs(slots=5, length=300, heads=6, groups=2, size=16, dtype=np.floa
     return *(jnp.asarray(x, dtype) for x in (q, k, v)), positions
 
 
-CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, groups=1, size=80), dict(length=1100, window=600),
-                dict(heads=4, groups=4, size=64, dtype=jnp.bfloat16), dict(length=20)]
+CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, groups=1, size=128), dict(length=1100, window=600),
+                dict(heads=4, groups=4, size=64, dtype=jnp.bfloat16), dict(length=20, heads=8, groups=8, size=80)]
 
 
 @pytest.mark.parametrize("case", CACHED_CASES, ids=str)
@@ -236,7 +236,7 @@ def test_cached_work_is_what_slots_see(window, monkeypatch):
     """The kernel's list names exactly the blocks with a visible position, in order, and one block for an idle slot."""
     monkeypatch.setattr(tuned, "CACHE_BYTES", 1)
     positions = np.array([[0], [127], [128], [700], [1000], [999]], np.int32)
-    work = decode_tpu.work_of(jnp.asarray(positions), (1, 6, 1000, 64), jnp.float32, window=window)
+    work = decode_tpu.work_of(jnp.asarray(positions), (1, 6, 1000, 128), jnp.float32, window=window)
     want = []
     for slot, position in enumerate(positions[:, 0]):
         seen = [c for c in range(1000) if c <= position and (not window or position - c < window)] if position < 1000 else [0]
@@ -279,7 +279,8 @@ def test_who_is_asked_for_the_cache(monkeypatch):
         assert asked.pop() == want and not asked
     with jax.enable_x64(True):
         cached_attention(*(jnp.asarray(x, jnp.float64) for x in (q, k, v)), positions, 0, implementation="tpu")
-    assert asked == ["xla"]
+    cached_attention(q[:, :, :3], k[..., :64], v[..., :64], positions, 0, implementation="tpu")
+    assert asked == ["xla", "xla"]
 
 
 def test_a_refusal_is_said_once(caplog):
@@ -315,7 +316,7 @@ def primitives(jaxpr):
 def test_work_is_found_outside_the_layers():
     """The scan over layers holds kernels and no search for their work, in both passes."""
     kind, own = ARCHITECTURES["gemma3"]
-    model = build({**SIZES, **own, "model_type": kind, "head_dim": 16, "num_hidden_layers": 12, "sliding_window_pattern": 3},
+    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 12, "sliding_window_pattern": 3},
                   compute_dtype=jnp.float32, scan_layers=True, remat="full", attention="tpu")
     params = jax.eval_shape(model.init, jax.random.key(0))
     row = jax.ShapeDtypeStruct((1, 128), jnp.int32)

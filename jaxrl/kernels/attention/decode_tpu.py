@@ -3,6 +3,7 @@
 The whole stacked cache is the kernel's operand, in place: no layer of it is copied out. The grid is a list of (slot, block of
 positions), made once per token for all layers; keys and values pass in blocks of whole width G * K, queries are 0 outside their
 group's part as in decode.py, so heads of any size are read densely.
+(A width that is not whole lanes XLA would store transposed, and copy for the kernel.)
 
 Legend: B slots, C cache length, N layers, H query heads, G key-value heads, K head size, T entries.
 """
@@ -32,6 +33,8 @@ class Work(NamedTuple):
 def check(shape_NxBxCxGK, dtype) -> None:
     """NotImplementedError for what the kernel does not serve."""
     _, slots, length, width = shape_NxBxCxGK
+    if width % 128:
+        raise NotImplementedError(f"keys of {width} numbers per position on one device; the TPU kernel reads whole lanes of 128")
     if jnp.dtype(dtype) not in ("float32", "bfloat16"):
         raise NotImplementedError(f"a cache of {jnp.dtype(dtype)}; the TPU kernel takes float32 and bfloat16")
     entries = slots * -(-length // _block(shape_NxBxCxGK, dtype))
