@@ -57,9 +57,9 @@ class Beside:
         return out
 
     def end(self) -> str:
-        """The two lines after the last step; "" where one of them would be empty."""
+        """The two lines after the last step; "" where they would have nothing in common."""
         found = self.measured()
-        if not self.predicted or "step_seconds" not in found:
+        if not set(self.predicted) & set(found):
             return ""
         return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {len(next(iter(self._seconds.values())))}"
 
