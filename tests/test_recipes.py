@@ -186,7 +186,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("plan", ["update.kill9@step=5", "checkpoint.kill9@step=4,phase=tensors"])
+@pytest.mark.parametrize("plan", ["update.kill9@step=5", pytest.param("checkpoint.kill9@step=4,phase=tensors", marks=pytest.mark.slow)])
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(plan, tmp_path, unbroken):
     status, _ = run(tmp_path / "killed", f"faults.plan={plan!r},")
     assert status == -signal.SIGKILL
