@@ -4,8 +4,9 @@ python evidence/plan_memory.py
 
 A case is a whole GRPO job of two steps (rollout, scoring where asked for, update, publish). It runs twice in processes of its
 own: the first fills the compilation cache, the second is measured, so that compiling does not count. Measured: the process's
-highest resident memory (VmHWM) less what it has when everything is imported and the devices exist. Predicted: per_device.
-peak_bytes of run.mode=plan for cpu:N, times N (the devices share the process).
+highest resident memory (VmHWM) less what it has when everything is imported and the devices exist, and less the same difference
+of the same job with a model of 0.1 M parameters (what loaded programs, threads and host code take, whatever the size). Predicted:
+per_device.peak_bytes of run.mode=plan for cpu:N, times N (the devices share the process).
 """
 
 import os
@@ -24,20 +25,21 @@ CASES = {  # name: (devices, overrides)
     "dp 2, blockwise, recomputed": (2, {"mesh.dp": 2, "mesh.fsdp": 1, "model.remat": "full", "train.tokens_per_microbatch": 2048,
                                         "train.row_lengths": (2048,)}),
 }
-HEADER = ["case", "devices", "peak in", "predicted", "measured", "difference"]
+HEADER = ["case", "devices", "peak in", "predicted", "measured", "toy model", "difference"]
 MOST = 5 * 2**30
 MODEL = {"model_type": "qwen2", "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
          "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": True,
          "eos_token_id": 2}
+TOY = MODEL | {"hidden_size": 48, "intermediate_size": 64, "vocab_size": 512}
 
 
-def job(folder: str, overrides: dict):
+def job(folder: str, overrides: dict, model=MODEL):
     import jaxrl
     from jaxrl.config import put
 
     c = jaxrl.default_config()
     c.run.dir = folder
-    c.model.init, c.model.config, c.model.tokenizer, c.model.scan_layers = "random", MODEL, "jaxrl://arith/tokenizer", "true"
+    c.model.init, c.model.config, c.model.tokenizer, c.model.scan_layers = "random", model, "jaxrl://arith/tokenizer", "true"
     c.data.path, c.data.max_rows, c.data.prompts_per_step, c.data.max_prompt_tokens = ("jaxrl://arith/train.jsonl",), 64, 2, 64
     c.rollout.group_size, c.rollout.max_new_tokens, c.rollout.prompt_lengths, c.rollout.min_new_tokens = 4, 64, (64,), 48
     c.rollout.cache_lengths, c.rollout.compaction = (1024,), False
@@ -56,7 +58,7 @@ def status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(case: str, folder: str) -> None:
+def measure(case: str, folder: str, size: str) -> None:
     """In a process of its own: runs the job and prints baseline and peak."""
     import jax
 
@@ -69,7 +71,7 @@ def measure(case: str, folder: str) -> None:
     from jaxrl.rollout import embedded  # noqa: F401
 
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
-    config = job(folder, overrides)
+    config = job(folder, overrides, TOY if size == "toy" else MODEL)
     inputs = setup.read_inputs(config)  # tokenizer and data bring libraries of their own
     data.load_train(config, inputs.tokenizer, inputs.eos_ids[0])
     Path("/proc/self/clear_refs").write_text("5")
@@ -78,11 +80,11 @@ def measure(case: str, folder: str) -> None:
     print("MEASURED", baseline, status("VmHWM"))
 
 
-def measured(case: str) -> int:
+def measured(case: str, size: str) -> int:
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([sys.executable, __file__, case, folder], env=env, capture_output=True, text=True)
+            done = subprocess.run([sys.executable, __file__, case, folder, size], env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
     _, baseline, peak = next(x for x in done.stdout.splitlines() if x.startswith("MEASURED")).split()
@@ -109,8 +111,9 @@ def main():
         print(f"{case}: {asked / 2**30:.2f} GiB predicted", flush=True)
         if asked > MOST:
             raise SystemExit(f"{case}: would take more than {MOST / 2**30:.0f} GiB of this machine")
-        real = measured(case)
-        rows.append([case, devices, plan["per_device"]["peak_in"], round(asked / 2**30, 3), round(real / 2**30, 3),
+        toy = measured(case, "toy")
+        real = measured(case, "whole") - toy
+        rows.append([case, devices, plan["per_device"]["peak_in"], *(round(n / 2**30, 3) for n in (asked, real, toy)),
                      f"{100 * (asked / real - 1):+.1f} %"])
         print(rows[-1], flush=True)
         if not sys.argv[1:]:
@@ -120,7 +123,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] in CASES:
+    if len(sys.argv) == 4 and sys.argv[1] in CASES:
         measure(*sys.argv[1:])
     else:
         main()

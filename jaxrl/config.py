@@ -142,7 +142,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "stop": O((), "strings that end an answer"),
         "keep_stop": O(True, "keep the tokens of the stop string in the answer"),
         "stop_token_ids": O((), "token ids that end an answer besides the end-of-text tokens"),
-        "slots": O(0, "sequences decoded at once over all devices; 0 = from the batch, at most 256"),
+        "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process"),
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer only"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (a half, an eighth); False: one slot count, so that a"

@@ -125,12 +125,17 @@ def test_scoring_equals_each_sequence_alone():
     params = params_of(model)
     score = training.make_score(model, temperature=0.7, chunk=32, put=lambda b: jax.tree.map(jnp.asarray, b))
     got = score(params, traj, layout_of(traj, "packed_shared"))
+    longest = int(traj.lengths.max())
+
+    @jax.jit
+    def alone(row):  # a causal model: what fills the row up is behind the sequence
+        ones, zeros = jnp.ones_like(row), jnp.zeros_like(row)
+        hidden = model.hidden(params, row, jnp.arange(longest)[None], ones, zeros)
+        return jax.nn.log_softmax(model.logits(params, hidden) / 0.7)[0]
+
     for i in range(0, traj.num_sequences, 3):
         ids = traj.tokens[traj.offsets[i] : traj.offsets[i + 1]]
-        row = jnp.asarray(ids)[None]
-        ones, zeros = jnp.ones_like(row), jnp.zeros_like(row)
-        hidden = model.hidden(params, row, jnp.arange(len(ids))[None], ones, zeros)
-        logp = jax.nn.log_softmax(model.logits(params, hidden) / 0.7)[0]
+        logp = alone(jnp.asarray(np.pad(ids, (0, longest - len(ids))))[None])
         p = traj.prompt_lengths[i]
         want = [logp[t - 1, ids[t]] for t in range(p, len(ids))]
         np.testing.assert_allclose(got[traj.offsets[i] + p : traj.offsets[i + 1]], want, atol=2e-5)

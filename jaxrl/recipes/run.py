@@ -18,6 +18,7 @@ from jaxrl.config_checks import chosen, derived
 from jaxrl.faults import Faults, GracefulStop
 from jaxrl.models import hf
 from jaxrl.recipes import setup
+from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
@@ -188,6 +189,9 @@ class Run:
         if restored is not None:
             new = [part.name for part in parts if part.name not in held and part.host() is not None]
             self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))
+        self.beside = Beside(c, job, self.step, self.engine is not None)
+        if planned := self.beside.start():
+            self.say(planned)
         self._triggers(restored.host["triggers"] if restored else {})
         self.profiler = self._own(Profiler(steps_of(c.profile, self.peers.index), job.run_dir / "profile"))
         if self.engine is not None:
@@ -375,7 +379,9 @@ class Run:
         if self.eval_sets and self.engine and (due("eval") or (last and self.config.eval.after)):
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
-        self.telemetry.step(self.step, metrics, self.phases.take())
+        spent = self.phases.take()
+        self.telemetry.step(self.step, metrics, spent)
+        self.beside.add(self.step, spent)
         for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
             log.warning(warning)
         self.checkpointer.check()
@@ -453,6 +459,8 @@ class Run:
             "metrics": str(self.job.run_dir / "metrics.jsonl"),
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         }
+        if self.beside.predicted:
+            out["planned"], out["measured"] = self.beside.predicted, self.beside.measured()
         if self.eval_before:
             out["eval_before"] = self.eval_before
         if self.last_eval and not stopped:
@@ -466,6 +474,8 @@ class Run:
                 f"stopped at step {self.step} of {self.total_steps}; everything is saved, the same command goes on from here"
             )
         else:
+            if compared := self.beside.end():
+                self.say(compared)
             self.say(_closing(out))
         return out
 

@@ -45,7 +45,8 @@ class Shapes:
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1) -> Shapes:
     """Reads `config.rollout`, `config.data`, `config.eval` and `config.train.max_sequence_tokens`.
 
-    data_shards: of this process, which has its share of the slots of `processes`.
+    data_shards: of this process, which has its share of the slots that are asked for. By itself it takes its share of the
+    batch, DEFAULT_SLOTS at most: what a step of decoding reads is mostly weights, whatever the number of sequences.
 
     Raises ConfigError for lengths that cannot hold what the config asks for.
     """
@@ -54,8 +55,9 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1) -> S
     total = data.max_prompt_tokens + answer
     if config.train.max_sequence_tokens:
         total = min(total, config.train.max_sequence_tokens)
-    slots = roll.slots or min(data.prompts_per_step * roll.group_size, DEFAULT_SLOTS)
-    slots = -(-slots // (data_shards * processes)) * data_shards
+    slots = -(-(roll.slots or data.prompts_per_step * roll.group_size) // processes)
+    slots = slots if roll.slots else min(slots, DEFAULT_SLOTS)
+    slots = -(-slots // data_shards) * data_shards
     prompts = _prompt_lengths(roll.prompt_lengths, data.max_prompt_tokens)
     caches = _cache_lengths(roll.cache_lengths, total)
     rows = min(max(1, slots // max(1, roll.group_size)), max(1, PREFILL_TOKENS // prompts[-1]))

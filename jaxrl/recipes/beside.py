@@ -1,0 +1,86 @@
+"""Predicted next to measured: what a plan says of a training run, beside what the run's own clock and devices say."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+
+import jax
+
+from jaxrl.config import ConfigError
+from jaxrl.rollout import chosen_engine
+
+log = logging.getLogger("jaxrl")
+PHASES = ("rollout", "score", "update", "publish")
+WARM_UP = 2  # lines of metrics that hold compilations
+
+
+class Beside:
+    """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
+
+    Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Where devices are
+    unknown to the table of chips, roles have devices of their own, or CPU devices share cores, less or nothing is predicted.
+    """
+
+    def __init__(self, config, job, step: int, engine: bool):
+        self.predicted, self._seconds, self._step, self._lines = {}, {}, step, 0
+        self._device = job.mesh.devices.flat[0]
+        try:
+            self.predicted = _predict(config, job, engine)
+        except ConfigError as e:  # a job that runs and cannot be planned
+            log.debug("no prediction: %s", e)
+        except Exception as e:  # a prediction is only advice
+            log.warning("no prediction beside this run: %r", e)
+
+    def start(self) -> str:
+        """The line before the first step; "" where nothing is predicted."""
+        if not self.predicted:
+            return ""
+        return "planned   " + _said(self.predicted) + "; prompts and answers at their longest, nothing compiled (docs/plan.md)"
+
+    def add(self, step: int, phases: dict[str, float]) -> None:
+        """Seconds by phase since the last call, of the steps up to `step`."""
+        count, self._step, self._lines = step - self._step, step, self._lines + 1
+        if count > 0 and self._lines > WARM_UP:
+            for name in PHASES:
+                if name in phases:
+                    self._seconds.setdefault(name, []).append(phases[name] / count)
+
+    def measured(self) -> dict[str, float]:
+        """{"peak_bytes" where the device tells, "<phase>_seconds", "step_seconds" their sum}: medians after the warm-up."""
+        out = {f"{name}_seconds": statistics.median(values) for name, values in self._seconds.items()}
+        if out:
+            out["step_seconds"] = sum(out.values())
+        stats = (self._device.memory_stats() or {}) if self._device.process_index == jax.process_index() else {}
+        if stats.get("peak_bytes_in_use"):
+            out["peak_bytes"] = float(stats["peak_bytes_in_use"])
+        return out
+
+    def end(self) -> str:
+        """The two lines after the last step; "" where they would have nothing in common."""
+        found = self.measured()
+        if not set(self.predicted) & set(found):
+            return ""
+        return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {len(next(iter(self._seconds.values())))}"
+
+
+def _predict(config, job, engine: bool) -> dict[str, float]:
+    """plan.predict with the engine that the run chose; the critic's update belongs to `update`, as on the run's clock."""
+    from jaxrl.recipes import plan
+
+    c = config.copy_and_resolve_references()
+    if c.run.recipe == "rl" and engine:
+        c.rollout.engine = chosen_engine(c)
+    found = plan.predict(c, job.mesh, job.model)
+    if "critic_seconds" in found:
+        found["update_seconds"] += found.pop("critic_seconds")
+    if job.mesh.size > 1 and job.mesh.devices.flat[0].platform == "cpu":  # simulated devices share the machine's cores
+        found = {name: x for name, x in found.items() if name == "peak_bytes"}
+    return found
+
+
+def _said(found: dict[str, float]) -> str:
+    parts = [f"{name} {found[f'{name}_seconds']:.3g}" for name in PHASES if f"{name}_seconds" in found]
+    said = [f"step {found['step_seconds']:.3g} s ({', '.join(parts)})"] if "step_seconds" in found else []
+    said += [f"{found['peak_bytes'] / 2**20:,.0f} MiB on a device"] if "peak_bytes" in found else []
+    return ", ".join(said)
