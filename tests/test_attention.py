@@ -7,8 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import CASES, check
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh
+from tiny_models import ARCHITECTURES, SIZES
 
-from jaxrl.kernels.attention import api, attention, blockwise
+from jaxrl.kernels.attention import api, attention, blockwise, cached_attention, decode_tpu, tpu, tuned
+from jaxrl.kernels.platform import platform
+from jaxrl.models import build
 
 B, L, H, G, K = 2, 13, 6, 2, 4
 OPTIONS = [dict(window=w, softcap=c) for w, c in itertools.product((0, 3), (0.0, 2.0))]
@@ -67,27 +75,6 @@ def test_implementations_equal_the_definition(options, monkeypatch):
                 np.testing.assert_allclose(got, want, rtol=0, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_one_query_per_row(options):
-    """decode, the reference and the last row of the full computation agree; keys beyond the position do not matter."""
-    with jax.enable_x64(True):
-        q, k, v, _, _, _ = inputs()
-        positions = np.array([[7], [11]])
-        got = {}
-        for name in ("decode", "reference", "auto"):
-            one = q[:, 3:4], k, v, positions, np.arange(L)[None]
-            got[name] = attention(*one, implementation=name, **options)
-        for name, value in got.items():
-            np.testing.assert_allclose(value, got["reference"], rtol=0, atol=1e-13, err_msg=name)
-        for row, position in enumerate(positions[:, 0]):
-            alone = attention(q[row:row + 1, 3:4], k[row:row + 1, :position + 1], v[row:row + 1, :position + 1],
-                              positions[row:row + 1], np.arange(position + 1)[None], **options)
-            np.testing.assert_allclose(got["decode"][row], alone[0], rtol=0, atol=1e-13)
-        other = attention(q[:, 3:4], np.where(np.arange(L)[:, None, None] > 11, 9.0, k), v, positions,
-                          np.arange(L)[None], **options)
-        np.testing.assert_array_equal(other, got["decode"])
-
-
 def test_gradients_agree(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 5)
     with jax.enable_x64(True):
@@ -129,15 +116,24 @@ def test_padding_is_finite_and_invisible(name):
     np.testing.assert_array_equal(np.where(padding, 0, other), np.where(padding, 0, real))
 
 
-def test_low_precision_inputs():
-    """bf16 in, bf16 out, scores and softmax in fp32: the error is that of rounding in- and outputs."""
-    q, k, v, *rest = inputs(dtype=np.float32)
-    low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    want = run(*(np.asarray(x, np.float32) for x in low), *rest)
-    for name in ("reference", "blockwise"):
-        got = run(*low, *rest, implementation=name)
-        assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=0.03)
+EVERY_DAY = {"prompts-shuffled=True", "prompts-window=33-softcap=5.0-scale=0.3", "padding", "ones-size=96-dtype=bfloat16"}
+
+
+@pytest.mark.parametrize("name, case", [
+    pytest.param(name, case, id=f"{name}-{case}", marks=() if name == "tpu" and str(case) in EVERY_DAY else pytest.mark.slow)
+    for name in ("reference", "blockwise", "tpu") for case in CASES if name == "tpu" or str(case) in EVERY_DAY])
+def test_case(name, case):
+    """Forward and all gradients against float64, finite, bitwise equal when run again; TPU kernels interpreted."""
+    check(name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CASES[i] for i in (1, 5, 8, 12, 20)], ids=str)
+def test_tpu_kernels_neither_race_nor_read_what_was_not_written(case):
+    """Interpreted with buffers, copies and their races; memory starts as NaN."""
+    mode = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    check(functools.partial(tpu.attention, interpret=mode), case)
+    assert not interpret_pallas_call.races.races_found
 
 
 def compiled_memory(name, length):
@@ -157,27 +153,187 @@ def test_blockwise_memory_is_linear_in_length():
     assert large < compiled_memory("reference", 8192) / 10
 
 
-def test_who_is_asked(monkeypatch):
-    """auto: decode for one query, blockwise for many, else the reference; a named one falls back where it cannot."""
+def packed(lengths):
+    """(positions, segments) [1, L] of documents of these lengths."""
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    return positions.astype(np.int32), np.repeat(np.arange(len(lengths)) + 1, lengths)[None].astype(np.int32)
+
+
+def answers(seed, total=16384, count=16):
+    """Lengths as answers have them, log-normal with sigma 0.8."""
+    shares = np.random.default_rng(seed).lognormal(0, 0.8, count)
+    lengths = np.floor(shares / shares.sum() * total).astype(int)
+    lengths[0] += total - lengths.sum()
+    return lengths
+
+
+def computed(lengths):
+    positions, segments = packed(lengths)
+    length = positions.shape[1]
+    x = jnp.ones((1, length, 1, 8))
+    counts = jax.jit(lambda *a: tpu.computed_tiles(*a, positions, positions, segments, segments, None))(x, x, x)
+    return {name: int(count) * tuned.TILE**2 for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("lengths", [[1024] * 16, answers(0), answers(1)], ids=["equal", "answers", "other answers"])
+def test_work_is_that_of_the_documents(lengths):
+    """16 documents in a row of 16k: each kernel, by its own count, computes at most 1.3 times their causal areas."""
+    area = sum(n * (n + 1) // 2 for n in lengths)
+    for name, scores in computed(lengths).items():
+        assert area <= scores <= 1.3 * area, name
+
+
+def test_empty_rows_are_no_work():
+    positions = np.arange(512, dtype=np.int32)[None].repeat(2, 0)
+    segments = np.stack([np.zeros(512, np.int32), np.repeat([1, 0], [100, 412]).astype(np.int32)])
+    x = jnp.ones((2, 512, 2, 8))
+    counts = tpu.computed_tiles(x, x, x, positions, positions, segments, segments, None)
+    assert {name: int(count) for name, count in counts.items()} == {"forward": 1, "queries": 1, "keys": 1}
+
+
+# -- one query per slot
+
+
+def cached_inputs(slots=5, length=300, heads=6, groups=2, size=64, dtype=np.float32, seed=0):
+    """Queries, a cache of three layers, positions: the first, the last, some between, one idle."""
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(slots, 1, heads, size)).astype(np.float32)
+    k, v = (rng.normal(size=(3, slots, length, groups * size)).astype(np.float32) for _ in range(2))
+    positions = np.array([0, length - 1, length // 3, length, length // 2], np.int32)[:slots, None]
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), positions
+
+
+CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, groups=1, size=128), dict(length=1100, window=600),
+                dict(heads=4, groups=4, size=64, dtype=jnp.bfloat16), dict(length=20, heads=8, groups=8, size=80)]
+
+
+@pytest.mark.parametrize("case", CACHED_CASES, ids=str)
+def test_cached_implementations_agree(case, monkeypatch):
+    """XLA's and the TPU kernel against the reference in float64, in one layer of three, twice; float64 too where it is taken.
+    What lies behind a slot's position does not matter."""
+    monkeypatch.setattr(tuned, "CACHE_BYTES", 1)  # 128 positions at a time
+    options = {name: case[name] for name in ("window", "softcap", "scale") if name in case}
+    sizes = {name: case[name] for name in case if name not in options}
+    q, k, v, positions = cached_inputs(**sizes)
+    busy = positions[:, 0] < k.shape[2]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)]
+        truth = np.asarray(cached_attention(*wide, positions, 1, implementation="reference", **options))
+        got = cached_attention(*wide, positions, 1, implementation="xla", **options)
+        np.testing.assert_allclose(got[busy], truth[busy], rtol=0, atol=1e-13)
+    behind = np.arange(k.shape[2])[None, None, :, None] > positions[None, :, :, None]
+    for name in ("xla", "tpu"):
+        run = jax.jit(functools.partial(cached_attention, implementation=name, **options))
+        out = np.asarray(run(q, k, v, positions, 1))
+        assert out.dtype == q.dtype and np.isfinite(out.astype(np.float32)).all()
+        np.testing.assert_allclose(out[busy].astype(np.float64), truth[busy], rtol=0, atol=3e-6 if q.dtype == np.float32 else 2e-2)
+        again = run(q, jnp.where(behind, 9, k), jnp.where(behind, -9, v), positions, 1)
+        assert np.asarray(again)[busy].tobytes() == out[busy].tobytes()
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_cached_work_is_what_slots_see(window, monkeypatch):
+    """The kernel's list names exactly the blocks with a visible position, in order, and one block for an idle slot."""
+    monkeypatch.setattr(tuned, "CACHE_BYTES", 1)
+    positions = np.array([[0], [127], [128], [700], [1000], [999]], np.int32)
+    work = decode_tpu.work_of(jnp.asarray(positions), (1, 6, 1000, 128), jnp.float32, window=window)
+    want = []
+    for slot, position in enumerate(positions[:, 0]):
+        seen = [c for c in range(1000) if c <= position and (not window or position - c < window)] if position < 1000 else [0]
+        want += [(slot, block) for block in sorted({c // 128 for c in seen})]
+    words = np.asarray(work.words[0])
+    assert [(int(w) >> 3, int(w) & 7) for w in words[:int(work.count[0])]] == want
+    assert (words[len(want):] == -1).all()
+
+
+# -- who is asked
+
+
+def spied(monkeypatch, table):
     asked = []
-    for name, function in list(api.IMPLEMENTATIONS.items()):
+    for name, function in list(table.items()):
         def spy(*args, name=name, function=function, **kwargs):
             out = function(*args, **kwargs)
             asked.append(name)
             return out
-        monkeypatch.setitem(api.IMPLEMENTATIONS, name, spy)
+        monkeypatch.setitem(table, name, spy)
+    return asked
+
+
+def test_who_is_asked(monkeypatch):
+    """auto on a CPU: blockwise for many queries, else the reference, never a kernel; a named one falls back where it cannot."""
+    asked = spied(monkeypatch, api.IMPLEMENTATIONS)
     monkeypatch.setattr(blockwise, "WORTH_IT", 10)
     q, k, v, positions, *_ = inputs(dtype=np.float32)
-    for length, implementation, want in ((13, "auto", "blockwise"), (9, "auto", "reference"), (1, "auto", "decode"),
-                                         (9, "blockwise", "blockwise"), (9, "decode", "reference"),
-                                         (13, "reference", "reference")):
+    for length, implementation, want in ((13, "auto", "blockwise"), (9, "auto", "reference"), (9, "blockwise", "blockwise"),
+                                         (13, "reference", "reference"), (9, "tpu", "reference"), (13, "tpu", "blockwise")):
         attention(q[:, :length], k, v, positions[:, :length], positions, implementation=implementation)
         assert asked.pop() == want and not asked
 
 
+def test_who_is_asked_for_the_cache(monkeypatch):
+    asked = spied(monkeypatch, api.CACHED)
+    q, k, v, positions = cached_inputs(length=20)
+    for implementation, want in (("auto", "xla"), ("blockwise", "xla"), ("reference", "reference"), ("tpu", "tpu")):
+        cached_attention(q, k, v, positions, 0, implementation=implementation)
+        assert asked.pop() == want and not asked
+    with jax.enable_x64(True):
+        cached_attention(*(jnp.asarray(x, jnp.float64) for x in (q, k, v)), positions, 0, implementation="tpu")
+    cached_attention(q[:, :, :3], k[..., :64], v[..., :64], positions, 0, implementation="tpu")
+    assert asked == ["xla", "xla"]
+
+
+def test_a_refusal_is_said_once(caplog):
+    q, k, v, positions, *_ = inputs(dtype=np.float32)
+    api._say.cache_clear()
+    for _ in range(2):
+        attention(q, k, v, positions, positions, implementation="tpu")
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["attention: tpu does not serve this model (head size 4; the TPU kernel takes multiples of 8 up to 256); "
+                    "the next implementation runs"]
+
+
+def test_the_platform_is_that_of_the_mesh():
+    """A step that is traced for a TPU's mesh takes its kernels, on a machine without one too."""
+    assert platform() == "cpu" and api.order("auto") == ("blockwise", "reference")
+    tpu_mesh = AbstractMesh((4,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+    with jax.sharding.use_abstract_mesh(tpu_mesh):
+        assert platform() == "tpu" and api.order("auto") == ("tpu", "blockwise", "reference")
+        assert api.cached_order("auto") == ("tpu", "xla") and api.order("reference") == ("reference", "blockwise")
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert platform() == "cpu"
+
+
+def primitives(jaxpr):
+    """Names of a jaxpr's own primitives, those of its inner jaxprs and of no kernel."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        if eqn.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(eqn.params):
+                yield from primitives(inner)
+
+
+def test_work_is_found_outside_the_layers():
+    """The scan over layers holds kernels and no search for their work, in both passes."""
+    kind, own = ARCHITECTURES["gemma3"]
+    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 12, "sliding_window_pattern": 3},
+                  compute_dtype=jnp.float32, scan_layers=True, remat="full", attention="tpu")
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    row = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    cache = jax.eval_shape(lambda: model.init_cache(1, 128, jnp.float32))
+    loss = jax.grad(lambda p, *rows: model.hidden(p, *rows).sum())
+    slot = jax.ShapeDtypeStruct((1,), jnp.int32)
+    for function, arguments in ((loss, (params, row, row, row, row)), (model.decode, (params, slot, slot, cache))):
+        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+        scans = [eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+        inside = {name for scan in scans for name in primitives(scan)}
+        assert "pallas_call" in inside
+        assert not {"sort", "cumsum", "reduce_or"} & inside and {"cumsum"} <= set(primitives(jaxpr))
+
+
 def test_wrong_calls():
     q, k, v, positions, *_ = inputs()
-    with pytest.raises(ValueError, match="'flash': choose auto, decode, blockwise, reference"):
+    with pytest.raises(ValueError, match="'flash': choose auto, tpu, blockwise, reference"):
         attention(q, k, v, positions, positions, implementation="flash")
     with pytest.raises(ValueError, match="5 query heads are not a multiple of 2 key-value heads"):
         attention(q[:, :, :5], k, v, positions, positions)

@@ -18,7 +18,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.parameters import LAYER, Parameter
-from jaxrl.models.placement import embed, gathered, residual, rows, sharded_attention, write
+from jaxrl.models.placement import (
+    attention_work,
+    cached_attention_work,
+    embed,
+    gathered,
+    residual,
+    rows,
+    sharded_attention,
+    sharded_cached_attention,
+    write,
+)
 from jaxrl.models.rope import rotate, rotations
 from jaxrl.sharding.memory import HOST
 
@@ -95,17 +105,14 @@ class Attention(nn.Module):
         q, k = rotate(q, rotation), rotate(k, rotation)
         options = dict(window=self.layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale)
         positions = shared["positions"]
+        options |= dict(implementation=self.implementation, work=shared["work"][self.layer.window])
         if cache is None:
-            kv = {"k": k, "v": v}
+            kv = {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*v.shape[:2], -1)}
             segments = shared["segments"]
-            out = sharded_attention(q, k, v, positions, positions, segments, segments, shared["prefixes"],
-                                    implementation=self.implementation, **options)
+            out = sharded_attention(q, k, v, positions, positions, segments, segments, shared["prefixes"], **options)
         else:
             kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
-            now = kv if index is None else jax.tree.map(lambda a: a[index], kv)
-            k_positions = jnp.arange(now["k"].shape[1], dtype=positions.dtype)[None]
-            out = sharded_attention(q, now["k"].astype(q.dtype), now["v"].astype(q.dtype), positions, k_positions,
-                                    **options)
+            out = sharded_cached_attention(q, kv["k"], kv["v"], positions, index, **options)
         out = Linear(LAYER["attention/out/kernel"], (cfg.hidden_size,), bias=cfg.out_bias, name="out")(out)
         return out, kv
 
@@ -153,8 +160,8 @@ class DecoderLayer(nn.Module):
 class Block(nn.Module):
     """The repeating block, the body of the scan. Carry: (x, whole stacked cache or None); index: repetition.
 
-    `shared` holds what all layers read: positions, segments, prefixes [B, L] and rotations per distinct rotary
-    embedding. Returns the carry and, where `keep_kv`, the keys and values of its layers.
+    `shared` holds what all layers read: positions, segments, prefixes [B, L], rotations per distinct rotary embedding
+    and attention's work per distinct window. Returns the carry and, where `keep_kv`, the keys and values of its layers.
     """
 
     config: ModelConfig
@@ -211,7 +218,9 @@ class Decoder(nn.Module):
         x = embed(Embedding(cfg, name="embed")(), tokens_BxL, self.dtype)
         x = residual(x * jnp.asarray(cfg.embed_scale, self.dtype))
         shared = {"positions": positions_BxL, "segments": segments_BxL, "prefixes": prefixes_BxL,
-                  "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]}
+                  "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)],
+                  "work": {window: self._work(window, positions_BxL, segments_BxL, prefixes_BxL, cache)
+                           for window in {layer.window for layer in cfg.layers}}}
         out = {}
         repeats = repetitions(cfg, self.scan_layers)
         learns = cache is None and not keep_kv and not self.is_initializing()
@@ -236,6 +245,14 @@ class Decoder(nn.Module):
             Head(cfg, name="head")()
         return x, out
 
+    def _work(self, window, positions_BxL, segments_BxL, prefixes_BxL, cache):
+        """What attention with this window looks for once, for all layers."""
+        cfg, options = self.config, dict(window=window, implementation=self.implementation)
+        if cache is not None:
+            leaf = jax.tree.leaves(cache)[0]
+            return cached_attention_work(positions_BxL, leaf.shape[-3:], leaf.dtype, cfg.num_heads, cfg.num_kv_heads, **options)
+        return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, self.dtype, positions_BxL, segments_BxL,
+                              prefixes_BxL, **options)
 
     def _in_groups(self, x, shared, repeats):
         """The layers' output; `remat_every` layers at a time are recomputed together, and kept are their first one's inputs."""

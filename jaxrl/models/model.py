@@ -166,10 +166,10 @@ class Model:
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def init_cache(self, slots: int, length: int, dtype):
-        """Zeroed cache: per layer k and v [slots, length, G, K], with the repetitions in front where scanned."""
+        """Zeroed cache: per layer k and v [slots, length, G * K], with the repetitions in front where scanned."""
         self.check_length(length)
         cfg = self.config
-        shape = (slots, length, cfg.num_kv_heads, cfg.head_dim)
+        shape = (slots, length, cfg.num_kv_heads * cfg.head_dim)
         repeats = repetitions(cfg, self.scan_layers)
 
         def layer(*lead):
@@ -184,7 +184,7 @@ class Model:
         """Runs right-padded prompts at positions 0...
 
         Returns:
-          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G, K] per layer.
+          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
@@ -199,7 +199,7 @@ class Model:
         """
         def copy(path, into, values):
             stacked = path[0].key == "layers"
-            prompt, room = values.shape[-3], into.shape[-3]
+            prompt, room = values.shape[-2], into.shape[-2]
             if prompt > room:
                 raise ValueError(f"prompts of {prompt} tokens do not fit a cache of length {room}")
             if stacked:

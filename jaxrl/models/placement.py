@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention import attention, cached_attention, cached_work_of, work_of
 from jaxrl.kernels.logprob import Split, held
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
@@ -135,7 +135,7 @@ embed.defvjp(_embed, _embed_gradient)
 
 
 def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments=None, k_segments=None,
-                      q_prefixes=None, **options):
+                      q_prefixes=None, work=None, **options):
     """kernels.attention, each device on its own rows and heads.
 
     Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the one
@@ -144,29 +144,86 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes)
     mesh = _mesh()
     if mesh is None:
-        return attention(*arguments, **options)
+        return attention(*arguments, work=work, **options)
     batch, _, heads, _ = q_BxLxHxK.shape
     groups, tp = k_BxSxGxK.shape[2], mesh.shape["tp"]
-    data, kv_axis = _data_axes(mesh, batch), _head_axis(mesh, groups)
-    shared_kv = kv_axis is None and heads % tp == 0 and tp % groups == 0
+    data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, batch), _heads(mesh, heads, groups)
 
-    def local(q, k, v, *rest):
+    def local(work, q, k, v, *rest):
         if shared_kv:
             mine = jax.lax.axis_index("tp") * groups // tp
             k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
-        return attention(q, k, v, *rest, **options)
+        return attention(q, k, v, *rest, work=work, **options)
 
-    q_spec, kv_spec = P(data, None, "tp" if shared_kv else kv_axis, None), P(data, None, kv_axis, None)
-    specs = [q_spec, kv_spec, kv_spec, *(None if x is None else P(data if x.shape[0] == batch else None)
-                                         for x in arguments[3:])]
-    return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(*arguments)
+    q_spec, kv_spec = P(data, None, q_axis, None), P(data, None, kv_axis, None)
+    specs = [P(data), q_spec, kv_spec, kv_spec, *(None if x is None else P(data if x.shape[0] == batch else None)
+                                                  for x in arguments[3:])]
+    return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, *arguments)
+
+
+def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, **options):
+    """kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's own."""
+    rows = tuple(x for x in (positions_BxL, segments_BxL, prefixes_BxL) if x is not None)
+
+    def local(heads, groups, positions, segments=None, prefixes=None):
+        shape = (*positions.shape, heads, size), (*positions.shape, groups, size)
+        return work_of(*shape, dtype, positions, positions, segments, segments, prefixes, **options)
+
+    mesh = _mesh()
+    if mesh is None:
+        return local(heads, groups, *rows)
+    data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, positions_BxL.shape[0]), _heads(mesh, heads, groups)
+    tp = mesh.shape["tp"]
+    mine = heads // tp if q_axis else heads, 1 if shared_kv else groups // tp if kv_axis else groups
+    return jax.shard_map(functools.partial(local, *mine), in_specs=P(data), out_specs=P(data), check_vma=False)(*rows)
+
+
+def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, **options):
+    """kernels.attention.cached_attention, each device on its own slots and heads, split as in sharded_attention.
+
+    k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with `index` saying which of the N is meant.
+    """
+    if index is None:
+        k_cache, v_cache, index = k_cache[None], v_cache[None], 0
+    mesh = _mesh()
+    if mesh is None:
+        return cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=work, **options)
+    slots, _, heads, size = q_Sx1xHxK.shape
+    groups, tp = k_cache.shape[3] // size, mesh.shape["tp"]
+    data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, slots), _heads(mesh, heads, groups)
+
+    def local(work, q, k, v, positions, index):
+        if shared_kv:
+            mine = jax.lax.axis_index("tp") * groups // tp
+            at, shape = (index, 0, 0, mine * size), (1, *k.shape[1:3], size)
+            k, v, index = jax.lax.dynamic_slice(k, at, shape), jax.lax.dynamic_slice(v, at, shape), 0
+        return cached_attention(q, k, v, positions, index, work=work, **options)
+
+    q_spec, kv_spec = P(data, None, q_axis, None), P(None, data, None, kv_axis)
+    return jax.shard_map(local, in_specs=(P(data), q_spec, kv_spec, kv_spec, P(data), P()), out_specs=q_spec, check_vma=False)(
+        work, q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index)
+
+
+def cached_attention_work(positions_Sx1, shape, dtype, heads, groups, **options):
+    """kernels.attention.cached_work_of a cache whose layers have `shape` [S, C, G * K], for sharded_cached_attention's `work`."""
+    mesh = _mesh()
+    if mesh is None:
+        return cached_work_of(positions_Sx1, (1, *shape), dtype, **options)
+    slots, length, width = shape
+    data, (_, kv_axis, shared_kv) = _data_axes(mesh, slots), _heads(mesh, heads, groups)
+    width = width // groups if shared_kv else width // mesh.shape["tp"] if kv_axis else width
+
+    def local(positions):
+        return cached_work_of(positions, (1, positions.shape[0], length, width), dtype, **options)
+
+    return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(positions_Sx1)
 
 
 def write(cache, x_Sx1xGxK, positions_Sx1, index):
     """Puts one token per slot into the cache at its position, each device in its own slots and heads.
 
     Args:
-      cache: [S, C, G, K], or [N, S, C, G, K] with `index` saying which of the N is meant.
+      cache: [S, C, G * K], or [N, S, C, G * K] with `index` saying which of the N is meant.
       x_Sx1xGxK: what is written, cast to the cache's dtype.
       positions_Sx1: a position at or beyond C writes nothing.
       index: int scalar, or None.
@@ -176,7 +233,7 @@ def write(cache, x_Sx1xGxK, positions_Sx1, index):
     """
     def local(cache, x, positions, *index):
         slots = jnp.arange(x.shape[0])
-        return cache.at[(*index, slots, positions[:, 0])].set(x[:, 0].astype(cache.dtype), mode="drop",
+        return cache.at[(*index, slots, positions[:, 0])].set(x.reshape(len(slots), -1).astype(cache.dtype), mode="drop",
                                                               unique_indices=True)
 
     arguments = (cache, x_Sx1xGxK, positions_Sx1) + (() if index is None else (index,))
@@ -185,10 +242,17 @@ def write(cache, x_Sx1xGxK, positions_Sx1, index):
         return local(*arguments)
     data, tp = _data_axes(mesh, x_Sx1xGxK.shape[0]), _head_axis(mesh, x_Sx1xGxK.shape[2])
     lead = () if index is None else (None,)
-    out = P(*lead, data, None, tp, None)
+    out = P(*lead, data, None, tp)
     specs = (out, P(data, None, tp, None), P(data), P())[:len(arguments)]
     return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
 
 
 def _head_axis(mesh, groups: int):
     return "tp" if groups % mesh.shape["tp"] == 0 else None
+
+
+def _heads(mesh, heads: int, groups: int):
+    """(axis of query heads, axis of key-value heads, whether each device takes one key-value head of all)."""
+    kv_axis, tp = _head_axis(mesh, groups), mesh.shape["tp"]
+    shared_kv = kv_axis is None and heads % tp == 0 and tp % groups == 0
+    return "tp" if shared_kv else kv_axis, kv_axis, shared_kv

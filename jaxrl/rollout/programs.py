@@ -55,7 +55,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     """
     slots, room = history_SxL.shape
     slot_S = jnp.arange(slots)
-    cache_length = jax.tree.leaves(cache)[0].shape[-3]
+    cache_length = jax.tree.leaves(cache)[0].shape[-2]
 
     def keep_on(carry):
         step, now, *_ = carry
@@ -89,14 +89,14 @@ def decode_part(model, steps: int, support: int, length: int, whole: bool, const
                 leave_at, rows_S):
     """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
-    full_length = jax.tree.leaves(cache)[0].shape[-3]
+    full_length = jax.tree.leaves(cache)[0].shape[-2]
     if length < full_length:
-        part = jax.tree.map(lambda a: a[..., :length, :, :], part)
+        part = jax.tree.map(lambda a: a[..., :length, :], part)
     part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
-        cache = jax.tree.map(lambda a, b: a.at[..., :length, :, :].set(b), cache, part)
+        cache = jax.tree.map(lambda a, b: a.at[..., :length, :].set(b), cache, part)
     else:
         cache = part
     return cache, out
@@ -109,7 +109,7 @@ class Programs:
         self.model, self.shapes, self.mesh, self.dtype, self.joint = model, shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
         tp = "tp" if model.config.num_kv_heads % mesh.shape["tp"] == 0 else None
-        self._cache_spec = (DATA_AXES, None, tp, None)
+        self._cache_spec = (DATA_AXES, None, tp)
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
@@ -118,7 +118,7 @@ class Programs:
         return NamedSharding(self.mesh, P(*spec))
 
     def cache_shardings(self, cache):
-        return jax.tree.map(lambda a: self._named(*(None,) * (a.ndim - 4), *self._cache_spec), cache)
+        return jax.tree.map(lambda a: self._named(*(None,) * (a.ndim - 3), *self._cache_spec), cache)
 
     def new_caches(self):
         """The zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), made in their layout."""

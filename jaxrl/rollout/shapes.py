@@ -88,8 +88,9 @@ def _prompt_lengths(given, longest: int) -> tuple[int, ...]:
 
 
 def _cache_lengths(given, total: int) -> tuple[int, ...]:
+    """The given lengths, or that of prompt and answer in whole 16s (whole tiles of a TPU's memory)."""
     if not given:
-        return (total,)
+        return (-(-total // 16) * 16,)
     lengths = _ascending("rollout.cache_lengths", given)
     if lengths[-1] < total:
         raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt "

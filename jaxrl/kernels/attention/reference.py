@@ -15,16 +15,16 @@ def hidden_score(dtype):
 
 
 def visible(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window):
-    """The mask of api.attention: bool [B, L, S], True where the query sees the key."""
-    q_pos, k_pos = q_positions_BxL[:, :, None], k_positions_BxS[:, None, :]
+    """The mask of api.attention: bool [B, L, S], True where the query sees the key. More leading axes broadcast."""
+    q_pos, k_pos = q_positions_BxL[..., :, None], k_positions_BxS[..., None, :]
     mask = k_pos <= q_pos
     if window:
         mask &= q_pos - k_pos < window
     if q_segments_BxL is not None:
-        k_seg = k_segments_BxS[:, None, :]
-        same = k_seg == q_segments_BxL[:, :, None]
+        k_seg = k_segments_BxS[..., None, :]
+        same = k_seg == q_segments_BxL[..., :, None]
         if q_prefixes_BxL is not None:
-            prefix = q_prefixes_BxL[:, :, None]
+            prefix = q_prefixes_BxL[..., :, None]
             same |= (k_seg == prefix) & (prefix != 0)
         mask &= same
     return mask

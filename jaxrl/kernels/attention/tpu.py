@@ -1,0 +1,148 @@
+"""`attention` for packed rows on TPUs: Pallas kernels that read and compute only what the row's documents need.
+
+Memory is linear in the row length in both passes; gradients are summed in one order. Queries that see no key, padding among them,
+give 0. Off a TPU the kernels run interpreted.
+
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, N and M tiles of queries and keys,
+I id columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.attention import tpu_kernels, tuned
+from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
+from jaxrl.kernels.attention.tpu_kernels import Call, fields, work_list
+from jaxrl.kernels.attention.tuned import TILE
+from jaxrl.kernels.platform import platform
+
+
+class Work(NamedTuple):
+    """The work of a call, made once for all layers of a window; leading axes are those of devices."""
+
+    words: jax.Array        # [1, T + 1] int32, see tpu_kernels.work_list: key blocks of each tile of queries
+    count: jax.Array        # [1] int32
+    key_words: jax.Array    # [1, T' + 1] int32: query blocks of each tile of keys
+    key_count: jax.Array    # [1] int32
+
+
+def check(q_shape, kv_shape, dtype) -> None:
+    """NotImplementedError for what the kernels do not serve."""
+    batch, length, _, size = q_shape
+    keys = kv_shape[1]
+    if jnp.dtype(dtype) not in ("float32", "bfloat16"):
+        raise NotImplementedError(f"{jnp.dtype(dtype)} inputs; the TPU kernel takes float32 and bfloat16")
+    if size % 8 or size > 256:
+        raise NotImplementedError(f"head size {size}; the TPU kernel takes multiples of 8 up to 256")
+    if length == 1 and keys > 1:
+        raise NotImplementedError("one query per row; the TPU kernel takes rows of queries")
+    for mine, other in ((length, keys), (keys, length)):
+        tiles = tuned.tiles_of(other)
+        resident, passing = _tiles(mine), _tiles(other)
+        bits = sum(fields(resident, passing, tiles)) + max(1, (batch - 1).bit_length())
+        entries = batch * resident * (passing // tiles)
+        if bits > 31 or entries > tuned.WORDS:
+            raise NotImplementedError(f"{batch} rows of {length} x {keys} on one device; the TPU kernel's work list has room for "
+                                      f"{tuned.WORDS} entries, not {entries}")
+
+
+def _tiles(length: int) -> int:
+    """Tiles of a side, in whole steps."""
+    step = tuned.tiles_of(length) * TILE
+    return -(-length // step) * (step // TILE)
+
+
+def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
+          window) -> Work:
+    """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
+    check(q_shape, kv_shape, dtype)
+    length, keys = q_shape[1], kv_shape[1]
+    active = active_blocks(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window=window,
+                           block_q=TILE, block_k=TILE)
+    active = jnp.broadcast_to(active, (q_shape[0], *active.shape[1:]))
+    active = jnp.pad(active, [(0, 0), (0, _tiles(length) - active.shape[1]), (0, _tiles(keys) - active.shape[2])])
+    both = work_list(active, tuned.tiles_of(keys)), work_list(active.swapaxes(1, 2), tuned.tiles_of(length))
+    return Work(*(x[None] for pair in both for x in pair))
+
+
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
+              q_prefixes_BxL, *, window, softcap, scale, chosen=True, work=None, interpret=None):
+    """See api.attention. Raises NotImplementedError for what `check` names.
+
+    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = where this is no TPU.
+    """
+    del chosen
+    call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
+                             q_prefixes_BxL, window, softcap, scale, work, interpret)
+    return _attend(call, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
+
+
+def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0, scale=1.0, interpret=None):
+    """The TILE x TILE tiles that each kernel computed, counted by itself: {"forward", "queries", "keys"}, int32 []."""
+    call, (words, count, key_words, key_count, *arrays) = _prepared(
+        q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window, softcap, scale, None, interpret)
+    call = dataclasses.replace(call, counted=True)
+    out, lse, forward = tpu_kernels.forward(call, words[0], count[0], *arrays)
+    rest = (*arrays, out, lse, jnp.zeros_like(lse))
+    counts = {"forward": forward, "queries": tpu_kernels.query_gradient(call, words[0], count[0], *rest)[-1],
+              "keys": tpu_kernels.key_gradients(call, key_words[0], key_count[0], *rest)[-1]}
+    return {name: count[0] for name, count in counts.items()}  # every block of heads computes the same tiles
+
+
+def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes, window, softcap, scale, work, interpret):
+    """(Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and columns."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")
+    interpret = platform() != "tpu" if interpret is None else interpret
+    ids = q_positions, k_positions, q_segments, k_segments, q_prefixes
+    if work is None:
+        work = work_of(q.shape, k.shape, q.dtype, *ids, window=window)
+    check(q.shape, k.shape, q.dtype)
+    batch, _, heads, size = q.shape
+    length, keys = _tiles(q.shape[1]) * TILE, _tiles(k.shape[1]) * TILE
+    call = Call(batch, length, keys, heads, k.shape[2], size, str(q.dtype), window, float(softcap), float(scale),
+                q_segments is not None, q_prefixes is not None and q_segments is not None, interpret)
+
+    def by_head(x, length):
+        return jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)])
+
+    def side(x, length, value):
+        return jnp.broadcast_to(filled(x, length, value), (batch, length))
+
+    q_ids, k_ids = [side(q_positions, length, NO_QUERY)], [side(k_positions, keys, NO_KEY)]
+    if call.segmented:
+        segments = side(q_segments, length, 0)
+        q_ids = [jnp.where(segments == 0, NO_QUERY, q_ids[0]), segments]
+        k_ids.append(side(k_segments, keys, 0))
+    if call.prefixed:
+        prefixes = side(q_prefixes, length, 0)
+        q_ids.append(jnp.where(prefixes == 0, NO_QUERY, prefixes))
+    return call, (*work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1), jnp.stack(k_ids, axis=2))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call, words, count, key_words, key_count, q, k, v, q_ids, k_ids):
+    return tpu_kernels.forward(call, words[0], count[0], q, k, v, q_ids, k_ids)[0]
+
+
+def _attend_forward(call, words, count, key_words, key_count, q, k, v, q_ids, k_ids):
+    out, lse = tpu_kernels.forward(call, words[0], count[0], q, k, v, q_ids, k_ids)
+    return out, (words, count, key_words, key_count, q, k, v, q_ids, k_ids, out, lse)
+
+
+def _attend_backward(call, saved, do_BxHxLxK):
+    words, count, key_words, key_count, *inputs, out, lse = saved
+    delta_BxHxL = (do_BxHxLxK.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    rest = (*inputs, do_BxHxLxK, lse, delta_BxHxL)
+    dq, = tpu_kernels.query_gradient(call, words[0], count[0], *rest)
+    dk, dv = tpu_kernels.key_gradients(call, key_words[0], key_count[0], *rest)
+    return None, None, None, None, dq, dk, dv, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

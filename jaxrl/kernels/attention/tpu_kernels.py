@@ -1,0 +1,371 @@
+"""The three Mosaic kernels of attention for training on TPUs: forward, gradient of queries, gradients of keys and values.
+
+Each keeps one tile of a side in place (queries; for the gradients of keys and values, keys) and lets the other side pass by in
+blocks of several tiles. Its grid is (blocks of heads, entries of the work list): an entry names row, resident tile, passing block
+and, bit by bit, the tiles of it with a visible pair; no other tile is computed, no other block is read. Scores lie transposed,
+[keys, queries], so that maxima and sums run over sublanes and what belongs to a query is a row of lanes.
+
+Softmax is in base 2: p = 2^(s - m), with log2(e) in the scores' factor; `lse` is in base 2 too.
+
+Legend: B rows, L queries, S keys (both whole blocks), H query heads, G key-value heads, K head size, P key-value heads of a step,
+I id columns (position; segment; prefix), T entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxrl.kernels.attention import tuned
+from jaxrl.kernels.attention.tuned import TILE
+
+LOG2E = math.log2(math.e)
+HIDDEN = float(jnp.finfo(jnp.float32).min) / 2  # the score of a key that is not seen
+LOWEST = HIDDEN / 2  # where running maxima start: 2 ** (HIDDEN - LOWEST) is 0, so a query that sees nothing sums nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static in a call."""
+
+    batch: int
+    length: int
+    keys: int
+    heads: int
+    groups: int
+    size: int
+    dtype: str
+    window: int
+    softcap: float
+    scale: float
+    segmented: bool
+    prefixed: bool
+    interpret: object = False  # for pallas_call
+    counted: bool = False      # kernels return how many tiles they computed too
+
+    @property
+    def per_group(self):
+        return self.heads // self.groups
+
+    @property
+    def q_tiles(self):
+        return tuned.tiles_of(self.length)
+
+    @property
+    def k_tiles(self):
+        return tuned.tiles_of(self.keys)
+
+    @property
+    def exact(self):
+        return self.dtype == "float32"
+
+
+# -- the work list ---------------------------------------------------------------------------------------------------
+
+
+def fields(resident: int, passing: int, tiles: int) -> tuple[int, int, int]:
+    """Bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
+    return tiles, max(1, (passing // tiles - 1).bit_length()), max(1, (resident - 1).bit_length())
+
+
+def work_list(active_BxNxM, tiles: int):
+    """The entries of every pair of a resident tile and a block of `tiles` passing tiles with an active one.
+
+    Every resident tile has an entry, if need be one without active tiles: its output is written there.
+
+    Returns (int32 [T + 1], entries in order and then -1; how many, int32 []).
+    """
+    batch, resident, passing = active_BxNxM.shape
+    low, middle, high = fields(resident, passing, tiles)
+    grouped = active_BxNxM.reshape(batch, resident, passing // tiles, tiles)
+    bits = jnp.sum(grouped << jnp.arange(tiles), axis=3, dtype=jnp.int32)
+    first = (jnp.arange(passing // tiles) == 0) & ~active_BxNxM.any(axis=2, keepdims=True)
+    row, tile, block = (jnp.arange(n, dtype=jnp.int32) for n in bits.shape)
+    words = bits | block << low | tile[:, None] << (low + middle) | row[:, None, None] << (low + middle + high)
+    keep = ((bits > 0) | first).reshape(-1)
+    at = jnp.nonzero(keep, size=keep.size, fill_value=keep.size)[0]
+    words = jnp.append(words.reshape(-1), jnp.int32(-1))
+    return jnp.append(words[at], jnp.int32(-1)), jnp.sum(keep, dtype=jnp.int32)
+
+
+def _where(entry, resident, passing, tiles):
+    """(row, resident tile, passing block) of an entry."""
+    low, middle, high = fields(resident, passing, tiles)
+    return (entry >> (low + middle + high), entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1))
+
+
+def _turns(words, resident, passing, tiles):
+    """(whether this entry is its resident tile's first, its last) of the grid's second axis."""
+    t = pl.program_id(1)
+    low, middle, _ = fields(resident, passing, tiles)
+    own = words[t] >> (low + middle)
+    first = (t == 0) | (words[jnp.maximum(t, 1) - 1] >> (low + middle) != own)
+    return first, words[t + 1] >> (low + middle) != own
+
+
+def _each_tile(word, tiles, compute, count):
+    """compute(start) for the active tiles of an entry; `count` is None, or (reference, index) where they are counted."""
+    def one(j, _):
+        @pl.when(word >> j & 1 == 1)
+        def _():
+            compute(pl.multiple_of(j * TILE, TILE))
+            if count is not None:
+                counter, block = count
+                counter[block] += 1
+
+    jax.lax.fori_loop(0, tiles, one, None)
+
+
+# -- what the kernels share ------------------------------------------------------------------------------------------
+
+
+def _dot(a, b, over_a, over_b, exact):
+    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _mask(q_ids, k_ids, call):
+    """bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a query's missing prefix is no segment's id."""
+    q_pos, k_pos = q_ids[0:1], k_ids[:, 0:1]
+    mask = k_pos <= q_pos
+    if call.window:
+        mask &= q_pos - k_pos < call.window
+    if call.segmented:
+        same = k_ids[:, 1:2] == q_ids[1:2]
+        if call.prefixed:
+            same |= k_ids[:, 1:2] == q_ids[2:3]
+        mask &= same
+    return mask
+
+
+def _scores(q, k, mask, call):
+    """(masked scores [keys, queries] in base 2, their slope by the products where softcap bends it)."""
+    s = _dot(k, q, 1, 1, call.exact)
+    if not call.softcap:
+        return jnp.where(mask, s * (call.scale * LOG2E), HIDDEN), None
+    bent = jnp.tanh(s * (call.scale / call.softcap))
+    return jnp.where(mask, bent * (call.softcap * LOG2E), HIDDEN), 1 - bent * bent
+
+
+def _heads(groups, per_group):
+    """(query head, key-value head) within a step."""
+    return [(p * per_group + r, p) for p in range(groups) for r in range(per_group)]
+
+
+def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, operands, in_specs, outputs, out_specs, scratch):
+    """pallas_call over (blocks of heads, entries); specs are functions (block of heads, row, resident, passing) -> indices."""
+    def spec(shape, index):
+        return pl.BlockSpec(shape, lambda g, t, words: index(g, *_where(words[t], resident, passing, tiles)))
+
+    blocks = call.groups // groups
+    out_specs = [spec(*s) for s in out_specs]
+    if call.counted:
+        outputs = [*outputs, jax.ShapeDtypeStruct((blocks,), jnp.int32)]
+        out_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(blocks, count), in_specs=[spec(*s) for s in in_specs], out_specs=out_specs,
+        scratch_shapes=scratch)
+
+    def body(words, *refs):
+        inside, end = refs[:len(in_specs)], len(in_specs) + len(outputs)
+        outs, counted = refs[len(in_specs):end], None
+        if call.counted:
+            *outs, counter = outs
+            block = pl.program_id(0)
+            counted = counter, block
+
+            @pl.when(pl.program_id(1) == 0)
+            def _():
+                counter[block] = 0
+        first, last = _turns(words, resident, passing, tiles)
+        kernel(words[pl.program_id(1)], first, last, counted, inside, outs, refs[end:], call, groups, tiles)
+
+    order = ("arbitrary" if call.counted else "parallel", "arbitrary")
+    params = pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=tuned.VMEM)
+    return pl.pallas_call(body, out_shape=outputs, grid_spec=grid, compiler_params=params, interpret=call.interpret,
+                          name=name)(words, *operands)
+
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI):
+    """(out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`)."""
+    groups = _groups("forward", call, call.k_tiles)
+    heads, tiles = groups * call.per_group, call.k_tiles
+    out = [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype),
+           jax.ShapeDtypeStruct((call.batch, call.groups // groups, heads, call.length), jnp.float32)]
+    out, lse, *counts = _launch(
+        _forward, "attention_forward", call, groups, call.length // TILE, call.keys // TILE, tiles, words, count,
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI),
+        [_tile(call, heads), _block(call, groups, tiles), _block(call, groups, tiles), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles)],
+        out, [_tile(call, heads), _per_head(heads)],
+        [pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
+    return (out, lse.reshape(call.batch, call.heads, call.length), *counts)
+
+
+def _forward(word, first, last, count, inside, outs, scratch, call, groups, tiles):
+    q_ref, k_ref, v_ref, q_ids, k_ids = inside
+    out_ref, lse_ref = outs
+    top_ref, sum_ref, acc_ref = scratch
+    heads = _heads(groups, call.per_group)
+
+    @pl.when(first)
+    def _():
+        top_ref[...] = jnp.full(top_ref.shape, LOWEST, jnp.float32)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    def compute(start):
+        keys = pl.ds(start, TILE)
+        mask = _mask(q_ids[0], k_ids[0, keys], call)
+        for h, p in heads:
+            s, _ = _scores(q_ref[0, h], k_ref[0, p, keys], mask, call)
+            before = top_ref[h:h + 1]
+            top = jnp.maximum(before, s.max(axis=0, keepdims=True))
+            weights, shrink = jnp.exp2(s - top), jnp.exp2(before - top)
+            top_ref[h:h + 1] = top
+            sum_ref[h:h + 1] = sum_ref[h:h + 1] * shrink + weights.sum(axis=0, keepdims=True)
+            v = v_ref[0, p, keys]
+            acc_ref[h] = acc_ref[h] * shrink + _dot(v, weights.astype(v.dtype), 0, 0, call.exact)
+
+    _each_tile(word, tiles, compute, count)
+
+    @pl.when(last)
+    def _():
+        total = jnp.maximum(sum_ref[...], jnp.finfo(jnp.float32).tiny)
+        lse_ref[0, 0] = top_ref[...] + jnp.log2(total)
+        for h, _ in heads:
+            out_ref[0, h] = (acc_ref[h] / total[h:h + 1]).T.astype(out_ref.dtype)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def query_gradient(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
+                   delta_BxHxL):
+    """dq [B, H, L, K], with the forward pass's work list; delta = sum(do * out) over K."""
+    groups = _groups("queries", call, call.k_tiles)
+    heads, tiles = groups * call.per_group, call.k_tiles
+    return _launch(
+        _query_gradient, "attention_query_gradient", call, groups, call.length // TILE, call.keys // TILE, tiles, words, count,
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
+        [_tile(call, heads), _block(call, groups, tiles), _block(call, groups, tiles), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles),
+         _tile(call, heads), _per_head(heads), _per_head(heads)],
+        [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype)], [_tile(call, heads)], [pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
+
+
+def _query_gradient(word, first, last, count, inside, outs, scratch, call, groups, tiles):
+    q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
+    (dq_ref,), (acc_ref,) = outs, scratch
+    heads = _heads(groups, call.per_group)
+
+    @pl.when(first)
+    def _():
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    def compute(start):
+        keys = pl.ds(start, TILE)
+        mask = _mask(q_ids[0], k_ids[0, keys], call)
+        for h, p in heads:
+            k, v = (ref[0, p, keys] for ref in (k_ref, v_ref))
+            _, ds = _weights_and_slopes(q_ref[0, h], k, v, do_ref[0, h], mask,
+                                        lse_ref[0, 0, h:h + 1], delta_ref[0, 0, h:h + 1], call)
+            acc_ref[h] += _dot(k, ds.astype(k.dtype), 0, 0, call.exact)
+
+    _each_tile(word, tiles, compute, count)
+
+    @pl.when(last)
+    def _():
+        for h, _ in heads:
+            dq_ref[0, h] = (acc_ref[h] * call.scale).T.astype(dq_ref.dtype)
+
+
+def key_gradients(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
+                  delta_BxHxL):
+    """(dk, dv) [B, G, S, K], summed over a group's query heads in the kernel; the work list is that of keys."""
+    groups = _groups("keys", call, call.q_tiles)
+    heads, tiles = groups * call.per_group, call.q_tiles
+    passing = lambda g, b, n, m: (b, g, 0, m)  # noqa: E731
+    return _launch(
+        _key_gradients, "attention_key_gradients", call, groups, call.keys // TILE, call.length // TILE, tiles, words, count,
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
+        [_block(call, heads, tiles), _tile(call, groups), _tile(call, groups),
+         ((1, q_ids_BxIxL.shape[1], tiles * TILE), lambda g, b, n, m: (b, 0, m)),
+         ((1, TILE, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, n, 0)), _block(call, heads, tiles),
+         ((1, 1, heads, tiles * TILE), passing), ((1, 1, heads, tiles * TILE), passing)],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BxGxSxK, v_BxGxSxK)], [_tile(call, groups), _tile(call, groups)],
+        [pltpu.VMEM((groups, TILE, call.size), jnp.float32), pltpu.VMEM((groups, TILE, call.size), jnp.float32)])
+
+
+def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups, tiles):
+    q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
+    (dk_ref, dv_ref), (dk_acc, dv_acc) = outs, scratch
+    heads = _heads(groups, call.per_group)
+
+    @pl.when(first)
+    def _():
+        dk_acc[...] = jnp.zeros(dk_acc.shape, jnp.float32)
+        dv_acc[...] = jnp.zeros(dv_acc.shape, jnp.float32)
+
+    def compute(start):
+        queries = pl.ds(start, TILE)
+        mask = _mask(q_ids[0, :, queries], k_ids[0], call)
+        for h, p in heads:
+            q, do = (ref[0, h, queries] for ref in (q_ref, do_ref))
+            weights, ds = _weights_and_slopes(
+                q, k_ref[0, p], v_ref[0, p], do, mask, lse_ref[0, 0, h:h + 1, queries],
+                delta_ref[0, 0, h:h + 1, queries], call)
+            dv_acc[p] += _dot(weights.astype(do.dtype), do, 1, 0, call.exact)
+            dk_acc[p] += _dot(ds.astype(q.dtype), q, 1, 0, call.exact)
+
+    _each_tile(word, tiles, compute, count)
+
+    @pl.when(last)
+    def _():
+        dk_ref[0] = (dk_acc[...] * call.scale).astype(dk_ref.dtype)
+        dv_ref[0] = dv_acc[...].astype(dv_ref.dtype)
+
+
+def _weights_and_slopes(q, k, v, do, mask, lse, delta, call):
+    """(softmax weights, gradient of scale * q.k) of one tile, both [keys, queries] fp32."""
+    s, slope = _scores(q, k, mask, call)
+    weights = jnp.exp2(s - lse)
+    ds = weights * (_dot(v, do, 1, 1, call.exact) - delta)
+    return weights, ds if slope is None else ds * slope
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _groups(kernel, call, tiles):
+    return tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, jnp.dtype(call.dtype).itemsize, tiles)
+
+
+def _tile(call, heads):
+    return (1, heads, TILE, call.size), lambda g, b, n, m: (b, g, n, 0)
+
+
+def _block(call, heads, tiles):
+    return (1, heads, tiles * TILE, call.size), lambda g, b, n, m: (b, g, m, 0)
+
+
+def _id_row(q_ids_BxIxL):
+    return (1, q_ids_BxIxL.shape[1], TILE), lambda g, b, n, m: (b, 0, n)
+
+
+def _id_columns(k_ids_BxSxI, tiles):
+    return (1, tiles * TILE, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, m, 0)
+
+
+def _per_head(heads):
+    return (1, 1, heads, TILE), lambda g, b, n, m: (b, g, 0, n)
+
+
+def _by_block(call, heads, *arrays_BxHxL):
+    return [x.reshape(call.batch, call.heads // heads, heads, call.length) for x in arrays_BxHxL]

@@ -1,0 +1,50 @@
+"""Sizes of the TPU kernels. Chosen from what fits and from arithmetic; no TPU has run them, so none is measured yet.
+
+Training works on tiles of TILE x TILE scores, the unit that is skipped: 16 documents in a row of 16k cost 1.1 to 1.3 times their
+own causal areas at 128, 1.25 to 1.6 times at 256. Around it, a step of the kernel's grid costs a few hundred nanoseconds whatever
+it does, so a step reads STREAM tiles of the side that passes by and serves several heads.
+"""
+
+from __future__ import annotations
+
+TILE = 128              # queries and keys of one tile: a vector register's lanes, the systolic array of v5e and v5p
+STREAM = 4              # tiles that one step reads
+HEADS = 16              # query heads of one step, at most: each is unrolled in the kernel's code
+VMEM = 40 * 2**20       # what a kernel may take; a core has 128 MiB on v5e and v6e, 64 MiB on v5p
+WORDS = 1 << 17         # entries of a work list (512 KiB of the 1 MiB of scalar memory)
+CACHE_BYTES = 1 << 18   # keys of one step of decoding
+
+
+def tiles_of(length: int) -> int:
+    """Tiles per step on a side of `length` tokens."""
+    return min(STREAM, -(-length // TILE))
+
+
+def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsize: int, tiles: int) -> int:
+    """Key-value heads of one step: the most that keep to HEADS and fit, else one.
+
+    Args:
+      kernel: forward, queries or keys (the gradients of one side).
+      per_group: query heads per key-value head. size: of a head. itemsize: bytes of an input's number. tiles: of the streamed side.
+    """
+    legal = [n for n in range(1, groups + 1) if groups % n == 0]
+    fits = [n for n in legal if n * per_group <= HEADS and _bytes(kernel, n, per_group, size, itemsize, tiles) <= VMEM // 2]
+    return fits[-1] if fits else 1
+
+
+def _bytes(kernel, groups, per_group, size, itemsize, tiles) -> int:
+    """Two buffers of every block, and the accumulators."""
+    kv = groups * -(-size // 128) * 128 * TILE  # lanes come in 128s
+    q = kv * per_group
+    if kernel == "forward":
+        return 2 * itemsize * (2 * q + 2 * kv * tiles) + 4 * q
+    if kernel == "queries":
+        return 2 * itemsize * (3 * q + 2 * kv * tiles) + 4 * q
+    return 2 * itemsize * (2 * q * tiles + 4 * kv) + 8 * kv
+
+
+def cache_block(length: int, width: int, itemsize: int) -> int:
+    """Cache positions that one step of decoding reads: CACHE_BYTES of keys, in 128s, at least 128 and at most 512."""
+    wanted = CACHE_BYTES // (width * itemsize) // 128 * 128
+    block = min(512, max(128, wanted))
+    return length if length <= block else block

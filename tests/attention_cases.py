@@ -1,0 +1,166 @@
+"""The cases that every implementation of attention for training is held to, and the one test they share.
+
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.kernels.attention import api, reference
+
+TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2}  # of the norm, and of the largest entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of api.attention. `layout` names a function of this module that makes positions, segments, prefixes [B, L]."""
+
+    layout: str
+    length: int = 300
+    heads: int = 4
+    groups: int = 2
+    size: int = 64
+    dtype: str = "float32"
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+    shuffled: bool = False  # keys in another order than queries
+    queries: int = 0        # only the last so many queries; 0 = all
+
+    @property
+    def options(self):
+        return dict(window=self.window, softcap=self.softcap, scale=self.size ** -0.5 if self.scale is None else self.scale)
+
+    def __str__(self):
+        base = Case(self.layout)
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)
+                   if getattr(self, f.name) != getattr(base, f.name)]
+        return "-".join([self.layout, *changed])
+
+
+CASES = [
+    Case("whole"), Case("whole", length=128), Case("whole", length=1, heads=2, groups=1), Case("documents"),
+    Case("ones"), Case("prompts"), Case("padding"), Case("all_padding", length=140),
+    Case("prompts", shuffled=True), Case("documents", queries=70),
+    Case("prompts", window=50), Case("documents", softcap=2.0), Case("prompts", window=33, softcap=5.0, scale=0.3),
+    Case("prompts", heads=6, groups=6), Case("prompts", heads=6, groups=1, size=128), Case("documents", heads=7, groups=1),
+    Case("prompts", size=80), Case("prompts", size=96), Case("prompts", size=256, length=200, heads=2, groups=1),
+    Case("documents", length=700, heads=2, groups=1, window=200),
+    Case("prompts", dtype="bfloat16"), Case("documents", dtype="bfloat16", size=128, softcap=20.0),
+    Case("ones", dtype="bfloat16", size=96), Case("padding", dtype="bfloat16", window=40, heads=8),
+]
+
+
+def rows_of(sequences, length):
+    """Positions, segments, prefixes [B, L] of rows given as lists of (start or None = behind the last, tokens, segment, prefix,
+    first position)."""
+    out = np.zeros((3, len(sequences), length), np.int32)
+    for r, row in enumerate(sequences):
+        cursor = 0
+        for tokens, segment, prefix, first in row:
+            part = slice(cursor, cursor + tokens)
+            count = len(range(*part.indices(length)))
+            out[0, r, part], out[1, r, part], out[2, r, part] = np.arange(first, first + count), segment, prefix
+            cursor += tokens
+    return tuple(out)
+
+
+def whole(length):
+    return np.broadcast_to(np.arange(length, dtype=np.int32), (2, length)), None, None
+
+
+def documents(length):
+    """Documents of several lengths, without prefixes, then padding."""
+    cuts = [[0.1, 0.35, 0.02, 0.3], [0.61, 0.2, 0.19]]
+    rows = [[(int(share * length), i + 1, 0, 0) for i, share in enumerate(row)] for row in cuts]
+    return rows_of(rows, length)
+
+
+def ones(length):
+    """Segments of one token between longer ones; one row of nothing else."""
+    third = length // 3
+    mixed = [(1, i + 1, 0, 0) for i in range(third)] + [(third, third + 1, 0, 0), (1, third + 2, 0, 0), (1, third + 3, 0, 0)]
+    return rows_of([mixed, [(1, i + 1, 0, 0) for i in range(length)]], length)
+
+
+def prompts(length):
+    """Groups: prompts whose answers share them, an answer of one token, a document, padding."""
+    n = length // 10
+    first = [(2 * n, 1, 0, 0), (3 * n, 2, 1, 2 * n), (1, 3, 1, 2 * n), (n, 4, 1, 2 * n), (n, 5, 0, 0), (2 * n - 1, 6, 5, n)]
+    return rows_of([first, [(n, 1, 0, 0), (4 * n, 2, 1, n), (3 * n, 3, 0, 0), (2 * n, 4, 1, n)]], length)
+
+
+def padding(length):
+    """A row of nothing but padding, padding between documents, a row that is half empty."""
+    half = length // 2
+    return rows_of([[], [(half // 2, 1, 0, 0), (half, 0, 0, 0), (half // 2, 2, 0, 0)], [(half, 1, 0, 0)]], length)
+
+
+def all_padding(length):
+    return rows_of([[], []], length)
+
+
+def inputs(case: Case):
+    """(q, k, v), cotangent, the six arrays of ids of api.attention, [B, L] which queries mean something: numpy, float32."""
+    rng = np.random.default_rng(len(str(case)))
+    positions, segments, prefixes = globals()[case.layout](case.length)
+    batch, shape = positions.shape[0], (case.length, case.size)
+
+    def normal(heads):
+        x = rng.normal(size=(batch, shape[0], heads, shape[1])).astype(np.float32)
+        return np.asarray(jnp.asarray(x, case.dtype), np.float32)
+
+    q, cotangent, k, v = (normal(h) for h in (case.heads, case.heads, case.groups, case.groups))
+    order = rng.permutation(case.length) if case.shuffled else np.arange(case.length)
+    last = slice(-case.queries if case.queries else None, None)
+    means = np.ones(positions.shape, bool) if segments is None else segments != 0
+    cotangent = np.where(means[..., None, None], cotangent, 0)
+    of_keys = [None if x is None else x[:, order] for x in (positions, segments)]
+    of_queries = [None if x is None else x[:, last] for x in (positions, segments, prefixes)]
+    ids = (of_queries[0], of_keys[0], of_queries[1], of_keys[1], of_queries[2])
+    return (q[:, last], k[:, order], v[:, order]), cotangent[:, last], ids, means[:, last]
+
+
+@functools.cache
+def truth(case: Case):
+    """[out, dq, dk, dv] in float64, of inputs that are what `case.dtype` holds."""
+    qkv, cotangent, ids, _ = inputs(case)
+    with jax.enable_x64(True):
+        qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (qkv, cotangent))
+        return [np.asarray(x) for x in _both(reference.attention, case)(qkv, cotangent, ids)]
+
+
+def _both(attend, case: Case):
+    """The jitted function (qkv, cotangent, ids) -> (out, dq, dk, dv)."""
+    def both(qkv, cotangent, ids):
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, *ids, **case.options), *qkv)
+        return (out, *pull(cotangent))
+
+    return jax.jit(both)
+
+
+def check(implementation, case: Case):
+    """Holds an implementation to float64: forward and all gradients, finite everywhere, bitwise equal when run again.
+
+    implementation: a name in api.IMPLEMENTATIONS (called itself: nothing falls back), or a function with its arguments.
+    """
+    attend = api.IMPLEMENTATIONS[implementation] if isinstance(implementation, str) else implementation
+    qkv, cotangent, ids, means = inputs(case)
+    qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), (qkv, cotangent))
+    run, means = _both(attend, case), means[..., None, None]
+    first, again = run(qkv, cotangent, ids), run(qkv, cotangent, ids)
+    for name, got, same, want in zip(("out", "dq", "dk", "dv"), first, again, truth(case), strict=True):
+        assert str(got.dtype) == case.dtype, name
+        got, same = np.asarray(got), np.asarray(same)
+        assert got.tobytes() == same.tobytes(), f"{name} of {case} differs when run again"
+        got = got.astype(np.float64)
+        assert np.isfinite(got).all(), f"{name} of {case} is not finite"
+        if name == "out":
+            got, want = np.where(means, got, 0), np.where(means, want, 0)
+        for size in (np.linalg.norm, lambda x: np.abs(x).max() / 4):
+            error = size(got - want) / max(size(want), 0.1 * size(np.asarray(cotangent, np.float64)), 1e-30)
+            assert error <= TOLERANCE[case.dtype], f"{name} of {case}: off by {error:.1e}"

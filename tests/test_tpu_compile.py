@@ -1,0 +1,28 @@
+"""The TPU kernels of attention, compiled for chips that are not here: needs libtpu, no TPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_kernels_compile_alone_and_in_a_sharded_job(target):
+    """Forward and backward at every head size, in both dtypes; the update, prefill and decode of a job over fsdp x tp take the
+    kernels because their mesh is a TPU's, and decoding makes no second cache."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, str(HERE / "tpu_compile_worker.py"), target], env=env, capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(found["rows"]) == 7 and len(found["caches"]) == 4
+    job = found["job"]
+    assert job["update"]["kernels"] == ["attention_forward", "attention_key_gradients", "attention_query_gradient"]
+    assert job["prefill"]["kernels"] == ["attention_forward"] and job["decode"]["kernels"] == ["attention_decode"]
+    assert job["decode"]["temporaries"] < job["cache"] / 4

@@ -1,0 +1,91 @@
+"""Compiles the TPU kernels of attention for a chip that is not here, alone and inside the programs of a sharded job.
+
+    python tpu_compile_worker.py v5e:2x2        (needs libtpu; prints one JSON object)
+
+In a process of its own: libtpu is told where it is before jax starts.
+"""
+
+import json
+import os
+import re
+import sys
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny_job
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.kernels.attention import attention, cached_attention
+from jaxrl.recipes.planning import compiling, programs
+
+# rows, queries, query heads, key-value heads, head size, dtype, options
+ROWS = [(2, 640, 4, 2, 128, "bfloat16", {}), (1, 300, 6, 2, 64, "float32", {"softcap": 5.0, "window": 100}),
+        (1, 512, 7, 1, 64, "bfloat16", {}), (1, 512, 4, 4, 80, "float32", {}), (1, 512, 4, 2, 96, "bfloat16", {}),
+        (1, 512, 2, 1, 256, "bfloat16", {"softcap": 50.0}), (1, 512, 2, 1, 256, "float32", {})]
+# layers, slots, cache length, then as above
+CACHES = [(3, 8, 1100, 12, 2, 128, "bfloat16", {"window": 300}), (2, 8, 520, 14, 2, 64, "bfloat16", {}),
+          (2, 8, 520, 8, 4, 256, "float32", {"softcap": 5.0}), (2, 8, 70, 8, 8, 80, "float32", {})]
+JOB = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 9,
+       "max_position_embeddings": 2048}  # scanned: more than 8 layers
+
+
+def compiled(function, shapes, mesh):
+    """A program of one device of the mesh, traced for it. Its temporaries in bytes."""
+    one = Mesh(mesh.devices.reshape(-1)[:1], ("one",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(one, P())
+    with jax.sharding.use_abstract_mesh(one.abstract_mesh):
+        lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, d, sharding=whole) for s, d in shapes))
+    assert "tpu_custom_call" in lowered.as_text()
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def rows(case, mesh):
+    batch, length, heads, groups, size, dtype, options = case
+
+    def loss(q, k, v, positions, segments, prefixes):
+        out = attention(q, k, v, positions, positions, segments, segments, prefixes, **options)
+        return out.astype(jnp.float32).sum()
+
+    ids = [((batch, length), jnp.int32)] * 3
+    return compiled(jax.grad(loss, (0, 1, 2)), [((batch, length, n, size), dtype) for n in (heads, groups, groups)] + ids, mesh)
+
+
+def caches(case, mesh):
+    layers, slots, length, heads, groups, size, dtype, options = case
+    cache = ((layers, slots, length, groups * size), dtype)
+
+    def run(q, k, v, positions, layer):
+        return cached_attention(q, k, v, positions, layer, **options)
+
+    return compiled(run, [((slots, 1, heads, size), dtype), cache, cache, ((slots, 1), jnp.int32), ((), jnp.int32)], mesh)
+
+
+def job(mesh, name):
+    """A job of fsdp 2 x tp 2 in bf16 with head size 64: the kernels of its programs by name, and their temporaries."""
+    config = tiny_job.get_config()
+    config.run.mode, config.plan.target, config.model.config = "plan", name, {**tiny_job.MODEL, **JOB}
+    config.mesh.fsdp, config.mesh.tp, config.rollout.max_new_tokens = 2, 2, 900
+    config.train.compute_dtype, config.model.remat, config.model.scan_layers = "bf16", "full", "true"
+    low = programs.lower(config, config.model.config.to_dict(), mesh, mesh, wanted={"update", "prefill", "decode"})
+    out = {}
+    for program, lowered in low.programs.items():
+        kernels = sorted(set(re.findall(r'kernel_name = "(\w+)"', lowered.as_text())))
+        out[program] = {"kernels": kernels, "temporaries": lowered.compile().memory_analysis().temp_size_in_bytes}
+    out["cache"] = programs.device_bytes(low.live["rollout_cache"])
+    return out
+
+
+def main(name):
+    chip, _, topology = name.partition(":")
+    mesh = compiling._tpu_mesh(chip, tuple(map(int, topology.split("x"))), {"dp": 1, "fsdp": 2, "tp": 2})
+    assert np.prod(list(mesh.shape.values())) == 4
+    print(json.dumps({"rows": [rows(case, mesh) for case in ROWS], "caches": [caches(case, mesh) for case in CACHES],
+                      "job": job(mesh, name)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
