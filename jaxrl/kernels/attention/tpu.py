@@ -3,8 +3,7 @@
 Memory is linear in the row length in both passes; gradients are summed in one order. Queries that see no key, padding among them,
 give 0. Off a TPU the kernels run interpreted.
 
-Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, N and M tiles of queries and keys,
-I id columns.
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, I id columns, T entries.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl.kernels.attention import tpu_kernels, tuned
 from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
-from jaxrl.kernels.attention.tpu_kernels import Call, fields, work_list
+from jaxrl.kernels.attention.tpu_kernels import Call, Walk, work_list
 from jaxrl.kernels.attention.tuned import TILE
 from jaxrl.kernels.platform import platform
 
@@ -43,10 +42,9 @@ def check(q_shape, kv_shape, dtype) -> None:
     if length == 1 and keys > 1:
         raise NotImplementedError("one query per row; the TPU kernel takes rows of queries")
     for mine, other in ((length, keys), (keys, length)):
-        tiles = tuned.tiles_of(other)
-        resident, passing = _tiles(mine), _tiles(other)
-        bits = sum(fields(resident, passing, tiles)) + max(1, (batch - 1).bit_length())
-        entries = batch * resident * (passing // tiles)
+        walk = Walk(_tiles(mine), _tiles(other), tuned.tiles_of(other))
+        bits = sum(walk.fields) + max(1, (batch - 1).bit_length())
+        entries = batch * walk.resident * (walk.passing // walk.tiles)
         if bits > 31 or entries > tuned.WORDS:
             raise NotImplementedError(f"{batch} rows of {length} x {keys} on one device; the TPU kernel's work list has room for "
                                       f"{tuned.WORDS} entries, not {entries}")
@@ -88,10 +86,11 @@ def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0,
     call, (words, count, key_words, key_count, *arrays) = _prepared(
         q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window, softcap, scale, None, interpret)
     call = dataclasses.replace(call, counted=True)
-    out, lse, forward = tpu_kernels.forward(call, words[0], count[0], *arrays)
+    work, key_work = (words[0], count[0]), (key_words[0], key_count[0])
+    out, lse, forward = tpu_kernels.forward(call, work, *arrays)
     rest = (*arrays, out, lse, jnp.zeros_like(lse))
-    counts = {"forward": forward, "queries": tpu_kernels.query_gradient(call, words[0], count[0], *rest)[-1],
-              "keys": tpu_kernels.key_gradients(call, key_words[0], key_count[0], *rest)[-1]}
+    counts = {"forward": forward, "queries": tpu_kernels.query_gradient(call, work, *rest)[-1],
+              "keys": tpu_kernels.key_gradients(call, key_work, *rest)[-1]}
     return {name: count[0] for name, count in counts.items()}  # every block of heads computes the same tiles
 
 
@@ -123,16 +122,17 @@ def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefi
     if call.prefixed:
         prefixes = side(q_prefixes, length, 0)
         q_ids.append(jnp.where(prefixes == 0, NO_QUERY, prefixes))
-    return call, (*work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1), jnp.stack(k_ids, axis=2))
+    return call, (*work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1),
+                  jnp.stack(k_ids, axis=2))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call, words, count, key_words, key_count, q, k, v, q_ids, k_ids):
-    return tpu_kernels.forward(call, words[0], count[0], q, k, v, q_ids, k_ids)[0]
+    return tpu_kernels.forward(call, (words[0], count[0]), q, k, v, q_ids, k_ids)[0]
 
 
 def _attend_forward(call, words, count, key_words, key_count, q, k, v, q_ids, k_ids):
-    out, lse = tpu_kernels.forward(call, words[0], count[0], q, k, v, q_ids, k_ids)
+    out, lse = tpu_kernels.forward(call, (words[0], count[0]), q, k, v, q_ids, k_ids)
     return out, (words, count, key_words, key_count, q, k, v, q_ids, k_ids, out, lse)
 
 
@@ -140,8 +140,8 @@ def _attend_backward(call, saved, do_BxHxLxK):
     words, count, key_words, key_count, *inputs, out, lse = saved
     delta_BxHxL = (do_BxHxLxK.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
     rest = (*inputs, do_BxHxLxK, lse, delta_BxHxL)
-    dq, = tpu_kernels.query_gradient(call, words[0], count[0], *rest)
-    dk, dv = tpu_kernels.key_gradients(call, key_words[0], key_count[0], *rest)
+    dq, = tpu_kernels.query_gradient(call, (words[0], count[0]), *rest)
+    dk, dv = tpu_kernels.key_gradients(call, (key_words[0], key_count[0]), *rest)
     return None, None, None, None, dq, dk, dv, None, None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,24 @@ from jaxrl.kernels.attention.tuned import TILE
 LOG2E = math.log2(math.e)
 HIDDEN = float(jnp.finfo(jnp.float32).min) / 2  # the score of a key that is not seen
 LOWEST = HIDDEN / 2  # where running maxima start: 2 ** (HIDDEN - LOWEST) is 0, so a query that sees nothing sums nothing
+
+
+class Walk(NamedTuple):
+    """Tiles of the side that stays, of the side that passes by, and how many of the latter pass at once."""
+
+    resident: int
+    passing: int
+    tiles: int
+
+    @property
+    def fields(self) -> tuple[int, int, int]:
+        """Bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
+        return self.tiles, max(1, (self.passing // self.tiles - 1).bit_length()), max(1, (self.resident - 1).bit_length())
+
+    def where(self, entry):
+        """(row, resident tile, passing block) of an entry."""
+        low, middle, high = self.fields
+        return entry >> (low + middle + high), entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +72,12 @@ class Call:
         return self.heads // self.groups
 
     @property
-    def q_tiles(self):
-        return tuned.tiles_of(self.length)
+    def by_query(self):
+        return Walk(self.length // TILE, self.keys // TILE, tuned.tiles_of(self.keys))
 
     @property
-    def k_tiles(self):
-        return tuned.tiles_of(self.keys)
+    def by_key(self):
+        return Walk(self.keys // TILE, self.length // TILE, tuned.tiles_of(self.length))
 
     @property
     def exact(self):
@@ -66,11 +85,6 @@ class Call:
 
 
 # -- the work list ---------------------------------------------------------------------------------------------------
-
-
-def fields(resident: int, passing: int, tiles: int) -> tuple[int, int, int]:
-    """Bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
-    return tiles, max(1, (passing // tiles - 1).bit_length()), max(1, (resident - 1).bit_length())
 
 
 def work_list(active_BxNxM, tiles: int):
@@ -81,7 +95,7 @@ def work_list(active_BxNxM, tiles: int):
     Returns (int32 [T + 1], entries in order and then -1; how many, int32 []).
     """
     batch, resident, passing = active_BxNxM.shape
-    low, middle, high = fields(resident, passing, tiles)
+    low, middle, high = Walk(resident, passing, tiles).fields
     grouped = active_BxNxM.reshape(batch, resident, passing // tiles, tiles)
     bits = jnp.sum(grouped << jnp.arange(tiles), axis=3, dtype=jnp.int32)
     first = (jnp.arange(passing // tiles) == 0) & ~active_BxNxM.any(axis=2, keepdims=True)
@@ -93,19 +107,11 @@ def work_list(active_BxNxM, tiles: int):
     return jnp.append(words[at], jnp.int32(-1)), jnp.sum(keep, dtype=jnp.int32)
 
 
-def _where(entry, resident, passing, tiles):
-    """(row, resident tile, passing block) of an entry."""
-    low, middle, high = fields(resident, passing, tiles)
-    return (entry >> (low + middle + high), entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1))
-
-
-def _turns(words, resident, passing, tiles):
-    """(whether this entry is its resident tile's first, its last) of the grid's second axis."""
-    t = pl.program_id(1)
-    low, middle, _ = fields(resident, passing, tiles)
-    own = words[t] >> (low + middle)
-    first = (t == 0) | (words[jnp.maximum(t, 1) - 1] >> (low + middle) != own)
-    return first, words[t + 1] >> (low + middle) != own
+def _turns(words, walk):
+    """Of the grid's second axis: whether this entry is its resident tile's first, its last."""
+    t, low = pl.program_id(1), sum(walk.fields[:2])
+    own = words[t] >> low
+    return (t == 0) | (words[jnp.maximum(t, 1) - 1] >> low != own), words[t + 1] >> low != own
 
 
 def _each_tile(word, tiles, compute, count):
@@ -157,10 +163,14 @@ def _heads(groups, per_group):
     return [(p * per_group + r, p) for p in range(groups) for r in range(per_group)]
 
 
-def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, operands, in_specs, outputs, out_specs, scratch):
-    """pallas_call over (blocks of heads, entries); specs are functions (block of heads, row, resident, passing) -> indices."""
+def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outputs, out_specs, scratch):
+    """pallas_call over (blocks of heads, entries).
+
+    products: matrix products per tile, for the cost that XLA's scheduler is told: that of a row that is one causal document.
+    work: (words, count). in_specs, out_specs: (block shape, function (block of heads, row, resident, passing) -> indices).
+    """
     def spec(shape, index):
-        return pl.BlockSpec(shape, lambda g, t, words: index(g, *_where(words[t], resident, passing, tiles)))
+        return pl.BlockSpec(shape, lambda g, t, words: index(g, *walk.where(words[t])))
 
     blocks = call.groups // groups
     out_specs = [spec(*s) for s in out_specs]
@@ -168,8 +178,8 @@ def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, 
         outputs = [*outputs, jax.ShapeDtypeStruct((blocks,), jnp.int32)]
         out_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1, grid=(blocks, count), in_specs=[spec(*s) for s in in_specs], out_specs=out_specs,
-        scratch_shapes=scratch)
+        num_scalar_prefetch=1, grid=(blocks, work[1]), in_specs=[spec(*s) for s in in_specs], out_specs=out_specs,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch])
 
     def body(words, *refs):
         inside, end = refs[:len(in_specs)], len(in_specs) + len(outputs)
@@ -182,34 +192,41 @@ def _launch(kernel, name, call, groups, resident, passing, tiles, words, count, 
             @pl.when(pl.program_id(1) == 0)
             def _():
                 counter[block] = 0
-        first, last = _turns(words, resident, passing, tiles)
-        kernel(words[pl.program_id(1)], first, last, counted, inside, outs, refs[end:], call, groups, tiles)
+        first, last = _turns(words, walk)
+        kernel(words[pl.program_id(1)], first, last, counted, inside, outs, refs[end:], call, groups)
 
     order = ("arbitrary" if call.counted else "parallel", "arbitrary")
-    params = pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=tuned.VMEM)
-    return pl.pallas_call(body, out_shape=outputs, grid_spec=grid, compiler_params=params, interpret=call.interpret,
-                          name=name)(words, *operands)
+    scores = call.batch * call.heads * call.length * call.keys // 2
+    cost = pl.CostEstimate(flops=2 * products * scores * call.size, transcendentals=scores,
+                           bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*operands, *outputs)))
+    return pl.pallas_call(
+        body, out_shape=outputs, grid_spec=grid, interpret=call.interpret, cost_estimate=cost, name="attention" + kernel.__name__,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=tuned.VMEM))(work[0], *operands)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI):
-    """(out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`)."""
-    groups = _groups("forward", call, call.k_tiles)
-    heads, tiles = groups * call.per_group, call.k_tiles
-    out = [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype),
-           jax.ShapeDtypeStruct((call.batch, call.groups // groups, heads, call.length), jnp.float32)]
+def forward(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI):
+    """(out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`).
+
+    work: of work_list, key blocks of each tile of queries.
+    """
+    walk = call.by_query
+    groups, heads = _heads_at_once("forward", call, walk)
+    keys = _block(call, groups, walk)
+    outputs = [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype),
+               jax.ShapeDtypeStruct((call.batch, call.groups // groups, heads, call.length), jnp.float32)]
     out, lse, *counts = _launch(
-        _forward, "attention_forward", call, groups, call.length // TILE, call.keys // TILE, tiles, words, count,
-        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI),
-        [_tile(call, heads), _block(call, groups, tiles), _block(call, groups, tiles), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles)],
-        out, [_tile(call, heads), _per_head(heads)],
-        [pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, TILE), jnp.float32), pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
+        _forward, 2, call, walk, groups, work, (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI),
+        [_tile(call, heads), keys, keys, _id_row(q_ids_BxIxL, TILE, _resident),
+         _id_column(k_ids_BxSxI, walk.tiles * TILE, _passing)],
+        outputs, [_tile(call, heads), _per_head(heads, TILE, _resident)],
+        [(heads, TILE), (heads, TILE), (heads, call.size, TILE)])
     return (out, lse.reshape(call.batch, call.heads, call.length), *counts)
 
 
-def _forward(word, first, last, count, inside, outs, scratch, call, groups, tiles):
+def _forward(word, first, last, count, inside, outs, scratch, call, groups):
     q_ref, k_ref, v_ref, q_ids, k_ids = inside
     out_ref, lse_ref = outs
     top_ref, sum_ref, acc_ref = scratch
@@ -234,7 +251,7 @@ def _forward(word, first, last, count, inside, outs, scratch, call, groups, tile
             v = v_ref[0, p, keys]
             acc_ref[h] = acc_ref[h] * shrink + _dot(v, weights.astype(v.dtype), 0, 0, call.exact)
 
-    _each_tile(word, tiles, compute, count)
+    _each_tile(word, call.by_query.tiles, compute, count)
 
     @pl.when(last)
     def _():
@@ -247,20 +264,22 @@ def _forward(word, first, last, count, inside, outs, scratch, call, groups, tile
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-def query_gradient(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
+def query_gradient(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                    delta_BxHxL):
-    """dq [B, H, L, K], with the forward pass's work list; delta = sum(do * out) over K."""
-    groups = _groups("queries", call, call.k_tiles)
-    heads, tiles = groups * call.per_group, call.k_tiles
+    """(dq [B, H, L, K]; the tiles, where `counted`). work: the forward pass's. delta = sum(do * out) over K."""
+    walk = call.by_query
+    groups, heads = _heads_at_once("queries", call, walk)
+    keys, per_head = _block(call, groups, walk), _per_head(heads, TILE, _resident)
     return _launch(
-        _query_gradient, "attention_query_gradient", call, groups, call.length // TILE, call.keys // TILE, tiles, words, count,
+        _query_gradient, 3, call, walk, groups, work,
         (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
-        [_tile(call, heads), _block(call, groups, tiles), _block(call, groups, tiles), _id_row(q_ids_BxIxL), _id_columns(k_ids_BxSxI, tiles),
-         _tile(call, heads), _per_head(heads), _per_head(heads)],
-        [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype)], [_tile(call, heads)], [pltpu.VMEM((heads, call.size, TILE), jnp.float32)])
+        [_tile(call, heads), keys, keys, _id_row(q_ids_BxIxL, TILE, _resident),
+         _id_column(k_ids_BxSxI, walk.tiles * TILE, _passing),
+         _tile(call, heads), per_head, per_head],
+        [jax.ShapeDtypeStruct(q_BxHxLxK.shape, q_BxHxLxK.dtype)], [_tile(call, heads)], [(heads, call.size, TILE)])
 
 
-def _query_gradient(word, first, last, count, inside, outs, scratch, call, groups, tiles):
+def _query_gradient(word, first, last, count, inside, outs, scratch, call, groups):
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dq_ref,), (acc_ref,) = outs, scratch
     heads = _heads(groups, call.per_group)
@@ -278,7 +297,7 @@ def _query_gradient(word, first, last, count, inside, outs, scratch, call, group
                                         lse_ref[0, 0, h:h + 1], delta_ref[0, 0, h:h + 1], call)
             acc_ref[h] += _dot(k, ds.astype(k.dtype), 0, 0, call.exact)
 
-    _each_tile(word, tiles, compute, count)
+    _each_tile(word, call.by_query.tiles, compute, count)
 
     @pl.when(last)
     def _():
@@ -286,24 +305,25 @@ def _query_gradient(word, first, last, count, inside, outs, scratch, call, group
             dq_ref[0, h] = (acc_ref[h] * call.scale).T.astype(dq_ref.dtype)
 
 
-def key_gradients(call: Call, words, count, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
+def key_gradients(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                   delta_BxHxL):
-    """(dk, dv) [B, G, S, K], summed over a group's query heads in the kernel; the work list is that of keys."""
-    groups = _groups("keys", call, call.q_tiles)
-    heads, tiles = groups * call.per_group, call.q_tiles
-    passing = lambda g, b, n, m: (b, g, 0, m)  # noqa: E731
+    """(dk, dv [B, G, S, K]; the tiles, where `counted`), summed over a group's query heads in the kernel.
+
+    work: query blocks of each tile of keys. delta as in query_gradient.
+    """
+    walk = call.by_key
+    groups, heads = _heads_at_once("keys", call, walk)
+    queries, per_head = _block(call, heads, walk), _per_head(heads, walk.tiles * TILE, _passing)
     return _launch(
-        _key_gradients, "attention_key_gradients", call, groups, call.keys // TILE, call.length // TILE, tiles, words, count,
+        _key_gradients, 4, call, walk, groups, work,
         (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
-        [_block(call, heads, tiles), _tile(call, groups), _tile(call, groups),
-         ((1, q_ids_BxIxL.shape[1], tiles * TILE), lambda g, b, n, m: (b, 0, m)),
-         ((1, TILE, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, n, 0)), _block(call, heads, tiles),
-         ((1, 1, heads, tiles * TILE), passing), ((1, 1, heads, tiles * TILE), passing)],
+        [queries, _tile(call, groups), _tile(call, groups), _id_row(q_ids_BxIxL, walk.tiles * TILE, _passing),
+         _id_column(k_ids_BxSxI, TILE, _resident), queries, per_head, per_head],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BxGxSxK, v_BxGxSxK)], [_tile(call, groups), _tile(call, groups)],
-        [pltpu.VMEM((groups, TILE, call.size), jnp.float32), pltpu.VMEM((groups, TILE, call.size), jnp.float32)])
+        [(groups, TILE, call.size), (groups, TILE, call.size)])
 
 
-def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups, tiles):
+def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups):
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dk_ref, dv_ref), (dk_acc, dv_acc) = outs, scratch
     heads = _heads(groups, call.per_group)
@@ -324,7 +344,7 @@ def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups
             dv_acc[p] += _dot(weights.astype(do.dtype), do, 1, 0, call.exact)
             dk_acc[p] += _dot(ds.astype(q.dtype), q, 1, 0, call.exact)
 
-    _each_tile(word, tiles, compute, count)
+    _each_tile(word, call.by_key.tiles, compute, count)
 
     @pl.when(last)
     def _():
@@ -340,31 +360,42 @@ def _weights_and_slopes(q, k, v, do, mask, lse, delta, call):
     return weights, ds if slope is None else ds * slope
 
 
-# -- blocks ----------------------------------------------------------------------------------------------------------
+# -- blocks: (shape, function (block of heads, row, resident tile, passing block) -> indices) ---------------------------
 
 
-def _groups(kernel, call, tiles):
-    return tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, jnp.dtype(call.dtype).itemsize, tiles)
+def _heads_at_once(kernel, call, walk):
+    """(key-value heads, query heads) of one step."""
+    itemsize = jnp.dtype(call.dtype).itemsize
+    groups = tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, itemsize, walk.tiles)
+    return groups, groups * call.per_group
+
+
+def _resident(n, m):
+    return n
+
+
+def _passing(n, m):
+    return m
 
 
 def _tile(call, heads):
     return (1, heads, TILE, call.size), lambda g, b, n, m: (b, g, n, 0)
 
 
-def _block(call, heads, tiles):
-    return (1, heads, tiles * TILE, call.size), lambda g, b, n, m: (b, g, m, 0)
+def _block(call, heads, walk):
+    return (1, heads, walk.tiles * TILE, call.size), lambda g, b, n, m: (b, g, m, 0)
 
 
-def _id_row(q_ids_BxIxL):
-    return (1, q_ids_BxIxL.shape[1], TILE), lambda g, b, n, m: (b, 0, n)
+def _id_row(q_ids_BxIxL, width, which):
+    return (1, q_ids_BxIxL.shape[1], width), lambda g, b, n, m: (b, 0, which(n, m))
 
 
-def _id_columns(k_ids_BxSxI, tiles):
-    return (1, tiles * TILE, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, m, 0)
+def _id_column(k_ids_BxSxI, height, which):
+    return (1, height, k_ids_BxSxI.shape[2]), lambda g, b, n, m: (b, which(n, m), 0)
 
 
-def _per_head(heads):
-    return (1, 1, heads, TILE), lambda g, b, n, m: (b, g, 0, n)
+def _per_head(heads, width, which):
+    return (1, 1, heads, width), lambda g, b, n, m: (b, g, 0, which(n, m))
 
 
 def _by_block(call, heads, *arrays_BxHxL):

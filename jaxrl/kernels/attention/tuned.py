@@ -25,7 +25,8 @@ def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsiz
 
     Args:
       kernel: forward, queries or keys (the gradients of one side).
-      per_group: query heads per key-value head. size: of a head. itemsize: bytes of an input's number. tiles: of the streamed side.
+      per_group: query heads per key-value head. size: of a head. itemsize: bytes of an input's number.
+      tiles: of the side that passes by, per step.
     """
     legal = [n for n in range(1, groups + 1) if groups % n == 0]
     fits = [n for n in legal if n * per_group <= HEADS and _bytes(kernel, n, per_group, size, itemsize, tiles) <= VMEM // 2]
