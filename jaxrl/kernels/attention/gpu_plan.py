@@ -1,0 +1,68 @@
+"""Which blocks the Mosaic GPU kernels visit, in which order, and what they read about tokens to mask the rest.
+
+Legend: B rows, L queries and S keys per row, N query tiles, M key blocks, I kinds of information per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.kernels.attention.blocks import active_blocks, filled
+
+NOBODY = -1                          # the position of a query that sees nothing
+NEVER = np.iinfo(np.int32).max       # the position of a key that nobody sees
+
+
+class Plan(NamedTuple):
+    """For tiles of queries and the key blocks each visits (or, transposed, key tiles and the query blocks)."""
+
+    q_info: object  # [B, I, L] int32: positions, and where there are segments also segments and prefixes
+    k_info: object  # [B, I, S] int32: positions, and segments
+    order: object   # [B * N] int32: tiles row * N + tile, the most expensive ones first
+    counts: object  # [B, N, 2] int32: blocks that all of the tile sees all of, all blocks with work
+    lists: object   # [B, N, M] int32: blocks in the order of visit, first those counted first
+
+
+def plan(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *, window, block_q, block_k,
+         transposed=False) -> Plan:
+    """The Plan of tiles of block_q queries over blocks of block_k keys; transposed: tiles of keys over blocks of queries.
+
+    Rows must have one batch size. Padding (segment 0, and what fills up the last blocks) sees nothing and is not seen.
+    """
+    ids = q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL
+    active = active_blocks(*ids, window=window, block_q=block_q, block_k=block_k)
+    q_info, k_info = _info(*ids, block_q, block_k)
+    full = active & _all_visible(q_info, k_info, window, block_q, block_k)
+    if transposed:
+        active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
+    counts = jnp.stack([full.sum(axis=2), active.sum(axis=2)], axis=2).astype(jnp.int32)
+    lists = jnp.argsort(2 - active.astype(jnp.int8) - full.astype(jnp.int8), axis=2, stable=True).astype(jnp.int32)
+    order = jnp.argsort(-counts[..., 1].reshape(-1), stable=True).astype(jnp.int32)
+    return Plan(q_info, k_info, order, counts, lists)
+
+
+def _info(q_pos, k_pos, q_seg, k_seg, q_pre, block_q, block_k):
+    q, k = [filled(q_pos, block_q, NOBODY)], [filled(k_pos, block_k, NEVER)]
+    if q_seg is not None:
+        q_seg, k_seg = filled(q_seg, block_q, 0), filled(k_seg, block_k, 0)
+        prefix = q_seg if q_pre is None else filled(q_pre, block_q, 0)
+        q = [jnp.where(q_seg == 0, NOBODY, q[0]), q_seg, jnp.where(prefix == 0, q_seg, prefix)]
+        k = [jnp.where(k_seg == 0, NEVER, k[0]), k_seg]
+    return jnp.stack(q, axis=1).astype(jnp.int32), jnp.stack(k, axis=1).astype(jnp.int32)
+
+
+def _all_visible(q_info, k_info, window, block_q, block_k):
+    """bool [B, N, M]: blocks where every query sees every key, as far as their extremes tell (a mask is never wrong)."""
+    q, k = (x.reshape(*x.shape[:2], -1, block) for x, block in ((q_info, block_q), (k_info, block_k)))
+    (q_low, q_high), (k_low, k_high) = ((x.min(axis=3), x.max(axis=3)) for x in (q, k))
+    sees = k_high[:, 0, None, :] <= q_low[:, 0, :, None]
+    if window:
+        sees &= q_high[:, 0, :, None] - k_low[:, 0, None, :] < window
+    if q.shape[1] > 1:
+        k_one = (k_low[:, 1] == k_high[:, 1])[:, None, :]
+        mine = [(q_low[:, i] == q_high[:, i])[:, :, None] & (q_low[:, i, :, None] == k_low[:, 1, None, :]) for i in (1, 2)]
+        sees &= k_one & (mine[0] | mine[1])
+    return sees
