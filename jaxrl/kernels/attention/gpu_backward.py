@@ -156,6 +156,7 @@ def _sum_dq(warpgroup, n_full, n, own, op, sizes):
             weights = jnp.exp2(scores - rows(lse, shape))
             if masked:
                 weights = jnp.where(visible(q_info, own["k_info"].at[slot], shape, op), weights, 0.0)
+                plgpu.commit_smem()  # the copy engine may overwrite what was read of k_info
             return weights, tanh
 
         (weights, tanh), d_weights = _two_products(
@@ -185,16 +186,14 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
     out = [jax.ShapeDtypeStruct(k_BxSxGxK.shape, dtype)] * 2
     if op.count:
         out.append(jax.ShapeDtypeStruct((batch, groups, tiles), jnp.int32))
-    own_tile, part_tile = (consumers, ROWS, size), (warpgroups, ROWS, size // sizes.parts)
     scratch = dict(
-        k=swizzled(own_tile, dtype), v=swizzled(own_tile, dtype),
-        q=swizzled((sizes.stages, queries, size), dtype), d_out=swizzled((sizes.stages, queries, size), dtype),
+        **{name: swizzled((consumers, ROWS, size), dtype, sizes.parts) for name in ("k", "v")},
+        **{name: swizzled((sizes.stages, queries, size), dtype, sizes.parts) for name in ("q", "d_out")},
         stats=plgpu.SMEM((sizes.stages, 2, queries), jnp.float32),
         k_info=plgpu.SMEM((consumers, plan.k_info.shape[1], ROWS), jnp.int32),
         q_info=plgpu.SMEM((sizes.stages, plan.q_info.shape[1], queries), jnp.int32),
         stage=staged(warpgroups, ROWS, queries, dtype, op), k_ready=plgpu.Barrier(num_arrivals=3 * consumers),
         done=plgpu.Barrier(num_arrivals=warpgroups), **_ring_barriers(warpgroups, sizes.stages, 3, 1))
-    del part_tile
 
     def kernel(q, k, v, d_out, stats, q_info, k_info, order, counts, lists, dk, dv, *rest):
         *blocks, own = rest
@@ -251,20 +250,22 @@ def _sum_dkv(warpgroup, n_full, n, own, op, sizes):
 
         def weigh(raw):
             scores, tanh = in_base_2(raw, op)
-            lse, delta = (plgpu.load(stats.at[j], layout=BY_COLUMN) for j in range(2))
-            weights = jnp.exp2(scores - columns(lse, shape))
+            weights = jnp.exp2(scores - columns(plgpu.load(stats.at[0], layout=BY_COLUMN), shape))
             if masked:
                 weights = jnp.where(visible(own["q_info"].at[slot], k_info, shape, op, transposed=True), weights, 0.0)
-            else:
-                plgpu.commit_smem()  # the copy engine may overwrite `stats`
-            return weights, tanh, delta
+            return weights, tanh
 
-        (weights, tanh, delta), d_weights = _two_products(
+        (weights, tanh), d_weights = _two_products(
             shape, (k, q.transpose((1, 0))), (v, d_out.transpose((1, 0))), weigh,
             lambda: plgpu.barrier_wait(own["second_ready"].at[slot]))
+
+        def d_scores():
+            delta = columns(plgpu.load(stats.at[1], layout=BY_COLUMN), shape)
+            return _d_scores(weights, d_weights, delta, tanh).astype(dtype)
+
         d_v, d_k = accumulate((d_v, d_k), (
-            (lambda: weights.astype(dtype), d_out.at[:, part]),
-            (lambda: _d_scores(weights, d_weights, columns(delta, shape), tanh).astype(dtype), q.at[:, part])), stage)
+            (lambda: weights.astype(dtype), d_out.at[:, part]), (d_scores, q.at[:, part])), stage)
+        plgpu.commit_smem()  # the copy engine may overwrite what was read of stats and q_info
         plgpu.barrier_arrive(own["second_free"].at[slot])
         plgpu.barrier_arrive(own["first_free"].at[slot])
         return d_k, d_v, done + 1
@@ -283,16 +284,25 @@ def _place(warpgroup, size, sizes):
 
 
 def _write_dkv(warpgroup, where, sums, outs, own, op, sizes):
-    """The sums through the tiles of k and v, once all warpgroups have stopped reading those."""
+    """The sums through the tiles of k and v; with parts, all read those to the end before, and are read out together."""
     row, tile, group = where
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
-    if sizes.parts > 1:
-        plgpu.barrier_arrive(own["done"])
-        plgpu.barrier_wait(own["done"])
     at = pl.ds((tile * sizes.consumers + keys) * ROWS, ROWS)
-    for total, factor, name, out in ((sums[0], op.scale, "k", outs[0]), (sums[1], 1.0, "v", outs[1])):
+
+    def together():
+        if sizes.parts > 1:
+            plgpu.barrier_arrive(own["done"])
+            plgpu.barrier_wait(own["done"])
+
+    together()
+    for total, name in ((sums[0] * op.scale, "k"), (sums[1], "v")):
         target = own[name].at[keys, :, part]
-        target[...] = (total * factor).astype(target.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(target, out.at[row, at, group, part])
-    plgpu.wait_smem_to_gmem(0)
+        target[...] = total.astype(target.dtype)
+    plgpu.commit_smem()
+    together()
+
+    @pl.when(lax.rem(warpgroup, jnp.int32(sizes.parts)) == 0)
+    def _():
+        plgpu.copy_smem_to_gmem(own["k"].at[keys], outs[0].at[row, at, group])
+        plgpu.copy_smem_to_gmem(own["v"].at[keys], outs[1].at[row, at, group])
+        plgpu.wait_smem_to_gmem(0)

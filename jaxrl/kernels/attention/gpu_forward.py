@@ -143,6 +143,7 @@ def _consume(warpgroup, where, n_full, n, outs, own, op, sizes):
         factor = 1.0 if op.softcap else op.scale * LOG2E
         if masked:
             scores = jnp.where(visible(q_info, own["k_info"].at[slot], shape, op), scores, HIDDEN)
+            plgpu.commit_smem()  # the copy engine may overwrite what was read of k_info
         plgpu.barrier_arrive(own["k_free"].at[slot])
 
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)

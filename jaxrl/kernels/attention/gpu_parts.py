@@ -40,9 +40,9 @@ class Op:
     count: bool = False
 
 
-def swizzled(shape, dtype):
-    """Shared memory that the copy engine and the matrix unit both read without bank conflicts; last axis: head."""
-    swizzle = plgpu.find_swizzle(shape[-1] * jnp.finfo(dtype).bits)
+def swizzled(shape, dtype, parts=1):
+    """Shared memory that the copy engine and the matrix unit read without bank conflicts; the last axis may be cut in parts."""
+    swizzle = plgpu.find_swizzle(shape[-1] // parts * jnp.finfo(dtype).bits)
     columns = 8 * swizzle // jnp.finfo(dtype).bits
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
 
@@ -95,12 +95,11 @@ def visible(q_info, k_info, shape, op, transposed=False):
     """bool `shape`: which key each query sees. Rows are queries, or keys where `transposed`.
 
     q_info [positions, segments, prefixes] and k_info [positions, segments]: int32 in shared memory, as `gpu_plan`
-    makes them; without segments only positions. Fenced: the copy engine may overwrite k_info afterwards.
+    makes them; without segments only positions. Before the copy engine overwrites them, commit_smem.
     """
     q_layout, q_axis, k_layout, k_axis = (BY_COLUMN, 1, BY_ROW, 0) if transposed else (BY_ROW, 0, BY_COLUMN, 1)
     q_pos, *q_rest = (_spread(q_info.at[i], q_layout, q_axis, shape) for i in range(3 if op.segments else 1))
     k_pos, *k_rest = (_spread(k_info.at[i], k_layout, k_axis, shape) for i in range(2 if op.segments else 1))
-    plgpu.commit_smem()
     mask = k_pos <= q_pos
     if op.window:
         mask &= q_pos - k_pos < op.window
@@ -134,11 +133,9 @@ def steps(n_full, n, body, carry):
     return lax.fori_loop(n_full, n, lambda i, c: body(i, c, masked=True), carry)
 
 
-def ring(n, stages, fill):
-    """The producer's loop: fill(step, slot, reused); `reused` says that consumers must have freed the slot."""
+def ring(n, stages, fill, before=0):
+    """The producer's loop: fill(step, slot, reused); `reused`: consumers must have freed the slot. before: steps done so far."""
     def one(step, _):
-        fill(step, slot_of(step, stages), step >= stages)
+        fill(step, slot_of(before + step, stages), before + step >= stages)
 
     lax.fori_loop(jnp.int32(0), n, one, None)
-
-

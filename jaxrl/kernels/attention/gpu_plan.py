@@ -1,6 +1,6 @@
 """Which blocks the Mosaic GPU kernels visit, in which order, and what they read about tokens to mask the rest.
 
-Legend: B rows, L queries and S keys per row, N query tiles, M key blocks, I kinds of information per token.
+Legend: B rows, L queries and S keys per row (both filled up to UNIT), N tiles, M blocks, I kinds of information.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
-from jaxrl.kernels.attention.blocks import active_blocks, filled
+from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
 
-NOBODY = -1                          # the position of a query that sees nothing
-NEVER = np.iinfo(np.int32).max       # the position of a key that nobody sees
+UNIT = 128  # rows are filled up to whole numbers of this; every tile and block divides it
 
 
 class Plan(NamedTuple):
@@ -26,32 +24,34 @@ class Plan(NamedTuple):
     lists: object   # [B, N, M] int32: blocks in the order of visit, first those counted first
 
 
-def plan(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *, window, block_q, block_k,
+def plan(batch, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *, window, block_q, block_k,
          transposed=False) -> Plan:
     """The Plan of tiles of block_q queries over blocks of block_k keys; transposed: tiles of keys over blocks of queries.
 
-    Rows must have one batch size. Padding (segment 0, and what fills up the last blocks) sees nothing and is not seen.
+    Ids have `batch` rows, or one for all. Padding (segment 0, and what fills up the rows) sees nothing and is not seen.
     """
-    ids = q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL
+    ids = (filled(q_positions_BxL, UNIT, NO_QUERY), filled(k_positions_BxS, UNIT, NO_KEY),
+           *(None if x is None else filled(x, UNIT, 0) for x in (q_segments_BxL, k_segments_BxS, q_prefixes_BxL)))
     active = active_blocks(*ids, window=window, block_q=block_q, block_k=block_k)
-    q_info, k_info = _info(*ids, block_q, block_k)
+    q_info, k_info = _info(*ids)
     full = active & _all_visible(q_info, k_info, window, block_q, block_k)
     if transposed:
         active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
     counts = jnp.stack([full.sum(axis=2), active.sum(axis=2)], axis=2).astype(jnp.int32)
     lists = jnp.argsort(2 - active.astype(jnp.int8) - full.astype(jnp.int8), axis=2, stable=True).astype(jnp.int32)
+    q_info, k_info, counts, lists = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (q_info, k_info, counts, lists))
     order = jnp.argsort(-counts[..., 1].reshape(-1), stable=True).astype(jnp.int32)
     return Plan(q_info, k_info, order, counts, lists)
 
 
-def _info(q_pos, k_pos, q_seg, k_seg, q_pre, block_q, block_k):
-    q, k = [filled(q_pos, block_q, NOBODY)], [filled(k_pos, block_k, NEVER)]
+def _info(q_pos, k_pos, q_seg, k_seg, q_pre):
+    q, k = [q_pos], [k_pos]
     if q_seg is not None:
-        q_seg, k_seg = filled(q_seg, block_q, 0), filled(k_seg, block_k, 0)
-        prefix = q_seg if q_pre is None else filled(q_pre, block_q, 0)
-        q = [jnp.where(q_seg == 0, NOBODY, q[0]), q_seg, jnp.where(prefix == 0, q_seg, prefix)]
-        k = [jnp.where(k_seg == 0, NEVER, k[0]), k_seg]
-    return jnp.stack(q, axis=1).astype(jnp.int32), jnp.stack(k, axis=1).astype(jnp.int32)
+        prefix = q_seg if q_pre is None else jnp.where(q_pre == 0, q_seg, q_pre)
+        q = [jnp.where(q_seg == 0, NO_QUERY, q_pos), q_seg, prefix]
+        k = [jnp.where(k_seg == 0, NO_KEY, k_pos), k_seg]
+    return (jnp.stack([jnp.broadcast_to(x, jnp.broadcast_shapes(*(y.shape for y in part))) for x in part], axis=1).astype(jnp.int32)
+            for part in (q, k))
 
 
 def _all_visible(q_info, k_info, window, block_q, block_k):

@@ -36,9 +36,21 @@ class Keys(NamedTuple):
     producer_registers: int = 24
 
 
+class Decode(NamedTuple):
+    """Keys per block, tiles in the ring, and registers."""
+
+    keys: int
+    stages: int
+    registers: int = 224
+    producer_registers: int = 32
+
+
+MULTIPROCESSORS = 132  # of an H100 or H200
 FORWARD = {64: Forward(128, 4), 128: Forward(128, 2), 192: Forward(64, 2), 256: Forward(64, 2)}
-QUERIES = {64: Queries(2, 128, 3), 128: Queries(2, 64, 3), 192: Queries(2, 64, 2), 256: Queries(1, 64, 2)}
-KEYS = {64: Keys(2, 1, 64, 4), 128: Keys(2, 1, 64, 2), 192: Keys(1, 3, 64, 2, 152), 256: Keys(1, 2, 64, 2)}
+QUERIES = {64: Queries(2, 128, 3), 128: Queries(2, 128, 2), 192: Queries(2, 64, 2), 256: Queries(1, 64, 2)}
+KEYS = {64: Keys(2, 1, 64, 4), 128: Keys(2, 1, 64, 2), 192: Keys(1, 2, 64, 2), 256: Keys(1, 2, 64, 2)}
+
+DECODE = {64: Decode(128, 4), 128: Decode(64, 4), 256: Decode(64, 2)}
 
 
 def sizes(table, head_size: int):
