@@ -40,8 +40,11 @@ def attention(q_BxLxHxK, k_BxCxGxK, v_BxCxGxK, q_positions_BxL, k_positions_BxC,
     block = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
     if keys % ALIGNED or keys < block:
         raise NotImplementedError(f"{keys} keys per row; the decoding kernel takes multiples of {ALIGNED} from {block}")
+    splits = splits_of(batch * groups, keys, block)
+    if splits > 1 and size > 192:
+        raise NotImplementedError(f"{batch} rows of {groups} key-value heads of size {size}; too few for the chip, and too large to split")
     call = functools.partial(_decode, window=window, softcap=float(softcap), scale=float(scale), interpret=interpret,
-                             splits=splits_of(batch * groups, keys, block))
+                             splits=splits)
     return call(q_BxLxHxK, k_BxCxGxK, v_BxCxGxK, q_positions_BxL, k_positions_BxC)
 
 

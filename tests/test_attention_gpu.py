@@ -1,0 +1,234 @@
+"""Attention on Hopper GPUs, without one: the kernels interpreted (races found, uninitialised memory NaN, reads beyond an end
+refused), counted, and lowered for CUDA. The body that keeps operands in registers is only lowered here."""
+
+import functools
+
+import attention_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case
+from jax import export
+
+from jaxrl.kernels.attention import cudnn, decode_gpu, gpu, gpu_plan, reference, tuned_gpu
+
+MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
+if MOSAIC:  # the interpreter's threads starve each other on a small machine where the runtime queues their programs
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+CASES = [
+    Case("prompts", length=200, heads=4, groups=2, dtype="bfloat16"),
+    Case("prompts", length=150, heads=2, groups=1, window=33, softcap=5.0, scale=0.3, shuffled=True, dtype="bfloat16"),
+    Case("documents", length=256, heads=3, groups=1, size=128, dtype="float16"),
+    Case("documents", length=150, heads=2, groups=1, size=256, softcap=20.0, dtype="bfloat16"),
+    Case("ones", length=130, heads=1, groups=1, size=192, dtype="bfloat16"),
+    Case("padding", length=129, heads=1, groups=1, size=80, window=40, dtype="bfloat16"),
+    Case("all_padding", length=40, heads=1, groups=1, size=96, dtype="float16"),
+    Case("whole", length=300, heads=2, groups=2, dtype="bfloat16"),
+    Case("documents", length=260, heads=1, groups=1, queries=70, dtype="bfloat16"),
+]
+
+
+def strict():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_cases(case):
+    attention_cases.check(functools.partial(gpu.attention, interpret=strict()), case)
+
+
+@pytest.mark.mosaic
+def test_blocks_without_work_are_not_computed():
+    """The kernels' own counts: exactly the blocks with a visible pair, and less work than 1.35 times the documents' areas."""
+    lengths, heads, groups = [200, 320, 120, 384], 2, 1
+    segments = np.repeat(np.arange(1, 5), lengths).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
+    q, k, v = (jnp.ones((1, sum(lengths), h, 64), jnp.bfloat16) for h in (heads, groups, groups))
+    ids = positions, positions, segments, segments, np.zeros_like(segments)
+    counted = gpu.computed_blocks(q, k, v, *ids, scale=0.1, interpret=strict())
+    mask = np.asarray(reference.visible(*ids, 0))[0]
+    sizes = gpu.sizes_of(64)
+    for name, rows, columns, copies in (("forward", 128, sizes.forward.keys, heads),
+                                        ("queries", 64 * sizes.queries.consumers, sizes.queries.keys, heads),
+                                        ("keys", sizes.keys.queries, 64 * sizes.keys.consumers, heads)):
+        active = mask.reshape(-1, rows, mask.shape[1] // columns, columns).any(axis=(1, 3)).sum()
+        assert counted[name][0].sum() == active * copies, name
+        assert counted[name][1] == rows * columns, name
+
+
+def test_work_of_sixteen_documents():
+    """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward."""
+    lengths = np.random.default_rng(0).multinomial(16384, np.full(16, 1 / 16))
+    segments = np.repeat(np.arange(1, 17), lengths).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
+    area = (lengths * (lengths + 1) // 2).sum()
+    for size in (64, 128):
+        sizes = gpu.sizes_of(size)
+        for rows, columns in ((128, sizes.forward.keys), (64 * sizes.queries.consumers, sizes.queries.keys),
+                              (sizes.keys.queries, 64 * sizes.keys.consumers)):
+            plan = gpu_plan.plan(1, positions, positions, segments, segments, None, window=0, block_q=rows, block_k=columns)
+            work = int(plan.counts[..., 1].sum()) * rows * columns
+            assert area < work < 1.3 * area, (size, rows, columns, work / area)
+
+
+def test_plan():
+    """Lists hold exactly the blocks with work, first those without a mask, which are visible throughout; the dearest first."""
+    rng = np.random.default_rng(1)
+    for case in (Case("prompts", length=500), Case("documents", length=700), Case("whole", length=384), Case("padding", length=300)):
+        for window in (0, 90):
+            _, _, ids, _ = attention_cases.inputs(case)
+            plan = gpu_plan.plan(rng.integers(2, 3) if case.layout == "whole" else ids[0].shape[0], *ids, window=window,
+                                 block_q=64, block_k=128)
+            seen = np.zeros((ids[0].shape[0], plan.q_info.shape[2], plan.k_info.shape[2]), bool)
+            mask = np.asarray(reference.visible(*ids, window))
+            if ids[2] is not None:
+                mask &= (ids[2] != 0)[..., None]
+            seen[:, :mask.shape[1], :mask.shape[2]] = mask
+            blocks = seen.reshape(seen.shape[0], -1, 64, seen.shape[2] // 128, 128).swapaxes(2, 3)
+            some, full = blocks.any(axis=(3, 4)), blocks.all(axis=(3, 4))
+            counts, lists = np.asarray(plan.counts), np.asarray(plan.lists)
+            for b, n in np.ndindex(counts.shape[:2]):
+                n_full, count = counts[b, n]
+                assert set(lists[b, n, :count]) == set(np.flatnonzero(some[b, n]))
+                assert full[b, n, lists[b, n, :n_full]].all()
+            assert counts[..., 0].sum() > 0 or not full.any()
+            costs = counts[..., 1].reshape(-1)[np.asarray(plan.order)]
+            assert (np.diff(costs) <= 0).all() and sorted(np.asarray(plan.order)) == list(range(costs.size))
+
+
+DECODES = [  # rows, keys, heads, groups, head size, window, soft-cap, multiprocessors
+    (3, 208, 4, 2, 64, 0, 0.0, 2), (2, 144, 14, 2, 128, 50, 0.0, 1), (1, 1072, 2, 1, 128, 0, 0.0, 132),
+    (1, 96, 8, 8, 256, 0, 5.0, 1), (2, 1104, 8, 1, 96, 600, 0.0, 132),
+]
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("case", DECODES, ids=str)
+def test_decoding(case, monkeypatch):
+    """One query per row: slots of unequal length, keys split or not, more pieces of work than multiprocessors."""
+    from jaxrl.kernels.attention import decode_gpu_kernel
+
+    batch, keys, heads, groups, size, window, softcap, chips = case
+    for module in (tuned_gpu, decode_gpu_kernel):
+        monkeypatch.setattr(module, "MULTIPROCESSORS", chips)
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.bfloat16)
+               for s in ((batch, 1, heads, size), (batch, keys, groups, size), (batch, keys, groups, size)))
+    positions = rng.integers(0, keys, (batch, 1)).astype(np.int32)
+    positions[0] = keys - 1
+    behind = (np.arange(keys) > positions)[..., None, None]
+    k, v = (jnp.where(behind, jnp.nan, x) if window == 0 else x for x in (k, v))  # what is not visible may be anything
+    ids = positions, np.arange(keys, dtype=np.int32)[None], None, None, None
+    options = dict(window=window, softcap=softcap, scale=size ** -0.5)
+    got = np.asarray(decode_gpu.attention(q, jnp.where(behind, 0, k), jnp.where(behind, 0, v), *ids, interpret=strict(), **options),
+                     np.float32)
+    want = reference.attention(q.astype(jnp.float32), *(jnp.where(behind, 0, x).astype(jnp.float32) for x in (k, v)), *ids, **options)
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+def test_key_blocks_of_decoding():
+    """Only the blocks between the first and the last visible key."""
+    positions = np.array([[0], [63], [64], [199], [500]], np.int32)
+    at = np.arange(256, dtype=np.int32)[None]
+    assert decode_gpu.ranges(positions, at, 0, 64).tolist() == [[0, 1], [0, 1], [0, 2], [0, 4], [0, 4]]
+    assert decode_gpu.ranges(positions, at, 64, 64).tolist() == [[0, 1], [0, 1], [0, 2], [2, 4], [0, 0]]
+    assert decode_gpu.splits_of(1024, 4096, 64) == 1
+    assert decode_gpu.splits_of(2, 4096, 64) == 16
+
+
+def lowered(function, *shapes):
+    """The module for CUDA, as far as a machine without a GPU makes it: Mosaic kernels down to their serialised MLIR."""
+    checks = [export.DisabledSafetyCheck.custom_call(n) for n in ("mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")]
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*shapes).mlir_module()
+
+
+def shapes(length, size, heads=4, groups=2, batch=2):
+    wide = [jax.ShapeDtypeStruct((batch, length, h, size), jnp.bfloat16) for h in (heads, groups, groups)]
+    return *wide, *[jax.ShapeDtypeStruct((batch, length), jnp.int32)] * 3
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("size,softcap,window", [(64, 0.0, 0), (80, 0.0, 0), (96, 30.0, 0), (128, 0.0, 0), (128, 0.0, 100), (192, 0.0, 0),
+                                                 (256, 50.0, 100)])
+def test_kernels_lower_for_cuda(size, softcap, window):
+    """Forward, dq and dk with dv, in the body that keeps operands in registers; shared memory fits."""
+    def loss(q, k, v, positions, segments, prefixes):
+        out = gpu.attention(q, k, v, positions, positions, segments, segments, prefixes, window=window, softcap=softcap, scale=0.1)
+        return out.astype(jnp.float32).sum()
+
+    assert lowered(jax.grad(loss, (0, 1, 2)), *shapes(1000, size)).count("@mosaic_gpu_v2") == 3
+    alone = functools.partial(gpu.attention, window=window, softcap=softcap, scale=0.1, q_segments_BxL=None, k_segments_BxS=None,
+                              q_prefixes_BxL=None)
+    q, k, v, positions, *_ = shapes(1024, size)
+    assert lowered(lambda q, k, v, p: alone(q, k, v, p, p), q, k, v, positions).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("size,batch", [(64, 64), (96, 2), (128, 1), (192, 2), (256, 256)])
+def test_decoding_lowers_for_cuda(size, batch):
+    q, k, v, positions, *_ = shapes(2048, size, heads=12, groups=2, batch=batch)
+    q = jax.ShapeDtypeStruct((batch, 1, *q.shape[2:]), q.dtype)
+    one, keys = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((batch, 1), (1, 2048)))
+    call = functools.partial(decode_gpu.attention, q_segments_BxL=None, k_segments_BxC=None, q_prefixes_BxL=None, window=0, softcap=0.0,
+                             scale=0.1)
+    assert lowered(call, q, k, v, one, keys).count("@mosaic_gpu_v2") == 1
+
+
+def test_what_is_refused():
+    q, k, v = (np.zeros((1, 64, h, 64), jnp.bfloat16) for h in (2, 1, 1))
+    at = np.arange(64, dtype=np.int32)[None]
+    options = dict(window=0, softcap=0.0, scale=0.1)
+
+    def refused(reason, *qkv, of=gpu.attention, interpret=False, ids=(at, at, None, None, None), **changed):
+        with pytest.raises(NotImplementedError, match=reason):
+            of(*qkv, *ids, interpret=interpret, **{**options, **changed})
+
+    if not MOSAIC:
+        refused(r"jax 0\.1\d", q, k, v, interpret=True)
+        return
+    refused("float32 inputs", *(x.astype(np.float32) for x in (q, k, v)))
+    refused("one type", q, k.astype(np.float16), v)
+    refused("head size 40", *(x[..., :40] for x in (q, k, v)))
+    refused("one query per row", q[:, :1], k, v, ids=(at[:, :1], at, None, None, None))
+    refused("scale -1", q, k, v, scale=-1)
+    refused("64 queries per row", q, k, v, of=decode_gpu.attention)
+    refused("segments", q[:, :1], k, v, of=decode_gpu.attention, ids=(at[:, :1], at, at[:, :1], at, None))
+    refused("50 keys per row", q[:, :1], k[:, :50], v[:, :50], of=decode_gpu.attention, ids=(at[:, :1], at[:, :50], None, None, None))
+    refused("softcap 3", q, k, v, of=cudnn.attention, softcap=3.0)
+    refused("needs an NVIDIA GPU", q, k, v, of=cudnn.attention, interpret=True)
+    refused("float32 inputs", *(x.astype(np.float32) for x in (q, k, v)), of=cudnn.attention)
+    refused("1 queries for 64 keys", q[:, :1], k, v, of=cudnn.attention)
+
+
+def test_rows_that_cudnn_serves():
+    """One sequence per row from position 0, then padding: nothing else is causal by row index."""
+    def single(layout, length=40, shuffled=False):
+        case = Case(layout, length=length, shuffled=shuffled)
+        return bool(cudnn.one_sequence((attention_cases.inputs(case)[2][0].shape[0], length), *attention_cases.inputs(case)[2])[0])
+
+    assert single("whole") and not single("whole", shuffled=True)
+    assert not single("documents") and not single("prompts") and not single("ones") and not single("padding")
+    positions, segments, prefixes = attention_cases.rows_of([[(30, 3, 0, 0)], [(40, 1, 0, 0)], []], 40)
+    answer, lengths = cudnn.one_sequence((3, 40), positions, positions, segments, segments, prefixes)
+    assert answer and lengths.tolist() == [30, 40, 1]
+    later, _, _ = attention_cases.rows_of([[(30, 3, 0, 1)], [(40, 1, 0, 0)], []], 40)
+    assert not cudnn.one_sequence((3, 40), later, later, segments, segments, prefixes)[0]
+
+
+def test_cudnn_lowers_for_cuda(monkeypatch):
+    """Both branches of the choice, forward and backward (the version of the library is asked while tracing)."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    def loss(q, k, v, positions, segments, prefixes):
+        out = cudnn.attention(q, k, v, positions, positions, segments, segments, prefixes, window=100, softcap=0.0, scale=0.1)
+        return out.astype(jnp.float32).sum()
+
+    module = lowered(jax.grad(loss, (0, 1, 2)), *shapes(1024, 64))
+    assert "@__cudnn$fmhaSoftmaxBackward" in module and "stablehlo.case" in module
