@@ -41,7 +41,8 @@ MODELS = {  # query heads, key-value heads, head size, hidden size, vocabulary
 COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
 FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16, decode=((256, 4096), (8, 32768)),
             tokens=32768, logprob="Qwen2.5-1.5B", matmul=8192, copy=1 << 31)
-TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),), tokens=512, logprob="tiny", matmul=512, copy=1 << 24)
+TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),), tokens=512, logprob="tiny", matmul=512,
+            copy=1 << 24)
 BLOCKWISE_UP_TO = 16384
 
 
@@ -116,7 +117,8 @@ def ceilings(table, sizes):
     if "tflops" in row:
         table.ceilings["matmul"] = 1e12 * row["tflops"]
     x = jnp.zeros((sizes["copy"] // 4,), jnp.float32)
-    row = table.measure("copy", "", f"{sizes['copy'] >> 20} MiB", "xla", lambda: compiled(lambda x: x + 1, x), moved=2 * sizes["copy"])
+    row = table.measure("copy", "", f"{sizes['copy'] >> 20} MiB", "xla", lambda: compiled(lambda x: x + 1, x),
+                        moved=2 * sizes["copy"])
     if "gb_per_s" in row:
         table.ceilings["copy"] = 1e9 * row["gb_per_s"]
 
@@ -149,7 +151,9 @@ def attention(table, model, length, count):
         return lambda q, k, v: api.IMPLEMENTATIONS[implementation](q, k, v, *ids, **options)
 
     def library(function, **options):
-        mask = {} if count == 1 else dict(mask=reference.visible(*(jnp.asarray(x) if x is not None else None for x in ids), 0)[:, None])
+        mask = {}
+        if count > 1:
+            mask["mask"] = reference.visible(*(None if x is None else jnp.asarray(x) for x in ids), 0)[:, None]
         return lambda q, k, v: function(q, k, v, scale=scale, **(mask or dict(is_causal=True)), **options)
 
     def tokamax():
@@ -190,7 +194,8 @@ def torch_attention(table, name, model, shape, sizes, flops):
         length, heads, groups, size = sizes
         q, k, v, d_out = (torch.randn(1, h, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                           for h in (heads, groups, groups, heads))
-        return functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True), (q, k, v), d_out
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        return attend, (q, k, v), d_out
 
     def forward():
         attend, qkv, _ = inputs()
@@ -280,7 +285,8 @@ def correctness(names) -> list[dict]:
         assert error < 0.01, f"off by {error:.1e}"
 
     for name in dict.fromkeys((*api.CACHED_ORDERS[jax.default_backend()], "xla")):
-        for case in ((3, 208, 4, 2, 64, 0, 0.0), (40, 1104, 14, 2, 128, 600, 0.0), (1, 1072, 2, 1, 128, 0, 0.0), (300, 96, 8, 8, 256, 0, 5.0)):
+        for case in ((3, 208, 4, 2, 64, 0, 0.0), (40, 1104, 14, 2, 128, 600, 0.0), (1, 1072, 2, 1, 128, 0, 0.0),
+                     (300, 96, 8, 8, 256, 0, 5.0)):
             held(f"decoding {name}", case, lambda name=name, case=case: decodes(name, *case))
     return rows
 
@@ -306,9 +312,9 @@ def line(row) -> str:
     def number(key, form):
         return "" if row.get(key) is None else format(row[key], form)
 
-    rate = number("tflops", ".0f") + " TFLOP/s" if "tflops" in row else number("gb_per_s", ".0f") + " GB/s" if "gb_per_s" in row else ""
-    cells = (row["op"], row["model"], row["shape"], row["implementation"], number("milliseconds", ".3g"), rate, number("share", ".0%"),
-             number("temporary_gib", ".2f"), row.get("not_run", ""))
+    rates = [number(key, ".3g") + unit for key, unit in (("tflops", " TFLOP/s"), ("gb_per_s", " GB/s")) if key in row]
+    cells = (row["op"], row["model"], row["shape"], row["implementation"], number("milliseconds", ".3g"), *(rates or [""]),
+             number("share", ".0%"), number("temporary_gib", ".2f"), row.get("not_run", ""))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -339,7 +345,8 @@ def run(tiny: bool, minutes: float) -> dict:
             decoding(table, model, slots, length)
         if model == sizes["logprob"]:
             logprob(table, model, sizes["tokens"])
-    return {"environment": environment(), "correctness": held, "rows": table.rows, "seconds": round(time.monotonic() - started, 1)}
+    return {"environment": environment(), "correctness": held, "rows": table.rows,
+            "seconds": round(time.monotonic() - started, 1)}
 
 
 def main(argv=None) -> int:

@@ -126,7 +126,8 @@ def main():
     rows = [[r["kernel"], r["head_size"], r["window"], r["softcap"], r["registers"], r["spilled_bytes"],
              "yes" if r["serialised"] else "no", " / ".join(str(loop["instructions"]) for loop in r["loops"]),
              " / ".join(str(loop["spills"]) for loop in r["loops"])] for r in results]
-    table(["kernel", "head", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop", "spills in it"], rows)
+    table(["kernel", "head", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
+           "spills in it"], rows)
     record("gpu_compile", results)
 
 

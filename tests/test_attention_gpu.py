@@ -79,7 +79,8 @@ def test_work_of_sixteen_documents():
 def test_plan():
     """Lists hold exactly the blocks with work, first those without a mask, which are visible throughout; the dearest first."""
     rng = np.random.default_rng(1)
-    for case in (Case("prompts", length=500), Case("documents", length=700), Case("whole", length=384), Case("padding", length=300)):
+    for layout, length in (("prompts", 500), ("documents", 700), ("whole", 384), ("padding", 300)):
+        case = Case(layout, length=length)
         for window in (0, 90):
             _, _, ids, _ = attention_cases.inputs(case)
             plan = gpu_plan.plan(rng.integers(2, 3) if case.layout == "whole" else ids[0].shape[0], *ids, window=window,
@@ -110,8 +111,8 @@ DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, 
 @pytest.mark.mosaic
 @pytest.mark.parametrize("case", DECODES, ids=str)
 def test_decoding(case, monkeypatch):
-    """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what lies behind a
-    slot's blocks is not read."""
+    """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what lies
+    behind a slot's blocks is not read."""
     from jaxrl.kernels.attention import decode_gpu_kernel
 
     slots, length, heads, groups, size, window, softcap, chips = case
@@ -141,7 +142,8 @@ def test_parts_of_decoding():
 
 def lowered(function, *shapes):
     """The module for CUDA, as far as a machine without a GPU makes it: Mosaic kernels down to their serialised MLIR."""
-    checks = [export.DisabledSafetyCheck.custom_call(n) for n in ("mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")]
+    names = "mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
     return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*shapes).mlir_module()
 
 
@@ -151,13 +153,13 @@ def shapes(length, size, heads=4, groups=2, batch=2):
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("size,softcap,window", [(64, 0.0, 0), (80, 0.0, 0), (96, 30.0, 0), (128, 0.0, 0), (128, 0.0, 100), (192, 0.0, 0),
-                                                 (256, 50.0, 100)])
+@pytest.mark.parametrize("size,softcap,window", [(64, 0.0, 0), (80, 0.0, 0), (96, 30.0, 0), (128, 0.0, 0), (128, 0.0, 100),
+                                                 (192, 0.0, 0), (256, 50.0, 100)])
 def test_kernels_lower_for_cuda(size, softcap, window):
     """Forward, dq and dk with dv, in the body that keeps operands in registers; shared memory fits."""
     def loss(q, k, v, positions, segments, prefixes):
-        out = gpu.attention(q, k, v, positions, positions, segments, segments, prefixes, window=window, softcap=softcap, scale=0.1,
-                            interpret=False)
+        out = gpu.attention(q, k, v, positions, positions, segments, segments, prefixes, window=window, softcap=softcap,
+                            scale=0.1, interpret=False)
         return out.astype(jnp.float32).sum()
 
     assert lowered(jax.grad(loss, (0, 1, 2)), *shapes(1000, size)).count("@mosaic_gpu_v2") == 3
@@ -216,7 +218,8 @@ def test_rows_that_cudnn_serves():
     """One sequence per row from position 0, then padding: nothing else is causal by row index."""
     def single(layout, length=40, shuffled=False):
         case = Case(layout, length=length, shuffled=shuffled)
-        return bool(cudnn.one_sequence((attention_cases.inputs(case)[2][0].shape[0], length), *attention_cases.inputs(case)[2])[0])
+        ids = attention_cases.inputs(case)[2]
+        return bool(cudnn.one_sequence((ids[0].shape[0], length), *ids)[0])
 
     assert single("whole") and not single("whole", shuffled=True)
     assert not single("documents") and not single("prompts") and not single("ones") and not single("padding")

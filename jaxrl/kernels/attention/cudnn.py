@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention import blockwise
+from jaxrl.kernels.platform import platform
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-              q_prefixes_BxL, *, window, softcap, scale, chosen=True, lists_=None, interpret=False):
+              q_prefixes_BxL, *, window, softcap, scale, chosen=True):
     """See api.attention. Raises NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
-    del chosen, lists_
-    if interpret:
+    del chosen
+    if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
     if q_BxLxHxK.dtype not in ("bfloat16", "float16"):
         raise NotImplementedError(f"{q_BxLxHxK.dtype} inputs; cuDNN takes bfloat16 and float16")

@@ -1,7 +1,7 @@
-"""The kernel of decode_gpu. A piece of work is a row, a group of query heads and a split of the row's key blocks; a block
+"""The kernel of decode_gpu. A piece of work is a slot, a group of query heads and a split of the slot's blocks; a block
 of threads per multiprocessor takes one piece after the other, and its producer reads ahead into the next one.
 
-Legend: B rows, C keys per row, G key-value heads, R query heads per group (a multiple of 8), K head size, P splits.
+Legend: B slots, C cache length, N layers, G key-value heads, R query heads per group (a multiple of 8), K head size, P splits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl.kernels.attention.gpu_parts import (
-    BY_COLUMN,
     BY_ROW,
     HIDDEN,
     LOG2E,
@@ -21,7 +20,6 @@ from jaxrl.kernels.attention.gpu_parts import (
     SEEN,
     WGMMA,
     accumulate,
-    columns,
     in_base_2,
     ring,
     rows,
@@ -33,46 +31,30 @@ from jaxrl.kernels.attention.gpu_parts import (
 from jaxrl.kernels.attention.tuned_gpu import MULTIPROCESSORS
 
 
-def decode(q_BxGxRxK, k_BxCxGxK, v_BxCxGxK, k_positions_BxC, work_Bx3, op, sizes, splits, interpret=None):
+def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None):
     """Returns (out [P, B, G, R, K], fp32 or, of one split, in q's dtype; lse [P, B, G, R] in base 2 and fp32).
 
-    work: first and last key block (exclusive) and the query's position. k_positions: one row for all, or B.
+    positions at or beyond C: the slot is idle, its output 0. sizes: tuned_gpu.Decode.
     """
     batch, groups, heads, size = q_BxGxRxK.shape
-    length, keys, dtype = k_BxCxGxK.shape[1], sizes.keys, q_BxGxRxK.dtype
+    length, keys, dtype = k_NxBxCxGK.shape[2], sizes.keys, q_BxGxRxK.dtype
     out_dtype = dtype if splits == 1 else jnp.float32
     out = [jax.ShapeDtypeStruct((splits, *q_BxGxRxK.shape), out_dtype),
            jax.ShapeDtypeStruct((splits, batch, groups, ROWS), jnp.float32)]
-    pieces = splits * groups * batch
-    takers = min(pieces, MULTIPROCESSORS)
+    takers = min(splits * groups * batch, MULTIPROCESSORS)
     one = plgpu.Barrier(num_arrivals=1, num_barriers=sizes.stages)
     tiles = dict(q=swizzled((ROWS, size), dtype), out=None if splits == 1 else swizzled((ROWS, size), jnp.float32),
                  k=swizzled((sizes.stages, keys, size), dtype), v=swizzled((sizes.stages, keys, size), dtype),
                  stage=staged(1, ROWS, keys, dtype, op))
     small = dict(  # behind the tiles, whose alignment would waste the space between
-        positions=plgpu.SMEM((sizes.stages, keys), jnp.int32), lse=plgpu.SMEM((ROWS,), jnp.float32),
-        q_ready=plgpu.Barrier(), q_free=plgpu.Barrier(), v_ready=one, k_free=one, v_free=one,
-        k_ready=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages))
+        lse=plgpu.SMEM((ROWS,), jnp.float32), q_ready=plgpu.Barrier(), q_free=plgpu.Barrier(),
+        k_ready=one, v_ready=one, k_free=one, v_free=one)
 
-    def kernel(q, k, v, k_positions, work, out, lse, tiles, small):
+    def kernel(q, k, v, positions, layer, out, lse, tiles, small):
         own = {**tiles, **small}
-        taker = lax.axis_index("taker")
 
         def each(body):
-            """body(split, row, group, first block, blocks, the query's position, steps before) for this taker's pieces."""
-            def one(i, before):
-                piece = taker + i * takers
-                row, rest = lax.div(piece, jnp.int32(groups * splits)), lax.rem(piece, jnp.int32(groups * splits))
-                group, split = lax.div(rest, jnp.int32(splits)), lax.rem(rest, jnp.int32(splits))
-                first, end, position = (work[row, j] for j in range(3))
-                share = lax.div(end - first + jnp.int32(splits - 1), jnp.int32(splits))
-                first = first + split * share
-                n = jnp.maximum(jnp.minimum(end - first, share), 0)
-                body(i, (split, row, group), first, n, position, before)
-                return before + n
-
-            mine = lax.div(pieces - taker + jnp.int32(takers - 1), jnp.int32(takers))
-            lax.fori_loop(jnp.int32(0), mine, one, jnp.int32(0))
+            _pieces((batch, groups, splits), takers, lambda row: _blocks(positions[row], length, keys, op.window), body)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
@@ -87,31 +69,63 @@ def decode(q_BxGxRxK, k_BxCxGxK, v_BxCxGxK, k_positions_BxC, work_Bx3, op, sizes
         @pl.when(lax.axis_index("warpgroup") == 1)
         def _():
             plgpu.set_max_registers(sizes.producer_registers, action="decrease")
-
-            @each
-            def _(i, where, first, n, position, before):
-                _, row, group = where
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(own["q_free"]))
-                # Rows from R on hold whatever shared memory held; no row of a product depends on another.
-                plgpu.copy_gmem_to_smem(q.at[row, group], own["q"].at[pl.ds(0, heads)], own["q_ready"])
-                positions_row = row if k_positions_BxC.shape[0] > 1 else 0
-
-                def fill(step, slot, reused):
-                    at = pl.ds(_start(first + step, length, keys), keys)
-                    pl.when(reused)(lambda: plgpu.barrier_wait(own["k_free"].at[slot]))
-                    plgpu.copy_gmem_to_smem(k.at[row, at, group], own["k"].at[slot], own["k_ready"].at[slot])
-                    plgpu.copy_gmem_to_smem(k_positions.at[positions_row, at], own["positions"].at[slot], own["k_ready"].at[slot])
-                    pl.when(reused)(lambda: plgpu.barrier_wait(own["v_free"].at[slot]))
-                    plgpu.copy_gmem_to_smem(v.at[row, at, group], own["v"].at[slot], own["v_ready"].at[slot])
-
-                ring(n, sizes.stages, fill, before)
+            each(lambda i, where, first, n, position, before: _produce(
+                (q, k.at[layer[0]], v.at[layer[0]]), i, where[1:], first, n, before, length, own, sizes))
 
     out, lse = plgpu.kernel(
         kernel, out_type=out, scratch_types=[tiles, small], grid=(takers,), grid_names=("taker",),
         num_threads=2, thread_name="warpgroup", interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q_BxGxRxK, k_BxCxGxK, v_BxCxGxK, k_positions_BxC, work_Bx3)
+    )(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1)
     return out, lse[..., :heads]
+
+
+def _pieces(shape, takers, blocks_of, body):
+    """body(number, (split, row, group), first block, blocks, position, steps done before) for each piece of this block of threads.
+
+    shape: rows, groups, splits. blocks_of: row -> (the query's position, its first block, the one behind its last).
+    """
+    rows_, groups, splits = shape
+    taker = lax.axis_index("taker")
+
+    def one(i, before):
+        piece = taker + i * takers
+        row, rest = lax.div(piece, jnp.int32(groups * splits)), lax.rem(piece, jnp.int32(groups * splits))
+        group, split = lax.div(rest, jnp.int32(splits)), lax.rem(rest, jnp.int32(splits))
+        position, first, end = blocks_of(row)
+        share = lax.div(end - first + jnp.int32(splits - 1), jnp.int32(splits))
+        first = first + split * share
+        n = jnp.maximum(jnp.minimum(end - first, share), 0)
+        body(i, (split, row, group), first, n, position, before)
+        return before + n
+
+    mine = lax.div(rows_ * groups * splits - taker + jnp.int32(takers - 1), jnp.int32(takers))
+    lax.fori_loop(jnp.int32(0), mine, one, jnp.int32(0))
+
+
+def _produce(refs, i, where, first, n, before, length, own, sizes):
+    """The queries of one piece, once the result of the piece before has left their tile, then its keys and values."""
+    (q, k, v), (row, group) = refs, where
+    (heads, size), keys = q.shape[2:], sizes.keys
+    pl.when(i > 0)(lambda: plgpu.barrier_wait(own["q_free"]))
+    # Rows from R on hold whatever shared memory held; no row of a product depends on another.
+    plgpu.copy_gmem_to_smem(q.at[row, group], own["q"].at[pl.ds(0, heads)], own["q_ready"])
+
+    def fill(step, slot, reused):
+        at = row, pl.ds(_start(first + step, length, keys), keys), pl.ds(group * size, size)
+        for name, source in (("k", k), ("v", v)):
+            pl.when(reused)(lambda name=name: plgpu.barrier_wait(own[f"{name}_free"].at[slot]))
+            plgpu.copy_gmem_to_smem(source.at[at], own[name].at[slot], own[f"{name}_ready"].at[slot])
+
+    ring(n, sizes.stages, fill, before)
+
+
+def _blocks(position, length, keys, window):
+    """(position, the first block of `keys` positions that a query there sees, the one behind its last); none for an idle slot."""
+    end = jnp.where(position < length, lax.div(position, jnp.int32(keys)) + 1, 0)
+    if not window:
+        return position, jnp.int32(0), end
+    return position, jnp.minimum(lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(keys)), end), end
 
 
 def _start(block, length, keys):
@@ -135,12 +149,10 @@ def _consume(first, n, position, before, length, own, op, sizes):
             return ref[...]
 
         scores, _ = in_base_2(pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), op)
-        positions = columns(plgpu.load(own["positions"].at[slot], layout=BY_COLUMN), shape)
-        plgpu.commit_smem()  # the copy engine may overwrite the positions
         at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + _start(block, length, sizes.keys)
-        mask = (positions <= position) & (at >= block * sizes.keys)
+        mask = (at <= position) & (at >= block * sizes.keys)
         if op.window:
-            mask &= position - positions < op.window
+            mask &= position - at < op.window
         scores = jnp.where(mask, scores, HIDDEN)
         plgpu.barrier_arrive(own["k_free"].at[slot])
 

@@ -46,7 +46,10 @@ def stats(out_BxLxHxK, d_out_BxLxHxK, lse_BxHxL):
 
 
 def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dq_BxLxHxK, blocks_BxHxN executed or None). plan: tiles of 64 * sizes.consumers queries; sizes: tuned_gpu.Queries."""
+    """Returns (dq_BxLxHxK, blocks_BxHxN executed or None).
+
+    plan: tiles of 64 * sizes.consumers queries; sizes: tuned_gpu.Queries.
+    """
     batch, length, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.keys, q_BxLxHxK.dtype
     tiles = length // (consumers * ROWS)

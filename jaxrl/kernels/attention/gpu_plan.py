@@ -50,8 +50,7 @@ def _info(q_pos, k_pos, q_seg, k_seg, q_pre):
         prefix = q_seg if q_pre is None else jnp.where(q_pre == 0, q_seg, q_pre)
         q = [jnp.where(q_seg == 0, NO_QUERY, q_pos), q_seg, prefix]
         k = [jnp.where(k_seg == 0, NO_KEY, k_pos), k_seg]
-    return (jnp.stack([jnp.broadcast_to(x, jnp.broadcast_shapes(*(y.shape for y in part))) for x in part], axis=1).astype(jnp.int32)
-            for part in (q, k))
+    return (jnp.stack(jnp.broadcast_arrays(*part), axis=1).astype(jnp.int32) for part in (q, k))
 
 
 def _all_visible(q_info, k_info, window, block_q, block_k):
