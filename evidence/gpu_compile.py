@@ -99,7 +99,7 @@ def assembled(module: bytes, driver: Path) -> dict:
 
 
 def loops(code: list[str]) -> list[dict]:
-    """The loops with matrix products: instructions, products, and loads and stores of spilled registers."""
+    """The loops with matrix products (without a mask, then with one): instructions, products, loads and stores of spills."""
     start, lines, found = {}, [], []
     for text in code:
         if label := re.match(r"^(\.L_x_\d+):", text):
@@ -109,7 +109,7 @@ def loops(code: list[str]) -> list[dict]:
             if (jump := re.search(r"BRA `\((\.L_x_\d+)\)", text)) and jump.group(1) in start:
                 body = lines[start[jump.group(1)]:]
                 count = lambda *names, body=body: sum(any(n in x for n in names) for x in body)  # noqa: E731
-                if count("HGMMA"):
+                if count("HGMMA") and not count("EXIT"):  # behind the exit stand waits that jump back into the code
                     found.append({"instructions": len(body), "products": count("HGMMA"), "spills": count("STL", "LDL")})
     return found
 

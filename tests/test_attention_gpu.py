@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 from attention_cases import Case
 from jax import export
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from tiny_models import ARCHITECTURES, SIZES
 
 from jaxrl.kernels.attention import cudnn, decode, decode_gpu, gpu, gpu_plan, reference, tuned_gpu
+from jaxrl.models import build
+from jaxrl.sharding.mesh import AXES
 
 MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
 os.environ.setdefault("PJRT_NPROC", "8")  # the interpreter's threads wait for each other: each needs one of the runtime's threads
@@ -44,7 +49,7 @@ def test_shared_cases(case):
 
 @pytest.mark.mosaic
 def test_blocks_without_work_are_not_computed():
-    """The kernels' own counts: exactly the blocks with a visible pair, and less work than 1.35 times the documents' areas."""
+    """The kernels' own counts: exactly the parts of tiles with a visible pair."""
     lengths, heads, groups = [200, 320, 120, 384], 2, 1
     segments = np.repeat(np.arange(1, 5), lengths).astype(np.int32)[None]
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
@@ -53,53 +58,53 @@ def test_blocks_without_work_are_not_computed():
     counted = gpu.computed_blocks(q, k, v, *ids, scale=0.1, interpret=strict())
     mask = np.asarray(reference.visible(*ids, 0))[0]
     sizes = gpu.sizes_of(64)
-    for name, rows, columns, copies in (("forward", 128, sizes.forward.keys, heads),
-                                        ("queries", 64 * sizes.queries.consumers, sizes.queries.keys, heads),
-                                        ("keys", sizes.keys.queries, 64 * sizes.keys.consumers, heads)):
+    for name, rows, columns, copies in (("forward", 64, sizes.forward.keys, heads), ("queries", 64, sizes.queries.keys, heads),
+                                        ("keys", sizes.keys.queries, 64, heads)):
         active = mask.reshape(-1, rows, mask.shape[1] // columns, columns).any(axis=(1, 3)).sum()
         assert counted[name][0].sum() == active * copies, name
         assert counted[name][1] == rows * columns, name
 
 
-def test_work_of_sixteen_documents():
-    """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward."""
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_work_of_sixteen_documents(size):
+    """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of tiles."""
     lengths = np.random.default_rng(0).multinomial(16384, np.full(16, 1 / 16))
     segments = np.repeat(np.arange(1, 17), lengths).astype(np.int32)[None]
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
-    area = (lengths * (lengths + 1) // 2).sum()
-    for size in (64, 128):
-        sizes = gpu.sizes_of(size)
-        for rows, columns in ((128, sizes.forward.keys), (64 * sizes.queries.consumers, sizes.queries.keys),
-                              (sizes.keys.queries, 64 * sizes.keys.consumers)):
-            plan = gpu_plan.plan(1, positions, positions, segments, segments, None, window=0, block_q=rows, block_k=columns)
-            work = int(plan.counts[..., 1].sum()) * rows * columns
-            assert area < work < 1.3 * area, (size, rows, columns, work / area)
+    area, sizes = (lengths * (lengths + 1) // 2).sum(), gpu.sizes_of(size)
+    for parts, block, transposed in ((2, sizes.forward.keys, False), (sizes.queries.consumers, sizes.queries.keys, False),
+                                     (sizes.keys.consumers, sizes.keys.queries, True)):
+        plan = gpu_plan.plan(1, positions, positions, segments, segments, None, window=0, parts=parts, block=block,
+                             transposed=transposed)
+        wanted = np.asarray(plan.lists)[..., None] >> np.arange(parts) & 1
+        work = int(wanted.sum()) * 64 * block
+        assert area < work < 1.3 * area, (parts, block, work / area)
 
 
 def test_plan():
-    """Lists hold exactly the blocks with work, first those without a mask, which are visible throughout; the dearest first."""
-    rng = np.random.default_rng(1)
+    """Lists hold exactly the blocks with work, and which parts of the tile have it, first those without a mask, which are visible
+    throughout; the dearest first."""
     for layout, length in (("prompts", 500), ("documents", 700), ("whole", 384), ("padding", 300)):
-        case = Case(layout, length=length)
-        for window in (0, 90):
-            _, _, ids, _ = attention_cases.inputs(case)
-            plan = gpu_plan.plan(rng.integers(2, 3) if case.layout == "whole" else ids[0].shape[0], *ids, window=window,
-                                 block_q=64, block_k=128)
-            seen = np.zeros((ids[0].shape[0], plan.q_info.shape[2], plan.k_info.shape[2]), bool)
+        for window, transposed in ((0, False), (90, False), (0, True)):
+            ids = attention_cases.inputs(Case(layout, length=length))[2]
+            plan = gpu_plan.plan(ids[0].shape[0], *ids, window=window, parts=2, block=64, transposed=transposed)
             mask = np.asarray(reference.visible(*ids, window))
             if ids[2] is not None:
                 mask &= (ids[2] != 0)[..., None]
-            seen[:, :mask.shape[1], :mask.shape[2]] = mask
-            blocks = seen.reshape(seen.shape[0], -1, 64, seen.shape[2] // 128, 128).swapaxes(2, 3)
-            some, full = blocks.any(axis=(3, 4)), blocks.all(axis=(3, 4))
+            seen = np.pad(mask, [(0, 0), (0, -length % 128), (0, -length % 128)])
+            seen = seen.swapaxes(1, 2) if transposed else seen
+            blocks = seen.reshape(seen.shape[0], -1, 2, 64, seen.shape[2] // 64, 64)
+            some, full = blocks.any(axis=(3, 5)), blocks.all(axis=(2, 3, 5))
             counts, lists = np.asarray(plan.counts), np.asarray(plan.lists)
             for b, n in np.ndindex(counts.shape[:2]):
-                n_full, count = counts[b, n]
-                assert set(lists[b, n, :count]) == set(np.flatnonzero(some[b, n]))
-                assert full[b, n, lists[b, n, :n_full]].all()
-            assert counts[..., 0].sum() > 0 or not full.any()
+                (n_full, count), visits = counts[b, n], [gpu_plan.entry(value, 2)[0] for value in lists[b, n]]
+                assert set(map(int, visits[:count])) == set(np.flatnonzero(some[b, n].any(axis=0)))
+                assert all(full[b, n, v] for v in visits[:n_full])
+                for value, visit in zip(lists[b, n], visits, strict=True):
+                    assert [bool(gpu_plan.entry(value, 2, part)[1]) for part in (0, 1)] == some[b, n, :, visit].tolist()
             costs = counts[..., 1].reshape(-1)[np.asarray(plan.order)]
             assert (np.diff(costs) <= 0).all() and sorted(np.asarray(plan.order)) == list(range(costs.size))
+            assert layout != "whole" or window or counts[..., 0].sum() > 0
 
 
 DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, multiprocessors
@@ -177,6 +182,38 @@ def test_decoding_lowers_for_cuda(size, slots):
     positions, layer = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((slots, 1), ()))
     call = functools.partial(decode_gpu.attention, window=0, softcap=0.0, scale=0.1, interpret=False)
     assert lowered(call, q, cache, cache, positions, layer).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.mosaic
+def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
+    """Forward, dq and dk with dv inside the scan over layers, each device on its own rows and heads; the search for work once."""
+    kind, own = ARCHITECTURES["qwen2"]
+    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 4}, compute_dtype=jnp.bfloat16,
+                  scan_layers=True, remat="full")
+    ids = [jax.ShapeDtypeStruct((4, 256), jnp.int32)] * 4
+
+    def loss(params, *ids):
+        return model.hidden(params, *ids).astype(jnp.float32).sum()
+
+    mesh = AbstractMesh((2, 1, 2), AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0)), *ids)
+    kernels = [names for names in scans(program.jaxpr) if "mpmd_map" in names]
+    assert sorted(names.count("mpmd_map") for names in kernels) == [1, 3]  # forward; again, with dq, and dk and dv
+    assert not any("sort" in names for names in kernels)
+
+
+def scans(jaxpr):
+    """For every scan the names of the primitives in it."""
+    def inside(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn
+            for inner in () if eqn.primitive.name == "mpmd_map" else jaxprs_in_params(eqn.params):
+                yield from inside(inner)
+
+    for eqn in inside(jaxpr):
+        if eqn.primitive.name == "scan":
+            yield [e.primitive.name for e in inside(eqn.params["jaxpr"].jaxpr)]
 
 
 def test_what_is_refused():

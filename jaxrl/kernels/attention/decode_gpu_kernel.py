@@ -81,11 +81,11 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
 
 
 def _pieces(shape, takers, blocks_of, body):
-    """body(number, (split, row, group), first block, blocks, position, steps done before) for each piece of this block of threads.
+    """body(number, (split, row, group), first block, blocks, position, steps done before) for each of this block's pieces.
 
-    shape: rows, groups, splits. blocks_of: row -> (the query's position, its first block, the one behind its last).
+    shape: slots, groups, splits. blocks_of: slot -> (the query's position, its first block, the one behind its last).
     """
-    rows_, groups, splits = shape
+    slots, groups, splits = shape
     taker = lax.axis_index("taker")
 
     def one(i, before):
@@ -99,7 +99,7 @@ def _pieces(shape, takers, blocks_of, body):
         body(i, (split, row, group), first, n, position, before)
         return before + n
 
-    mine = lax.div(rows_ * groups * splits - taker + jnp.int32(takers - 1), jnp.int32(takers))
+    mine = lax.div(slots * groups * splits - taker + jnp.int32(takers - 1), jnp.int32(takers))
     lax.fori_loop(jnp.int32(0), mine, one, jnp.int32(0))
 
 

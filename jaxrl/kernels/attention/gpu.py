@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention import tuned_gpu
-from jaxrl.kernels.attention.gpu_plan import UNIT, Plan, plan
+from jaxrl.kernels.attention.gpu_plan import PART, UNIT, Plan, plan
 from jaxrl.kernels.platform import platform
 
 OLDEST = (0, 11)       # jax
@@ -86,9 +86,8 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
     sizes = sizes_of(q_shape[3])
     of = functools.partial(plan, q_shape[0], q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL,
                            window=window)
-    made = Work(of(block_q=128, block_k=sizes.forward.keys),
-                 of(block_q=64 * sizes.queries.consumers, block_k=sizes.queries.keys),
-                 of(block_q=sizes.keys.queries, block_k=64 * sizes.keys.consumers, transposed=True))
+    made = Work(of(parts=2, block=sizes.forward.keys), of(parts=sizes.queries.consumers, block=sizes.queries.keys),
+                of(parts=sizes.keys.consumers, block=sizes.keys.queries, transposed=True))
     return jax.tree.map(lambda x: x[None], made)
 
 
@@ -106,8 +105,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
 
 
 def computed_blocks(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0, scale=1.0, interpret=None):
-    """What each kernel computed, counted by itself: {"forward", "queries", "keys"}: (blocks int32 [B, heads, tiles], pairs of
-    a query and a key in a block)."""
+    """What each kernel computed, counted by itself: {"forward", "queries", "keys"}: (blocks int32 [B, heads, parts of the row],
+    pairs of a query and a key in a block)."""
     from jaxrl.kernels.attention import gpu_backward, gpu_forward
 
     call, (work, *qkv) = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, None, interpret)
@@ -116,9 +115,8 @@ def computed_blocks(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0
     rest = (*qkv, out, gpu_backward.stats(out, out, lse))
     queries = gpu_backward.dq(*rest, work.queries, op, sizes.queries, call.interpret)[-1]
     keys = gpu_backward.dkv(*rest, work.keys, op, sizes.keys, call.interpret)[-1]
-    return {"forward": (forward, 128 * sizes.forward.keys),
-            "queries": (queries, 64 * sizes.queries.consumers * sizes.queries.keys),
-            "keys": (keys, 64 * sizes.keys.consumers * sizes.keys.queries)}
+    return {"forward": (forward, PART * sizes.forward.keys), "queries": (queries, PART * sizes.queries.keys),
+            "keys": (keys, PART * sizes.keys.queries)}
 
 
 @dataclasses.dataclass(frozen=True)

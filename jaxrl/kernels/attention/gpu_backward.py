@@ -8,7 +8,7 @@ With P the weights, S the scores, delta = sum(dout * out): dV = P^T dout, dP = d
 dQ = scale * dS K, dK = scale * dS^T Q; a soft-cap multiplies dS by 1 - tanh^2.
 
 Legend: B rows, L queries and S keys per row (padded to blocks), H query heads, G key-value heads, K head size,
-N tiles, I kinds of information per token (see gpu_plan).
+N warpgroups' parts of a row, I kinds of information per token (see gpu_plan).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from jaxrl.kernels.attention.gpu_parts import (
     visible,
     zeros,
 )
+from jaxrl.kernels.attention.gpu_plan import entry
 
 PARAMS = plgpu.CompilerParams(approx_math=True)
 
@@ -48,14 +49,14 @@ def stats(out_BxLxHxK, d_out_BxLxHxK, lse_BxHxL):
 def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
     """Returns (dq_BxLxHxK, blocks_BxHxN executed or None).
 
-    plan: tiles of 64 * sizes.consumers queries; sizes: tuned_gpu.Queries.
+    plan: sizes.consumers parts, blocks of sizes.keys keys; sizes: tuned_gpu.Queries.
     """
     batch, length, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.keys, q_BxLxHxK.dtype
     tiles = length // (consumers * ROWS)
     out = [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype)]
     if op.count:
-        out.append(jax.ShapeDtypeStruct((batch, heads, tiles), jnp.int32))
+        out.append(jax.ShapeDtypeStruct((batch, heads, tiles * consumers), jnp.int32))
     scratch = dict(
         q=swizzled((consumers, ROWS, size), dtype), d_out=swizzled((consumers, ROWS, size), dtype),
         k=swizzled((sizes.stages, keys, size), dtype), v=swizzled((sizes.stages, keys, size), dtype),
@@ -75,13 +76,15 @@ def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, 
         @pl.when(warpgroup < consumers)
         def _():
             plgpu.set_max_registers(sizes.registers, action="increase")
-            acc, done = _sum_dq(warpgroup, n_full, n, own, op, sizes)
+            wanted = lambda step: entry(lists[row, tile, step], consumers, warpgroup)[1]  # noqa: E731
+            acc, done = _sum_dq(warpgroup, n_full, n, wanted, own, op, sizes)
             tile_dq = own["q"].at[warpgroup]
             tile_dq[...] = (acc * op.scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile_dq, out.at[row, pl.ds((tile * consumers + warpgroup) * ROWS, ROWS), head])
             plgpu.wait_smem_to_gmem(0)
-            _tell(blocks, (row, head, tile), warpgroup, done)
+            if blocks:
+                blocks[0][row, head, tile * consumers + warpgroup] = done
 
         @pl.when(warpgroup == consumers)
         def _():
@@ -94,7 +97,7 @@ def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, 
                     plgpu.copy_gmem_to_smem(source, own[name].at[w], own["q_ready"])
 
             def fill(step, slot, reused):
-                at = pl.ds(lists[row, tile, step] * keys, keys)
+                at = pl.ds(entry(lists[row, tile, step], consumers)[0] * keys, keys)
                 first = (k.at[row, at, group], own["k"].at[slot]), (k_info.at[row, :, at], own["k_info"].at[slot])
                 _refill(own, slot, reused, first, ((v.at[row, at, group], own["v"].at[slot]),))
 
@@ -122,11 +125,11 @@ def _refill(own, slot, reused, first, second):
             plgpu.copy_gmem_to_smem(source, target, own[f"{name}_ready"].at[slot])
 
 
-def _tell(blocks, where, warpgroup, done):
-    if blocks:
-        @pl.when(warpgroup == 0)
-        def _():
-            blocks[0][where] = done
+def _pass(own, slot):
+    """A consumer's step without work."""
+    for name in ("first", "second"):
+        plgpu.barrier_wait(own[f"{name}_ready"].at[slot])
+        plgpu.barrier_arrive(own[f"{name}_free"].at[slot])
 
 
 def _two_products(shape, first, second, between, ready):
@@ -140,7 +143,7 @@ def _two_products(shape, first, second, between, ready):
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
 
-def _sum_dq(warpgroup, n_full, n, own, op, sizes):
+def _sum_dq(warpgroup, n_full, n, wanted, own, op, sizes):
     """(sum of dS K of one consumer's queries in fp32, number of key blocks)."""
     q, d_out, q_info = (own[name].at[warpgroup] for name in ("q", "d_out", "q_info"))
     shape = (ROWS, sizes.keys)
@@ -171,7 +174,8 @@ def _sum_dq(warpgroup, n_full, n, own, op, sizes):
         plgpu.barrier_arrive(own["first_free"].at[slot])
         return acc, done + 1
 
-    return steps(n_full, n, step, (zeros((ROWS, q.shape[-1])), jnp.int32(0)))
+    start = zeros((ROWS, q.shape[-1])), jnp.int32(0)
+    return steps(n_full, n, step, lambda i: _pass(own, slot_of(i, sizes.stages)), wanted, start)
 
 
 def _d_scores(weights, d_weights, delta, tanh):
@@ -180,15 +184,15 @@ def _d_scores(weights, d_weights, delta, tanh):
 
 
 def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dk_BxSxGxK, dv_BxSxGxK, blocks_BxGxN executed or None). plan: transposed, tiles of 64 * sizes.consumers keys and
-    blocks of sizes.queries queries; sizes: tuned_gpu.Keys."""
+    """Returns (dk_BxSxGxK, dv_BxSxGxK, blocks_BxGxN executed or None). plan: transposed, sizes.consumers parts
+    and blocks of sizes.queries queries; sizes: tuned_gpu.Keys."""
     batch, length, groups, size = k_BxSxGxK.shape
     shared, dtype = q_BxLxHxK.shape[2] // groups, q_BxLxHxK.dtype
     consumers, queries = sizes.consumers, sizes.queries
     warpgroups, tiles = consumers * sizes.parts, length // (consumers * ROWS)
     out = [jax.ShapeDtypeStruct(k_BxSxGxK.shape, dtype)] * 2
     if op.count:
-        out.append(jax.ShapeDtypeStruct((batch, groups, tiles), jnp.int32))
+        out.append(jax.ShapeDtypeStruct((batch, groups, tiles * consumers), jnp.int32))
     scratch = dict(
         **{name: swizzled((consumers, ROWS, size), dtype, sizes.parts) for name in ("k", "v")},
         **{name: swizzled((sizes.stages, queries, size), dtype, sizes.parts) for name in ("q", "d_out")},
@@ -208,9 +212,12 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
         @pl.when(warpgroup < warpgroups)
         def _():
             plgpu.set_max_registers(sizes.registers, action="increase")
-            sums, done = _sum_dkv(warpgroup, n_full, n, own, op, sizes)
+            mine = lax.div(warpgroup, jnp.int32(sizes.parts))
+            wanted = lambda step: entry(lists[row, tile, lax.div(step, jnp.int32(shared))], consumers, mine)[1]  # noqa: E731
+            sums, done = _sum_dkv(warpgroup, n_full, n, wanted, own, op, sizes)
             _write_dkv(warpgroup, (row, tile, group), sums, (dk, dv), own, op, sizes)
-            _tell(blocks, (row, group, tile), warpgroup, done)
+            if blocks:
+                blocks[0][row, group, tile * consumers + mine] = done
 
         @pl.when(warpgroup == warpgroups)
         def _():
@@ -223,7 +230,7 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
 
             def fill(step, slot, reused):
                 block, head = lax.div(step, jnp.int32(shared)), group * shared + lax.rem(step, jnp.int32(shared))
-                at = pl.ds(lists[row, tile, block] * queries, queries)
+                at = pl.ds(entry(lists[row, tile, block], consumers)[0] * queries, queries)
                 first = ((q.at[row, at, head], own["q"].at[slot]), (stats.at[row, head, :, at], own["stats"].at[slot]),
                          (q_info.at[row, :, at], own["q_info"].at[slot]))
                 _refill(own, slot, reused, first, ((d_out.at[row, at, head], own["d_out"].at[slot]),))
@@ -237,7 +244,7 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
     return results[0], results[1], (results[2] if op.count else None)
 
 
-def _sum_dkv(warpgroup, n_full, n, own, op, sizes):
+def _sum_dkv(warpgroup, n_full, n, wanted, own, op, sizes):
     """((sum of dS^T Q, sum of P^T dout) of one consumer's keys and part of the head in fp32, number of query blocks)."""
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
     k, v, k_info = (own[name].at[keys] for name in ("k", "v", "k_info"))
@@ -274,7 +281,8 @@ def _sum_dkv(warpgroup, n_full, n, own, op, sizes):
         return d_k, d_v, done + 1
 
     width = k.shape[-1] // sizes.parts
-    d_k, d_v, done = steps(n_full, n, step, (zeros((ROWS, width)), zeros((ROWS, width)), jnp.int32(0)))
+    start = zeros((ROWS, width)), zeros((ROWS, width)), jnp.int32(0)
+    d_k, d_v, done = steps(n_full, n, step, lambda i: _pass(own, slot_of(i, sizes.stages)), wanted, start)
     return (d_k, d_v), done
 
 

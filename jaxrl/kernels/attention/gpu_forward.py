@@ -4,7 +4,7 @@ Two consumer warpgroups hold 64 queries each and take turns: while one multiplie
 producer fills a ring of key and value tiles, only those in the tile's list, first those without a mask.
 
 Legend: B rows, L queries and S keys per row (padded to blocks), H query heads, G key-value heads, K head size,
-N query tiles, M key blocks, I kinds of information per token (see gpu_plan).
+N warpgroups' parts of a row, I kinds of information per token (see gpu_plan).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from jaxrl.kernels.attention.gpu_parts import (
     visible,
     zeros,
 )
+from jaxrl.kernels.attention.gpu_plan import entry
 
 CONSUMERS = 2
 
@@ -39,14 +40,14 @@ CONSUMERS = 2
 def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
     """Returns (out_BxLxHxK, lse_BxHxL in base 2 and fp32, blocks_BxHxN executed or None).
 
-    plan: gpu_plan.Plan with tiles of 128 queries and blocks of sizes.keys keys; sizes: tuned.Forward.
+    plan: gpu_plan.Plan of two parts and blocks of sizes.keys keys; sizes: tuned_gpu.Forward.
     """
     batch, length, heads, size = q_BxLxHxK.shape
     tiles, keys, dtype = length // (CONSUMERS * ROWS), sizes.keys, q_BxLxHxK.dtype
     n_info_q, n_info_k = plan.q_info.shape[1], plan.k_info.shape[1]
     out = [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
     if op.count:
-        out.append(jax.ShapeDtypeStruct((batch, heads, tiles), jnp.int32))
+        out.append(jax.ShapeDtypeStruct((batch, heads, tiles * CONSUMERS), jnp.int32))
     ready, free = (plgpu.Barrier(num_arrivals=n, num_barriers=sizes.stages) for n in (1, CONSUMERS))
     scratch = dict(
         q=swizzled((CONSUMERS, ROWS, size), dtype), k=swizzled((sizes.stages, keys, size), dtype),
@@ -68,11 +69,10 @@ def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
         @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(sizes.registers, action="increase")
-            done = _consume(warpgroup, where, n_full, n, (out, lse), own, op, sizes)
+            wanted = lambda step: entry(lists[row, tile, step], CONSUMERS, warpgroup)[1]  # noqa: E731
+            done = _consume(warpgroup, where, n_full, n, wanted, (out, lse), own, op, sizes)
             if blocks:
-                @pl.when(warpgroup == 0)
-                def _():
-                    blocks[0][row, head, tile] = done
+                blocks[0][row, head, tile * CONSUMERS + warpgroup] = done
 
         @pl.when(warpgroup == CONSUMERS)
         def _():
@@ -97,7 +97,7 @@ def _produce(where, group, n, refs, own, sizes):
         plgpu.copy_gmem_to_smem(q_info.at[row, :, queries], own["q_info"].at[w], own["q_ready"])
 
     def fill(step, slot, reused):
-        keys = pl.ds(lists[row, tile, step] * sizes.keys, sizes.keys)
+        keys = pl.ds(entry(lists[row, tile, step], CONSUMERS)[0] * sizes.keys, sizes.keys)
 
         @pl.when(reused)
         def _():
@@ -115,7 +115,7 @@ def _produce(where, group, n, refs, own, sizes):
     ring(n, sizes.stages, fill)
 
 
-def _consume(warpgroup, where, n_full, n, outs, own, op, sizes):
+def _consume(warpgroup, where, n_full, n, wanted, outs, own, op, sizes):
     """One consumer's 64 queries; returns the number of key blocks that it multiplied."""
     q, q_info, turn = own["q"].at[warpgroup], own["q_info"].at[warpgroup], own["turn"]
     size, shape = q.shape[-1], (ROWS, sizes.keys)
@@ -161,8 +161,17 @@ def _consume(warpgroup, where, n_full, n, outs, own, op, sizes):
         plgpu.barrier_arrive(own["v_free"].at[slot])
         return acc, new_top, total, done + 1
 
+    def skip(i):
+        slot = slot_of(i, sizes.stages)
+        plgpu.barrier_wait(own["k_ready"].at[slot])
+        take_turns()
+        plgpu.barrier_arrive(own["k_free"].at[slot])
+        plgpu.barrier_wait(own["v_ready"].at[slot])
+        take_turns()
+        plgpu.barrier_arrive(own["v_free"].at[slot])
+
     start = (zeros((ROWS, size)), zeros((ROWS,), BY_ROW, HIDDEN), zeros((ROWS,), BY_ROW), jnp.int32(0))
-    acc, top, total, done = steps(n_full, n, step, start)
+    acc, top, total, done = steps(n_full, n, step, skip, wanted, start)
     pl.when(warpgroup == 0)(take_turns)
     _write(warpgroup, where, outs, own, acc, top, total)
     return done

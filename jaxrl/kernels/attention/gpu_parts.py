@@ -127,10 +127,18 @@ def slot_of(step, stages):
     return lax.rem(step, jnp.int32(stages))
 
 
-def steps(n_full, n, body, carry):
-    """body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask."""
+def steps(n_full, n, body, skip, wanted, carry):
+    """body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask, of which
+    skip(step) passes those that are not wanted(step): another warpgroup's work, with which this one keeps pace."""
+    def some(i, carry):
+        def passed(carry):
+            skip(i)
+            return carry
+
+        return lax.cond(wanted(i), lambda c: body(i, c, masked=True), passed, carry)
+
     carry = lax.fori_loop(jnp.int32(0), n_full, lambda i, c: body(i, c, masked=False), carry)
-    return lax.fori_loop(n_full, n, lambda i, c: body(i, c, masked=True), carry)
+    return lax.fori_loop(n_full, n, some, carry)
 
 
 def ring(n, stages, fill, before=0):
