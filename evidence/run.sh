@@ -31,6 +31,9 @@
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
 #    6  scaling on paper                                    plan_scaling.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
+# Of the kernels:
+#    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
+#    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
