@@ -2,6 +2,9 @@
 
     python benchmarks/gpu_suite.py            (--tiny: the same at a tiny shape, also on a CPU; --out FILE: where the JSON goes)
 
+kernels: benchmarks/kernels.py, which first holds every implementation for this device to float64 and then times it; its tables go
+to benchmarks/results/ (with --tiny nowhere).
+
 plan: memory and seconds per phase of three GRPO steps of a 0.5B and a 1.5B model (random weights, embedded sampler, answers of
 full length), as run.mode=plan and plan.predict say before, and as the run and the device say after. Every shape runs in a
 process of its own, because the highest memory of a device is kept per process.
@@ -27,6 +30,7 @@ SHAPES = {  # model of evidence/plan_shapes.py: (prompts, group, answer, tokens 
     "tiny": (4, 4, 32, 256),
 }
 PROMPT, STEPS = 40, 3
+KERNEL_MINUTES = 4.0
 
 
 def job(name: str, folder: str):
@@ -92,6 +96,17 @@ def in_a_process(name: str) -> dict:
         return json.loads(out.read_text())
 
 
+def kernels(tiny: bool) -> dict:
+    """{"seconds", "failed"}: the tables are written by kernels.py itself."""
+    started = time.monotonic()
+    command = [sys.executable, str(Path(__file__).with_name("kernels.py")), "--minutes", str(KERNEL_MINUTES)]
+    command += ["--tiny"] if tiny else ["--out", str(Path(__file__).parent / "results")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    print(done.stdout, flush=True)
+    failed = {"failed": (done.stdout + done.stderr)[-2000:]} if done.returncode else {}
+    return {"seconds": round(time.monotonic() - started, 1), **failed}
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
@@ -101,7 +116,8 @@ def main(argv=None) -> int:
     if args.one:
         Path(args.out).write_text(json.dumps(plan_against_run(args.one)))
         return 0
-    started, results = time.monotonic(), {}
+    started = time.monotonic()
+    results = {"kernels": kernels(args.tiny)}
     for name in ("tiny",) if args.tiny else ("0.5B", "1.5B"):
         results[name] = in_a_process(name)
         print(json.dumps({name: results[name]}, indent=1), flush=True)

@@ -38,10 +38,11 @@ def machine(python: str = sys.executable) -> dict:
 
 
 def commit() -> str:
-    """The checked-out commit, with '+' when the tree has uncommitted changes."""
+    """The checked-out commit, with '+' when the tree has uncommitted changes other than results."""
     root = Path(__file__).parent.parent
     run = lambda *a: subprocess.run(["git", "-C", str(root), *a], capture_output=True, text=True).stdout.strip()  # noqa: E731
-    return run("rev-parse", "--short", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
+    status = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!evidence/results", ":!docs/*.svg")
+    return run("rev-parse", "--short", "HEAD") + ("+" if run(*status) else "")
 
 
 def record(name: str, results, at: str = "", python: str = sys.executable) -> None:

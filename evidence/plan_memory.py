@@ -5,8 +5,8 @@ python evidence/plan_memory.py
 A case is a whole GRPO job of two steps (rollout, scoring where asked for, update, publish). It runs twice in processes of its
 own: the first fills the compilation cache, the second is measured, so that compiling does not count. Measured: the process's
 highest resident memory (VmHWM) less what it has when everything is imported and the devices exist, and less the same difference
-of the same job with a model of 0.1 M parameters (what loaded programs, threads and host code take, whatever the size). Predicted:
-per_device.peak_bytes of run.mode=plan for cpu:N, times N (the devices share the process).
+of the same job with a model of 0.1 M parameters on rows of 128 tokens (what loaded programs, threads and host code take, whatever the
+size). Predicted: per_device.peak_bytes of run.mode=plan for cpu:N, times N (the devices share the process).
 """
 
 import os
@@ -31,6 +31,7 @@ MODEL = {"model_type": "qwen2", "vocab_size": 8192, "hidden_size": 768, "interme
          "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": True,
          "eos_token_id": 2}
 TOY = MODEL | {"hidden_size": 48, "intermediate_size": 64, "vocab_size": 512}
+SHORT = {"train.row_lengths": (128,), "train.tokens_per_microbatch": 128, "rollout.cache_lengths": (128,)}
 
 
 def job(folder: str, overrides: dict, model=MODEL):
@@ -71,7 +72,7 @@ def measure(case: str, folder: str, size: str) -> None:
     from jaxrl.rollout import embedded  # noqa: F401
 
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
-    config = job(folder, overrides, TOY if size == "toy" else MODEL)
+    config = job(folder, overrides | SHORT, TOY) if size == "toy" else job(folder, overrides)
     inputs = setup.read_inputs(config)  # tokenizer and data bring libraries of their own
     data.load_train(config, inputs.tokenizer, inputs.eos_ids[0])
     Path("/proc/self/clear_refs").write_text("5")

@@ -85,7 +85,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "remat": O("auto", "what the backward pass recomputes; auto: none under 50 M parameters, else full",
                    choices=("auto", "none", "full", "dots", "offload")),
         "remat_every": O(1, "layers that are recomputed together: more = fewer inputs kept, more of them at once"),
-        "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "tpu", "blockwise", "reference")),
+        "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "tpu", "gpu", "cudnn", "blockwise", "reference")),
         "trainable": O((".*",), "patterns of parameter names that train"),
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
         "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),

@@ -300,6 +300,9 @@ def test_the_platform_is_that_of_the_mesh():
     with jax.sharding.use_abstract_mesh(tpu_mesh):
         assert platform() == "tpu" and api.order("auto") == ("tpu", "blockwise", "reference")
         assert api.cached_order("auto") == ("tpu", "xla") and api.order("reference") == ("reference", "blockwise")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
+        assert platform() == "gpu" and api.order("auto") == ("gpu", "cudnn", "blockwise", "reference")
+        assert api.cached_order("auto") == ("gpu", "xla")
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
         assert platform() == "cpu"
 
@@ -334,7 +337,7 @@ def test_work_is_found_outside_the_layers():
 
 def test_wrong_calls():
     q, k, v, positions, *_ = inputs()
-    with pytest.raises(ValueError, match="'flash': choose auto, tpu, blockwise, reference"):
+    with pytest.raises(ValueError, match="'flash': choose auto, tpu, gpu, cudnn, blockwise, reference"):
         attention(q, k, v, positions, positions, implementation="flash")
     with pytest.raises(ValueError, match="5 query heads are not a multiple of 2 key-value heads"):
         attention(q[:, :, :5], k, v, positions, positions)

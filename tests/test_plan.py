@@ -1,5 +1,6 @@
 """run.mode=plan: what it counts against closed forms and against real runs of the compiled programs."""
 
+import dataclasses
 import json
 import os
 import re
@@ -283,6 +284,19 @@ def test_the_plan_names_the_collectives_of_the_mesh(of_tiny):
     assert any(c["kind"] == "reduce-scatter" and c["group"] == 4 for c in update)
     assert any(c["group"] == 2 for c in update)
 
+
+def test_a_kernel_computes_what_is_seen_and_xla_the_whole_row():
+    """On targets that have kernels; pairs of two answers that share a prompt, by enumeration."""
+    c = tiny(data__max_prompt_tokens=8, rollout__max_new_tokens=4, rollout__group_size=2)
+    plain = cases.open_case(tiny(plan__target="cpu:1")).model
+    on = {name: cases.with_kernels(plain, targets.parse(name)).attention for name in ("cpu:1", "v5p:1", "h100:1", "a100:1")}
+    assert on == {"cpu:1": "auto", "v5p:1": "tpu", "h100:1": "auto", "a100:1": "auto"}  # fp32, which Hopper's kernel does not take
+    half = dataclasses.replace(plain, compute_dtype=np.dtype("float16"), config=dataclasses.replace(plain.config, head_dim=64))
+    assert cases.with_kernels(half, targets.parse("h200:1")).attention == "gpu"
+    kernel = cases.with_kernels(plain, targets.parse("v5p:1"))
+    pairs = sum(range(1, 9)) + 2 * sum(range(9, 13))
+    assert workload.seen(c, kernel, 64) == pytest.approx(workload.TILES * pairs / 16)
+    assert workload.seen(c, plain, 64) == 64
 
 def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypatch):
     """What the refusal advises is planned in turn, and fits."""

@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.tpu
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_kernels_compile_alone_and_in_a_sharded_job(target):
     """Forward and backward at every head size, in both dtypes; the update, prefill and decode of a job over fsdp x tp take the

@@ -198,13 +198,21 @@ def test_row_counts_bound_the_programs():
     assert [len(m.rows) for m in layout.minibatches[0].microbatches] == [16, 16]
 
 
-def test_packing_fills_rows_of_long_tailed_lengths():
+@pytest.mark.parametrize("shared", [True, False])
+def test_packing_fills_rows_of_long_tailed_lengths(shared):
+    """A group may lie in several rows, each with a copy of its prompt; copies are not counted as use here."""
     rng = np.random.default_rng(0)
-    answers = np.clip(rng.lognormal(4, 0.8, 128).astype(int), 8, 512)
-    groups = np.repeat(np.arange(16), 8)
-    shapes = training.row_shapes((1024,), 576, 4096, 1)
-    layout = training.make_layout(np.full(128, 64), answers, groups, shapes)
-    assert layout.efficiency > 0.8
+    answers, groups = np.clip(rng.lognormal(4.3, 0.9, 512).astype(int), 8, 512), np.repeat(np.arange(64), 8)
+    shapes = training.row_shapes((2048,), 576, 8192, 1)
+    layout = training.make_layout(np.full(512, 64), answers, groups, shapes, share_prompts=shared)
+    placed = [row for m in layout.minibatches[0].microbatches for row in m.rows]
+    blocks = [b for row in placed for b in row]
+    assert sorted(i for b in blocks for i in b.sequences) == list(range(512))
+    assert all(b.tokens == 64 + answers[list(b.sequences)].sum() for b in blocks)
+    assert all(sum(b.tokens for b in row) <= 2048 for row in placed)
+    assert all(len(set(groups[list(b.sequences)])) == 1 and (shared or len(b.sequences) == 1) for b in blocks)
+    needed = answers.sum() + 64 * (64 if shared else 512)
+    assert needed / layout.total_tokens > 0.95
 
 
 def _update(optimizer, loss, columns_patch=None, steps=1):

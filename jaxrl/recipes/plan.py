@@ -278,8 +278,8 @@ def predict(config, mesh, model) -> dict[str, float]:
         c.mesh[axis] = n
     c.plan.target, c.train.compute_dtype = f"{name}:{mesh.size}", DTYPE_NAMES[model.compute_dtype.name]
     case = case_of(c, {}, model)
-    live = memory.standing(case.config, model, sizes, case.rollout)
-    programs = memory.counted_programs(case.config, model, sizes, case.rollout, case.programs)
+    live = memory.standing(case.config, case.model, sizes, case.rollout)
+    programs = memory.counted_programs(case.config, case.model, sizes, case.rollout, case.programs)
     found = times(case, {})
     out = {f"{phase}_seconds": p["seconds"] for phase, p in found["phases"].items()}
     return {"peak_bytes": max(memory.peaks(live, programs, c.optimizer.offload).values()), "step_seconds": found["step_seconds"],

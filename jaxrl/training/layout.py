@@ -87,7 +87,8 @@ def make_layout(
     """Places sequences.
 
     Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows by
-    first-fit decreasing, and rows are cut into microbatches of static row counts.
+    first-fit decreasing; answers of the emptiest rows fill up others while that saves whole rows, and rows are cut into microbatches of
+    static row counts.
 
     Args:
       prompt_lengths, answer_lengths, groups: [N]; sequences of a group have equal prompts where prompts are shared.
@@ -103,6 +104,7 @@ def make_layout(
     if num_minibatches > 1:
         order = np.random.default_rng(seed).permutation(order)
     members = {g: np.flatnonzero(np.asarray(groups) == g) for g in order}
+    sizes = np.asarray(prompt_lengths), np.asarray(answer_lengths), np.asarray(groups) if share_prompts else None
     minibatches, used, total = [], 0, 0
     for part in np.array_split(order, num_minibatches):
         blocks = [
@@ -110,7 +112,7 @@ def make_layout(
             for g in part
             for b in _blocks(members[g], prompt_lengths, answer_lengths, shapes.lengths[-1], share_prompts)
         ]
-        micro = _microbatches(blocks, shapes)
+        micro = _microbatches(blocks, shapes, sizes)
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
         used += sum(b.tokens for b in blocks)
         total += sum(m.row_length * len(m.rows) for m in micro)
@@ -133,14 +135,14 @@ def _blocks(members, prompt_lengths, answer_lengths, row_length, share_prompts):
     return blocks
 
 
-def _microbatches(blocks, shapes: RowShapes):
-    """First-fit decreasing into rows of each block's smallest length, then static microbatches."""
+def _microbatches(blocks, shapes: RowShapes, sizes):
+    """Rows of each block's smallest length, then static microbatches. sizes: as _fewer_rows'."""
     out = []
     lower = 0
     for length, counts in zip(shapes.lengths, shapes.counts, strict=True):
         mine = [b for b in blocks if lower < b.tokens <= length]
         lower = length
-        rows = _fit_rows(mine, length)
+        rows = _fewer_rows(_fit_rows(mine, length), length, *sizes)
         while rows:
             # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
             count = counts[0] if len(rows) > 2 * counts[-1] else counts[-1]
@@ -152,14 +154,46 @@ def _microbatches(blocks, shapes: RowShapes):
 def _fit_rows(blocks, length):
     """First-fit decreasing (stable); returns rows as tuples of blocks."""
     order = sorted(range(len(blocks)), key=lambda k: (-blocks[k].tokens, k))
-    rows, free = [], []
+    rows, free = [], np.full(len(blocks), length)
     for k in order:
-        block = blocks[k]
-        slot = next((r for r, f in enumerate(free) if f >= block.tokens), None)
-        if slot is None:
-            rows.append([block])
-            free.append(length - block.tokens)
-        else:
-            rows[slot].append(block)
-            free[slot] -= block.tokens
+        slot = int(np.argmax(free >= blocks[k].tokens))  # rows not begun are free
+        if slot == len(rows):
+            rows.append([])
+        rows[slot].append(blocks[k])
+        free[slot] -= blocks[k].tokens
     return [tuple(r) for r in rows]
+
+
+def _fewer_rows(rows, length, prompt_lengths, answer_lengths, groups):
+    """Empties the emptiest rows, answer by answer, into what is free in others, as long as whole rows come free.
+
+    An answer that comes to a row with a block of its group joins it; elsewhere it brings a copy of its prompt. groups: [N], or
+    None where no prompt is shared.
+    """
+    rows = sorted(rows, key=lambda row: -sum(b.tokens for b in row))
+    while len(rows) > 1:
+        kept = _spread(rows[-1], rows[:-1], length, prompt_lengths, answer_lengths, groups)
+        if kept is None:
+            break
+        rows = sorted(kept, key=lambda row: -sum(b.tokens for b in row))
+    return rows
+
+
+def _spread(row, others, length, prompt_lengths, answer_lengths, groups):
+    """`others` with the answers of `row` in them, each where least stays free; None where one finds no room."""
+    free = np.array([length - sum(b.tokens for b in other) for other in others])
+    others = [list(other) for other in others]
+    for i in sorted((i for b in row for i in b.sequences), key=lambda i: (-answer_lengths[i], i)):
+        of = -1 if groups is None else groups[i]
+        home = [next((k for k, b in enumerate(other) if groups is not None and groups[b.sequences[0]] == of), None) for other in others]
+        cost = np.array([answer_lengths[i] + (0 if k is not None else prompt_lengths[i]) for k in home])
+        best = int(np.lexsort((free - cost, cost, free < cost))[0])
+        if free[best] < cost[best]:
+            return None
+        free[best] -= cost[best]
+        if home[best] is None:
+            others[best].append(Block((i,), int(cost[best])))
+        else:
+            block = others[best][home[best]]
+            others[best][home[best]] = Block(tuple(sorted((*block.sequences, i))), block.tokens + int(cost[best]))
+    return [tuple(other) for other in others]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from jaxrl.kernels.attention import blockwise, decode, decode_tpu, reference, tpu
+from jaxrl.kernels.attention import blockwise, cudnn, decode, decode_gpu, decode_tpu, gpu, reference, tpu
 from jaxrl.kernels.platform import platform
 
 log = logging.getLogger("jaxrl")
@@ -17,16 +17,19 @@ log = logging.getLogger("jaxrl")
 # each order serves every call.
 IMPLEMENTATIONS = {
     "tpu": tpu.attention,
+    "gpu": gpu.attention,
+    "cudnn": cudnn.attention,
     "blockwise": blockwise.attention,
     "reference": reference.attention,
 }
-WORK = {"tpu": tpu.work_of}  # those that look for their work once per step: see work_of
+WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of}  # those that look for their work once per step: see work_of
 XLA = ("blockwise", "reference")
-ORDERS = {"cpu": XLA, "gpu": XLA, "tpu": ("tpu", *XLA)}
+ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 
-CACHED = {"tpu": decode_tpu.attention, "xla": decode.attention, "reference": decode.reference_attention}
+CACHED = {"tpu": decode_tpu.attention, "gpu": decode_gpu.attention, "xla": decode.attention,
+          "reference": decode.reference_attention}
 CACHED_WORK = {"tpu": decode_tpu.work_of}
-CACHED_ORDERS = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")}
+CACHED_ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL=None,

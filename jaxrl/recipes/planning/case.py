@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl import models, sharding
 from jaxrl.config import ConfigError, load_config
+from jaxrl.kernels.attention import tpu
 from jaxrl.models import hf
 from jaxrl.recipes.planning import memory
 from jaxrl.recipes.planning.workload import SIZES, data_shards
@@ -20,6 +21,7 @@ from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 
+HOPPER = ("h100", "h200")  # whose attention is a kernel of ours
 GPU_SHARE, BESIDE_VLLM = 0.75, 0.45  # of a GPU's memory: what jax takes by itself, and with vLLM's servers on the same GPUs
 
 
@@ -65,6 +67,8 @@ def case_of(config, hf_config: dict, model=None) -> Case:
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices; leave it empty to plan")
     if model is None:
         config, model = for_target(config, hf_config, target)
+    else:
+        model = with_kernels(model, target)
     mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
     whole, usable = device_memory(config, target)
     return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable)
@@ -92,7 +96,22 @@ def for_target(config, hf_config: dict, target):
                                  c.model.attention, c.model.remat_every)
     if c.model.remat == "auto":
         c.model.remat = "none" if cpu or build("none").num_parameters < SMALL_MODEL else "full"
-    return c, build(c.model.remat)
+    return c, with_kernels(build(c.model.remat), target)
+
+
+def with_kernels(model, target):
+    """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are compiled from the config.)"""
+    if model.attention != "auto" or target.kind == "cpu":
+        return model
+    shapes = [(1, 2, heads, model.config.head_dim) for heads in (model.config.num_heads, model.config.num_kv_heads)]
+    try:
+        if target.kind == "tpu":
+            tpu.check(*shapes, model.compute_dtype)
+        elif target.name not in HOPPER or model.compute_dtype.itemsize > 2 or not 64 <= model.config.head_dim <= 256:
+            return model
+    except NotImplementedError:
+        return model
+    return dataclasses.replace(model, attention=target.kind)
 
 
 @functools.lru_cache(maxsize=32)

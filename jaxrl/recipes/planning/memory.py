@@ -9,13 +9,12 @@ Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-v
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
 from jaxrl.kernels.attention import blockwise
 from jaxrl.recipes.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
-from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
+from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped before.
 ARGUMENTS = {
@@ -184,8 +183,6 @@ def _layer_weights(model) -> float:
 
 def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dict]:
     """{"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
-    if model.attention == "auto" and targets.parse(config.plan.target).kind == "tpu":
-        model = dataclasses.replace(model, attention="tpu")
     shape = rows(config, data_shards(mesh)).shape
     inner, shapes, width = rollout or (None, None, 0)
     out = {}

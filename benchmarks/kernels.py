@@ -1,0 +1,369 @@
+"""Time, rate and share of the chip's ceiling of every kernel, beside the libraries that others use, in one run:
+
+    python benchmarks/kernels.py            (--tiny: small shapes, any machine; --out FOLDER: JSON and Markdown there)
+
+First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the same run: a
+matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible pairs (4 K per pair and
+query head forward, 10 K backward), decoding the bytes of visible keys and values. Times are medians of device time, calls queued
+one behind the other; attention's block lists are made once per step and timed in a row of their own. What cannot run says why.
+Nothing new is started after --minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+MODELS = {  # query heads, key-value heads, head size, hidden size, vocabulary
+    "Qwen2.5-0.5B": (14, 2, 64, 896, 151936),
+    "Qwen2.5-1.5B": (12, 2, 128, 1536, 151936),
+    "Qwen2.5-7B": (28, 4, 128, 3584, 152064),
+    "Qwen3-8B": (32, 8, 128, 4096, 151936),
+    "Llama-3.1-8B": (32, 8, 128, 4096, 128256),
+    "Gemma-3-4B": (8, 4, 256, 2560, 262208),
+    "tiny": (4, 2, 64, 64, 512),
+}
+COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
+FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16, decode=((256, 4096), (8, 32768)),
+            tokens=32768, logprob="Qwen2.5-1.5B", matmul=8192, copy=1 << 31)
+TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),), tokens=512, logprob="tiny", matmul=512,
+            copy=1 << 24)
+BLOCKWISE_UP_TO = 16384
+
+
+class Table:
+    """Rows of results; `measure` adds one, or the reason why there is none."""
+
+    def __init__(self, minutes: float, quick: bool):
+        self.rows, self.deadline, self.quick, self.ceilings = [], time.monotonic() + 60 * minutes, quick, {}
+
+    def measure(self, op, model, shape, implementation, make, flops=0, moved=0):
+        """make() -> (function without arguments that queues one call and returns its result, extra entries or {})."""
+        row = dict(op=op, model=model, shape=shape, implementation=implementation)
+        try:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("out of time")
+            call, extra = make()
+            row |= extra | rates(self.seconds(call), flops, moved, self.ceilings)
+        except Exception as e:  # noqa: BLE001 a library that cannot run is a result
+            row["not_run"] = f"{type(e).__name__}: {e}".splitlines()[0][:200]
+        self.rows.append(row)
+        print(line(row), flush=True)
+        return row
+
+    def seconds(self, call) -> float:
+        wait(call())
+        started = time.perf_counter()
+        wait(call())
+        once = time.perf_counter() - started
+        calls = 1 if self.quick else max(1, min(50, math.ceil(0.05 / once)))
+        times = []
+        for _ in range(3 if self.quick else 5):
+            started = time.perf_counter()
+            for _ in range(calls):
+                result = call()
+            wait(result)
+            times.append((time.perf_counter() - started) / calls)
+        return statistics.median(times)
+
+
+def wait(result):
+    if "torch" in type(result).__module__:
+        sys.modules["torch"].cuda.synchronize()
+    else:
+        jax.block_until_ready(result)
+
+
+def rates(seconds, flops, moved, ceilings) -> dict:
+    out = {"milliseconds": 1e3 * seconds}
+    if flops:
+        out["tflops"] = flops / seconds / 1e12
+        out["share"] = flops / seconds / ceilings["matmul"] if "matmul" in ceilings else None
+    if moved:
+        out["gb_per_s"] = moved / seconds / 1e9
+        out["share"] = moved / seconds / ceilings["copy"] if "copy" in ceilings else None
+    return out
+
+
+def compiled(function, *arguments):
+    """(call, {}) of a jitted function on these arguments."""
+    ready = jax.jit(function).lower(*arguments).compile()
+    return lambda: ready(*arguments), {}
+
+
+def normal(key, shape):
+    return jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+
+
+def ceilings(table, sizes):
+    n = sizes["matmul"]
+    a, b = normal(0, (n, n)), normal(1, (n, n))
+    row = table.measure("matmul", "", f"{n}^3 bf16", "xla", lambda: compiled(lambda a, b: a @ b, a, b), flops=2 * n ** 3)
+    if "tflops" in row:
+        table.ceilings["matmul"] = 1e12 * row["tflops"]
+    x = jnp.zeros((sizes["copy"] // 4,), jnp.float32)
+    row = table.measure("copy", "", f"{sizes['copy'] >> 20} MiB", "xla", lambda: compiled(lambda x: x + 1, x),
+                        moved=2 * sizes["copy"])
+    if "gb_per_s" in row:
+        table.ceilings["copy"] = 1e9 * row["gb_per_s"]
+
+
+def documents(length, count):
+    """(lengths, positions [1, L], segments [1, L]): `count` documents, multiples of 1, of unequal length that fill a row."""
+    lengths = np.random.default_rng(0).multinomial(length - count, np.random.default_rng(1).dirichlet(np.full(count, 4.0))) + 1
+    segments = np.repeat(np.arange(1, count + 1), lengths).astype(np.int32)[None]
+    return lengths, np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None], segments
+
+
+def attention(table, model, length, count):
+    """Forward and backward of one row: a document, or `count` packed ones."""
+    from jaxrl.kernels.attention import api, gpu, reference, tpu
+    from jaxrl.kernels.platform import platform
+
+    heads, groups, size, _, _ = MODELS[model]
+    q, k, v, d_out = (normal(i, (1, length, h, size)) for i, h in enumerate((heads, groups, groups, heads)))
+    lengths, positions, segments = documents(length, count)
+    ids = (positions, positions, segments, segments, None)
+    scale, flops = size ** -0.5, 4 * size * heads * sum(int(n) * (int(n) + 1) // 2 for n in lengths)
+    name = "attention" if count == 1 else "packed attention"
+    shape = f"{length} tokens" if count == 1 else f"{count} documents in {length}"
+
+    def ours(implementation):
+        work = {"gpu": gpu.work_of, "tpu": tpu.work_of}.get(implementation)
+        options = dict(window=0, softcap=0.0, scale=scale)
+        if work is not None:
+            options["work"] = jax.jit(lambda *ids: work(q.shape, k.shape, q.dtype, *ids, None, window=0))(*ids[:4])
+        return lambda q, k, v: api.IMPLEMENTATIONS[implementation](q, k, v, *ids, **options)
+
+    def library(function, **options):
+        mask = {}
+        if count > 1:
+            mask["mask"] = reference.visible(*(None if x is None else jnp.asarray(x) for x in ids), 0)[:, None]
+        return lambda q, k, v: function(q, k, v, scale=scale, **(mask or dict(is_causal=True)), **options)
+
+    def tokamax():
+        import tokamax
+
+        return library(tokamax.dot_product_attention, implementation="mosaic")
+
+    makers = {"blockwise": lambda: ours("blockwise")} if length <= BLOCKWISE_UP_TO else {}
+    if platform() != "cpu":
+        makers = {platform(): lambda: ours(platform())} | makers
+    if platform() == "gpu" and count == 1:
+        makers["jaxrl cudnn"] = lambda: ours("cudnn")
+    if model in COMPARED:
+        suffix = "" if count == 1 else ", mask"
+        makers |= {f"jax.nn xla{suffix}": lambda: library(jax.nn.dot_product_attention, implementation="xla")}
+        if platform() == "gpu":
+            makers |= {f"jax.nn cudnn{suffix}": lambda: library(jax.nn.dot_product_attention, implementation="cudnn"),
+                       f"tokamax mosaic{suffix}": tokamax}
+    if "gpu" in makers:
+        table.measure("block lists", model, shape, "gpu", lambda: compiled(
+            lambda *ids: gpu.work_of(q.shape, k.shape, q.dtype, *ids, None, window=0), *ids[:4]))
+    for implementation, make in makers.items():
+        table.measure(f"{name} forward", model, shape, implementation, lambda make=make: compiled(make(), q, k, v), flops=flops)
+
+        def backward(make=make):
+            pull = jax.jit(lambda q, k, v: jax.vjp(make(), q, k, v)[1])(q, k, v)
+            return compiled(lambda pull, d_out: pull(d_out), pull, d_out)
+
+        table.measure(f"{name} backward", model, shape, implementation, backward, flops=2.5 * flops)
+    if model in COMPARED and count == 1 and platform() == "gpu":
+        torch_attention(table, name, model, shape, (length, heads, groups, size), flops)
+
+
+def torch_attention(table, name, model, shape, sizes, flops):
+    def inputs():
+        import torch
+
+        length, heads, groups, size = sizes
+        q, k, v, d_out = (torch.randn(1, h, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                          for h in (heads, groups, groups, heads))
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        return attend, (q, k, v), d_out
+
+    def forward():
+        attend, qkv, _ = inputs()
+        return lambda: attend(*qkv).detach(), {}
+
+    def backward():
+        import torch
+
+        attend, qkv, d_out = inputs()
+        out = attend(*qkv)
+        return lambda: torch.autograd.grad(out, qkv, d_out.detach(), retain_graph=True)[0], {}
+
+    table.measure(f"{name} forward", model, shape, "torch sdpa", forward, flops=flops)
+    table.measure(f"{name} backward", model, shape, "torch sdpa", backward, flops=2.5 * flops)
+
+
+def decoding(table, model, slots, length):
+    """One token of every slot of a cache whose slots are filled evenly from a quarter to the whole."""
+    from jaxrl.kernels.attention import api
+
+    heads, groups, size, _, _ = MODELS[model]
+    q = normal(0, (slots, 1, heads, size))
+    k, v = (normal(i, (1, slots, length, groups * size)) for i in (1, 2))
+    positions = np.linspace(length // 4, length - 1, slots).astype(np.int32)[:, None]
+    moved = 2 * k.dtype.itemsize * groups * size * int((positions + 1).sum())
+    names = [n for n in dict.fromkeys((*api.CACHED_ORDERS[jax.default_backend()], "xla"))]
+    for name in names:
+        table.measure("decoding", model, f"{slots} slots of {length}", name, lambda name=name: compiled(
+            functools.partial(api.CACHED[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v, positions, 0), moved=moved)
+
+
+def logprob(table, model, tokens):
+    """Log-prob and its gradients from hidden states, in chunks and with all logits at once: time and compiled temporaries."""
+    from jaxrl.kernels.logprob import api
+
+    *_, hidden, vocab = MODELS[model]
+    x, head = normal(0, (1, tokens, hidden)), normal(1, (hidden, vocab))
+    targets = jax.random.randint(jax.random.key(2), (1, tokens), 0, vocab)
+
+    def make(implementation):
+        def loss(x, head, targets):
+            return api.logprob_and_entropy(x, head, targets, implementation=implementation)[0].sum()
+
+        ready = jax.jit(jax.grad(loss, (0, 1))).lower(x, head, targets).compile()
+        memory = ready.memory_analysis().temp_size_in_bytes
+        return lambda: ready(x, head, targets), {"temporary_gib": memory / 2 ** 30}
+
+    for implementation in ("chunked", "reference"):
+        table.measure("log-prob forward + backward", model, f"{tokens} tokens", implementation, lambda i=implementation: make(i),
+                      flops=6 * tokens * hidden * vocab)
+
+
+def correctness(names) -> list[dict]:
+    """Every implementation against float64 on this device, the shared cases and decoding: rows with "error", "" where it held."""
+    import attention_cases
+    import test_attention_gpu
+
+    from jaxrl.kernels.attention import api, decode
+
+    rows = []
+
+    def held(name, case, check):
+        started = time.monotonic()
+        try:
+            check()
+            error = ""
+        except NotImplementedError as e:
+            error = f"refused: {e}"
+        except Exception as e:  # noqa: BLE001 the row says what failed
+            error = f"{type(e).__name__}: {e}"[:500]
+        rows.append(dict(implementation=name, case=str(case), error=error, seconds=round(time.monotonic() - started, 1)))
+        print(f"{name} {case}: {error or 'held'}", flush=True)
+
+    for name in names:
+        for case in test_attention_gpu.CASES if name in ("gpu", "cudnn") else test_attention_gpu.CASES[:2]:
+            held(name, case, lambda name=name, case=case: attention_cases.check(name, case))
+
+    def decodes(name, slots, length, heads, groups, size, window, softcap):
+        q = normal(0, (slots, 1, heads, size))
+        k, v = (normal(i, (2, slots, length, groups * size)) for i in (1, 2))
+        positions = jax.random.randint(jax.random.key(3), (slots, 1), 0, length)
+        options = dict(window=window, softcap=softcap, scale=size ** -0.5)
+        got = jax.jit(functools.partial(api.CACHED[name], **options))(q, k, v, positions, 1).astype(jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            want = decode.reference_attention(*(x.astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
+        error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+        assert error < 0.01, f"off by {error:.1e}"
+
+    for name in dict.fromkeys((*api.CACHED_ORDERS[jax.default_backend()], "xla")):
+        for case in ((3, 208, 4, 2, 64, 0, 0.0), (40, 1104, 14, 2, 128, 600, 0.0), (1, 1072, 2, 1, 128, 0, 0.0),
+                     (300, 96, 8, 8, 256, 0, 5.0)):
+            held(f"decoding {name}", case, lambda name=name, case=case: decodes(name, *case))
+    return rows
+
+
+def environment() -> dict:
+    def version(name):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    device = jax.devices()[0]
+    out = {"device": device.device_kind, "platform": device.client.platform_version, "python": sys.version.split()[0],
+           **{name: version(name) for name in ("jax", "jaxlib", "torch", "tokamax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")}}
+    if device.platform == "gpu":
+        out["driver"] = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
+                                       text=True).stdout.strip()
+    return out
+
+
+def line(row) -> str:
+    """A row of the Markdown table."""
+    def number(key, form):
+        return "" if row.get(key) is None else format(row[key], form)
+
+    rates = [number(key, ".3g") + unit for key, unit in (("tflops", " TFLOP/s"), ("gb_per_s", " GB/s")) if key in row]
+    cells = (row["op"], row["model"], row["shape"], row["implementation"], number("milliseconds", ".3g"), *(rates or [""]),
+             number("share", ".0%"), number("temporary_gib", ".2f"), row.get("not_run", ""))
+    return "| " + " | ".join(cells) + " |"
+
+
+def markdown(result) -> str:
+    head = ("op", "model", "shape", "implementation", "ms", "rate", "of ceiling", "temporaries GiB", "not run")
+    lines = ["# Kernels", "", "`python benchmarks/kernels.py`", ""]
+    lines += [f"- {key}: {value}" for key, value in result["environment"].items() if value]
+    failed = [r for r in result["correctness"] if r["error"]]
+    lines += ["", f"Held to float64: {len(result['correctness']) - len(failed)} of {len(result['correctness'])} cases."]
+    lines += [f"- {r['implementation']}, {r['case']}: {r['error']}" for r in failed]
+    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *map(line, result["rows"]), ""]
+    return "\n".join(lines)
+
+
+def run(tiny: bool, minutes: float) -> dict:
+    from jaxrl.kernels.attention import api
+
+    started, sizes = time.monotonic(), TINY if tiny else FULL
+    ours = {"gpu": ("gpu", "cudnn"), "tpu": ("tpu",)}.get(jax.default_backend(), ())
+    held = correctness([*(n for n in ours if n in api.IMPLEMENTATIONS), "blockwise"])
+    table = Table(minutes - (time.monotonic() - started) / 60, quick=tiny)
+    ceilings(table, sizes)
+    for model in sorted(sizes["models"], key=lambda m: m not in COMPARED):
+        attention(table, model, sizes["causal"], 1)
+        if model in COMPARED:
+            attention(table, model, sizes["packed"], sizes["documents"])
+        for slots, length in sizes["decode"]:
+            decoding(table, model, slots, length)
+        if model == sizes["logprob"]:
+            logprob(table, model, sizes["tokens"])
+    return {"environment": environment(), "correctness": held, "rows": table.rows,
+            "seconds": round(time.monotonic() - started, 1)}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--out", default="", help="folder")
+    args = parser.parse_args(argv)
+    result = run(args.tiny, args.minutes)
+    if args.out:
+        folder = Path(args.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = "kernels_" + "_".join(result["environment"]["device"].lower().split())
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / f"{name}.md").write_text(markdown(result))
+    return int(any(r["error"] and not r["error"].startswith("refused") for r in result["correctness"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

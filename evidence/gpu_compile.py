@@ -1,0 +1,138 @@
+"""Every GPU kernel down to Hopper machine code, on a machine without a GPU: registers, spills and serialised matrix products.
+
+python evidence/gpu_compile.py        in an environment of Python 3.12 with jax 0.11 or 0.12, and of the same version
+                                      jax-cuda13-plugin and jax-cuda13-pjrt, with nvidia-cuda-nvcc, nvidia-nvvm and
+                                      nvidia-cuda-nvdisasm beside it (all from PyPI, pip install --no-deps); a C compiler
+
+Mosaic's own compiler (in the CUDA plugin) and NVIDIA's assembler run; the driver, which they ask only for the chip, is
+cuda_stand_in.c. What launching shows, this cannot.
+"""
+
+import ctypes
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, os.path.dirname(__file__))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from common import record, table  # noqa: E402
+from jax import export  # noqa: E402
+
+from jaxrl.kernels.attention import decode_gpu, gpu  # noqa: E402
+
+LENGTH, HEADS, GROUPS, ROWS = 4096, 8, 2, 2
+CASES = [(size, 0, 0.0) for size in (64, 80, 96, 128, 192, 256)] + [(128, 1024, 0.0), (128, 0, 30.0), (256, 1024, 50.0)]
+
+
+def modules(function, *shapes) -> list[bytes]:
+    """The serialised Mosaic kernels of a function, lowered for CUDA."""
+    import jax.experimental.mosaic.gpu  # noqa: F401 registers the dialects
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    text = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*shapes).mlir_module()
+    found = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "mosaic_gpu_v2" in str(op.attributes["call_target_name"]):
+            found.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        ir.Module.parse(text).operation.walk(visit)
+    return found
+
+
+def kernels():
+    """(name, head size, window, soft-cap, serialised kernel)."""
+    at = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    for size, window, softcap in CASES:
+        q, k, v = (jax.ShapeDtypeStruct((ROWS, LENGTH, h, size), jnp.bfloat16) for h in (HEADS, GROUPS, GROUPS))
+        options = dict(window=window, softcap=softcap, scale=size ** -0.5, interpret=False)
+
+        def loss(q, k, v, positions, segments, options=options):
+            return gpu.attention(q, k, v, positions, positions, segments, segments, segments, **options).astype(jnp.float32).sum()
+
+        for name, module in zip(("forward", "dq", "dk, dv"), modules(jax.grad(loss, (0, 1, 2)), q, k, v, at, at), strict=True):
+            yield name, size, window, softcap, module
+        query = jax.ShapeDtypeStruct((256, 1, HEADS, size), jnp.bfloat16)
+        cache = jax.ShapeDtypeStruct((2, 256, LENGTH, GROUPS * size), jnp.bfloat16)
+        where = jax.ShapeDtypeStruct((256, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        for module in modules(functools.partial(decode_gpu.attention, **options), query, cache, cache, *where):
+            yield "decoding", size, window, softcap, module
+
+
+def compile_here(path: str) -> None:
+    """In a process with the stand-in driver: hands the kernel to Mosaic's compiler, which writes its dumps, and ends."""
+    import jax.experimental.mosaic.gpu.core  # noqa: F401 tells the compiler where its libraries are
+    import jax_plugins.xla_cuda13 as plugin
+
+    module = Path(path).read_bytes()
+    library = ctypes.CDLL(plugin._get_library_path())
+    library.MosaicGpuCompile.argtypes, library.MosaicGpuCompile.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+    library.MosaicGpuCompile(module, len(module))
+
+
+def assembled(module: bytes, driver: Path) -> dict:
+    """What the assembler says of one kernel, and its instructions of matrix products and of spills inside loops."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "module").write_bytes(module)
+        import nvidia
+
+        tools = next(p for root in nvidia.__path__ for p in Path(root).glob("*/bin") if (p / "ptxas").exists())
+        env = os.environ | {"LD_LIBRARY_PATH": str(driver), "PATH": f"{tools}:{os.environ['PATH']}", "MOSAIC_GPU_DUMP_TO": folder,
+                            "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+        subprocess.run([sys.executable, __file__, f"{folder}/module"], env=env, capture_output=True)
+        said = next(Path(folder).glob("*.ptxas")).read_text()
+        code = next(Path(folder).glob("*.sass*")).read_text().splitlines()
+    number = lambda pattern: int(re.search(pattern, said).group(1))  # noqa: E731
+    return {"registers": number(r"Used (\d+) registers"), "spilled_bytes": number(r"(\d+) bytes spill stores"),
+            "serialised": "serialized" in said, "loops": loops(code)}
+
+
+def loops(code: list[str]) -> list[dict]:
+    """The loops with matrix products (without a mask, then with one): instructions, products, loads and stores of spills."""
+    start, lines, found = {}, [], []
+    for text in code:
+        if label := re.match(r"^(\.L_x_\d+):", text):
+            start[label.group(1)] = len(lines)
+        elif "/*" in text:
+            lines.append(text)
+            if (jump := re.search(r"BRA `\((\.L_x_\d+)\)", text)) and jump.group(1) in start:
+                body = lines[start[jump.group(1)]:]
+                count = lambda *names, body=body: sum(any(n in x for n in names) for x in body)  # noqa: E731
+                if count("HGMMA") and not count("EXIT"):  # behind the exit stand waits that jump back into the code
+                    found.append({"instructions": len(body), "products": count("HGMMA"), "spills": count("STL", "LDL")})
+    return found
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(__file__).with_name("cuda_stand_in.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", f"{folder}/libcuda.so.1", str(source)], check=True)
+        results = []
+        for name, size, window, softcap, module in kernels():
+            results.append({"kernel": name, "head_size": size, "window": window, "softcap": softcap,
+                            **assembled(module, Path(folder))})
+            print(results[-1], flush=True)
+    rows = [[r["kernel"], r["head_size"], r["window"], r["softcap"], r["registers"], r["spilled_bytes"],
+             "yes" if r["serialised"] else "no", " / ".join(str(loop["instructions"]) for loop in r["loops"]),
+             " / ".join(str(loop["spills"]) for loop in r["loops"])] for r in results]
+    table(["kernel", "head", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
+           "spills in it"], rows)
+    record("gpu_compile", results)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        compile_here(sys.argv[1])
+    else:
+        main()

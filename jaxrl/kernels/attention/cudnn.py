@@ -1,0 +1,69 @@
+"""`attention` by cuDNN where every row holds one sequence, decided on the device; blockwise where any does not.
+
+For GPUs older than Hopper. cuDNN may sum gradients in another order each time.
+
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.attention import blockwise
+from jaxrl.kernels.platform import platform
+
+
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
+              q_prefixes_BxL, *, window, softcap, scale, chosen=True):
+    """See api.attention. Raises NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
+    del chosen
+    if platform() != "gpu":
+        raise NotImplementedError("cuDNN needs an NVIDIA GPU")
+    if q_BxLxHxK.dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"{q_BxLxHxK.dtype} inputs; cuDNN takes bfloat16 and float16")
+    if not q_BxLxHxK.dtype == k_BxSxGxK.dtype == v_BxSxGxK.dtype:
+        raise NotImplementedError(f"inputs of {q_BxLxHxK.dtype}, {k_BxSxGxK.dtype} and {v_BxSxGxK.dtype}; cuDNN takes one type")
+    if softcap:
+        raise NotImplementedError(f"softcap {softcap}; cuDNN has none")
+    if q_BxLxHxK.shape[3] % 8 or q_BxLxHxK.shape[3] > largest_head():
+        raise NotImplementedError(f"head size {q_BxLxHxK.shape[3]}; cuDNN takes multiples of 8 up to {largest_head()} here")
+    if q_BxLxHxK.shape[1] != k_BxSxGxK.shape[1] or q_BxLxHxK.shape[1] == 1:
+        raise NotImplementedError(f"{q_BxLxHxK.shape[1]} queries for {k_BxSxGxK.shape[1]} keys; cuDNN is asked for whole rows")
+    ids = q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL
+    options = dict(window=window, softcap=softcap, scale=scale)
+    single, lengths_B = one_sequence(q_BxLxHxK.shape[:2], *ids)
+    return jax.lax.cond(single, lambda *qkv: causal(*qkv, lengths_B, window, scale),
+                        lambda *qkv: blockwise.attention(*qkv, *ids, **options), q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
+
+
+def largest_head() -> int:
+    """256 from Hopper on, 128 before."""
+    generations = {float(d.compute_capability) for d in jax.devices() if d.platform == "gpu"}
+    return 128 if min(generations, default=9.0) < 9.0 else 256
+
+
+def one_sequence(shape, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL):
+    """(bool scalar: every row is one sequence from position 0 on, then padding; its length [B], at least 1)."""
+    at = jnp.arange(shape[1])
+    if q_segments_BxL is None:
+        real = jnp.ones(shape, bool)
+    else:
+        real = jnp.broadcast_to(q_segments_BxL != 0, shape)
+    lengths_B = real.sum(axis=1, dtype=jnp.int32)
+    single = ((q_positions_BxL == at) & (k_positions_BxS == at) | ~real).all()
+    single &= (real == (at < lengths_B[:, None])).all()
+    if q_segments_BxL is not None:
+        single &= (q_segments_BxL == k_segments_BxS).all() & ((q_segments_BxL == q_segments_BxL[:, :1]) | ~real).all()
+    if q_prefixes_BxL is not None:
+        single &= ((q_prefixes_BxL == 0) | (q_prefixes_BxL == q_segments_BxL)).all()
+    return single, jnp.maximum(lengths_B, 1)
+
+
+def causal(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, lengths_B, window, scale):
+    """Causal attention of rows of the given lengths; 0 behind them."""
+    out = jax.nn.dot_product_attention(
+        q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, scale=scale, is_causal=True, query_seq_lengths=lengths_B,
+        key_value_seq_lengths=lengths_B, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")
+    real = jnp.arange(out.shape[1]) < lengths_B[:, None]
+    return jnp.where(real[..., None, None], out, 0)

@@ -1,0 +1,281 @@
+"""Attention on Hopper GPUs, without one: the kernels interpreted (races found, uninitialised memory NaN, reads beyond an end
+refused), counted, and lowered for CUDA. The body that keeps operands in registers is only lowered here."""
+
+import functools
+import os
+
+import attention_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case
+from jax import export
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from tiny_models import ARCHITECTURES, SIZES
+
+from jaxrl.kernels.attention import cudnn, decode, decode_gpu, gpu, gpu_plan, reference, tuned_gpu
+from jaxrl.models import build
+from jaxrl.sharding.mesh import AXES
+
+MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
+os.environ.setdefault("PJRT_NPROC", "8")  # the interpreter's threads wait for each other: each needs one of the runtime's threads
+
+CASES = [
+    Case("prompts", length=200, heads=4, groups=2, dtype="bfloat16"),
+    Case("prompts", length=150, heads=2, groups=1, window=33, softcap=5.0, scale=0.3, shuffled=True, dtype="bfloat16"),
+    Case("documents", length=256, heads=2, groups=1, size=128, dtype="float16"),
+    Case("documents", length=150, heads=2, groups=1, size=256, softcap=20.0, dtype="bfloat16"),
+    Case("ones", length=130, heads=1, groups=1, size=192, dtype="bfloat16"),
+    Case("padding", length=129, heads=1, groups=1, size=80, window=40, dtype="bfloat16"),
+    Case("all_padding", length=40, heads=1, groups=1, size=96, dtype="float16"),
+    Case("whole", length=300, heads=1, groups=1, dtype="bfloat16"),
+    Case("documents", length=260, heads=1, groups=1, queries=70, dtype="bfloat16"),
+]
+
+
+def strict():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_cases(case):
+    attention_cases.check(functools.partial(gpu.attention, interpret=strict()), case)
+
+
+@pytest.mark.mosaic
+def test_blocks_without_work_are_not_computed():
+    """The kernels' own counts: exactly the parts of tiles with a visible pair."""
+    lengths, heads, groups = [200, 320, 120, 384], 2, 1
+    segments = np.repeat(np.arange(1, 5), lengths).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
+    q, k, v = (jnp.ones((1, sum(lengths), h, 64), jnp.bfloat16) for h in (heads, groups, groups))
+    ids = positions, positions, segments, segments, np.zeros_like(segments)
+    counted = gpu.computed_blocks(q, k, v, *ids, scale=0.1, interpret=strict())
+    mask = np.asarray(reference.visible(*ids, 0))[0]
+    sizes = gpu.sizes_of(64)
+    for name, rows, columns, copies in (("forward", 64, sizes.forward.keys, heads), ("queries", 64, sizes.queries.keys, heads),
+                                        ("keys", sizes.keys.queries, 64, heads)):
+        active = mask.reshape(-1, rows, mask.shape[1] // columns, columns).any(axis=(1, 3)).sum()
+        assert counted[name][0].sum() == active * copies, name
+        assert counted[name][1] == rows * columns, name
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_work_of_sixteen_documents(size):
+    """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of tiles."""
+    lengths = np.random.default_rng(0).multinomial(16384, np.full(16, 1 / 16))
+    segments = np.repeat(np.arange(1, 17), lengths).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
+    area, sizes = (lengths * (lengths + 1) // 2).sum(), gpu.sizes_of(size)
+    for parts, block, transposed in ((2, sizes.forward.keys, False), (sizes.queries.consumers, sizes.queries.keys, False),
+                                     (sizes.keys.consumers, sizes.keys.queries, True)):
+        plan = gpu_plan.plan(1, positions, positions, segments, segments, None, window=0, parts=parts, block=block,
+                             transposed=transposed)
+        wanted = np.asarray(plan.lists)[..., None] >> np.arange(parts) & 1
+        work = int(wanted.sum()) * 64 * block
+        assert area < work < 1.3 * area, (parts, block, work / area)
+
+
+def test_plan():
+    """Lists hold exactly the blocks with work, and which parts of the tile have it, first those without a mask, which are visible
+    throughout; the dearest first."""
+    for layout, length in (("prompts", 500), ("documents", 700), ("whole", 384), ("padding", 300)):
+        for window, transposed in ((0, False), (90, False), (0, True)):
+            ids = attention_cases.inputs(Case(layout, length=length))[2]
+            plan = gpu_plan.plan(ids[0].shape[0], *ids, window=window, parts=2, block=64, transposed=transposed)
+            mask = np.asarray(reference.visible(*ids, window))
+            if ids[2] is not None:
+                mask &= (ids[2] != 0)[..., None]
+            seen = np.pad(mask, [(0, 0), (0, -length % 128), (0, -length % 128)])
+            seen = seen.swapaxes(1, 2) if transposed else seen
+            blocks = seen.reshape(seen.shape[0], -1, 2, 64, seen.shape[2] // 64, 64)
+            some, full = blocks.any(axis=(3, 5)), blocks.all(axis=(2, 3, 5))
+            counts, lists = np.asarray(plan.counts), np.asarray(plan.lists)
+            for b, n in np.ndindex(counts.shape[:2]):
+                (n_full, count), visits = counts[b, n], [gpu_plan.entry(value, 2)[0] for value in lists[b, n]]
+                assert set(map(int, visits[:count])) == set(np.flatnonzero(some[b, n].any(axis=0)))
+                assert all(full[b, n, v] for v in visits[:n_full])
+                for value, visit in zip(lists[b, n], visits, strict=True):
+                    assert [bool(gpu_plan.entry(value, 2, part)[1]) for part in (0, 1)] == some[b, n, :, visit].tolist()
+            costs = counts[..., 1].reshape(-1)[np.asarray(plan.order)]
+            assert (np.diff(costs) <= 0).all() and sorted(np.asarray(plan.order)) == list(range(costs.size))
+            assert layout != "whole" or window or counts[..., 0].sum() > 0
+
+
+DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, multiprocessors
+    (3, 208, 4, 2, 64, 0, 0.0, 2), (2, 144, 14, 2, 128, 50, 0.0, 1), (1, 1072, 2, 1, 128, 0, 0.0, 132),
+    (1, 96, 8, 8, 256, 0, 5.0, 1), (2, 1104, 8, 1, 96, 600, 0.0, 132),
+]
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("case", DECODES, ids=str)
+def test_decoding(case, monkeypatch):
+    """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what lies
+    behind a slot's blocks is not read."""
+    from jaxrl.kernels.attention import decode_gpu_kernel
+
+    slots, length, heads, groups, size, window, softcap, chips = case
+    for module in (tuned_gpu, decode_gpu_kernel):
+        monkeypatch.setattr(module, "MULTIPROCESSORS", chips)
+    rng = np.random.default_rng(2)
+    q = jnp.asarray(rng.normal(size=(slots, 1, heads, size)), jnp.bfloat16)
+    k, v = (jnp.asarray(rng.normal(size=(2, slots, length, groups * size)), jnp.bfloat16) for _ in range(2))
+    positions = np.append(rng.integers(0, length, slots - 1), length - 1).astype(np.int32)[:, None]
+    positions[1:2] = length if slots > 2 else positions[1:2]
+    keys = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+    unread = (np.arange(length) // keys > positions // keys) & (np.arange(length) < length - keys)
+    k, v = (jnp.where(unread[..., None], jnp.nan, x) for x in (k, v))
+    options = dict(window=window, softcap=softcap, scale=size ** -0.5)
+    got = np.asarray(decode_gpu.attention(q, k, v, positions, 1, interpret=strict(), **options), np.float32)
+    want = decode.reference_attention(*(jnp.nan_to_num(x).astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
+    busy = (positions < length)[..., None, None]
+    assert np.isfinite(got).all() and not np.where(busy, 0, got).any()
+    assert np.linalg.norm(np.where(busy, got - want, 0)) < 0.01 * np.linalg.norm(want)
+
+
+def test_parts_of_decoding():
+    assert decode_gpu.splits_of(1024, 4096, 64) == 1
+    assert decode_gpu.splits_of(2, 4096, 64) == 16
+    assert decode_gpu.splits_of(20, 4096, 64) == 14
+
+
+def lowered(function, *shapes):
+    """The module for CUDA, as far as a machine without a GPU makes it: Mosaic kernels down to their serialised MLIR."""
+    names = "mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*shapes).mlir_module()
+
+
+def shapes(length, size, heads=4, groups=2, batch=2):
+    wide = [jax.ShapeDtypeStruct((batch, length, h, size), jnp.bfloat16) for h in (heads, groups, groups)]
+    return *wide, *[jax.ShapeDtypeStruct((batch, length), jnp.int32)] * 3
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("size,softcap,window", [(64, 0.0, 0), (80, 0.0, 0), (96, 30.0, 0), (128, 0.0, 0), (128, 0.0, 100),
+                                                 (192, 0.0, 0), (256, 50.0, 100)])
+def test_kernels_lower_for_cuda(size, softcap, window):
+    """Forward, dq and dk with dv, in the body that keeps operands in registers; shared memory fits."""
+    def loss(q, k, v, positions, segments, prefixes):
+        out = gpu.attention(q, k, v, positions, positions, segments, segments, prefixes, window=window, softcap=softcap,
+                            scale=0.1, interpret=False)
+        return out.astype(jnp.float32).sum()
+
+    assert lowered(jax.grad(loss, (0, 1, 2)), *shapes(1000, size)).count("@mosaic_gpu_v2") == 3
+    alone = functools.partial(gpu.attention, window=window, softcap=softcap, scale=0.1, q_segments_BxL=None, k_segments_BxS=None,
+                              q_prefixes_BxL=None, interpret=False)
+    q, k, v, positions, *_ = shapes(1024, size)
+    assert lowered(lambda q, k, v, p: alone(q, k, v, p, p), q, k, v, positions).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("size,slots", [(64, 64), (96, 2), (128, 1), (192, 2), (256, 256)])
+def test_decoding_lowers_for_cuda(size, slots):
+    q = jax.ShapeDtypeStruct((slots, 1, 12, size), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((24, slots, 2048, 2 * size), jnp.bfloat16)
+    positions, layer = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((slots, 1), ()))
+    call = functools.partial(decode_gpu.attention, window=0, softcap=0.0, scale=0.1, interpret=False)
+    assert lowered(call, q, cache, cache, positions, layer).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.mosaic
+def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
+    """Forward, dq and dk with dv inside the scan over layers, each device on its own rows and heads; the search for work once."""
+    kind, own = ARCHITECTURES["qwen2"]
+    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 4}, compute_dtype=jnp.bfloat16,
+                  scan_layers=True, remat="full")
+    ids = [jax.ShapeDtypeStruct((4, 256), jnp.int32)] * 4
+
+    def loss(params, *ids):
+        return model.hidden(params, *ids).astype(jnp.float32).sum()
+
+    mesh = AbstractMesh((2, 1, 2), AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0)), *ids)
+    kernels = [names for names in scans(program.jaxpr) if "mpmd_map" in names]
+    assert sorted(names.count("mpmd_map") for names in kernels) == [1, 3]  # forward; again, with dq, and dk and dv
+    assert not any("sort" in names for names in kernels)
+
+
+def scans(jaxpr):
+    """For every scan the names of the primitives in it."""
+    def inside(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn
+            for inner in () if eqn.primitive.name == "mpmd_map" else jaxprs_in_params(eqn.params):
+                yield from inside(inner)
+
+    for eqn in inside(jaxpr):
+        if eqn.primitive.name == "scan":
+            yield [e.primitive.name for e in inside(eqn.params["jaxpr"].jaxpr)]
+
+
+def test_what_is_refused():
+    q, k, v = (np.zeros((1, 64, h, 64), jnp.bfloat16) for h in (2, 1, 1))
+    at = np.arange(64, dtype=np.int32)[None]
+    cache = np.zeros((3, 1, 64, 64), jnp.bfloat16)
+
+    def refused(reason, *qkv, of=gpu.attention, ids=(at, at, None, None, None), softcap=0.0, scale=0.1, **rest):
+        with pytest.raises(NotImplementedError, match=reason):
+            of(*qkv, *ids, window=0, softcap=softcap, scale=scale, **rest)
+
+    refused("softcap 3", q, k, v, of=on_a_gpu, softcap=3.0)
+    refused("needs an NVIDIA GPU", q, k, v, of=cudnn.attention)
+    refused("float32 inputs", *(x.astype(np.float32) for x in (q, k, v)), of=on_a_gpu)
+    refused("1 queries for 64 keys", q[:, :1], k, v, of=on_a_gpu)
+    if not MOSAIC:
+        refused("jax 0.1", q, k, v)
+        refused("jax 0.1", q[:, :1], cache, cache, of=decode_gpu.attention, ids=(at[:, :1], 0))
+        return
+    refused("float32 inputs", *(x.astype(np.float32) for x in (q, k, v)))
+    refused("one type", q, k.astype(np.float16), v)
+    refused("head size 40", *(x[..., :40] for x in (q, k, v)))
+    refused("one query per row", q[:, :1], k, v, ids=(at[:, :1], at, None, None, None))
+    refused("scale -1", q, k, v, scale=-1)
+    one = dict(of=decode_gpu.attention, ids=(at[:, :1], 0))
+    refused("one type", q[:, :1], cache.astype(np.float16), cache, **one)
+    refused("cache length 50", q[:, :1], cache[:, :, :50], cache[:, :, :50], **one)
+    refused("head size 32", q[:, :1, :, :32], cache, cache, **one)
+
+
+def on_a_gpu(*arguments, **options):
+    """cudnn.attention as traced for a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cudnn, "platform", lambda: "gpu")
+        return cudnn.attention(*arguments, **options)
+
+
+def test_rows_that_cudnn_serves():
+    """One sequence per row from position 0, then padding: nothing else is causal by row index."""
+    def single(layout, length=40, shuffled=False):
+        case = Case(layout, length=length, shuffled=shuffled)
+        ids = attention_cases.inputs(case)[2]
+        return bool(cudnn.one_sequence((ids[0].shape[0], length), *ids)[0])
+
+    assert single("whole") and not single("whole", shuffled=True)
+    assert not single("documents") and not single("prompts") and not single("ones") and not single("padding")
+    positions, segments, prefixes = attention_cases.rows_of([[(30, 3, 0, 0)], [(40, 1, 0, 0)], []], 40)
+    answer, lengths = cudnn.one_sequence((3, 40), positions, positions, segments, segments, prefixes)
+    assert answer and lengths.tolist() == [30, 40, 1]
+    later, _, _ = attention_cases.rows_of([[(30, 3, 0, 1)], [(40, 1, 0, 0)], []], 40)
+    assert not cudnn.one_sequence((3, 40), later, later, segments, segments, prefixes)[0]
+
+
+def test_cudnn_lowers_for_cuda(monkeypatch):
+    """Both branches of the choice, forward and backward (the version of the library is asked while tracing)."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    def loss(q, k, v, positions, segments, prefixes):
+        out = on_a_gpu(q, k, v, positions, positions, segments, segments, prefixes, window=100, softcap=0.0, scale=0.1)
+        return out.astype(jnp.float32).sum()
+
+    module = lowered(jax.grad(loss, (0, 1, 2)), *shapes(1024, 64))
+    assert "@__cudnn$fmhaSoftmaxBackward" in module and "stablehlo.case" in module
