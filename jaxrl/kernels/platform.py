@@ -9,3 +9,9 @@ def platform() -> str:
     """"cpu", "gpu" or "tpu": of the mesh in force, which may be of devices that are not here; without one, of jax's default."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return device.platform if device is not None else jax.default_backend()
+
+
+def cores() -> int:
+    """Cores that a kernel's parallel axes are spread over: 2 on a v5p, whose chip is one device; else 1."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "num_cores", None) or 1

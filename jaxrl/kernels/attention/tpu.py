@@ -19,7 +19,7 @@ from jaxrl.kernels.attention import tpu_kernels, tuned
 from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
 from jaxrl.kernels.attention.tpu_kernels import Call, Walk, work_list
 from jaxrl.kernels.attention.tuned import TILE
-from jaxrl.kernels.platform import platform
+from jaxrl.kernels.platform import cores, platform
 
 
 class Work(NamedTuple):
@@ -106,7 +106,7 @@ def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefi
     batch, _, heads, size = q.shape
     length, keys = _tiles(q.shape[1]) * TILE, _tiles(k.shape[1]) * TILE
     call = Call(batch, length, keys, heads, k.shape[2], size, str(q.dtype), window, float(softcap), float(scale),
-                q_segments is not None, q_prefixes is not None and q_segments is not None, interpret)
+                q_segments is not None, q_prefixes is not None and q_segments is not None, interpret, cores=cores())
 
     def by_head(x, length):
         return jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)])

@@ -66,6 +66,7 @@ class Call:
     prefixed: bool
     interpret: object = False  # for pallas_call
     counted: bool = False      # kernels return how many tiles they computed too
+    cores: int = 1             # over which blocks of heads are spread
 
     @property
     def per_group(self):
@@ -366,7 +367,7 @@ def _weights_and_slopes(q, k, v, do, mask, lse, delta, call):
 def _heads_at_once(kernel, call, walk):
     """(key-value heads, query heads) of one step."""
     itemsize = jnp.dtype(call.dtype).itemsize
-    groups = tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, itemsize, walk.tiles)
+    groups = tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, itemsize, walk.tiles, call.cores)
     return groups, groups * call.per_group
 
 

@@ -8,7 +8,8 @@ it does, so a step reads STREAM tiles of the side that passes by and serves seve
 from __future__ import annotations
 
 TILE = 128              # queries and keys of one tile: a vector register's lanes, the systolic array of v5e and v5p
-STREAM = 4              # tiles that one step reads
+STREAM = 4              # tiles that one step reads, twice as many of rows longer than LONG
+LONG = 1 << 16
 HEADS = 16              # query heads of one step, at most: each is unrolled in the kernel's code
 VMEM = 40 * 2**20       # what a kernel may take; a core has 128 MiB on v5e and v6e, 64 MiB on v5p
 WORDS = 1 << 17         # entries of a work list (512 KiB of the 1 MiB of scalar memory)
@@ -17,19 +18,19 @@ CACHE_BYTES = 1 << 18   # keys of one step of decoding
 
 def tiles_of(length: int) -> int:
     """Tiles per step on a side of `length` tokens."""
-    return min(STREAM, -(-length // TILE))
+    return min(STREAM if length <= LONG else 2 * STREAM, -(-length // TILE))
 
 
-def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsize: int, tiles: int) -> int:
-    """Key-value heads of one step: the most that keep to HEADS and fit, else one.
+def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsize: int, tiles: int, cores: int) -> int:
+    """Key-value heads of one step: the most that leave work for every core, keep to HEADS and fit, else one.
 
     Args:
       kernel: forward, queries or keys (the gradients of one side).
       per_group: query heads per key-value head. size: of a head. itemsize: bytes of an input's number.
-      tiles: of the side that passes by, per step.
+      tiles: of the side that passes by, per step. cores: over which the blocks of heads are spread.
     """
-    legal = [n for n in range(1, groups + 1) if groups % n == 0]
-    fits = [n for n in legal if n * per_group <= HEADS and _bytes(kernel, n, per_group, size, itemsize, tiles) <= VMEM // 2]
+    fits = [n for n in range(1, groups // cores + 1) if groups % n == 0 and n * per_group <= HEADS
+            and _bytes(kernel, n, per_group, size, itemsize, tiles) <= VMEM // 2]
     return fits[-1] if fits else 1
 
 
