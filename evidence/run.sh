@@ -32,6 +32,7 @@
 #    6  scaling on paper                                    plan_scaling.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
 # Of the kernels:
+#    4  memory of attention and log-probs, compiled         kernels_memory.py (the TPU's where libtpu is there)
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
 set -euo pipefail
@@ -39,7 +40,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling kernels_memory quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi

@@ -331,7 +331,8 @@ def test_work_is_found_outside_the_layers():
         scans = [eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
         inside = {name for scan in scans for name in primitives(scan)}
         assert "pallas_call" in inside
-        assert not {"sort", "cumsum", "reduce_or"} & inside and {"cumsum"} <= set(primitives(jaxpr))
+        search = {"reduce_or", "cumsum"}  # over pairs of a row, over slots of a cache
+        assert not search & inside and search & set(primitives(jaxpr))
 
 
 def test_wrong_calls():
