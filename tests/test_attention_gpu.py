@@ -81,6 +81,7 @@ def test_work_of_sixteen_documents(size):
         assert area < work < 1.3 * area, (parts, block, work / area)
 
 
+@pytest.mark.slow
 def test_plan():
     """Lists hold exactly the blocks with work, and which parts of the tile have it, first those without a mask, which are visible
     throughout; the dearest first."""
@@ -196,6 +197,7 @@ def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
         return model.hidden(params, *ids).astype(jnp.float32).sum()
 
     mesh = AbstractMesh((2, 1, 2), AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    attention_cases.leave_mesh()
     with jax.sharding.use_abstract_mesh(mesh):
         program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0)), *ids)
     kernels = [names for names in scans(program.jaxpr) if "mpmd_map" in names]
