@@ -19,8 +19,8 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -52,11 +52,12 @@ def reward(completion: str, **_) -> float:
 
 
 class Clock:
-    """Seconds by part, step after step. `part` may be entered by any one thread at a time; inner parts own their time."""
+    """Seconds by part, step after step. Parts nest, and an inner one owns its time; one thread at a time may be in them. A
+    part that is not in PARTS is rest."""
 
     def __init__(self):
         self.steps: list[dict[str, float]] = []
-        self._spent, self._lock, self._begin, self._open = dict.fromkeys(PARTS, 0.0), threading.Lock(), time.perf_counter(), []
+        self._spent, self._begin, self._open = defaultdict(float), time.perf_counter(), []
 
     def start(self) -> None:
         self._begin = time.perf_counter()
@@ -69,8 +70,7 @@ class Clock:
             yield
         finally:
             took, inner = time.perf_counter() - begin, self._open.pop()
-            with self._lock:
-                self._spent[name] += took - inner
+            self._spent[name] += took - inner
             if self._open:
                 self._open[-1] += took
 
@@ -88,7 +88,7 @@ class Clock:
         """A step ends here, and the next one begins."""
         now = time.perf_counter()
         self.add({**self._spent, "step": now - self._begin})
-        self._begin, self._spent = now, dict.fromkeys(PARTS, 0.0)
+        self._begin, self._spent = now, defaultdict(float)
 
     def add(self, seconds: dict[str, float]) -> None:
         known = {name: seconds.get(name, 0.0) for name in PARTS}

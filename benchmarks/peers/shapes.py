@@ -57,11 +57,13 @@ class Shape:
         return self.prompts * self.group
 
     def answer_lengths(self) -> np.ndarray:
-        """[N] tokens of each answer: the longest, or log-normal around 64 (sigma 1) from 8 to the longest, which one answer has."""
+        """[N] tokens of each answer. Long tail: log-normal with median 1/8 of the longest and sigma 1, from 1/64 of the longest to
+        the longest, which one answer has (512 tokens: 8 to 512, median 64)."""
+        longest = self.new_tokens
         if self.lengths == "full":
-            return np.full(self.sequences, self.new_tokens, np.int32)
-        drawn = np.random.default_rng(SEED).lognormal(np.log(64), 1.0, self.sequences)
-        drawn = np.clip(drawn.round(), min(8, self.new_tokens), self.new_tokens).astype(np.int32)
+            return np.full(self.sequences, longest, np.int32)
+        drawn = np.random.default_rng(SEED).lognormal(np.log(longest / 8), 1.0, self.sequences)
+        drawn = np.clip(drawn.round(), max(longest // 64, 1), longest).astype(np.int32)
         drawn[drawn.argmax()] = self.new_tokens
         return drawn
 
@@ -103,7 +105,7 @@ SHAPES = {
     "W2": W2,  # training only
     "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
     "tiny": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=8, microbatch=4),
-    "tiny_tail": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=24, microbatch=4, lengths="long_tail"),
+    "tiny_tail": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail"),
     # For accelerators, by tokens that are trained on at once.
     "0.5B_2k": GPU_05,
     "0.5B_16k": dataclasses.replace(GPU_05, prompts=32),
