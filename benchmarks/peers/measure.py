@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from shapes import Work  # noqa: E402
 
-LR, WEIGHT_DECAY, EPS, CLIP_NORM, CLIP_RATIO = 1e-6, 0.01, 1e-8, 1.0, 0.2  # of every system's AdamW and loss
+WEIGHT_DECAY, CLIP_NORM, CLIP_RATIO = 0.01, 1.0, 0.2  # of every system's AdamW and loss
 PARTS = ("generation", "scoring", "update")
 
 
@@ -38,10 +38,15 @@ def arguments(argv=None, **more) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps measured, after a first one")
     parser.add_argument("--replay", action="store_true", help="train on the recorded answers")
     parser.add_argument("--save", default="", help="write the parameters after the last step to this .npz, by HF names")
+    parser.add_argument("--microbatch", type=int, default=0, help="sequences held at once where nothing is packed; 0 = the shape's")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--eps", type=float, default=1e-8, help="AdamW's")
+    parser.add_argument("--unscaled", action="store_true", help="advantages are not divided by the group's standard deviation")
     for name, options in more.items():
         parser.add_argument(f"--{name}", **options)
     args = parser.parse_args(argv)
     args.replay |= not args.work.shape.generates
+    args.microbatch = args.microbatch or args.work.shape.microbatch
     return args
 
 

@@ -40,9 +40,11 @@ def config_of(args, folder: str):
         c.rollout.engine = f"{HERE}:engine_with_lengths"
     if shape.group == 1:
         c.algorithm.advantage_mean = c.algorithm.advantage_std = "batch"
+    if args.unscaled:
+        c.algorithm.advantage_std = "none"
     c.reward.functions = (f"{HERE.parent / 'measure.py'}:reward",)
-    c.optimizer.lr, c.optimizer.warmup_steps = measure.LR, 0
-    c.optimizer.eps, c.optimizer.weight_decay, c.optimizer.max_grad_norm = measure.EPS, measure.WEIGHT_DECAY, measure.CLIP_NORM
+    c.optimizer.lr, c.optimizer.warmup_steps = args.lr, 0
+    c.optimizer.eps, c.optimizer.weight_decay, c.optimizer.max_grad_norm = args.eps, measure.WEIGHT_DECAY, measure.CLIP_NORM
     c.algorithm.clip_low = c.algorithm.clip_high = measure.CLIP_RATIO
     c.train.steps, c.train.compute_dtype = 1 + args.steps, {"float32": "fp32", "bfloat16": "bf16"}[shape.dtype]
     c.eval.every_steps = c.checkpoint.every_steps = 0

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/torch_loop.py --work FOLDER --steps 2
 
-What a careful person writes in an afternoon: microbatches of `shape.microbatch` sequences padded to their own longest answer, the
+What a careful person writes in an afternoon: microbatches of --microbatch sequences padded to their own longest answer, the
 policy-gradient loss of GRPO at ratio 1 (clipping has no effect there), token mean over the batch. Answers are the recorded ones.
 """
 
@@ -23,18 +23,19 @@ def decayed(model) -> list[dict]:
     return [{"params": groups[True], "weight_decay": measure.WEIGHT_DECAY}, {"params": groups[False], "weight_decay": 0.0}]
 
 
-def advantages(work) -> np.ndarray:
-    """[N] rewards less the mean, over the standard deviation (ddof 1), of their group; of the batch where groups are of one."""
+def advantages(work, unscaled: bool) -> np.ndarray:
+    """[N] rewards less the mean, over the standard deviation (ddof 1) unless `unscaled`, of their group; of the batch where groups
+    are of one."""
     scores = np.array([measure.reward(" ".join(f"t{i}" for i in answer)) for answer in work.answers])
     groups = scores.reshape(-1, work.shape.group if work.shape.group > 1 else len(scores))
-    spread = groups.std(1, ddof=1, keepdims=True) + 1e-6
+    spread = 1.0 if unscaled else groups.std(1, ddof=1, keepdims=True) + 1e-6
     return ((groups - groups.mean(1, keepdims=True)) / spread).reshape(-1)
 
 
-def microbatches(work):
+def microbatches(work, size: int):
     """(ids, mask of answer tokens, sequence numbers), padded on the right to the longest of each."""
-    for start in range(0, work.shape.sequences, work.shape.microbatch):
-        rows = range(start, min(start + work.shape.microbatch, work.shape.sequences))
+    for start in range(0, work.shape.sequences, size):
+        rows = range(start, min(start + size, work.shape.sequences))
         longest = max(int(work.lengths[i]) for i in rows)
         ids = np.full((len(rows), work.shape.prompt_tokens + longest), PAD, np.int64)
         mask = np.zeros((len(rows), longest), np.float32)
@@ -44,9 +45,9 @@ def microbatches(work):
         yield torch.from_numpy(ids), torch.from_numpy(mask), list(rows)
 
 
-def update(model, optimizer, work) -> None:
-    weights, total = torch.tensor(advantages(work), dtype=torch.float32), float(work.lengths.sum())
-    for ids, mask, rows in microbatches(work):
+def update(model, optimizer, work, args) -> None:
+    weights, total = torch.tensor(advantages(work, args.unscaled), dtype=torch.float32), float(work.lengths.sum())
+    for ids, mask, rows in microbatches(work, args.microbatch):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         # Position i predicts token i + 1; padding is on the right, where no query of an answer looks.
         logits = model.lm_head(hidden[:, work.shape.prompt_tokens - 1:-1]).float()
@@ -64,11 +65,11 @@ def main() -> None:
     args = measure.arguments()
     gflops = measure.torch_ceiling()
     model = AutoModelForCausalLM.from_pretrained(args.work.folder, dtype=getattr(torch, args.work.shape.dtype)).train()
-    optimizer = torch.optim.AdamW(decayed(model), lr=measure.LR, eps=measure.EPS)
+    optimizer = torch.optim.AdamW(decayed(model), lr=args.lr, eps=args.eps)
     clock = measure.Clock()
     for _ in range(1 + args.steps):
         with clock.part("update"):
-            update(model, optimizer, args.work)
+            update(model, optimizer, args.work, args)
         clock.step()
     if args.save:
         np.savez(args.save, **{name: p.detach().float().numpy() for name, p in model.named_parameters()})

@@ -81,17 +81,17 @@ def recorded(work):
 
 
 def main() -> None:
-    args = measure.arguments(vllm={"action": "store_true"}, microbatch={"type": int, "default": 0})
+    args = measure.arguments(vllm={"action": "store_true"})
     work, shape = args.work, args.work.shape
     gflops, clock = measure.torch_ceiling(), measure.Clock()
     group = max(shape.group, 2)  # TRL wants groups; recorded answers bring their own prompts
-    batch = args.microbatch or shape.microbatch
     tokenizer = AutoTokenizer.from_pretrained(work.folder / "tokenizer", padding_side="left")
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=shape.sequences // batch,
+            output_dir=folder, per_device_train_batch_size=args.microbatch,
+            gradient_accumulation_steps=shape.sequences // args.microbatch,
             num_generations=group, max_completion_length=shape.new_tokens, temperature=1.0, top_p=1.0, top_k=0, beta=0.0,
-            epsilon=measure.CLIP_RATIO, learning_rate=measure.LR, adam_epsilon=measure.EPS, weight_decay=measure.WEIGHT_DECAY,
+            epsilon=measure.CLIP_RATIO, scale_rewards="none" if args.unscaled else "group", learning_rate=args.lr, adam_epsilon=args.eps, weight_decay=measure.WEIGHT_DECAY,
             max_grad_norm=measure.CLIP_NORM, lr_scheduler_type="constant", max_steps=1 + args.steps, shuffle_dataset=False,
             bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
             disable_tqdm=True, logging_steps=1, use_vllm=args.vllm, seed=0,

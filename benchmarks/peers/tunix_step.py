@@ -80,7 +80,7 @@ def hf_arrays(model, work) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    args = measure.arguments(microbatch={"type": int, "default": 0})
+    args = measure.arguments()
     work, shape = args.work, args.work.shape
     gflops, clock = measure.jax_ceiling(), measure.Clock()
     group = max(shape.group, 2)  # Tunix wants groups; recorded answers bring their own prompts
@@ -90,20 +90,21 @@ def main() -> None:
         model = load(work, mesh)
     matrices = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
     optimizer = optax.chain(optax.clip_by_global_norm(measure.CLIP_NORM), optax.adamw(
-        measure.LR, b2=0.999, eps=measure.EPS, weight_decay=measure.WEIGHT_DECAY, mask=matrices))
+        args.lr, b2=0.999, eps=args.eps, weight_decay=measure.WEIGHT_DECAY, mask=matrices))
     config = rl_cluster.ClusterConfig(
         role_to_mesh=dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh),
         rollout_engine=functools.partial(Rollout, work=work, replay=args.replay, clock=clock),
         training_config=rl_cluster.RLTrainingConfig(
             actor_optimizer=optimizer, eval_every_n_steps=10**6, max_steps=1 + args.steps, mini_batch_size=prompts,
-            train_micro_batch_size=max((args.microbatch or shape.microbatch) // group, 1), rollout_micro_batch_size=prompts),
+            train_micro_batch_size=max(args.microbatch // group, 1), rollout_micro_batch_size=prompts),
         rollout_config=base_rollout.RolloutConfig(
             max_tokens_to_generate=shape.new_tokens, max_prompt_length=shape.prompt_tokens, temperature=1.0, top_p=1.0,
             kv_cache_size=shape.prompt_tokens + shape.new_tokens))
     tokenizer = AutoTokenizer.from_pretrained(work.folder / "tokenizer")
     cluster = rl_cluster.RLCluster(actor=model, reference=None, tokenizer=tokenizer, cluster_config=config)
-    learner = GRPOLearner(cluster, GRPOConfig(num_generations=group, beta=0.0, epsilon=measure.CLIP_RATIO,
-                                              loss_agg_mode="token-mean"), reward_fns=reward)
+    algorithm = GRPOConfig(num_generations=group, beta=0.0, epsilon=measure.CLIP_RATIO, loss_agg_mode="token-mean",
+                           advantage_estimator="drgrpo" if args.unscaled else "grpo")
+    learner = GRPOLearner(cluster, algorithm, reward_fns=reward)
     clock.wrap(cluster, "update_actor", "update")
     run_step = learner._run_global_step
 
@@ -116,7 +117,7 @@ def main() -> None:
     texts = [words(work.prompts[i * group // shape.group]) for i in range(prompts)]
     assert tokenizer(texts[0]).input_ids == work.prompts[0].tolist()
     clock.start()
-    learner.train([{"prompts": texts}] * (1 + args.steps))
+    learner.train([{"prompts": np.array(texts)}] * (1 + args.steps))
     work.check(cluster.rollout.sampled)
     if args.save:
         np.savez(args.save, **hf_arrays(cluster.actor_trainer.model, work))
