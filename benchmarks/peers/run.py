@@ -118,9 +118,10 @@ def show(shape, systems: dict[str, dict], total: dict) -> None:
     rows = []
     for name, row in systems.items():
         s, share = row["seconds"], row["share_of_ceiling"]
+        half = " (half a step)" * (shape.generates and name in PARTS_ONLY)
         rows.append([name, f"{s['step']:.3f}", *(f"{s[p]:.3f}" for p in PARTS), f"{row['first_step']:.1f}",
                      f"{row['peak_rss_mib']:.0f}", f"{row['ceiling_gflops']:.0f}", f"{100 * share.get('generation', 0):.0f} %",
-                     f"{100 * share.get('update', 0):.0f} %", f"{total['ratio'].get(name, float('nan')):.2f}" + " (half a step)" * (shape.generates and name in PARTS_ONLY)])
+                     f"{100 * share.get('update', 0):.0f} %", f"{total['ratio'].get(name, float('nan')):.2f}{half}"])
     if "best_parts" in total["ratio"]:
         rows.append(["best parts", f"{total['seconds_per_step']['best_parts']:.3f}", *[""] * 9,
                      f"{total['ratio']['best_parts']:.2f}"])
