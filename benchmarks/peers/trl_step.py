@@ -4,7 +4,8 @@
 
 Its defaults, but for what the work fixes and what would slow it down here: fp32 (its default is bf16 weights), no gradient
 checkpointing (its default recomputes), no reports, no importance correction with vLLM (which scores every answer again).
-The loss is its default, token mean over the batch ("dapo").
+The loss is its default, token mean over the batch ("dapo"). On a CPU vLLM 0.32 loads fp32 checkpoints as bf16 and packs linear
+weights away so that TRL's update of them raises; `vllm_in_fp32` is what makes this pair run at all.
 """
 
 from __future__ import annotations
@@ -69,6 +70,20 @@ class Trainer(GRPOTrainer):
         llm.generate = generate
 
 
+def vllm_in_fp32() -> None:
+    """TRL's vLLM computes in fp32, and keeps weights that can be replaced."""
+    import functools
+
+    from trl.generation import vllm_generation
+    from vllm.model_executor.layers import utils
+
+    def unpacked(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = unpacked
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32")
+
+
 def recorded(work):
     """TRL's rollout_func that answers with what the work has recorded."""
     def rollout(prompts, trainer):
@@ -99,6 +114,8 @@ def main() -> None:
             **({"vllm_mode": "colocate", "vllm_importance_sampling_correction": False, "vllm_gpu_memory_utilization": 0.05,
                 "vllm_max_model_length": shape.prompt_tokens + shape.new_tokens,
                 "generation_kwargs": {"ignore_eos": True}} if args.vllm else {}))
+        if args.vllm:
+            vllm_in_fp32()
         model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=torch.float32)
         prompts = [words(work.prompts[i * group // shape.group]) for i in range(shape.sequences // group)]
         trainer = Trainer(model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
