@@ -31,6 +31,9 @@
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
 #    6  scaling on paper                                    plan_scaling.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
+# Of speed, beside other libraries in environments of their own (not in "all"):
+#    1  the same step of W1, W2, W3                         benchmarks/peers/run.py --shape W1 --json FILE
+#    7  the same first update                               benchmarks/peers/same_update.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

@@ -100,36 +100,33 @@ class Clock:
         self.steps.append({"step": seconds["step"], **known, "rest": seconds["step"] - sum(known.values())})
 
 
-def ceiling(matmul, seconds: float = 1.0) -> float:
-    """GFLOP/s of the best product of two fp32 matrices of 1536 x 1536; `matmul(a, b)` waits for its result."""
-    n = 1536
-    a = np.random.default_rng(0).standard_normal((n, n), np.float32)
-    matmul(a, a)
+def ceiling(product, n: int = 1536, seconds: float = 1.0) -> float:
+    """GFLOP/s of the best of many products of two n x n matrices; `product()` computes one and waits for it."""
+    product()
     best, end = np.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
         begin = time.perf_counter()
-        matmul(a, a)
+        product()
         best = min(best, time.perf_counter() - begin)
     return 2 * n**3 / best / 1e9
 
 
 def torch_ceiling() -> float:
+    """Of fp32 on this process' cores."""
     import torch
 
-    return ceiling(lambda a, b: torch.from_numpy(a) @ torch.from_numpy(b))
+    a = torch.randn(1536, 1536)
+    return ceiling(lambda: a @ a)
 
 
-def jax_ceiling() -> float:
+def jax_ceiling(dtype: str = "float32") -> float:
+    """Of the first device; fp32 is computed as fp32."""
     import jax
 
-    held: dict[int, jax.Array] = {}
-    product = jax.jit(lambda a, b: jax.numpy.matmul(a, b, precision="highest"))
-
-    def matmul(a, b):
-        x = held.setdefault(id(a), jax.numpy.asarray(a))
-        product(x, x).block_until_ready()
-
-    return ceiling(matmul)
+    n = 1536 if jax.default_backend() == "cpu" else 8192
+    a = jax.random.normal(jax.random.key(0), (n, n), dtype)
+    multiply = jax.jit(lambda x: jax.numpy.matmul(x, x, precision="highest" if dtype == "float32" else "default"))
+    return ceiling(lambda: multiply(a).block_until_ready(), n)
 
 
 def peak_rss_mib() -> float:

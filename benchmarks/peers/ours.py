@@ -132,7 +132,7 @@ def recorded_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
 # ---- the run
 
 
-def answers_of(run_dir: Path, step: int, work) -> list:
+def answers_of(run_dir: Path, step: int) -> list:
     """What a step trained on, from the file of its rollouts."""
     lines = (run_dir / "rollouts" / f"step_{step:08d}.jsonl").read_text().splitlines()
     return [json.loads(line)["tokens"] for line in lines]
@@ -154,8 +154,8 @@ def main(argv=None) -> None:
     import jaxrl
     from jaxrl.config import parse_flags, put
 
-    gflops = measure.jax_ceiling()
-    clock, peak = measure.Clock(), 0.0
+    gflops = measure.jax_ceiling(args.work.shape.dtype)
+    clock = measure.Clock()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         config = config_of(args, str(run_dir))
@@ -169,7 +169,7 @@ def main(argv=None) -> None:
             for phase, name in PHASES.items():
                 seconds[name] = seconds.get(name, 0.0) + line["time"].get(phase, 0.0)
             clock.add(seconds)
-        args.work.check(answers_of(run_dir, 1 + args.steps, args.work))
+        args.work.check(answers_of(run_dir, 1 + args.steps))
         if args.save:
             save(run_dir / "export", args.save)
         peak = float((run_dir / "peak").read_text())
