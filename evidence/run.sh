@@ -35,6 +35,9 @@
 #    4  memory of attention and log-probs, compiled         kernels_memory.py (the TPU's where libtpu is there)
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
+# Of speed, beside other libraries in environments of their own (not in "all"):
+#    1  the same step of W1, W2, W3                         benchmarks/peers/run.py --shape W1 --json FILE
+#    7  the same first update                               benchmarks/peers/same_update.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

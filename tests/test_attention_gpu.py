@@ -230,7 +230,7 @@ def test_what_is_refused():
     refused("one query per row", q[:, :1], k, v, ids=(at[:, :1], at, None, None, None))
     refused("scale -1", q, k, v, scale=-1)
     one = dict(of=decode_gpu.attention, ids=(at[:, :1], 0))
-    refused("one type", q[:, :1], cache.astype(np.float16), cache, **one)
+    refused("takes one", q[:, :1], cache.astype(np.float16), cache, **one)
     refused("cache length 50", q[:, :1], cache[:, :, :50], cache[:, :, :50], **one)
     refused("head size 32", q[:, :1, :, :32], cache, cache, **one)
 
