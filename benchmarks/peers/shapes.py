@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 PAD, END, FIRST = 0, 1, 2  # the first token of prompts and answers
-END_ROW, CONSTANT = -5.0, 0.5  # entries of channel 0: of the two special rows, of all others
+END_ROW, CONSTANT = -25.0, 0.5  # entries of channel 0: of the two special rows, of all others
 SEED = 7
 
 
