@@ -55,6 +55,20 @@ CASES = [
 ]
 
 
+# What the kernels for Hopper serve, small: off a GPU they are interpreted.
+HOPPER_CASES = [
+    Case("prompts", length=200, heads=4, groups=2, dtype="bfloat16"),
+    Case("prompts", length=150, heads=2, groups=1, window=33, softcap=5.0, scale=0.3, shuffled=True, dtype="bfloat16"),
+    Case("documents", length=256, heads=2, groups=1, size=128, dtype="float16"),
+    Case("documents", length=150, heads=2, groups=1, size=256, softcap=20.0, dtype="bfloat16"),
+    Case("ones", length=130, heads=1, groups=1, size=192, dtype="bfloat16"),
+    Case("padding", length=129, heads=1, groups=1, size=80, window=40, dtype="bfloat16"),
+    Case("all_padding", length=40, heads=1, groups=1, size=96, dtype="float16"),
+    Case("whole", length=300, heads=1, groups=1, dtype="bfloat16"),
+    Case("documents", length=260, heads=1, groups=1, queries=70, dtype="bfloat16"),
+]
+
+
 def rows_of(sequences, length):
     """Positions, segments, prefixes [B, L] of rows given as lists of (start or None = behind the last, tokens, segment, prefix,
     first position)."""
@@ -164,3 +178,8 @@ def check(implementation, case: Case):
         for size in (np.linalg.norm, lambda x: np.abs(x).max() / 4):
             error = size(got - want) / max(size(want), 0.2 * size(np.asarray(cotangent, np.float64)), 1e-30)
             assert error <= TOLERANCE[case.dtype], f"{name} of {case}: off by {error:.1e}"
+
+
+def leave_mesh():
+    """Takes the mesh out of force that an earlier run in this process has left there."""
+    jax.set_mesh(jax.sharding.Mesh(np.empty((), dtype=object), ()))

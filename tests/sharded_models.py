@@ -64,7 +64,7 @@ with jax.set_mesh(mesh):
 
     rollout = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), shapes, sharding.ROLLOUT_RULES))
     slots = NamedSharding(mesh, P(sharding.mesh.DATA_AXES))
-    spaces = jax.tree.map(lambda a: NamedSharding(mesh, P(*(None,) * (a.ndim - 4), sharding.mesh.DATA_AXES, None, "tp")),
+    spaces = jax.tree.map(lambda a: NamedSharding(mesh, P(*(None,) * (a.ndim - 3), sharding.mesh.DATA_AXES, None, "tp")),
                           jax.eval_shape(lambda: model.init_cache(8, 16, jnp.float32)))
     cache = jax.jit(lambda: model.init_cache(8, 16, jnp.float32), out_shardings=spaces)()
     first = jax.device_put((tokens[:, 0], positions[:, 0]), slots)

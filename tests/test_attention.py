@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, check
+from attention_cases import CASES, check, leave_mesh
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
@@ -297,6 +297,7 @@ def test_the_platform_is_that_of_the_mesh():
     """A step that is traced for a TPU's mesh takes its kernels, on a machine without one too."""
     assert platform() == "cpu" and api.order("auto") == ("blockwise", "reference")
     tpu_mesh = AbstractMesh((4,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+    leave_mesh()
     with jax.sharding.use_abstract_mesh(tpu_mesh):
         assert platform() == "tpu" and api.order("auto") == ("tpu", "blockwise", "reference")
         assert api.cached_order("auto") == ("tpu", "xla") and api.order("reference") == ("reference", "blockwise")

@@ -22,18 +22,6 @@ from jaxrl.sharding.mesh import AXES
 MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
 os.environ.setdefault("PJRT_NPROC", "8")  # the interpreter's threads wait for each other: each needs one of the runtime's threads
 
-CASES = [
-    Case("prompts", length=200, heads=4, groups=2, dtype="bfloat16"),
-    Case("prompts", length=150, heads=2, groups=1, window=33, softcap=5.0, scale=0.3, shuffled=True, dtype="bfloat16"),
-    Case("documents", length=256, heads=2, groups=1, size=128, dtype="float16"),
-    Case("documents", length=150, heads=2, groups=1, size=256, softcap=20.0, dtype="bfloat16"),
-    Case("ones", length=130, heads=1, groups=1, size=192, dtype="bfloat16"),
-    Case("padding", length=129, heads=1, groups=1, size=80, window=40, dtype="bfloat16"),
-    Case("all_padding", length=40, heads=1, groups=1, size=96, dtype="float16"),
-    Case("whole", length=300, heads=1, groups=1, dtype="bfloat16"),
-    Case("documents", length=260, heads=1, groups=1, queries=70, dtype="bfloat16"),
-]
-
 
 def strict():
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -42,7 +30,7 @@ def strict():
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", attention_cases.HOPPER_CASES, ids=str)
 def test_shared_cases(case):
     attention_cases.check(functools.partial(gpu.attention, interpret=strict()), case)
 
@@ -65,6 +53,7 @@ def test_blocks_without_work_are_not_computed():
         assert counted[name][1] == rows * columns, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_work_of_sixteen_documents(size):
     """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of tiles."""
@@ -81,6 +70,7 @@ def test_work_of_sixteen_documents(size):
         assert area < work < 1.3 * area, (parts, block, work / area)
 
 
+@pytest.mark.slow
 def test_plan():
     """Lists hold exactly the blocks with work, and which parts of the tile have it, first those without a mask, which are visible
     throughout; the dearest first."""
@@ -95,13 +85,13 @@ def test_plan():
             seen = seen.swapaxes(1, 2) if transposed else seen
             blocks = seen.reshape(seen.shape[0], -1, 2, 64, seen.shape[2] // 64, 64)
             some, full = blocks.any(axis=(3, 5)), blocks.all(axis=(2, 3, 5))
-            counts, lists = np.asarray(plan.counts), np.asarray(plan.lists)
+            counts, visits = np.asarray(plan.counts), np.asarray(gpu_plan.entry(plan.lists, 2)[0])
+            wants = np.stack([gpu_plan.entry(plan.lists, 2, part)[1] for part in (0, 1)], axis=2)
             for b, n in np.ndindex(counts.shape[:2]):
-                (n_full, count), visits = counts[b, n], [gpu_plan.entry(value, 2)[0] for value in lists[b, n]]
-                assert set(map(int, visits[:count])) == set(np.flatnonzero(some[b, n].any(axis=0)))
-                assert all(full[b, n, v] for v in visits[:n_full])
-                for value, visit in zip(lists[b, n], visits, strict=True):
-                    assert [bool(gpu_plan.entry(value, 2, part)[1]) for part in (0, 1)] == some[b, n, :, visit].tolist()
+                n_full, count = counts[b, n]
+                assert set(visits[b, n, :count]) == set(np.flatnonzero(some[b, n].any(axis=0)))
+                assert full[b, n, visits[b, n, :n_full]].all()
+                assert (wants[b, n] == some[b, n][:, visits[b, n]]).all()
             costs = counts[..., 1].reshape(-1)[np.asarray(plan.order)]
             assert (np.diff(costs) <= 0).all() and sorted(np.asarray(plan.order)) == list(range(costs.size))
             assert layout != "whole" or window or counts[..., 0].sum() > 0
@@ -196,6 +186,7 @@ def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
         return model.hidden(params, *ids).astype(jnp.float32).sum()
 
     mesh = AbstractMesh((2, 1, 2), AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    attention_cases.leave_mesh()
     with jax.sharding.use_abstract_mesh(mesh):
         program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0)), *ids)
     kernels = [names for names in scans(program.jaxpr) if "mpmd_map" in names]
@@ -239,7 +230,7 @@ def test_what_is_refused():
     refused("one query per row", q[:, :1], k, v, ids=(at[:, :1], at, None, None, None))
     refused("scale -1", q, k, v, scale=-1)
     one = dict(of=decode_gpu.attention, ids=(at[:, :1], 0))
-    refused("one type", q[:, :1], cache.astype(np.float16), cache, **one)
+    refused("takes one", q[:, :1], cache.astype(np.float16), cache, **one)
     refused("cache length 50", q[:, :1], cache[:, :, :50], cache[:, :, :50], **one)
     refused("head size 32", q[:, :1, :, :32], cache, cache, **one)
 

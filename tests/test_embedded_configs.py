@@ -75,6 +75,7 @@ QUESTIONS = [("Ann has 3 pens and buys 4 more. How many pens has she?", "She has
              ("A box holds 1,200 nuts. How many nuts are in 2 boxes?", "2 boxes hold 2*1200=<<2*1200=2400>>2400.\n#### 2,400")]
 
 
+@pytest.mark.slow
 def test_gsm8k_runs_on_files_of_its_shape_by_overrides_alone(tmp_path):
     """Three steps of configs/grpo_gsm8k.py: a random model of Qwen2.5's shape, rows with GSM8K's columns, KL on."""
     model = Path(tiny_models.make_tokenizer(tmp_path / "model"))

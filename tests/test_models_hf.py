@@ -332,6 +332,7 @@ def test_hub_ids_resolve_through_the_cache(tmp_path, monkeypatch):
         hf.load_config("someone/tiny", revision="v2")
 
 
+@pytest.mark.slow
 def test_sharded_loading_and_running(tmp_path):
     """On eight simulated devices: see sharded_models.py, which runs in a process of its own."""
     source = make_tiny("gemma2", tmp_path / "source", dtype="bfloat16", tokenizer=False, num_hidden_layers=4)

@@ -204,6 +204,7 @@ def test_sigterm_saves_and_leaves_cleanly_and_the_same_command_goes_on(tmp_path)
     assert status == 0 and "resumed   step 3" in text
 
 
+@pytest.mark.slow
 def test_one_config_on_four_devices_is_the_same_run(tmp_path, unbroken):
     done = subprocess.run(
         command(tmp_path / "four", "train.steps=3", "mesh.tp=2"),

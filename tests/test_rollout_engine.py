@@ -91,6 +91,7 @@ def test_the_draw_repeated_in_float64_gives_the_same_tokens_beyond_a_margin(fixe
     assert total > 300 and close < 0.01 * total
 
 
+@pytest.mark.slow
 def test_batch_one_and_sixty_four_agree_to_the_margin(compact):
     asked = requests(64, seed=23)
     narrow = engine(slots=1, decode_steps=24, prompt_lengths=(20,))

@@ -70,7 +70,7 @@ def one_at_a_time(traj):
     return training.Layout((training.Minibatch(np.arange(traj.num_sequences), micro),), 0, 1)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.slow)])
 def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
     with jax.enable_x64(True):
         model = tiny_model(jnp.float64)
@@ -84,6 +84,7 @@ def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
             assert worst(got, truth) < 1e-12, name
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_layout_float32():
     model, (traj, columns) = tiny_model(), batch_of_groups()
     params = params_of(model)

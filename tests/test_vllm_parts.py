@@ -330,6 +330,7 @@ def failing(config, model, tokenizer, mesh, eos_ids, hf_config):
 '''
 
 
+@pytest.mark.slow
 def test_when_the_engine_is_lost_the_run_saves_stops_and_can_be_resumed(tmp_path):
     (tmp_path / "engine.py").write_text(LOST)
     common = ("checkpoint.every_steps=0", "eval.before=false", "eval.every_steps=0", "eval.after=false", "train.steps=4")

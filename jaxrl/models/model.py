@@ -64,7 +64,7 @@ def _draw_at_once(key, entries) -> dict[str, jax.Array]:
     sizes = [math.prod(shape) for shape, _ in matrices.values()]
     flat = jax.lax.optimization_barrier(whole(jax.random.normal(key, (sum(sizes),), jnp.float32)))
     parts = jnp.split(flat, np.cumsum(sizes)[:-1])
-    return {name: part.reshape(shape) for (name, (shape, _)), part in zip(matrices.items(), parts, strict=True)}
+    return {name: whole(part.reshape(shape)) for (name, (shape, _)), part in zip(matrices.items(), parts, strict=True)}
 
 
 def _draw_by_kind(key, entries) -> dict[str, jax.Array]:

@@ -1,6 +1,6 @@
 """What one step of a job asks of a device, counted from the config: rows, operations, bytes. No compilation, no device.
 
-Every prompt and answer is taken at its longest, as memory must be; `share` scales the answers where a run knows better.
+Every prompt and answer is taken at its longest, as memory must be.
 
 Legend: D hidden size, V vocabulary, H query heads, K head size, P longest prompt, A longest answer.
 """
@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl import training
 from jaxrl.config_checks import longest_sequence, resolved_algorithm
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
+from jaxrl.training.layout import make_layout, row_shapes
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "adafactor": 0}  # arrays of the parameters' size in the optimizer
@@ -74,14 +74,14 @@ def updates(config) -> tuple[int, int]:
 def rows(config, shards: int) -> Rows:
     """Lays out one optimizer step of longest sequences, as the run does it."""
     prompt, answer = lengths(config)
-    shapes = training.row_shapes(config.train.row_lengths, prompt + answer, config.train.tokens_per_microbatch, shards,
+    shapes = row_shapes(config.train.row_lengths, prompt + answer, config.train.tokens_per_microbatch, shards,
                                  config.train.row_counts)
     group = config.rollout.group_size if config.run.recipe == "rl" else 1
     groups = max(1, config.data.prompts_per_step // updates(config)[1])
     some = min(groups, LAID_OUT)
     n = some * group
     one_size = dataclasses.replace(shapes, counts=tuple((c[0],) for c in shapes.counts))
-    layout = training.make_layout(np.full(n, prompt), np.full(n, answer), np.repeat(np.arange(some), group), one_size,
+    layout = make_layout(np.full(n, prompt), np.full(n, answer), np.repeat(np.arange(some), group), one_size,
                                   share_prompts=config.train.share_prompts and config.run.recipe == "rl")
     micro = layout.minibatches[0].microbatches
     largest = max(micro, key=lambda m: m.row_length * len(m.rows))

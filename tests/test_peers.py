@@ -1,0 +1,148 @@
+"""benchmarks/peers: the work is what it says, the same for all, and the harness runs with the systems that need no other library."""
+
+import filecmp
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import build, hf
+
+PEERS = Path(__file__).resolve().parents[1] / "benchmarks" / "peers"
+sys.path.insert(0, str(PEERS))
+
+import measure  # noqa: E402
+import run  # noqa: E402
+import same_update  # noqa: E402
+import shapes  # noqa: E402
+
+
+@pytest.mark.parametrize("name,sequences,prompt,answer,trained", [
+    ("W1", 128, 16 * 64, 128 * 64, 128 * 128), ("W2", 16, 16 * 256, 16 * 256, 16 * 512), ("W3", 128, 16 * 64, None, None),
+    ("0.5B_2k", 4, 4 * 256, 4 * 256, 2048), ("1.5B_16k", 32, 32 * 256, 32 * 256, 16384)])
+def test_counts_of_the_shapes(name, sequences, prompt, answer, trained):
+    found = shapes.SHAPES[name].counts()
+    assert (found["sequences"], found["prompt"]) == (sequences, prompt)
+    if answer:
+        assert (found["answer"], found["trained"], found["padded"]) == (answer, trained, trained)
+
+
+def test_long_tailed_lengths():
+    """A few long answers among many short ones, one of them the longest: rows of the longest length are mostly padding."""
+    shape = shapes.SHAPES["W3"]
+    lengths = shape.answer_lengths()
+    assert lengths.min() >= 8 and lengths.max() == 512 and len(lengths) == 128
+    assert 45 <= np.median(lengths) <= 90 and lengths.mean() > 1.3 * np.median(lengths)
+    assert shape.counts()["padded"] > 3 * shape.counts()["trained"]
+    np.testing.assert_array_equal(lengths, shape.answer_lengths())
+
+
+def test_needed_work_counted_by_hand():
+    """Two layers, one prompt of 2 tokens, 2 answers of 1: positions 4, pairs (1 + 2) + 2 x 3 = 9, predictions 2."""
+    shape = shapes.Shape(hidden=8, layers=2, heads=2, kv_heads=1, intermediate=16, vocab=32, prompts=1, group=2, prompt_tokens=2,
+                         new_tokens=1, microbatch=2)
+    weights = 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16)
+    forward = 2 * weights * 4 + 2 * (2 * 2 * 8) * 9 + 2 * 8 * 32 * 2
+    assert shape.flops() == {"generation": forward, "update": 3 * forward}
+
+
+def test_a_folder_is_the_same_every_time_and_its_words_are_its_tokens(tmp_path):
+    from transformers import AutoTokenizer
+
+    shape = shapes.SHAPES["tiny_tail"]
+    first, second = shapes.make(shape, tmp_path / "a"), shapes.make(shape, tmp_path / "b")
+    for file in ("model.safetensors", "prompts.jsonl", "tokenizer/tokenizer.json", "shape.json"):
+        assert filecmp.cmp(first / file, second / file, shallow=False), file
+    work = shapes.Work(first)
+    work.check(work.answers)
+    with pytest.raises(AssertionError):
+        work.check(work.answers[::-1])
+    tokenizer = AutoTokenizer.from_pretrained(first / "tokenizer")
+    for tokens in (*work.prompts, *work.answers):
+        assert tokenizer(shapes.words(tokens)).input_ids == tokens.tolist()
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == shapes.words(tokens)
+    assert [json.loads(line)["prompt"] for line in (first / "prompts.jsonl").read_text().splitlines()] == [
+        shapes.words(p) for p in work.prompts]
+
+
+@pytest.mark.parametrize("name", ["tiny_tail", pytest.param("W1", marks=pytest.mark.slow), pytest.param("W2", marks=pytest.mark.slow)])
+def test_no_sample_ends_by_itself(tmp_path, name):
+    """Over a recorded sequence the end and the padding are never within 12 nats of any other token."""
+    work = shapes.Work(shapes.make(shapes.SHAPES[name], tmp_path / "work"))
+    model = build(hf.load_config(str(work.folder)), compute_dtype=jnp.float32, scan_layers=False)
+    params = hf.load_params(model, str(work.folder))
+    tokens = np.concatenate([work.prompt_of(0), work.answers[0]])[None]
+    ones, positions = np.ones_like(tokens), np.arange(tokens.shape[1], dtype=np.int32)[None]
+    logits = np.asarray(model.logits(params, model.hidden(params, tokens, positions, ones, np.zeros_like(tokens))))[0]
+    others = logits[:, shapes.FIRST:]
+    assert (others.min(axis=1) - logits[:, [shapes.PAD, shapes.END]].max(axis=1)).min() > 12
+    assert others.std() > 0.01  # and what is left is a distribution, not a constant
+
+
+def test_the_clock_divides_a_step():
+    clock = measure.Clock()
+    clock.start()
+    with clock.part("update"):
+        time.sleep(0.02)
+        with clock.part("generation"):
+            time.sleep(0.03)
+    with clock.part("rest"):
+        time.sleep(0.01)
+    clock.step()
+    found = clock.steps[0]
+    assert found["generation"] >= 0.03 and 0.02 <= found["update"] < found["step"] - 0.03 and found["rest"] >= 0.01
+    assert sum(found[name] for name in (*measure.PARTS, "rest")) == pytest.approx(found["step"])
+
+
+def test_the_best_parts_are_added():
+    rows = {name: {"seconds": {"step": s}} for name, s in
+            {"jaxrl": 2.0, "trl": 6.0, "torch_loop": 3.0, "vllm_alone": 1.5}.items()}
+    found = run.summary(shapes.SHAPES["W1"], rows)
+    assert found["seconds_per_step"]["best_parts"] == 4.5 and found["ratio"]["best_parts"] == 2.25 and found["ratio"]["trl"] == 3.0
+    assert "best_parts" not in run.summary(shapes.SHAPES["W2"], rows)["ratio"]
+
+
+@pytest.fixture(scope="module")
+def envs(tmp_path_factory):
+    """Environments for run.py: torch is in this one."""
+    folder = tmp_path_factory.mktemp("envs")
+    (folder / "trl").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_harness_at_a_tiny_shape(tmp_path, envs):
+    """jaxrl and the torch loop through the one command, with answers of different lengths; every script checks its counts."""
+    out = tmp_path / "out.json"
+    done = subprocess.run([sys.executable, PEERS / "run.py", "--shape", "tiny_tail", "--systems", "jaxrl,torch_loop", "--envs", envs,
+                           "--rounds", "1", "--steps", "2", "--json", out, "--", "--config.train.tokens_per_microbatch=256"],
+                          capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["seconds_per_step"]) == {"jaxrl", "torch_loop"} and found["ratio"]["jaxrl"] == 1.0
+    for row in found["systems"].values():
+        seconds = row["seconds"]
+        assert seconds["update"] > 0 and row["peak_rss_mib"] > 100 and row["ceiling_gflops"] > 1
+        assert len(row["runs"][0]) == 3 and row["first_step"] >= seconds["step"]
+        for step in row["runs"][0]:
+            assert sum(step[p] for p in run.PARTS) == pytest.approx(step["step"], abs=1e-3)
+    assert found["systems"]["jaxrl"]["seconds"]["generation"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_torch_loop_makes_the_same_update(envs):
+    """From one checkpoint and batch; dividing by the group's spread in one of them alone is seen."""
+    work = shapes.Work(shapes.make(shapes.SHAPES["tiny_tail"], envs / "work" / "tiny_tail"))
+    torch = run.interpreter("trl", envs)
+    update = lambda name, python, case: same_update.update_of(name, python, work, same_update.CASES[case][0])  # noqa: E731
+    ours = update("jaxrl", sys.executable, "gradient")
+    assert same_update.distance(ours, update("torch_loop", torch, "gradient"))["relative"] < same_update.CASES["gradient"][1]
+    assert same_update.distance(ours, update("torch_loop", torch, "own_scale"))["relative"] > 0.01
