@@ -275,7 +275,7 @@ import os, pathlib, signal, sys, time
 me, folder = os.environ["JAXRL_PROCESS"], pathlib.Path(sys.argv[1])
 tries = len(list(folder.glob(f"try_{me}_*")))
 (folder / f"try_{me}_{tries}").write_text(os.environ["JAXRL_COORDINATOR"])
-print("I am", me, flush=True)
+print(f"I am {me}\\n", end="", flush=True)
 if sys.argv[2] == "dies" and tries == 0:
     if me == "1":
         os.kill(os.getpid(), signal.SIGKILL)
