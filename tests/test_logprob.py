@@ -35,6 +35,29 @@ def test_chunked_equals_reference_with_gradients(softcap, chunk):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_the_most_probable_tokens_come_along(implementation):
+    hidden, head, targets, valid = _inputs()
+
+    def both(h, top):
+        found = logprob_and_entropy(h, head, targets, valid, temperature=0.7, top=top, chunk=6, implementation=implementation)
+        return sum(jnp.sum(x) for x in found), found
+
+    (_, found), grad = jax.value_and_grad(both, has_aux=True)(hidden, 3)
+    (_, plain), plain_grad = jax.value_and_grad(both, has_aux=True)(hidden, 0)
+    assert len(plain) == 2 and all((a == b).all() for a, b in zip(plain, found[:2], strict=True))
+    np.testing.assert_array_equal(grad, plain_grad)
+    exact = jax.nn.log_softmax(np.float64(hidden) @ np.float64(head) / 0.7)
+    order = np.argsort(-exact, axis=-1)[..., :3]
+    np.testing.assert_array_equal(found[2], np.where(valid[..., None], order, -1))
+    np.testing.assert_allclose(found[3], np.where(valid[..., None], np.take_along_axis(exact, order, -1), 0), rtol=2e-5, atol=2e-5)
+
+
+def test_more_tokens_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="top=51 of a vocabulary of 50"):
+        logprob_and_entropy(*_inputs(), top=51)
+
+
 def test_closed_form_uniform():
     hidden, head, targets, _ = _inputs()
     logp, ent = logprob_and_entropy(hidden * 0, head, targets)

@@ -19,6 +19,7 @@ def logprob_and_entropy(
     *,
     temperature=1.0,
     softcap=0.0,
+    top=0,
     chunk=1024,
     split=None,
     implementation="chunked",
@@ -35,13 +36,20 @@ def logprob_and_entropy(
         of them; 0 of them where not valid). None = the whole vocabulary.
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
+      top: how many of the most probable tokens to return too, 0 = none (static).
       chunk: tokens over all rows of a device whose logits exist at once (static); memory is O(chunk * V).
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       implementation: "chunked", or "reference" (full logits).
 
     Returns:
-      (logprob_RxS, entropy_RxS) in nats, fp32 (float64 for float64 input).
+      (logprob_RxS, entropy_RxS) in nats, fp32 (float64 for float64 input). With `top` also their (ids_RxSxtop int32,
+      logprobs_RxSxtop), the highest first; -1 and 0 where not valid. No gradient flows through those.
+
+    Raises:
+      ValueError: top outside 0..V.
     """
+    if not 0 <= top <= head_DxV.shape[1]:
+        raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {head_DxV.shape[1]}")
     if valid_RxS is None:
         valid_RxS = jnp.ones(targets_RxS.shape, bool)
     if support_RxSxK is None:
@@ -49,9 +57,9 @@ def logprob_and_entropy(
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
     if implementation == "reference":
         return reference.logprob_and_entropy(
-            hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap)
+            hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top)
     rows, scored = targets_RxS.shape
     rows //= split.devices_of_rows() if split else 1
     per_row = min(max(1, chunk // rows), scored)
     return chunked.logprob_and_entropy(
-        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, per_row, split)
+        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, per_row, split)

@@ -81,11 +81,22 @@ def _normalised(logits, axis):
     return shifted, weights, total, jnp.log(total) - mean
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _most_probable(logp, count: int, axis):
+    """(ids, log-probs) [R, C, count] of the whole vocabulary, the highest first; of equal ones the lowest id."""
+    found, ids = jax.lax.top_k(logp, min(count, logp.shape[-1]))
+    ids = ids + _first_token(logp.shape[-1], axis)
+    if axis is not None:  # each device's own best, in the order of their ids
+        found, ids = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (found, ids))
+        found, places = jax.lax.top_k(found, count)
+        ids = jnp.take_along_axis(ids, places, axis=-1)
+    return ids, found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def logprob_and_entropy(
-        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, chunk, split):
+        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split):
     """See api.logprob_and_entropy; `chunk` is the number of tokens per row whose logits exist at once."""
-    return _forward(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, chunk, split)[0]
+    return _forward(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split)[0]
 
 
 def _placed(local, split, inputs: str, outputs: str):
@@ -105,7 +116,7 @@ def _cut(logits, support, axis):
     return jnp.where(allowed(jnp.where(support < first, -1, support - first), logits.shape[-1]), logits, OUTSIDE)
 
 
-def _forward(hidden, head, targets, valid, support, temperature, softcap, chunk, split):
+def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split):
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
@@ -116,21 +127,26 @@ def _forward(hidden, head, targets, valid, support, temperature, softcap, chunk,
             def compute():
                 logits = _cut(scaled_logits(h, head, temperature, softcap), kept, axis)
                 shifted, _, total, entropy = _normalised(logits, axis)
-                return jnp.where(ok, _picked(shifted, t, axis) - jnp.log(total), 0), jnp.where(ok, entropy, 0)
+                out = jnp.where(ok, _picked(shifted, t, axis) - jnp.log(total), 0), jnp.where(ok, entropy, 0)
+                if top:
+                    ids, logps = _most_probable(shifted - jnp.log(total)[..., None], top, axis)
+                    out += jnp.where(ok[..., None], ids, -1), jnp.where(ok[..., None], logps, 0)
+                return out
 
             def skip():
-                return jnp.zeros(t.shape, acc), jnp.zeros(t.shape, acc)
+                out = jnp.zeros(t.shape, acc), jnp.zeros(t.shape, acc)
+                return out + (jnp.full((*t.shape, top), -1, jnp.int32), jnp.zeros((*t.shape, top), acc)) if top else out
 
             return None, jax.lax.cond(jnp.any(ok), compute, skip)
 
-        _, (logp, entropy) = jax.lax.scan(one, None, tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support)))
-        return _unchunk(logp, targets.shape[1]), _unchunk(entropy, targets.shape[1])
+        _, out = jax.lax.scan(one, None, tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support)))
+        return tuple(_unchunk(x, targets.shape[1]) for x in out)
 
     saved = hidden, head, targets, valid, support, temperature
-    return _placed(local, split, "rvrrrw", "rr")(*saved), saved
+    return _placed(local, split, "rvrrrw", "rrrr" if top else "rr")(*saved), saved
 
 
-def _backward(softcap, chunk, split, saved, grads):
+def _backward(softcap, top, chunk, split, saved, grads):
     hidden, head, targets, valid, support, temperature = saved
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
@@ -164,7 +180,7 @@ def _backward(softcap, chunk, split, saved, grads):
         grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
         return _unchunk(grad_hidden, targets.shape[1]), grad_head.astype(head.dtype)
 
-    grads = tuple(jnp.where(valid, g, 0) for g in grads)
+    grads = tuple(jnp.where(valid, g, 0) for g in grads[:2])  # the most probable tokens' have none
     grad_hidden, grad_head = _placed(local, split, "rvrrrwrr", "rv")(*saved, *grads)
     return grad_hidden, grad_head, None, None, None, None
 

@@ -33,11 +33,15 @@ def allowed(support, vocab: int):
     return mask.reshape(*support.shape[:-1], vocab)
 
 
-def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap):
+def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top):
     """See api.logprob_and_entropy."""
     logits = scaled_logits(hidden_RxSxD, head_DxV, temperature, softcap)
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     chosen = jnp.take_along_axis(logp, targets_RxS[..., None], axis=-1)[..., 0]
-    return jnp.where(valid_RxS, chosen, 0), jnp.where(valid_RxS, entropy, 0)
+    out = jnp.where(valid_RxS, chosen, 0), jnp.where(valid_RxS, entropy, 0)
+    if top:
+        logps, ids = jax.lax.stop_gradient(jax.lax.top_k(logp, top))
+        out += jnp.where(valid_RxS[..., None], ids, -1), jnp.where(valid_RxS[..., None], logps, 0)
+    return out
