@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.kernels.attention import api, reference
+from jaxrl.kernels.attention import api, decode, reference, share
 
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # of the norm, and of the largest entry
 
@@ -178,6 +178,82 @@ def check(implementation, case: Case):
         for size in (np.linalg.norm, lambda x: np.abs(x).max() / 4):
             error = size(got - want) / max(size(want), 0.2 * size(np.asarray(cotangent, np.float64)), 1e-30)
             assert error <= TOLERANCE[case.dtype], f"{name} of {case}: off by {error:.1e}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedCase:
+    """One call of api.cached_attention with slots that share prompts.
+
+    prompts: (positions shared, slots) per prompt. A slot more is idle and in no tile; of every prompt of several slots the last
+    but one has ended.
+    """
+
+    prompts: tuple
+    length: int = 384
+    heads: int = 4
+    groups: int = 2
+    size: int = 64
+    dtype: str = "float32"
+    softcap: float = 0.0
+
+    @property
+    def options(self):
+        return dict(window=0, softcap=self.softcap, scale=self.size ** -0.5)
+
+
+SHARED_CASES = [
+    SharedCase(((0, 2), (300, 3), (127, 2), (128, 2), (256, 1))),
+    SharedCase(((140, 11), (64, 3)), length=272, heads=7, groups=1, size=128, softcap=5.0, dtype="bfloat16"),
+    SharedCase(((350, 9),), heads=12, groups=1, size=128, dtype="bfloat16"),
+    SharedCase(((150, 3), (1, 2)), length=160, heads=20, groups=1, size=128, dtype="bfloat16"),
+]
+
+
+def shared_inputs(case: SharedCase):
+    """(q, k, v, positions) in case.dtype, the slots' prompts and shared lengths as `share` takes them; the layer is 1 of 2."""
+    rng = np.random.default_rng(len(str(case)))
+    slots = [(name, length) for name, (length, count) in enumerate(case.prompts) for _ in range(count)] + [(None, 0)]
+    slots = [slots[i] for i in rng.permutation(len(slots))]
+    names, lengths = ([s[i] for s in slots] for i in (0, 1))
+    q = rng.normal(size=(len(slots), 1, case.heads, case.size))
+    k, v = rng.normal(size=(2, 2, len(slots), case.length, case.groups * case.size))
+    positions = np.array([rng.integers(length, case.length) for length in lengths], np.int32)
+    for name, (length, _) in enumerate(case.prompts):
+        own = [i for i, n in enumerate(names) if n == name]
+        for x in (k, v):
+            x[:, own, :length] = x[:, own[:1], :length]
+        positions[own[0]], positions[own[-1]] = length, case.length - 1
+        if len(own) > 1:
+            positions[own[-2]] = case.length
+    positions[names.index(None)] = case.length
+    return tuple(jnp.asarray(x, case.dtype) for x in (q, k, v)), positions[:, None], names, lengths
+
+
+def check_shared(attend, case: SharedCase, whole):
+    """Holds a kernel that reads shared prompts once to float64. Its results are bitwise the same when it runs again, when other
+    slots' copies hold something else, and when every slot is alone in its tile.
+
+    attend: as decode_tpu.attention. whole: positions that are shared -> positions that are read once.
+    """
+    (q, k, v), positions, names, lengths = shared_inputs(case)
+    tiles = share(names, lengths)
+    busy = positions[:, 0] < case.length
+    run = jax.jit(lambda k, v, tiles: attend(q, k, v, positions, 1, shared=tiles, **case.options))
+    out = np.asarray(run(k, v, tiles))
+    assert str(out.dtype) == case.dtype and np.isfinite(out.astype(np.float32)).all()
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)]
+        want = np.asarray(decode.reference_attention(*wide, positions, 1, **case.options))
+    error = np.linalg.norm((out.astype(np.float64) - want)[busy]) / np.linalg.norm(want[busy])
+    assert error < TOLERANCE[case.dtype], f"off by {error:.1e}"
+    others = np.zeros(k.shape[1:3] + (1,), bool)  # copies in slots that are not their tile's first
+    for row, length in zip(tiles.tiles, tiles.length, strict=True):
+        others[row[1:][row[1:] >= 0], :whole(int(length))] = True
+    assert others.any()
+    alone = share([None if n is None else i for i, n in enumerate(names)], lengths)
+    for name, arguments in (("again", (k, v, tiles)), ("others", (jnp.where(others, 9, k), jnp.where(others, -9, v), tiles)),
+                            ("alone", (k, v, alone))):
+        assert np.asarray(run(*arguments))[busy].tobytes() == out[busy].tobytes(), name
 
 
 def leave_mesh():

@@ -241,8 +241,8 @@ def test_cached_work_is_what_slots_see(window, monkeypatch):
     for slot, position in enumerate(positions[:, 0]):
         seen = [c for c in range(1000) if c <= position and (not window or position - c < window)] if position < 1000 else [0]
         want += [(slot, block) for block in sorted({c // 128 for c in seen})]
-    words = np.asarray(work.words[0])
-    assert [(int(w) >> 3, int(w) & 7) for w in words[:int(work.count[0])]] == want
+    words, call = np.asarray(work.words[0]), decode_tpu.Call(128, 1000, 1)
+    assert [(int(call.place(w)), int(call.start(w)) // 128) for w in words[:int(work.count[0])]] == want
     assert (words[len(want):] == -1).all()
 
 

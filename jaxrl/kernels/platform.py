@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 
 
-def platform() -> str:
-    """"cpu", "gpu" or "tpu": of the mesh in force, which may be of devices that are not here; without one, of jax's default."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+def platform(mesh=None) -> str:
+    """"cpu", "gpu" or "tpu": of the mesh, or of the one in force, which may be of devices that are not here; without one, of jax's
+    default."""
+    device = getattr(jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh, "abstract_device", None)
     return device.platform if device is not None else jax.default_backend()
 
 

@@ -212,14 +212,14 @@ class Decoder(nn.Module):
     remat_every: int = 1
 
     @nn.compact
-    def __call__(self, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False):
+    def __call__(self, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False, prompts=None):
         cfg = self.config
         acc = jnp.promote_types(self.dtype, jnp.float32)
         x = embed(Embedding(cfg, name="embed")(), tokens_BxL, self.dtype)
         x = residual(x * jnp.asarray(cfg.embed_scale, self.dtype))
         shared = {"positions": positions_BxL, "segments": segments_BxL, "prefixes": prefixes_BxL,
                   "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)],
-                  "work": {window: self._work(window, positions_BxL, segments_BxL, prefixes_BxL, cache)
+                  "work": {window: self._work(window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
                            for window in {layer.window for layer in cfg.layers}}}
         out = {}
         repeats = repetitions(cfg, self.scan_layers)
@@ -245,12 +245,13 @@ class Decoder(nn.Module):
             Head(cfg, name="head")()
         return x, out
 
-    def _work(self, window, positions_BxL, segments_BxL, prefixes_BxL, cache):
+    def _work(self, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
         """What attention with this window looks for once, for all layers."""
         cfg, options = self.config, dict(window=window, implementation=self.implementation)
         if cache is not None:
             leaf = jax.tree.leaves(cache)[0]
-            return cached_attention_work(positions_BxL, leaf.shape[-3:], leaf.dtype, cfg.num_heads, cfg.num_kv_heads, **options)
+            return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads, cfg.num_kv_heads,
+                                         **options)
         return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, self.dtype, positions_BxL, segments_BxL,
                               prefixes_BxL, **options)
 

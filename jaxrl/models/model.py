@@ -215,15 +215,15 @@ class Model:
 
         return jax.tree_util.tree_map_with_path(rows, cache)
 
-    def decode(self, params, tokens_S, positions_S, cache):
+    def decode(self, params, tokens_S, positions_S, cache, shared=None):
         """One token per slot: writes its key and value at its position, attends to cache positions up to it.
 
         Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache is updated
-        in place.
+        in place. shared: kernels.attention.Shared, which slots hold one prompt, or None.
 
         Returns (hidden_SxD, cache).
         """
-        hidden, cache = self._apply(params, tokens_S[:, None], positions_S[:, None], cache=cache)
+        hidden, cache = self._apply(params, tokens_S[:, None], positions_S[:, None], cache=cache, prompts=shared)
         return hidden[:, 0], cache
 
     def check_length(self, tokens: int) -> None:

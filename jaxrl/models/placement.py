@@ -204,19 +204,25 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
         work, q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index)
 
 
-def cached_attention_work(positions_Sx1, shape, dtype, heads, groups, **options):
-    """kernels.attention.cached_work_of a cache whose layers have `shape` [S, C, G * K], for sharded_cached_attention's `work`."""
+def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, **options):
+    """kernels.attention.cached_work_of a cache whose layers have `shape` [S, C, G * K], for sharded_cached_attention's `work`.
+
+    prompts: kernels.attention.Shared or None; each device's rows are about its own slots, counted from its first one.
+    """
+    slots, length, width = shape
+    size = width // groups
+
+    def local(heads, groups, positions, prompts):
+        return cached_work_of(positions, (1, positions.shape[0], length, groups * size), dtype, heads, size, shared=prompts, **options)
+
     mesh = _mesh()
     if mesh is None:
-        return cached_work_of(positions_Sx1, (1, *shape), dtype, **options)
-    slots, length, width = shape
-    data, (_, kv_axis, shared_kv) = _data_axes(mesh, slots), _heads(mesh, heads, groups)
-    width = width // groups if shared_kv else width // mesh.shape["tp"] if kv_axis else width
-
-    def local(positions):
-        return cached_work_of(positions, (1, positions.shape[0], length, width), dtype, **options)
-
-    return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(positions_Sx1)
+        return local(heads, groups, positions_Sx1, prompts)
+    data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, slots), _heads(mesh, heads, groups)
+    tp = mesh.shape["tp"]
+    mine = heads // tp if q_axis else heads, 1 if shared_kv else groups // tp if kv_axis else groups
+    return jax.shard_map(functools.partial(local, *mine), in_specs=P(data), out_specs=P(data), check_vma=False)(
+        positions_Sx1, prompts)
 
 
 def write(cache, x_Sx1xGxK, positions_Sx1, index):

@@ -56,6 +56,7 @@ class Sample:
     bucket: int   # index of its prompt length class
     limit: int    # answer tokens it may have
     slot: int = -1
+    weights: int = -1  # how many weights had been published when its prompt was put into the slot
     parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, versions) per chunk
 
     @property
@@ -75,7 +76,7 @@ class EmbeddedEngine:
         self._vocab = model.config.vocab_size
         self._eos = tuple(int(i) for i in eos_ids)
         self._decode_text = text_decoder(tokenizer) if tokenizer is not None else None
-        self._params, self._version = None, -1
+        self._params, self._version, self._published = None, -1, 0
         self._cache, self._stash = self._programs.new_caches()
         self._stashed: list[dict[bytes, int]] = [{} for _ in shapes.prompt_lengths]
         self._waiting: deque[Sample] = deque()
@@ -129,6 +130,7 @@ class EmbeddedEngine:
             self._cache, self._stash = self._programs.new_caches()
         self._params = self._programs.publish(params)
         self._version = int(version)
+        self._published += 1
         self._stashed = [{} for _ in self._stashed]
 
     def rest(self) -> None:
@@ -190,7 +192,7 @@ class EmbeddedEngine:
                         break  # a prefill may take the place of rows chosen already
                     self._prefill(sample.bucket)
                 sample = self._waiting.popleft()
-                sample.slot = free.popleft()
+                sample.slot, sample.weights = free.popleft(), self._published
                 rows.append(self._stashed[sample.bucket][sample.key])
                 slots.append(sample.slot)
                 self._running[sample.slot] = sample
@@ -243,7 +245,8 @@ class EmbeddedEngine:
             rows = np.arange(count, dtype=np.int32)
         progress, controls = (type(t)(*(column[rows] for column in t)) for t in self._table)
         self._cache, chunk = self._programs.decode(
-            self._params, self._cache, progress, controls, self._history(rows), leave_at, rows, self._length(progress))
+            self._params, self._cache, progress, controls, self._history(rows), leave_at, rows, self._length(progress),
+            self._shared(rows))
         chunk = jax.device_get(chunk)
         emitted = (chunk.tokens >= 0).sum(axis=0)
         if not np.isfinite(chunk.logprobs).all():
@@ -277,6 +280,13 @@ class EmbeddedEngine:
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
         return next((n for n in self.shapes.cache_lengths if n >= need), self.shapes.cache_lengths[-1])
+
+    def _shared(self, rows):
+        """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which every slot
+        writes itself."""
+        samples = [self._running.get(slot) for slot in rows.tolist()]
+        return self._programs.shared([s and (s.key, s.weights) for s in samples],
+                                     [len(s.request.prompt) - 1 if s else 0 for s in samples])
 
     def _history(self, rows):
         """Tokens by position for slots with penalties [S, C]; a constant on the device when there are none."""

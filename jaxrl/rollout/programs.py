@@ -18,9 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.kernels.attention import share, shares_prompts
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
-from jaxrl.sharding import ROLLOUT_RULES, memory, param_shardings
+from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
 from jaxrl.sharding.exchange import localised
 from jaxrl.sharding.mesh import DATA_AXES
 
@@ -45,11 +46,13 @@ class Chunk(NamedTuple):
     steps: Any     # [] int32, steps run
 
 
-def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL, leave_at):
+def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL, leave_at,
+                 shared=None):
     """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
     slot needs no state but its token, and tokens after a change of weights come from the new weights alone.
+    shared: see Model.decode.
 
     Returns (cache, Chunk).
     """
@@ -64,7 +67,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     def one_token(carry):
         step, now, cache, history_SxL, out = carry
         where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
-        hidden_SxD, cache = model.decode(params, now.token, where_S, cache)
+        hidden_SxD, cache = model.decode(params, now.token, where_S, cache, shared)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
         token_S, logprob_S, kept_S, support_SxK = sample(
             logits_SxV, now.produced, now.position, history_SxL, controls, support)
@@ -86,13 +89,13 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
 
 
 def decode_part(model, steps: int, support: int, length: int, whole: bool, constrain, params, cache, progress, controls, history_SxL,
-                leave_at, rows_S):
+                leave_at, rows_S, shared=None):
     """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = jax.tree.leaves(cache)[0].shape[-2]
     if length < full_length:
         part = jax.tree.map(lambda a: a[..., :length, :], part)
-    part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at)
+    part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at, shared)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
@@ -113,6 +116,7 @@ class Programs:
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
+        self.shares = shares_prompts(model.attention, mesh)  # whether decoding has a use for what slots share
 
     def _named(self, *spec):
         return NamedSharding(self.mesh, P(*spec))
@@ -174,16 +178,22 @@ class Programs:
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
                         out_shardings=self.cache_shardings(cache))
 
-    def decode(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int):
-        """One chunk on the slots `rows_S`, looking at `length` cache positions. Returns (cache (donated), Chunk)."""
+    def shared(self, prompts, lengths):
+        """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
+        return share(prompts, lengths, data_shards(self.mesh)) if self.shares else None
+
+    def decode(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int, shared):
+        """One chunk on the slots `rows_S`, looking at `length` cache positions. Returns (cache (donated), Chunk).
+
+        shared: of `shared` for these rows."""
         whole = len(rows_S) == self.shapes.slots
         part = functools.partial(decode_part, self.model, self.shapes.decode_steps, self.shapes.support, length, whole,
                                  self._constrain)
-        progress, controls = self.put((progress, controls), self.by_slot)
+        progress, controls, shared = self.put((progress, controls, shared), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
         out = Chunk(self.by_step, self.by_step, self.by_step, self.by_step, self.whole)
         return self.run(("decode", len(rows_S), length), part,
-                        (params, cache, progress, controls, history, leave_at, rows_S), donate=(1,),
+                        (params, cache, progress, controls, history, leave_at, rows_S, shared), donate=(1,),
                         out_shardings=(self.cache_shardings(cache), out))
 
     def _constrain(self, cache):

@@ -28,7 +28,7 @@ ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 
 CACHED = {"tpu": decode_tpu.attention, "gpu": decode_gpu.attention, "xla": decode.attention,
           "reference": decode.reference_attention}
-CACHED_WORK = {"tpu": decode_tpu.work_of}
+CACHED_WORK = {"tpu": decode_tpu.work_of, "gpu": decode_gpu.work_of}
 CACHED_ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 
@@ -93,7 +93,7 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 
 
 def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=0, softcap=0.0, scale=None,
-                     implementation="auto", work=None):
+                     implementation="auto", shared=None, work=None):
     """One query per slot over a slotted cache, of which it sees its own position and those before it.
 
     Args:
@@ -102,7 +102,10 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
       positions_Bx1: a slot at or beyond C is idle and returns a finite value without meaning.
       layer: int scalar, which of the N is read.
       implementation: as attention's; a name without an implementation for the cache takes XLA's.
-      work: of cached_work_of for the same positions, window and implementation, or None.
+      shared: shared.Shared, which slots have the same keys and values up to which position, or None. Its slots that are not idle
+        are at or beyond that position. Where there is no window, a kernel reads these keys once per tile; XLA, and layers with
+        a window, read every slot's own.
+      work: of cached_work_of for the same positions, window, implementation and `shared` (which then is not read), or None.
 
     Returns:
       out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better.
@@ -110,19 +113,29 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
     scale = q_Bx1xHxK.shape[-1] ** -0.5 if scale is None else scale
 
     def ask(name):
-        known = {"work": work[name]} if work and name in work else {}
+        known = {}
+        if name in CACHED_WORK:
+            known = {"work": work[name]} if work and name in work else {"shared": None if window else shared}
         return CACHED[name](q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=window, softcap=softcap, scale=scale,
                             **known)
 
     return _first(cached_order(implementation), ask)
 
 
-def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window=0, implementation="auto") -> dict:
-    """As work_of, for cached_attention over a cache of this shape and dtype."""
+def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=0, implementation="auto", shared=None) -> dict:
+    """As work_of, for cached_attention of so many query heads of this size over a cache of this shape and dtype."""
     def ask(name):
-        return {name: CACHED_WORK[name](positions_Bx1, shape_NxBxCxGK, dtype, window=window)} if name in CACHED_WORK else {}
+        if name not in CACHED_WORK:
+            return {}
+        return {name: CACHED_WORK[name](positions_Bx1, shape_NxBxCxGK, dtype, window=window, heads=heads, size=size,
+                                        shared=None if window else shared)}
 
     return _first(cached_order(implementation), ask)
+
+
+def shares_prompts(implementation: str, mesh=None) -> bool:
+    """Whether `shared` is of use to cached_attention on the platform of the mesh, or of the one in force."""
+    return cached_order(implementation, mesh)[0] in CACHED_WORK
 
 
 def order(implementation: str) -> tuple[str, ...]:
@@ -134,10 +147,10 @@ def order(implementation: str) -> tuple[str, ...]:
     return (implementation, *(name for name in XLA if name != implementation))
 
 
-def cached_order(implementation: str) -> tuple[str, ...]:
-    """The implementations of `cached_attention` that are asked, in order."""
+def cached_order(implementation: str, mesh=None) -> tuple[str, ...]:
+    """The implementations of `cached_attention` that are asked, in order; mesh: None = the one in force."""
     if implementation == "auto":
-        return CACHED_ORDERS[platform()]
+        return CACHED_ORDERS[platform(mesh)]
     return (implementation, "xla") if implementation in CACHED else ("xla",)
 
 

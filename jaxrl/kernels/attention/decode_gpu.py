@@ -4,23 +4,69 @@ The query heads of a group are the rows of one matrix product (64, of which R ar
 not by multiplying). The whole stacked cache is the kernel's operand, in place. Where slots and groups are too few for the chip, a
 slot's positions are split, and the parts' results are joined by their logsumexp.
 
-Legend: B slots, C cache length, N layers, H query heads, G key-value heads, R = H / G, K head size.
+Of a prompt that slots share (shared.py) the whole blocks are pieces of work of their own, whose 64 rows hold the query heads of
+several slots. The slots' other pieces begin behind them, in the same launch, and the results are joined as those of splits.
+
+Legend: B slots, C cache length, N layers, H query heads, G key-value heads, R = H / G, K head size, P parts of a tile's positions
+and splits of a slot's, T tiles, W slots of a tile that a product has room for.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention import gpu, tuned_gpu
+from jaxrl.kernels.attention.shared import WIDTH, of_slots
 
 ALIGNED = 8   # cache lengths are whole numbers of this
 WIDEST = 192  # head size whose parts' fp32 results fit into shared memory beside the ring
+ROWS = 64     # of a product
+LOWEST = -1e30
 
 
-def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, interpret=None):
+class Work(NamedTuple):
+    """What is read for several slots at once."""
+
+    slots: jax.Array    # [T, W] int32, -1 = none
+    sources: jax.Array  # [T] int32, the slot that is read
+    blocks: jax.Array   # [T] int32, whole blocks that are read, 0 = no work
+    count: jax.Array    # [1] int32, tiles with work are among the first so many
+    before: jax.Array   # [B] int32, blocks of a slot that its tile reads
+    place: jax.Array    # [B] int32, of a slot in its tile
+
+
+def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size) -> Work | None:
+    """The tiles' work; None where nothing is shared, or the kernel could not split a slot's positions."""
+    del dtype
+    _, slots, length, width = shape_NxBxCxGK
+    rows = padded(heads * size // width)
+    if shared is None or window or size > WIDEST or rows > ROWS:
+        return None
+    keys = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+    row, place = of_slots(shared, slots)
+    busy = (positions_Bx1[:, 0] < length) & (row >= 0)
+    before = jnp.where(busy, shared.length[row] // keys, 0)
+    fit = min(WIDTH, ROWS // rows)
+    tiles = shared.tiles.reshape(-1, fit)
+    blocks = jnp.max(jnp.where(tiles >= 0, before[tiles], 0), axis=1)
+    count = jnp.max(jnp.where(blocks > 0, jnp.arange(1, len(blocks) + 1), 0), keepdims=True)
+    return Work(tiles, jnp.repeat(jnp.maximum(shared.tiles[:, 0], 0), WIDTH // fit), *(
+        x.astype(jnp.int32) for x in (blocks, count, before, place % fit)))
+
+
+def padded(rows: int) -> int:
+    """Query heads of a group with those that fill its last tile of memory."""
+    return -(-rows // 8) * 8
+
+
+def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None, work=None,
+              interpret=None):
     """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
 
-    interpret: as gpu.attention's.
+    work: of `work_of`, or None. interpret: as gpu.attention's.
     """
     splits = check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret)
     from jaxrl.kernels.attention.decode_gpu_kernel import decode
@@ -28,13 +74,19 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
     batch, _, heads, size = q_Bx1xHxK.shape
     groups, interpret = k_NxBxCxGK.shape[3] // size, gpu.interpreted(interpret)
-    rows = heads // groups
+    rows, length, sizes = heads // groups, k_NxBxCxGK.shape[2], tuned_gpu.sizes(tuned_gpu.DECODE, size)
+    if work is None:
+        work = work_of(positions_Bx1, k_NxBxCxGK.shape, q_Bx1xHxK.dtype, window=window, shared=shared, heads=heads, size=size)
     q = q_Bx1xHxK.reshape(batch, groups, rows, size)
-    q = jnp.pad(q, [(0, 0), (0, 0), (0, -rows % 8), (0, 0)])
+    q = jnp.pad(q, [(0, 0), (0, 0), (0, padded(rows) - rows), (0, 0)])
     op = Op(float(scale), float(softcap), window, segments=False, in_registers=not interpret)
     positions, layer = positions_Bx1.reshape(-1).astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)
-    out, lse = decode(q, k_NxBxCxGK, v_NxBxCxGK, positions, layer, op, tuned_gpu.sizes(tuned_gpu.DECODE, size), splits, interpret)
-    if splits > 1:
+    parts = 0 if work is None else parts_of(-(-batch // work.slots.shape[1]) * groups, length, sizes.keys)
+    out, lse = decode(q, k_NxBxCxGK, v_NxBxCxGK, positions, layer, op, sizes, splits, interpret, work, parts)
+    if parts:
+        out, lse = _as_slots(out, lse, work, parts)
+    lse = lse[..., :q.shape[2]]
+    if splits + parts > 1:
         weights = jnp.exp2(lse - lse.max(axis=0))
         out = (out * (weights / weights.sum(axis=0))[..., None]).sum(axis=0)
     else:
@@ -65,3 +117,19 @@ def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
 def splits_of(pieces: int, length: int, block: int) -> int:
     """Parts of a slot's positions: enough for two pieces of work per multiprocessor, but none below 4 blocks."""
     return max(1, min(-(-2 * tuned_gpu.MULTIPROCESSORS // pieces), length // (4 * block)))
+
+
+def parts_of(pieces: int, length: int, block: int) -> int:
+    """The same for a tile's positions; a part is at least tuned_gpu.PART blocks, since it leaves results of several slots."""
+    return max(1, min(-(-2 * tuned_gpu.MULTIPROCESSORS // pieces), length // (tuned_gpu.PART * block)))
+
+
+def _as_slots(out_PxBxGxRxK, lse_PxBxGx64, work, parts):
+    """The same with the rows of each slot first, and nothing where a part of a tile was empty and wrote nothing."""
+    heads = out_PxBxGxRxK.shape[3]
+    share = jnp.maximum(-(-work.before // parts), tuned_gpu.PART)
+    written = (jnp.arange(parts)[:, None] * share < work.before)[..., None, None]
+    at = work.place[:, None, None] * heads + jnp.arange(heads)
+    of_tiles = jnp.take_along_axis(lse_PxBxGx64[:parts], at[None], axis=3)
+    lse = jnp.concatenate([jnp.where(written, of_tiles, LOWEST), lse_PxBxGx64[parts:, ..., :heads]])
+    return jnp.concatenate([jnp.where(written[..., None], out_PxBxGxRxK[:parts], 0), out_PxBxGxRxK[parts:]]), lse

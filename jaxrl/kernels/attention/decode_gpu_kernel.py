@@ -1,10 +1,14 @@
-"""The kernel of decode_gpu. A piece of work is a slot, a group of query heads and a split of the slot's blocks; a block
-of threads per multiprocessor takes one piece after the other, and its producer reads ahead into the next one.
+"""The kernel of decode_gpu. A piece of work is a slot (or a tile of slots, with the blocks that they share), a group of query
+heads and a split of the blocks; a block of threads per multiprocessor takes one piece after the other, and its producer reads
+ahead into the next one.
 
-Legend: B slots, C cache length, N layers, G key-value heads, R query heads per group (a multiple of 8), K head size, P splits.
+Legend: B slots, C cache length, N layers, G key-value heads, R query heads per group (a multiple of 8), K head size, P parts of
+tiles, then splits of slots.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,104 +32,160 @@ from jaxrl.kernels.attention.gpu_parts import (
     swizzled,
     zeros,
 )
-from jaxrl.kernels.attention.tuned_gpu import MULTIPROCESSORS
+from jaxrl.kernels.attention.tuned_gpu import MULTIPROCESSORS, PART
 
 
-def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None):
-    """Returns (out [P, B, G, R, K], fp32 or, of one split, in q's dtype; lse [P, B, G, R] in base 2 and fp32).
+class Piece(NamedTuple):
+    """A piece of work, as both warpgroups of its taker see it."""
 
-    positions at or beyond C: the slot is idle, its output 0. sizes: tuned_gpu.Decode.
+    shared: Any    # whether it is a tile's
+    row: Any       # the tile, or the slot
+    group: Any
+    part: Any      # where its results go
+    first: Any     # block
+    n: Any         # blocks
+    position: Any  # the last that is seen
+    done: Any      # pieces before, of this taker
+    before: Any    # blocks of those pieces
+
+
+def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None, work=None, parts=0):
+    """Returns (out [P, B, G, R, K], fp32 or, of one split and no tiles, in q's dtype; lse [P, B, G, 64] in base 2 and fp32).
+
+    positions at or beyond C: the slot is idle, its output 0. sizes: tuned_gpu.Decode. work: decode_gpu.Work or None. parts: of
+    tiles. A tile leaves in every one of its slots the lse of all its rows, R for each of its slots; what it has no blocks for it
+    does not write.
     """
     batch, groups, heads, size = q_BxGxRxK.shape
     length, keys, dtype = k_NxBxCxGK.shape[2], sizes.keys, q_BxGxRxK.dtype
-    out_dtype = dtype if splits == 1 else jnp.float32
-    out = [jax.ShapeDtypeStruct((splits, *q_BxGxRxK.shape), out_dtype),
-           jax.ShapeDtypeStruct((splits, batch, groups, ROWS), jnp.float32)]
+    together = 1 if work is None else work.slots.shape[1]
+    out_dtype = dtype if splits + parts == 1 else jnp.float32
+    out = [jax.ShapeDtypeStruct((parts + splits, *q_BxGxRxK.shape), out_dtype),
+           jax.ShapeDtypeStruct((parts + splits, batch, groups, ROWS), jnp.float32)]
     takers = min(splits * groups * batch, MULTIPROCESSORS)
     one = plgpu.Barrier(num_arrivals=1, num_barriers=sizes.stages)
-    tiles = dict(q=swizzled((ROWS, size), dtype), out=None if splits == 1 else swizzled((ROWS, size), jnp.float32),
+    tiles = dict(q=swizzled((ROWS, size), dtype), out=None if splits + parts == 1 else swizzled((ROWS, size), jnp.float32),
                  k=swizzled((sizes.stages, keys, size), dtype), v=swizzled((sizes.stages, keys, size), dtype),
                  stage=staged(1, ROWS, keys, dtype, op))
     small = dict(  # behind the tiles, whose alignment would waste the space between
         lse=plgpu.SMEM((ROWS,), jnp.float32), q_ready=plgpu.Barrier(), q_free=plgpu.Barrier(),
+        others_ready=plgpu.Barrier(num_arrivals=together - 1) if together > 1 else None,
         k_ready=one, v_ready=one, k_free=one, v_free=one)
 
-    def kernel(q, k, v, positions, layer, out, lse, tiles, small):
+    def kernel(q, k, v, positions, layer, *rest):
+        *work, out, lse, tiles, small = rest
         own = {**tiles, **small}
+        slots, sources = work[:2] if work else (None, None)
 
         def each(body):
-            _pieces((batch, groups, splits), takers, lambda row: _blocks(positions[row], length, keys, op.window), body)
+            _pieces((batch, groups, splits, parts), takers, _blocks(positions, length, keys, op.window, work), body)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
             plgpu.set_max_registers(sizes.registers, action="increase")
 
             @each
-            def _(i, where, first, n, position, before):
-                sums = _consume(first, n, position, before, length, own, op, sizes)
-                _write(sums, out.at[where], lse.at[where], own)
+            def _(piece):
+                sums = _consume(piece, length, own, op, sizes)
+                _write(sums, piece, slots, out, lse, own)
                 plgpu.barrier_arrive(own["q_free"])
 
         @pl.when(lax.axis_index("warpgroup") == 1)
         def _():
             plgpu.set_max_registers(sizes.producer_registers, action="decrease")
-            each(lambda i, where, first, n, position, before: _produce(
-                (q, k.at[layer[0]], v.at[layer[0]]), i, where[1:], first, n, before, length, own, sizes))
+            each(lambda piece: _produce(piece, (q, k.at[layer[0]], v.at[layer[0]]), slots, sources, length, own, sizes))
 
-    out, lse = plgpu.kernel(
+    return plgpu.kernel(
         kernel, out_type=out, scratch_types=[tiles, small], grid=(takers,), grid_names=("taker",),
         num_threads=2, thread_name="warpgroup", interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1)
-    return out, lse[..., :heads]
+    )(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, *(() if work is None else work[:5]))
 
 
-def _pieces(shape, takers, blocks_of, body):
-    """body(number, (split, row, group), first block, blocks, position, steps done before) for each of this block's pieces.
+def _pieces(shape, takers, blocks, body):
+    """body(Piece) for each of this block's pieces: first those of tiles, as far as there is work, then those of slots.
 
-    shape: slots, groups, splits. blocks_of: slot -> (the query's position, its first block, the one behind its last).
+    shape: slots, groups, splits, parts of tiles. blocks: of `_blocks`.
     """
-    slots, groups, splits = shape
-    taker = lax.axis_index("taker")
+    slots, groups, splits, parts = shape
+    tiles, of_tile, of_slot = blocks
+    taker, of_tiles = lax.axis_index("taker"), tiles * (groups * parts)
 
-    def one(i, before):
-        piece = taker + i * takers
-        row, rest = lax.div(piece, jnp.int32(groups * splits)), lax.rem(piece, jnp.int32(groups * splits))
-        group, split = lax.div(rest, jnp.int32(splits)), lax.rem(rest, jnp.int32(splits))
-        position, first, end = blocks_of(row)
-        share = lax.div(end - first + jnp.int32(splits - 1), jnp.int32(splits))
-        first = first + split * share
+    def one(i, carry):
+        done, before = carry
+        number = taker + i * takers
+        if parts:
+            shared = number < of_tiles
+            number, into = number - jnp.where(shared, 0, of_tiles), jnp.where(shared, jnp.int32(parts), jnp.int32(splits))
+        else:
+            shared, into = False, jnp.int32(splits)
+        row, rest = lax.div(number, groups * into), lax.rem(number, groups * into)
+        group, part = lax.div(rest, into), lax.rem(rest, into)
+        position, first, end = of_slot(jnp.where(shared, 0, row) if parts else row)
+        share, wanted = lax.div(end - first + into - 1, into), True
+        if parts:
+            tile = of_tile(jnp.where(shared, row, 0))
+            position, first, end = (jnp.where(shared, a, b) for a, b in zip(tile, (position, first, end), strict=True))
+            share = lax.div(end - first + into - 1, into)
+            share = jnp.where(shared, jnp.maximum(share, PART), share)
+        first = first + part * share
         n = jnp.maximum(jnp.minimum(end - first, share), 0)
-        body(i, (split, row, group), first, n, position, before)
-        return before + n
+        piece = Piece(shared, row, group, part + (jnp.where(shared, 0, parts) if parts else 0), first, n, position, done, before)
+        if parts:
+            wanted = (n > 0) | ~shared
+            pl.when(wanted)(lambda: body(piece))
+        else:
+            body(piece)
+        return done + wanted, before + n
 
-    mine = lax.div(slots * groups * splits - taker + jnp.int32(takers - 1), jnp.int32(takers))
-    lax.fori_loop(jnp.int32(0), mine, one, jnp.int32(0))
+    mine = lax.div(of_tiles + slots * groups * splits - taker + jnp.int32(takers - 1), jnp.int32(takers))
+    lax.fori_loop(jnp.int32(0), mine, one, (jnp.int32(0), jnp.int32(0)))
 
 
-def _produce(refs, i, where, first, n, before, length, own, sizes):
+def _produce(piece, refs, slots, sources, length, own, sizes):
     """The queries of one piece, once the result of the piece before has left their tile, then its keys and values."""
-    (q, k, v), (row, group) = refs, where
+    q, k, v = refs
+    shared, row, group = piece.shared, piece.row, piece.group
     (heads, size), keys = q.shape[2:], sizes.keys
-    pl.when(i > 0)(lambda: plgpu.barrier_wait(own["q_free"]))
+    pl.when(piece.done > 0)(lambda: plgpu.barrier_wait(own["q_free"]))
+    lead = row if slots is None else jnp.where(shared, slots[jnp.where(shared, row, 0), 0], row)
     # Rows from R on hold whatever shared memory held; no row of a product depends on another.
-    plgpu.copy_gmem_to_smem(q.at[row, group], own["q"].at[pl.ds(0, heads)], own["q_ready"])
+    plgpu.copy_gmem_to_smem(q.at[lead, group], own["q"].at[pl.ds(0, heads)], own["q_ready"])
+    if slots is not None:
+        @pl.when(shared)
+        def _():
+            for w in range(1, slots.shape[1]):  # where there is no slot, the first one's again: its results go nowhere
+                slot = slots[row, w]
+                plgpu.copy_gmem_to_smem(q.at[jnp.where(slot < 0, lead, slot), group], own["q"].at[pl.ds(w * heads, heads)],
+                                        own["others_ready"])
+
+    source_slot = row if slots is None else jnp.where(shared, sources[jnp.where(shared, row, 0)], row)
 
     def fill(step, slot, reused):
-        at = row, pl.ds(_start(first + step, length, keys), keys), pl.ds(group * size, size)
+        at = source_slot, pl.ds(_start(piece.first + step, length, keys), keys), pl.ds(group * size, size)
         for name, source in (("k", k), ("v", v)):
             pl.when(reused)(lambda name=name: plgpu.barrier_wait(own[f"{name}_free"].at[slot]))
             plgpu.copy_gmem_to_smem(source.at[at], own[name].at[slot], own[f"{name}_ready"].at[slot])
 
-    ring(n, sizes.stages, fill, before)
+    ring(piece.n, sizes.stages, fill, piece.before)
 
 
-def _blocks(position, length, keys, window):
-    """(position, the first block of `keys` positions that a query there sees, the one behind its last); none for an idle slot."""
-    end = jnp.where(position < length, lax.div(position, jnp.int32(keys)) + 1, 0)
-    if not window:
-        return position, jnp.int32(0), end
-    return position, jnp.minimum(lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(keys)), end), end
+def _blocks(positions, length, keys, window, work):
+    """(tiles with work; then of a tile and of a slot: (the last position seen, the first block of `keys` positions that is read,
+    the one behind the last); none for an idle slot)."""
+    *_, blocks, count, before = work or (None,) * 5
+
+    def of_slot(slot):
+        position = positions[slot]
+        end = jnp.where(position < length, lax.div(position, jnp.int32(keys)) + 1, 0)
+        if window:
+            return position, jnp.minimum(lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(keys)), end), end
+        return position, jnp.int32(0) if before is None else before[slot], end
+
+    def of_tile(tile):
+        return blocks[tile] * keys - 1, jnp.int32(0), blocks[tile]
+
+    return count[0] if work else jnp.int32(0), of_tile, of_slot
 
 
 def _start(block, length, keys):
@@ -133,15 +193,17 @@ def _start(block, length, keys):
     return jnp.minimum(block * keys, length - keys)
 
 
-def _consume(first, n, position, before, length, own, op, sizes):
+def _consume(piece, length, own, op, sizes):
     """(weighted sum of values, maximum and total of the weights) of the heads of a group."""
     q, shape = own["q"], (ROWS, sizes.keys)
     stage = None if own["stage"] is None else own["stage"].at[0]
     plgpu.barrier_wait(own["q_ready"])
+    if own["others_ready"] is not None:
+        pl.when(piece.shared)(lambda: plgpu.barrier_wait(own["others_ready"]))
 
     def step(i, carry):
         acc, top, total = carry
-        slot, block = slot_of(before + i, sizes.stages), first + i
+        slot, block = slot_of(piece.before + i, sizes.stages), piece.first + i
         plgpu.barrier_wait(own["k_ready"].at[slot])
 
         def multiply(ref):
@@ -150,9 +212,9 @@ def _consume(first, n, position, before, length, own, op, sizes):
 
         scores, _ = in_base_2(pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), op)
         at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + _start(block, length, sizes.keys)
-        mask = (at <= position) & (at >= block * sizes.keys)
+        mask = (at <= piece.position) & (at >= block * sizes.keys)
         if op.window:
-            mask &= position - at < op.window
+            mask &= piece.position - at < op.window
         scores = jnp.where(mask, scores, HIDDEN)
         plgpu.barrier_arrive(own["k_free"].at[slot])
 
@@ -167,17 +229,32 @@ def _consume(first, n, position, before, length, own, op, sizes):
         return acc, new_top, total
 
     start = (zeros((ROWS, q.shape[-1])), zeros((ROWS,), BY_ROW, HIDDEN), zeros((ROWS,), BY_ROW))
-    return lax.fori_loop(jnp.int32(0), n, step, start)
+    return lax.fori_loop(jnp.int32(0), piece.n, step, start)
 
 
-def _write(sums, out, lse, own):
+def _write(sums, piece, slots, out, lse, own):
     """The weighted mean, 0 where nothing was seen, and its lse, then so low that it counts for nothing."""
     acc, top, total = sums
-    tile, heads = own["q"] if own["out"] is None else own["out"], out.shape[0]
+    tile, heads = own["q"] if own["out"] is None else own["out"], out.shape[3]
     seen = top > SEEN
     tile[...] = (acc * rows(jnp.where(seen, 1.0 / total, 0.0), acc.shape)).astype(tile.dtype)
     own["lse"][...] = jnp.where(seen, top + jnp.log(total) * LOG2E, HIDDEN)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], out)
-    plgpu.copy_smem_to_gmem(own["lse"], lse)
+
+    def leave(slot, w=0):
+        where = piece.part, slot, piece.group
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(w * heads, heads)], out.at[where])
+        plgpu.copy_smem_to_gmem(own["lse"], lse.at[where])
+
+    if slots is None:
+        leave(piece.row)
+    else:
+        pl.when(~piece.shared)(lambda: leave(piece.row))
+
+        @pl.when(piece.shared)
+        def _():
+            for w in range(slots.shape[1]):
+                slot = slots[piece.row, w]
+                pl.when(slot >= 0)(lambda slot=slot, w=w: leave(slot, w))
+
     plgpu.wait_smem_to_gmem(0)

@@ -5,12 +5,17 @@ positions), made once per token for all layers; keys and values pass in blocks o
 group's part as in decode.py, so heads of any size are read densely.
 (A width that is not whole lanes XLA would store transposed, and copy for the kernel.)
 
-Legend: B slots, C cache length, N layers, H query heads, G key-value heads, K head size, T entries.
+A prompt that slots share (shared.py) passes once per tile, before the rest of each of its slots: the running sums of all of them
+lie in scratch, a tile's entries follow each other, and so nothing is written and joined in between. Blocks then begin at any
+multiple of ALIGNED positions, where the slots part.
+
+Legend: B slots, C cache length, N layers, H query heads, G key-value heads, K head size, T entries, W slots per tile.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +24,60 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.kernels.attention import tuned
 from jaxrl.kernels.attention.decode import by_group, own_group
+from jaxrl.kernels.attention.shared import WIDTH, of_slots
 from jaxrl.kernels.attention.tpu_kernels import HIDDEN, LOG2E, LOWEST
 from jaxrl.kernels.platform import platform
 
+ALIGNED = 16  # positions and query rows of whole tiles of memory, in every dtype
 
-class Work(NamedTuple):
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "places", "count"], meta_fields=["width"])
+@dataclasses.dataclass(frozen=True)
+class Work:
     """The blocks to read; the leading axis is that of devices."""
 
-    words: jax.Array  # [1, T + 1] int32: slot and block of positions in the lower bits; -1 past the end
-    count: jax.Array  # [1] int32
+    words: jax.Array   # [1, T + 1] int32: place, whether it is read for the whole tile, where it starts; -1 past the end
+    places: jax.Array  # [1, 3, B] int32, tile by tile: slot, first place of its tile, where its own positions begin
+    count: jax.Array   # [1] int32, entries
+    width: int         # slots per tile, 1 = nothing is shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static in a call, and what a word says: place, whether it is a tile's, start, from the highest bits to the lowest."""
+
+    block: int   # positions
+    length: int  # of the cache
+    width: int   # as Work.width
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def unit(self):
+        """Positions that a word's start counts in."""
+        return self.block if self.width == 1 else ALIGNED
+
+    @property
+    def bits(self):
+        return max(1, ((self.length - 1) // self.unit).bit_length())
+
+    def word(self, place, tile, start):
+        return (place << 1 | tile) << self.bits | start // self.unit
+
+    def place(self, word):
+        return word >> self.bits + 1
+
+    def piece(self, word):
+        """What an entry has in common with those before and after it that add to the same sums."""
+        return word >> self.bits
+
+    def start(self, word):
+        return (word & (1 << self.bits) - 1) * self.unit
+
+    def read(self, word):
+        """Where the block is read that starts there: with tiles the last one ends with the cache."""
+        return self.start(word) if self.width == 1 else jnp.minimum(self.start(word), self.length - self.block)
 
 
 def check(shape_NxBxCxGK, dtype) -> None:
@@ -48,28 +98,60 @@ def _block(shape_NxBxCxGK, dtype) -> int:
     return tuned.cache_block(shape_NxBxCxGK[2], shape_NxBxCxGK[3], jnp.dtype(dtype).itemsize)
 
 
-def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window) -> Work:
+def _width(shape_NxBxCxGK, block, shared) -> int:
+    """Slots per tile: 1 where nothing is shared, or nothing can be gained or aligned."""
+    _, slots, length, _ = shape_NxBxCxGK
+    fits = length > block and length % ALIGNED == 0 and slots * (-(-length // block) + 1) <= tuned.WORDS
+    return WIDTH if shared is not None and fits else 1
+
+
+def _places(shared, position_B, busy_B, block):
+    """[3, B], see Work.places: slots tile by tile, then those in none, each a tile of its own."""
+    slots = len(position_B)
+    row, place = of_slots(shared, slots)
+    counts = jnp.sum(shared.tiles >= 0, axis=1)
+    before = jnp.sum(jnp.where(jnp.arange(len(counts)) < row[:, None], counts, 0), axis=1)  # slots in the tiles before
+    alone = row < 0
+    at = jnp.where(alone, counts.sum() + jnp.cumsum(alone) - 1, before + place)
+    length = shared.length // ALIGNED * ALIGNED
+    length = jnp.where(length < block, 0, length)
+    read = jnp.any((jnp.arange(len(counts))[:, None] == row) & busy_B, axis=1)  # not for slots that have ended
+    begin = jnp.where(alone, 0, jnp.where(read, length, 0)[row])
+    by_slot = jnp.stack([jnp.arange(slots), at - place, begin])
+    return by_slot[:, jnp.argsort(at)].astype(jnp.int32)
+
+
+def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=0, size=0) -> Work:
     """The blocks that queries at these positions see: one at least for every slot, where its output is written."""
+    del heads, size
     check(shape_NxBxCxGK, dtype)
     block, length = _block(shape_NxBxCxGK, dtype), shape_NxBxCxGK[2]
-    blocks = -(-length // block)
-    position = jnp.where(positions_Bx1[:, 0] < length, positions_Bx1[:, 0], 0)
-    first = jnp.maximum(position - window + 1, 0) // block if window else jnp.zeros_like(position)
-    counts = position // block - first + 1
+    slots, busy = len(positions_Bx1), positions_Bx1[:, 0] < length
+    position = jnp.where(busy, positions_Bx1[:, 0], 0)
+    width = _width(shape_NxBxCxGK, block, shared)
+    here = jnp.arange(slots, dtype=jnp.int32)
+    if width == 1:
+        begin = jnp.maximum(position - window + 1, 0) // block * block if window else jnp.zeros_like(position)
+        places = jnp.stack([here, here, begin])
+        of_tile = jnp.zeros_like(position)
+    else:
+        places = _places(shared, position, busy, block)
+        position, begin = position[places[0]], places[2]
+        of_tile = jnp.where(places[1] == here, -(-begin // block), 0)
+    own = jnp.maximum(position - begin, 0) // block + 1
+    counts = jnp.stack([of_tile, own], axis=1).reshape(-1)  # a piece of the tile, which may be empty, and one of the slot
     ends = jnp.cumsum(counts)
-    at = jnp.arange(len(counts) * blocks + 1, dtype=jnp.int32)
-    slot = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
-    inside = jnp.minimum(slot, len(counts) - 1)
-    words = slot * _slots_unit(blocks) + first[inside] + at - (ends - counts)[inside]
-    return Work(jnp.where(slot < len(counts), words, -1)[None].astype(jnp.int32), ends[-1:].astype(jnp.int32))
+    at = jnp.arange(slots * (-(-length // block) + (width > 1)) + 1, dtype=jnp.int32)
+    piece = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
+    inside = jnp.minimum(piece, 2 * slots - 1)
+    first = jnp.stack([jnp.zeros_like(begin), begin], axis=1).reshape(-1) - (ends - counts) * block
+    words = Call(block, length, width).word(inside >> 1, 1 - (inside & 1), first[inside] + at * block)
+    words = jnp.where(piece < 2 * slots, words, -1)
+    return Work(words[None].astype(jnp.int32), places[None].astype(jnp.int32), ends[-1:].astype(jnp.int32), width)
 
 
-def _slots_unit(blocks: int) -> int:
-    """What a slot counts in a word: a power of two above the blocks."""
-    return 1 << max(1, (blocks - 1).bit_length())
-
-
-def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, work=None, interpret=None):
+def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None, work=None,
+              interpret=None):
     """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
 
     work: of `work_of`, or None. interpret: for pallas_call; None = where this is no TPU.
@@ -78,72 +160,102 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
     if q_Bx1xHxK.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"{q_Bx1xHxK.dtype} queries; the TPU kernel takes float32 and bfloat16")
     if work is None:
-        work = work_of(positions_Bx1, k_NxBxCxGK.shape, k_NxBxCxGK.dtype, window=window)
+        work = work_of(positions_Bx1, k_NxBxCxGK.shape, k_NxBxCxGK.dtype, window=window, shared=shared)
     batch, _, heads, size = q_Bx1xHxK.shape
-    _, _, length, width = k_NxBxCxGK.shape
-    block = _block(k_NxBxCxGK.shape, k_NxBxCxGK.dtype)
-    bits = _slots_unit(-(-length // block)).bit_length() - 1
-
-    def of_slot(t, words, positions, layer):
-        return words[t] >> bits, 0, 0
-
-    def of_block(t, words, positions, layer):
-        return layer[0], words[t] >> bits, words[t] & ((1 << bits) - 1), 0
-
-    cache = pl.BlockSpec((1, 1, block, width), of_block)
+    length, width = k_NxBxCxGK.shape[2:]
+    call = Call(_block(k_NxBxCxGK.shape, k_NxBxCxGK.dtype), length, work.width, window, softcap, scale)
+    groups, places = width // size, work.places[0]
+    q = by_group(q_Bx1xHxK[:, 0], groups)
+    if call.width > 1:  # a tile's queries follow each other, and its heads are whole tiles of memory
+        q = jnp.pad(q[places[0]], [(0, call.width), (0, -heads % ALIGNED), (0, 0)])
+    queries, cache = _specs(call, q.shape[1:])
+    rows = call.width * q.shape[1]
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3, grid=(work.count[0],), in_specs=[pl.BlockSpec((1, heads, width), of_slot), cache, cache],
-        out_specs=pl.BlockSpec((1, heads, width), of_slot),
-        scratch_shapes=[pltpu.VMEM((heads, 1), jnp.float32), pltpu.VMEM((heads, 1), jnp.float32),
-                        pltpu.VMEM((heads, width), jnp.float32)])
-
-    def body(words, positions, _, *refs):
-        _decode(words, positions, *refs, bits=bits, length=length, window=window, softcap=softcap, scale=scale)
-
-    groups = width // size
+        num_scalar_prefetch=4, grid=(work.count[0],), in_specs=[queries, cache, cache],
+        out_specs=pl.BlockSpec((1, heads, width), lambda t, words, places, *_: (places[0, call.place(words[t])], 0, 0)),
+        scratch_shapes=[pltpu.VMEM((rows, n), jnp.float32) for n in (1, 1, width)])
     out = pl.pallas_call(
-        body, out_shape=jax.ShapeDtypeStruct((batch, heads, width), q_Bx1xHxK.dtype), grid_spec=grid,
+        lambda words, places, positions, _, *refs: _decode(words, places, positions, *refs, call=call),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, width), q_Bx1xHxK.dtype), grid_spec=grid,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=tuned.VMEM),
         interpret=platform() != "tpu" if interpret is None else interpret, name="attention_decode",
-    )(work.words[0], positions_Bx1[:, 0].astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1),
-      by_group(q_Bx1xHxK[:, 0], groups), k_NxBxCxGK, v_NxBxCxGK)
+    )(work.words[0], places, positions_Bx1[:, 0].astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), q, k_NxBxCxGK,
+      v_NxBxCxGK)
     return own_group(out, groups)[:, None]
 
 
-def _decode(words, positions, q_ref, k_ref, v_ref, out_ref, top_ref, sum_ref, acc_ref, *, bits, length, window, softcap, scale):
+def _specs(call, shape_HxGK):
+    """Of the queries of an entry's tile, and of its block of keys or values; both aligned by hand where there are tiles."""
+    heads, width = shape_HxGK
+
+    def source(t, words, places):
+        """The slot that is read: its own, or the first of its tile, which is where the place of a tile's entries is."""
+        return places[0, call.place(words[t])]
+
+    if call.width == 1:
+        return (pl.BlockSpec((1, heads, width), lambda t, words, places, *_: (source(t, words, places), 0, 0)),
+                pl.BlockSpec((None, None, call.block, width), lambda t, words, places, positions, layer: (
+                    layer[0], source(t, words, places), call.start(words[t]) // call.block, 0)))
+    return (pl.BlockSpec((pl.Element(call.width), pl.Element(heads), pl.Element(width)), lambda t, words, places, *_: (
+                places[1, call.place(words[t])], 0, 0)),
+            pl.BlockSpec((None, None, pl.Element(call.block), pl.Element(width)), lambda t, words, places, positions, layer: (
+                layer[0], source(t, words, places), pl.multiple_of(call.read(words[t]), ALIGNED), 0)))
+
+
+def _decode(words, places, positions, q_ref, k_ref, v_ref, out_ref, top_ref, sum_ref, acc_ref, *, call):
     t = pl.program_id(0)
     word = words[t]
-    slot, start = word >> bits, (word & ((1 << bits) - 1)) * k_ref.shape[2]
-    position, dtype = positions[slot], q_ref.dtype
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    place, heads = call.place(word), q_ref.shape[1]
+    slot, first, begin = (places[i, place] for i in range(3))
+    position, of_tile, within = positions[slot], call.piece(word) & 1, place - first
+    before = call.place(words[jnp.maximum(t, 1) - 1])
 
-    def dot(a, b, over_b):
-        return jax.lax.dot_general(a, b, (((1,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-    @pl.when((t == 0) | (words[jnp.maximum(t, 1) - 1] >> bits != slot))
+    @pl.when((t == 0) | (places[1, before] != first))
     def _():
         top_ref[...] = jnp.full(top_ref.shape, LOWEST, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
-    @pl.when(position < length)
-    def _():
-        v = v_ref[0, 0]
-        if length % k_ref.shape[2]:  # the last block ends beyond the cache, in whatever lies there
-            v = jnp.where(start + jax.lax.broadcasted_iota(jnp.int32, (v.shape[0], 1), 0) < length, v, 0)
-        s = dot(q_ref[0], k_ref[0, 0].astype(dtype), 1)
-        s = jnp.tanh(s * (scale / softcap)) * (softcap * LOG2E) if softcap else s * (scale * LOG2E)
-        at = start + jax.lax.broadcasted_iota(jnp.int32, (1, k_ref.shape[2]), 1)
-        mask = at <= position
-        if window:
-            mask &= position - at < window
-        s = jnp.where(mask, s, HIDDEN)
-        top = jnp.maximum(top_ref[...], s.max(axis=1, keepdims=True))
-        weights, shrink = jnp.exp2(s - top), jnp.exp2(top_ref[...] - top)
-        top_ref[...] = top
-        sum_ref[...] = sum_ref[...] * shrink + weights.sum(axis=1, keepdims=True)
-        acc_ref[...] = acc_ref[...] * shrink + dot(weights.astype(dtype), v.astype(dtype), 0)
+    def add(q, own, end):
+        _add(q, (k_ref, v_ref), [ref.at[own] for ref in (top_ref, sum_ref, acc_ref)], call.start(word), call.read(word), end, call)
 
-    @pl.when(words[t + 1] >> bits != slot)
+    if call.width > 1:
+        own = pl.ds(pl.multiple_of(within * heads, ALIGNED), heads)
+        pl.when(of_tile == 1)(lambda: add(q_ref[...].reshape(-1, q_ref.shape[2]), slice(None), begin))
+        pl.when((of_tile == 0) & (position < call.length))(lambda: add(q_ref[within], own, position + 1))
+    else:
+        own = slice(None)
+        pl.when(position < call.length)(lambda: add(q_ref[0], own, position + 1))
+
+    @pl.when((of_tile == 0) & (call.piece(words[t + 1]) != call.piece(word)))
     def _():
-        out_ref[0] = (acc_ref[...] / jnp.maximum(sum_ref[...], jnp.finfo(jnp.float32).tiny)).astype(out_ref.dtype)
+        out = acc_ref[own] / jnp.maximum(sum_ref[own], jnp.finfo(jnp.float32).tiny)
+        out_ref[0] = out[:out_ref.shape[1]].astype(out_ref.dtype)
+
+
+def _add(q, kv, sums, start, read, end, call):
+    """Adds the positions from `start` to the end of the block, which was read from `read` on, that lie before `end`."""
+    (k_ref, v_ref), (top_ref, sum_ref, acc_ref), dtype = kv, sums, q.dtype
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+    def dot(a, b, over_b):
+        return jax.lax.dot_general(a, b, (((1,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+    v = v_ref[...]
+    if call.width == 1 and call.length % call.block:  # the last block ends beyond the cache, in whatever lies there
+        v = jnp.where(start + jax.lax.broadcasted_iota(jnp.int32, (v.shape[0], 1), 0) < call.length, v, 0)
+    s = dot(q, k_ref[...].astype(dtype), 1)
+    if call.softcap:
+        s = jnp.tanh(s * (call.scale / call.softcap)) * (call.softcap * LOG2E)
+    else:
+        s = s * (call.scale * LOG2E)
+    at = read + jax.lax.broadcasted_iota(jnp.int32, (1, call.block), 1)
+    mask = (at >= start) & (at < end)
+    if call.window:
+        mask &= end - at <= call.window
+    s = jnp.where(mask, s, HIDDEN)
+    top = jnp.maximum(top_ref[...], s.max(axis=1, keepdims=True))
+    weights, shrink = jnp.exp2(s - top), jnp.exp2(top_ref[...] - top)
+    top_ref[...] = top
+    sum_ref[...] = sum_ref[...] * shrink + weights.sum(axis=1, keepdims=True)
+    acc_ref[...] = acc_ref[...] * shrink + dot(weights.astype(dtype), v.astype(dtype), 0)

@@ -50,6 +50,7 @@ FORWARD = {64: Forward(128, 4), 128: Forward(128, 2), 192: Forward(64, 2), 256: 
 QUERIES = {64: Queries(2, 128, 3), 128: Queries(2, 128, 2), 192: Queries(2, 64, 2), 256: Queries(1, 64, 2)}
 KEYS = {64: Keys(2, 1, 64, 4), 128: Keys(2, 1, 64, 2), 192: Keys(1, 2, 64, 2), 256: Keys(1, 2, 64, 2)}
 
+PART = 16  # blocks of keys of a part of what slots share, at least
 DECODE = {64: Decode(128, 4), 128: Decode(64, 4), 256: Decode(64, 2)}
 
 

@@ -217,7 +217,7 @@ def _sampler(out: Lowering, job, weights, mesh, keep):
     progress, controls = _empty_table(shapes)
     history = programs.put(integers(shapes.slots, shapes.cache_lengths[-1]), programs.by_slot)
     programs.decode(weights, cache, progress, controls, history, 0, np.arange(shapes.slots, dtype=np.int32),
-                    shapes.cache_lengths[-1])
+                    shapes.cache_lengths[-1], programs.shared([None] * shapes.slots, [0] * shapes.slots))
     out.programs |= {name: program for name, program in programs.lowered.items() if name != "caches"}
 
 
