@@ -4,14 +4,16 @@
 
 First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the same run: a
 matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible pairs (4 K per pair and
-query head forward, 10 K backward), decoding the bytes of visible keys and values. Times are medians of device time, calls queued
-one behind the other; attention's block lists are made once per step and timed in a row of their own. What cannot run says why.
+query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt that slots share once. Times are
+medians of device time, calls queued one behind the other; attention's block lists are made once per step and timed in a row of
+their own. What cannot run says why.
 Nothing new is started after --minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -22,6 +24,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries need memory, too
 
@@ -43,9 +46,10 @@ MODELS = {  # query heads, key-value heads, head size, hidden size, vocabulary
 }
 COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
 FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16, decode=((256, 4096), (8, 32768)),
-            tokens=32768, logprob="Qwen2.5-1.5B", matmul=8192, copy=1 << 31)
-TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),), tokens=512, logprob="tiny", matmul=512,
-            copy=1 << 24)
+            shared=(256, 16, 1024, 512), tokens=32768, logprob="Qwen2.5-1.5B", matmul=8192, copy=1 << 31)
+TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),),
+            shared=(8, 4, 128, 64), tokens=512, logprob="tiny",
+            matmul=512, copy=1 << 24)
 BLOCKWISE_UP_TO = 16384
 
 
@@ -230,6 +234,34 @@ def decoding(table, model, slots, length):
             functools.partial(api.CACHED[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v, positions, 0), moved=moved)
 
 
+def shared_decoding(table, model, slots, group, prompt, answers):
+    """One token of every slot, `group` slots to a prompt, at the places of answers from the first token to the last; with the
+    prompts read once and with every slot's own copy read."""
+    from jaxrl.kernels.attention import api, share
+
+    heads, groups, size, _, _ = MODELS[model]
+    q, width, shared = normal(0, (slots, 1, heads, size)), groups * size, prompt - 1  # a slot writes its prompt's last key itself
+    prompts = (jnp.repeat(normal(i, (1, slots // group, prompt, width)), group, axis=1) for i in (1, 2))
+    k, v = (jnp.concatenate([x, normal(i, (1, slots, answers, width))], axis=2) for i, x in zip((3, 4), prompts, strict=True))
+    positions = shared + np.random.default_rng(0).permutation(np.linspace(0, answers - 1, slots).astype(np.int32))[:, None]
+    positions = positions.astype(np.int32)
+    moved = 2 * k.dtype.itemsize * width * (int((positions + 1 - shared).sum()) + slots // group * shared)
+    tiles = share([slot // group for slot in range(slots)], [shared] * slots)
+    ours = [(name, tiles) for name in api.CACHED_ORDERS[jax.default_backend()] if name in api.CACHED_WORK]
+    for name, known in (*ours, *((name, None) for name, _ in ours), ("xla", None)):
+
+        def make(name=name, tiles=known):
+            more = {}
+            if name in api.CACHED_WORK:  # once per token, for all layers
+                work = functools.partial(api.CACHED_WORK[name], window=0, heads=heads, size=size, shared=tiles)
+                more["work"] = jax.jit(lambda positions: work(positions, k.shape, k.dtype))(positions)
+            attend = functools.partial(api.CACHED[name], window=0, softcap=0.0, scale=size ** -0.5)
+            return compiled(lambda q, k, v, positions, more: attend(q, k, v, positions, 0, **more), q, k, v, positions, more)
+
+        table.measure("decoding, shared prompts", model, f"{slots} slots, {group} per prompt of {prompt}, answers to {answers}",
+                      name if known is not None or name == "xla" else f"{name}, copies", make, moved=moved)
+
+
 def logprob(table, model, tokens):
     """Log-prob and its gradients from hidden states, in chunks and with all logits at once: time and compiled temporaries."""
     from jaxrl.kernels.logprob import api
@@ -290,6 +322,10 @@ def correctness(names) -> list[dict]:
         for case in ((3, 208, 4, 2, 64, 0, 0.0), (40, 1104, 14, 2, 128, 600, 0.0), (1, 1072, 2, 1, 128, 0, 0.0),
                      (40, 96, 8, 8, 256, 0, 5.0)):
             held(f"decoding {name}", case, lambda name=name, case=case: decodes(name, *case))
+        with mock.patch.object(*attention_cases.SMALL_BLOCKS):
+            for case in attention_cases.SHARED_CASES if name in api.CACHED_WORK else ():
+                case = dataclasses.replace(case, dtype="bfloat16")
+                held(f"decoding {name}", case, lambda name=name, case=case: attention_cases.check_shared(name, case))
     return rows
 
 
@@ -345,6 +381,8 @@ def run(tiny: bool, minutes: float) -> dict:
             attention(table, model, sizes["packed"], sizes["documents"])
         for slots, length in sizes["decode"]:
             decoding(table, model, slots, length)
+        if model in COMPARED:
+            shared_decoding(table, model, *sizes["shared"])
         if model == sizes["logprob"]:
             logprob(table, model, sizes["tokens"])
     return {"environment": environment(), "correctness": held, "rows": table.rows,

@@ -25,7 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 from common import record, table  # noqa: E402
 from jax import export  # noqa: E402
 
-from jaxrl.kernels.attention import decode_gpu, gpu  # noqa: E402
+from jaxrl.kernels.attention import decode_gpu, gpu, share  # noqa: E402
 
 LENGTH, HEADS, GROUPS, ROWS = 4096, 8, 2, 2
 CASES = [(size, 0, 0.0) for size in (64, 80, 96, 128, 192, 256)] + [(128, 1024, 0.0), (128, 0, 30.0), (256, 1024, 50.0)]
@@ -68,6 +68,15 @@ def kernels():
         where = jax.ShapeDtypeStruct((256, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
         for module in modules(functools.partial(decode_gpu.attention, **options), query, cache, cache, *where):
             yield "decoding", size, window, softcap, module
+        if window or size > decode_gpu.WIDEST:
+            continue
+        tiles = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), share([None] * 256, [0] * 256))
+
+        def shared(q, k, v, positions, layer, tiles, options=options):
+            return decode_gpu.attention(q, k, v, positions, layer, shared=tiles, **options)
+
+        for module in modules(shared, query, cache, cache, *where, tiles):
+            yield "decoding, shared prompts", size, window, softcap, module
 
 
 def compile_here(path: str) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.kernels.attention import api, decode, reference, share
+from jaxrl.kernels.attention import api, decode, decode_tpu, reference, share, tuned, tuned_gpu
 
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # of the norm, and of the largest entry
 
@@ -229,12 +229,24 @@ def shared_inputs(case: SharedCase):
     return tuple(jnp.asarray(x, case.dtype) for x in (q, k, v)), positions[:, None], names, lengths
 
 
-def check_shared(attend, case: SharedCase, whole):
+def read_once(name: str, size: int, length: int) -> int:
+    """Of `length` shared positions those that the kernel `name` reads once (on TPUs in blocks of 128, see SMALL_BLOCKS)."""
+    if name == "tpu":
+        return length // decode_tpu.ALIGNED * decode_tpu.ALIGNED if length >= 128 else 0
+    keys = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+    return length // keys * keys
+
+
+SMALL_BLOCKS = (tuned, "CACHE_BYTES", 1)  # what to set for check_shared on TPUs
+
+
+def check_shared(name, case: SharedCase, **options):
     """Holds a kernel that reads shared prompts once to float64. Its results are bitwise the same when it runs again, when other
     slots' copies hold something else, and when every slot is alone in its tile.
 
-    attend: as decode_tpu.attention. whole: positions that are shared -> positions that are read once.
+    name: in api.CACHED_WORK. options: of that function.
     """
+    attend = functools.partial(api.CACHED[name], **options)
     (q, k, v), positions, names, lengths = shared_inputs(case)
     tiles = share(names, lengths)
     busy = positions[:, 0] < case.length
@@ -248,12 +260,12 @@ def check_shared(attend, case: SharedCase, whole):
     assert error < TOLERANCE[case.dtype], f"off by {error:.1e}"
     others = np.zeros(k.shape[1:3] + (1,), bool)  # copies in slots that are not their tile's first
     for row, length in zip(tiles.tiles, tiles.length, strict=True):
-        others[row[1:][row[1:] >= 0], :whole(int(length))] = True
+        others[row[1:][row[1:] >= 0], :read_once(name, case.size, int(length))] = True
     assert others.any()
     alone = share([None if n is None else i for i, n in enumerate(names)], lengths)
-    for name, arguments in (("again", (k, v, tiles)), ("others", (jnp.where(others, 9, k), jnp.where(others, -9, v), tiles)),
+    for what, arguments in (("again", (k, v, tiles)), ("others", (jnp.where(others, 9, k), jnp.where(others, -9, v), tiles)),
                             ("alone", (k, v, alone))):
-        assert np.asarray(run(*arguments))[busy].tobytes() == out[busy].tobytes(), name
+        assert np.asarray(run(*arguments))[busy].tobytes() == out[busy].tobytes(), what
 
 
 def leave_mesh():

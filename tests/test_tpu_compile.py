@@ -15,14 +15,15 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_kernels_compile_alone_and_in_a_sharded_job(target):
     """Forward and backward at every head size, in both dtypes; the update, prefill and decode of a job over fsdp x tp take the
-    kernels because their mesh is a TPU's, and decoding makes no second cache."""
+    kernels because their mesh is a TPU's, and decoding, with shared prompts and without, makes no second cache."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, str(HERE / "tpu_compile_worker.py"), target], env=env, capture_output=True, text=True,
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(found["rows"]) == 7 and len(found["caches"]) == 4
+    assert len(found["rows"]) == 7 and len(found["caches"]) == 6
     job = found["job"]
     assert job["update"]["kernels"] == ["attention_forward", "attention_key_gradients", "attention_query_gradient"]
     assert job["prefill"]["kernels"] == ["attention_forward"] and job["decode"]["kernels"] == ["attention_decode"]
+    assert job["decode"]["shared_prompts"] and not job["prefill"]["shared_prompts"]
     assert job["decode"]["temporaries"] < job["cache"] / 4

@@ -19,7 +19,8 @@ import tiny_job
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.kernels.attention import attention, cached_attention
+from jaxrl.kernels.attention import Shared, attention, cached_attention, share
+from jaxrl.kernels.attention.shared import WIDTH
 from jaxrl.recipes.planning import compiling, programs
 
 # rows, queries, query heads, key-value heads, head size, dtype, options
@@ -28,7 +29,8 @@ ROWS = [(2, 640, 4, 2, 128, "bfloat16", {}), (1, 300, 6, 2, 64, "float32", {"sof
         (1, 512, 2, 1, 256, "bfloat16", {"softcap": 50.0}), (1, 512, 2, 1, 256, "float32", {})]
 # layers, slots, cache length, then as above
 CACHES = [(3, 8, 1100, 12, 2, 128, "bfloat16", {"window": 300}), (2, 8, 520, 14, 2, 64, "bfloat16", {}),
-          (2, 8, 520, 8, 4, 256, "float32", {"softcap": 5.0}), (2, 8, 70, 8, 8, 80, "float32", {})]
+          (2, 8, 528, 8, 4, 256, "float32", {"softcap": 5.0}), (2, 8, 70, 8, 8, 80, "float32", {}),
+          (28, 256, 1536, 12, 2, 128, "bfloat16", {}), (2, 64, 2048, 32, 8, 128, "bfloat16", {})]
 JOB = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 9,
        "max_position_embeddings": 2048}  # scanned: more than 8 layers
 
@@ -57,11 +59,13 @@ def rows(case, mesh):
 def caches(case, mesh):
     layers, slots, length, heads, groups, size, dtype, options = case
     cache = ((layers, slots, length, groups * size), dtype)
+    tiles = [(x.shape, jnp.int32) for x in share([None] * slots, [0] * slots)]
 
-    def run(q, k, v, positions, layer):
-        return cached_attention(q, k, v, positions, layer, **options)
+    def run(q, k, v, positions, layer, *tiles):
+        return cached_attention(q, k, v, positions, layer, shared=Shared(*tiles) if tiles else None, **options)
 
-    return compiled(run, [((slots, 1, heads, size), dtype), cache, cache, ((slots, 1), jnp.int32), ((), jnp.int32)], mesh)
+    shapes = [((slots, 1, heads, size), dtype), cache, cache, ((slots, 1), jnp.int32), ((), jnp.int32)]
+    return [compiled(run, shapes + more, mesh) for more in ([], tiles)]
 
 
 def job(mesh, name):
@@ -74,7 +78,8 @@ def job(mesh, name):
     out = {}
     for program, lowered in low.programs.items():
         kernels = sorted(set(re.findall(r'kernel_name = "(\w+)"', lowered.as_text())))
-        out[program] = {"kernels": kernels, "temporaries": lowered.compile().memory_analysis().temp_size_in_bytes}
+        out[program] = {"kernels": kernels, "temporaries": lowered.compile().memory_analysis().temp_size_in_bytes,
+                        "shared_prompts": re.search(rf"@main\(.*tensor<\d+x{WIDTH}xi32>", lowered.as_text()) is not None}
     out["cache"] = programs.device_bytes(low.live["rollout_cache"])
     return out
 

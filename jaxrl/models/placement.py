@@ -213,7 +213,8 @@ def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, *
     size = width // groups
 
     def local(heads, groups, positions, prompts):
-        return cached_work_of(positions, (1, positions.shape[0], length, groups * size), dtype, heads, size, shared=prompts, **options)
+        own = (1, positions.shape[0], length, groups * size)
+        return cached_work_of(positions, own, dtype, heads, size, shared=prompts, **options)
 
     mesh = _mesh()
     if mesh is None:

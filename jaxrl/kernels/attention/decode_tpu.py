@@ -44,7 +44,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static in a call, and what a word says: place, whether it is a tile's, start, from the highest bits to the lowest."""
+    """What is static in a call, and what a word says, from the highest bits: place, whether it is a tile's, start."""
 
     block: int   # positions
     length: int  # of the cache
@@ -217,7 +217,8 @@ def _decode(words, places, positions, q_ref, k_ref, v_ref, out_ref, top_ref, sum
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
     def add(q, own, end):
-        _add(q, (k_ref, v_ref), [ref.at[own] for ref in (top_ref, sum_ref, acc_ref)], call.start(word), call.read(word), end, call)
+        sums = [ref.at[own] for ref in (top_ref, sum_ref, acc_ref)]
+        _add(q, (k_ref, v_ref), sums, call.start(word), call.read(word), end, call)
 
     if call.width > 1:
         own = pl.ds(pl.multiple_of(within * heads, ALIGNED), heads)
