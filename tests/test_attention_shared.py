@@ -105,8 +105,9 @@ def test_nothing_is_shared_below_a_block_or_out_of_line(shape, length):
 
 def test_layers_with_a_window_read_their_own_copies(small_blocks):
     (q, k, v), positions, names, lengths = shared_inputs(SHARED_CASES[0])
-    tiles, run = share(names, lengths), functools.partial(api.cached_attention, implementation="tpu", window=200)
-    got, want = (np.asarray(run(q, k, v, positions, 1, shared=t)) for t in (tiles, None))
+    tiles = share(names, lengths)
+    run = jax.jit(lambda tiles: api.cached_attention(q, k, v, positions, 1, implementation="tpu", window=200, shared=tiles))
+    got, want = (np.asarray(run(t)) for t in (tiles, None))
     assert got.tobytes() == want.tobytes()
     work = api.cached_work_of(positions, k.shape, k.dtype, 4, 64, window=200, implementation="tpu", shared=tiles)["tpu"]
     assert work.width == 1
@@ -148,6 +149,7 @@ def test_gpu_kernel_lowers_for_cuda(heads, size, softcap):
     assert lowered(call, *arguments).count("@mosaic_gpu_v2") == 1
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def gpu_work(positions, tiles, heads, length=2048, size=128):
     shape = (28, len(positions), length, 2 * size)
     return decode_gpu.work_of(positions, shape, jnp.bfloat16, window=0, shared=tiles, heads=heads, size=size)
@@ -157,21 +159,21 @@ def test_a_prompt_is_read_once_on_gpus():
     """8 slots with a prompt of 1024 tokens, in blocks of 64 keys, up to 8 query heads per group: 15 of its 16 blocks once."""
     positions = np.array([[1023 + 60 * i] for i in range(8)] + [[2048]], np.int32)
     tiles = share(["p"] * 8 + [None], [1023] * 9)
-    work = gpu_work(positions, tiles, heads=12)
+    work = gpu_work(positions, tiles, 12)
     assert work.slots[0].tolist() == list(range(8)) and work.blocks.tolist() == [15] + [0] * 8 and int(work.count[0]) == 1
     assert work.before.tolist() == [15] * 8 + [0] and work.place[:8].tolist() == list(range(8))
     seen = positions[:8, 0] // 64 + 1
     assert int(work.blocks.sum()) + sum(seen - work.before[:8]) == sum(seen) - 7 * 15
-    wide = gpu_work(positions, tiles, heads=24)  # 12 query heads of a group, padded to 16: 4 slots fill a product
+    wide = gpu_work(positions, tiles, 24)  # 12 query heads of a group, padded to 16: 4 slots fill a product
     assert wide.slots[:2].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and wide.blocks.tolist()[:3] == [15, 15, 0]
     assert wide.sources[:2].tolist() == [0, 0] and int(wide.count[0]) == 2
     ended = np.where(np.arange(9) > 5, positions[:, 0], 2048)[:, None]
-    wide = gpu_work(ended, tiles, heads=24)
+    wide = gpu_work(ended, tiles, 24)
     assert wide.blocks.tolist()[:3] == [0, 15, 0] and wide.sources[1] == 0 and wide.before.tolist() == [0] * 6 + [15, 15, 0]
 
 
 def test_what_gpus_do_not_share():
     positions, tiles = np.full((9, 1), 1100, np.int32), share(["p"] * 9, [1023] * 9)
-    assert gpu_work(positions, None, 12) is None and gpu_work(positions, tiles, 8, size=256) is None
+    assert gpu_work(positions, None, 12) is None and gpu_work(positions, tiles, 8, 2048, 256) is None
     short = gpu_work(positions, share(["p"] * 9, [63] * 9), 12)
     assert int(short.count[0]) == 0 and not short.before.any()

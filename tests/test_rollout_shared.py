@@ -1,6 +1,10 @@
 """The embedded sampler where prompts that slots share are read once: its tiles, and the TPU kernel (interpreted) in it."""
 
 import collections
+import os
+import subprocess
+import sys
+import textwrap
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,17 +25,16 @@ def small_blocks(monkeypatch):
 
 
 HF = dict(model_type="qwen2", vocab_size=64, hidden_size=128, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-          num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, max_position_embeddings=256, rms_norm_eps=1e-6,
+          num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=256, rms_norm_eps=1e-6,
           rope_theta=10000.0, hidden_act="silu")
 
 
-def made(attention, weights=True, **rollout):
-    model = models.build(HF, compute_dtype=jnp.float32, scan_layers=False, attention=attention)
+def made(attention, mesh=None, head_dim=64, **rollout):
+    model = models.build({**HF, "head_dim": head_dim}, compute_dtype=jnp.float32, scan_layers=False, attention=attention)
     cfg = config(**{"slots": 8, "prompt_lengths": (160,), "max_new_tokens": 12, "cache_lengths": (176,), **rollout})
     cfg.data.max_prompt_tokens = 160
-    engine = make_engine(cfg, model, None, None, (END,))
-    if weights:
-        engine.publish(weights_of(model), 0)
+    engine = make_engine(cfg, model, None, mesh, (END,))
+    engine.publish(weights_of(model), 0)
     return engine
 
 
@@ -112,3 +115,37 @@ def test_samples_do_not_depend_on_neighbours(small_blocks):
             if r.id in first:
                 assert r.tokens.tobytes() == first[r.id].tokens.tobytes()
                 assert r.logprobs.tobytes() == first[r.id].logprobs.tobytes()
+
+
+SHARDED = """
+    import jax, numpy as np
+    jax.config.update("jax_default_matmul_precision", "highest")
+    from attention_cases import SMALL_BLOCKS
+    from rollout_helpers import config
+    from test_rollout_shared import groups, made
+    from jaxrl.rollout import generate
+    from jaxrl.sharding import make_mesh
+    setattr(*SMALL_BLOCKS)
+    cfg = config()
+    cfg.mesh.update({"dp": 2, "fsdp": 1, "tp": 2})
+    engines = [made(attention, make_mesh(cfg.mesh), 128, compaction=False) for attention in ("tpu", "auto")]
+    decode, most = engines[0]._programs.decode, []
+    def spy(*args):
+        most.append((args[8].tiles >= 0).sum(axis=1).max())
+        return decode(*args)
+    engines[0]._programs.decode = spy
+    got, want = (generate(engine, groups(), 300) for engine in engines)
+    same = all((a.tokens == b.tokens).all() for a, b in zip(got, want, strict=True))
+    gap = max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(got, want, strict=True))
+    print("RESULT", int(same), gap, max(most))
+"""
+
+
+@pytest.mark.slow
+def test_slots_over_data_axes_and_heads_over_tp():
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
+           "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], env=env, capture_output=True, text=True, timeout=500)
+    assert out.returncode == 0, out.stderr[-3000:]
+    same, gap, most = map(float, out.stdout.split("RESULT")[1].split())
+    assert same and gap < 1e-4 and most >= 3
