@@ -165,9 +165,11 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
     length, width = k_NxBxCxGK.shape[2:]
     call = Call(_block(k_NxBxCxGK.shape, k_NxBxCxGK.dtype), length, work.width, window, softcap, scale)
     groups, places = width // size, work.places[0]
-    q = by_group(q_Bx1xHxK[:, 0], groups)
-    if call.width > 1:  # a tile's queries follow each other, and its heads are whole tiles of memory
-        q = jnp.pad(q[places[0]], [(0, call.width), (0, -heads % ALIGNED), (0, 0)])
+    q = q_Bx1xHxK[:, 0]
+    if call.width == 1:
+        q = by_group(q, groups)
+    else:  # a tile's queries follow each other, and its heads are whole tiles of memory
+        q = jnp.pad(by_group(q[places[0]], groups), [(0, call.width), (0, -heads % ALIGNED), (0, 0)])
     queries, cache = _specs(call, q.shape[1:])
     rows = call.width * q.shape[1]
     grid = pltpu.PrefetchScalarGridSpec(
