@@ -318,15 +318,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "train": {
         "steps": O(100, "steps of the job (RL steps, or SFT updates)"),
         "max_samples": O(0, "end after this many samples; 0 = no limit"),
-        "tokens_per_microbatch": O(16384, "rows x row length held at once, per data shard"),
-        "row_lengths": O((), "static lengths of packed rows, at most 2; empty = from the longest sequence"),
+        "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs what the"
+                                      " cache holds"),
+        "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one of the longest sequence, or of a whole group"
+                              " where that is no more than 2048"),
         "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
                            " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + answer; 0 = max_prompt_tokens + max_new_tokens"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
-        "logprob_chunk": O(1024, "scored tokens whose logits exist at once, per data shard"),
+        "logprob_chunk": O(0, "scored tokens whose logits exist at once, per data shard; 0 = 1024, on CPUs 256"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
     },
     "eval": {

@@ -59,8 +59,6 @@ POSITIVE = (
     "reward.timeout_seconds",
     "reward.workers",
     "train.steps",
-    "train.tokens_per_microbatch",
-    "train.logprob_chunk",
     "eval.samples",
     "checkpoint.keep",
     "checkpoint.shard_gb",
@@ -108,6 +106,8 @@ NOT_NEGATIVE = (
     "rollout.temperature",
     "rollout.min_new_tokens",
     "rollout.slots",
+    "train.logprob_chunk",
+    "train.tokens_per_microbatch",
     "eval.temperature",
     "eval.every_steps",
     "eval.every_epochs",
@@ -639,7 +639,8 @@ def derived(cfg) -> dict[str, float]:
     else:
         out["sequences per step"] = cfg.data.prompts_per_step
         out["longest sequence"] = longest_sequence(cfg)
-    out["tokens per microbatch (per data shard)"] = max(cfg.train.tokens_per_microbatch, out["longest sequence"])
+    if cfg.train.tokens_per_microbatch:
+        out["tokens per microbatch (per data shard)"] = max(cfg.train.tokens_per_microbatch, out["longest sequence"])
     out["optimizer updates in all"] = cfg.train.steps * out.get("optimizer steps per step", 1)
     return out
 

@@ -72,14 +72,15 @@ def test_implementations_equal_the_definition(options, monkeypatch):
             for keys in (None, order):
                 got = run(*arguments, order=keys, implementation=name, scale=0.7, **options)
                 assert got.dtype == np.float64
-                np.testing.assert_allclose(got, want, rtol=0, atol=1e-12, err_msg=name)
+                real = np.asarray(arguments[4] > 0)  # of padding the result means nothing
+                np.testing.assert_allclose(got[real], want[real], rtol=0, atol=1e-12, err_msg=name)
 
 
 def test_gradients_agree(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 5)
     with jax.enable_x64(True):
         q, k, v, *rest = inputs()
-        weights = np.random.default_rng(2).normal(size=q.shape)
+        weights = np.random.default_rng(2).normal(size=q.shape) * (rest[1] > 0)[..., None, None]
 
         @functools.partial(jax.jit, static_argnums=1)
         def loss(qkv, name):

@@ -29,6 +29,7 @@ from jaxrl.models.placement import (
     sharded_cached_attention,
     write,
 )
+from jaxrl.models.product import product
 from jaxrl.models.rope import rotate, rotations
 from jaxrl.sharding.memory import HOST
 
@@ -75,8 +76,7 @@ class Linear(nn.Module):
     def __call__(self, x):
         inputs = self.row.inputs
         kernel = self.param("kernel", DECLARED, x.shape[-inputs:] + self.outputs)
-        axes = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
-        y = jax.lax.dot_general(x, gathered(kernel, self.row.axes, x.dtype), (axes, ((), ())))
+        y = product(x, gathered(kernel, self.row.axes, x.dtype), inputs)
         if self.bias:
             y = y + self.param("bias", DECLARED, self.outputs).astype(x.dtype)
         return y

@@ -48,7 +48,7 @@ class Algorithm:
         """score(params, traj, layout) -> [T] log-probs, on a role's devices."""
         if role != "policy" and r.job.mesh_of(role) is r.job.mesh:
             return self.score
-        return make_score(r.job.model, temperature=r.config.rollout.temperature, chunk=r.config.train.logprob_chunk,
+        return make_score(r.job.model, temperature=r.config.rollout.temperature, chunk=r.job.config.train.logprob_chunk,
                           put=functools.partial(r.job.put, role=role))
 
     def _old_source(self) -> str:
@@ -76,7 +76,7 @@ class Algorithm:
             sequence_delta=v["mismatch.sequence_delta"],
             early_stop_ratio=c.algorithm.early_stop_ratio,
             early_stop_kl=c.algorithm.early_stop_kl,
-            chunk=c.train.logprob_chunk,
+            chunk=r.job.config.train.logprob_chunk,
             max_grad_norm=c.optimizer.max_grad_norm,
             fp16=r.job.compute_dtype == jnp.float16,
             user=FrozenConfigDict(c.user),

@@ -40,7 +40,7 @@ def report(r) -> dict:
 
     def gap(traj, temperature, model=job.model):
         layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes)
-        score = make_score(model, temperature=temperature, chunk=c.train.logprob_chunk, put=job.put)
+        score = make_score(model, temperature=temperature, chunk=job.config.train.logprob_chunk, put=job.put)
         return difference(score(params, traj, layout), traj)
 
     now, one = ask("now", sampling), dataclasses.replace(plain, temperature=1.0)

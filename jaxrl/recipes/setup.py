@@ -23,6 +23,7 @@ from jaxrl.config import ConfigError
 from jaxrl.config_checks import chosen, derived, longest_sequence, origins, shares_trunk
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
+from jaxrl.recipes.sizes import decided
 from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import memory
 from jaxrl.sharding.exchange import put
@@ -177,6 +178,7 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
 
     model = build_model(config, hf_config, compute_dtype)
+    config = decided(config, model.config.mlp_size, mesh.devices.flat[0].platform)
     shapes = training.row_shapes(
         config.train.row_lengths,
         longest_sequence(config),

@@ -22,7 +22,7 @@ def run(config, rewards=None) -> dict:
             updates_per_step=1,
             loss=training.LossConfig(
                 kind="nll",
-                chunk=config.train.logprob_chunk,
+                chunk=r.job.config.train.logprob_chunk,
                 max_grad_norm=config.optimizer.max_grad_norm,
                 fp16=r.job.compute_dtype == jnp.float16,
             ),

@@ -37,7 +37,9 @@ class Profiler:
             self.close()
             self._done = True
         elif completed + 1 >= first and not self._running:
-            jax.profiler.start_trace(self._folder)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of Python would slow the steps down and hide the device's work
+            jax.profiler.start_trace(self._folder, profiler_options=options)
             self._running = True
 
     def close(self) -> None:

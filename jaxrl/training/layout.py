@@ -59,13 +59,13 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
     """Static row shapes from the config.
 
     Args:
-      row_lengths: train.row_lengths; empty = one length, the longest sequence rounded up to a multiple of 8.
+      row_lengths: train.row_lengths.
       longest: bound on prompt + answer in tokens.
       tokens_per_microbatch: per data shard; raised to one row where it is smaller.
       shards: data shards; row counts are multiples of it.
       sizes: row counts per length: 2 = whole and a quarter, so that a last microbatch wastes little; 1 = whole only.
     """
-    lengths = tuple(sorted(row_lengths)) or (-(-longest // 8) * 8,)
+    lengths = tuple(sorted(row_lengths))
     if len(lengths) > 2:
         raise ConfigError(f"train.row_lengths={lengths}: at most 2 lengths (each is compiled)")
     if lengths[-1] < longest:
@@ -145,7 +145,7 @@ def _microbatches(blocks, shapes: RowShapes, sizes):
         rows = _fewer_rows(_fit_rows(mine, length), length, *sizes)
         while rows:
             # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
-            count = counts[0] if len(rows) > 2 * counts[-1] else counts[-1]
+            count = counts[0] if len(rows) >= counts[0] or len(rows) > 2 * counts[-1] else counts[-1]
             taken, rows = rows[:count], rows[count:]
             out.append(Microbatch(length, tuple(taken) + ((),) * (count - len(taken))))
     return tuple(out)

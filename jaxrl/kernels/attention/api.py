@@ -22,7 +22,7 @@ IMPLEMENTATIONS = {
     "blockwise": blockwise.attention,
     "reference": reference.attention,
 }
-WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of}  # those that look for their work once per step: see work_of
+WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of, "blockwise": blockwise.work_of}  # those that look for their work once per step: see work_of
 XLA = ("blockwise", "reference")
 ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 

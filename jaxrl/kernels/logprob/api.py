@@ -30,14 +30,13 @@ def logprob_and_entropy(
       hidden_RxSxD: hidden states that predict the targets, compute dtype.
       head_DxV: output matrix; cast to the compute dtype, its gradient is accumulated in fp32 or better.
       targets_RxS: int token ids.
-      valid_RxS: bool; where False both results and gradients are 0. None = all valid. Where valid tokens stand first
-        in every row, whole chunks are skipped.
+      valid_RxS: bool; where False both results and gradients are 0, and no logits are computed. None = all valid.
       support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is one
         of them; 0 of them where not valid). None = the whole vocabulary.
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
       top: how many of the most probable tokens to return too, 0 = none (static).
-      chunk: tokens over all rows of a device whose logits exist at once (static); memory is O(chunk * V).
+      chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V).
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       implementation: "chunked", or "reference" (full logits).
 
@@ -58,8 +57,5 @@ def logprob_and_entropy(
     if implementation == "reference":
         return reference.logprob_and_entropy(
             hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top)
-    rows, scored = targets_RxS.shape
-    rows //= split.devices_of_rows() if split else 1
-    per_row = min(max(1, chunk // rows), scored)
     return chunked.logprob_and_entropy(
-        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, per_row, split)
+        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split)

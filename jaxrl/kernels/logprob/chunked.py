@@ -1,19 +1,20 @@
 """`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time.
 
-The forward pass keeps nothing but its inputs; the backward pass computes each chunk's logits again and writes
+The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are skipped.
+The forward pass keeps its inputs and three numbers per token (see _normaliser); the backward pass computes each chunk's logits
+again and writes
     d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H)
-(H the entropy), then applies the chain rule of temperature and soft-cap. Chunks without a valid token are skipped.
+(H the entropy), then applies the chain rule of temperature and soft-cap.
 
 On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
 
-Legend: R rows, S scored tokens per row, C tokens per chunk and row, D hidden size, V vocabulary.
+Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -29,21 +30,30 @@ class Split(NamedTuple):
     rows: tuple[str, ...] | None
     vocab: str | None
 
-    def devices_of_rows(self) -> int:
-        return math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in self.rows or ())
+
+class Line(NamedTuple):
+    """The valid ones among N tokens, in order, cut into T chunks."""
+
+    at: jax.Array     # [T, C] int32, where each place's token is among the N; N = none
+    place: jax.Array  # [N] int32, each valid token's place among the T * C
+    valid: jax.Array  # [N] bool
+
+    def chunks(self, x_RxSx):
+        """[R, S, ...] -> [T, C, ...]; 0 at places without a token."""
+        return jnp.take(x_RxSx.reshape(len(self.valid), *x_RxSx.shape[2:]), self.at, axis=0, mode="fill", fill_value=0)
+
+    def back(self, x_TxCx, shape_RxS, empty=0):
+        """[T, C, ...] -> [R, S, ...], `empty` where not valid."""
+        found = x_TxCx.reshape(self.at.size, *x_TxCx.shape[2:])[self.place]
+        found = jnp.where(self.valid.reshape(-1, *[1] * (found.ndim - 1)), found, empty)
+        return found.reshape(*shape_RxS, *found.shape[1:])
 
 
-def _chunks(x, size):
-    """[R, S, ...] -> [S/size, R, size, ...], zero-padded; scanning keeps the row axis (and its sharding) whole."""
-    pad = -x.shape[1] % size
-    x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
-
-
-def _unchunk(x, length):
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+def _line(valid_RxS, chunk: int) -> Line:
+    valid = valid_RxS.reshape(-1)
+    count = len(valid)
+    at = jnp.nonzero(valid, size=-(-count // chunk) * chunk, fill_value=count)[0].astype(jnp.int32)
+    return Line(at.reshape(-1, chunk), jnp.maximum(jnp.cumsum(valid.astype(jnp.int32)) - 1, 0), valid)
 
 
 def _over(axis, reduce, x):
@@ -70,23 +80,23 @@ def _picked(logits, targets, axis):
     return found if axis is None else jax.lax.psum(jnp.where(here, found, 0), axis)
 
 
-def _normalised(logits, axis):
-    """Of logits [R, C, V]: (logits - top, exp of that, both [R, C, V / devices of the axis]; its sum and the entropy, [R, C]). A
-    log-prob is the first less the logarithm of the sum. Top, sum and entropy are of the whole vocabulary."""
+def _normaliser(logits, axis):
+    """(top, logarithm of the sum of exp(logits - top), entropy) [C] of logits [C, V / devices of the axis], over the whole
+    vocabulary. A log-prob is logit - top - that logarithm."""
     top = _over(axis, jax.lax.pmax, jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - top
     weights = jnp.exp(shifted)
     total = _over(axis, jax.lax.psum, jnp.sum(weights, axis=-1))
     mean = _over(axis, jax.lax.psum, jnp.sum(weights * shifted, axis=-1)) / total
-    return shifted, weights, total, jnp.log(total) - mean
+    return top[:, 0], jnp.log(total), jnp.log(total) - mean
 
 
 def _most_probable(logp, count: int, axis):
-    """(ids, log-probs) [R, C, count] of the whole vocabulary, the highest first; of equal ones the lowest id."""
+    """(ids, log-probs) [C, count] of the whole vocabulary, the highest first; of equal ones the lowest id."""
     found, ids = jax.lax.top_k(logp, min(count, logp.shape[-1]))
     ids = ids + _first_token(logp.shape[-1], axis)
     if axis is not None:  # each device's own best, in the order of their ids
-        found, ids = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (found, ids))
+        found, ids = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (found, ids))
         found, places = jax.lax.top_k(found, count)
         ids = jnp.take_along_axis(ids, places, axis=-1)
     return ids, found
@@ -95,7 +105,7 @@ def _most_probable(logp, count: int, axis):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def logprob_and_entropy(
         hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split):
-    """See api.logprob_and_entropy; `chunk` is the number of tokens per row whose logits exist at once."""
+    """See api.logprob_and_entropy."""
     return _forward(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split)[0]
 
 
@@ -117,71 +127,70 @@ def _cut(logits, support, axis):
 
 
 def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split):
-    acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
     def local(hidden, head, targets, valid, support, temperature):
+        line = _line(valid, min(chunk, valid.size))
+
         def one(_, xs):
-            h, t, ok, kept = xs
+            at, h_CxD, t_C, kept_CxK = xs
 
             def compute():
-                logits = _cut(scaled_logits(h, head, temperature, softcap), kept, axis)
-                shifted, _, total, entropy = _normalised(logits, axis)
-                out = jnp.where(ok, _picked(shifted, t, axis) - jnp.log(total), 0), jnp.where(ok, entropy, 0)
-                if top:
-                    ids, logps = _most_probable(shifted - jnp.log(total)[..., None], top, axis)
-                    out += jnp.where(ok[..., None], ids, -1), jnp.where(ok[..., None], logps, 0)
-                return out
+                logits = _cut(scaled_logits(h_CxD, head, temperature, softcap), kept_CxK, axis)
+                highest, log_sum, entropy = _normaliser(logits, axis)
+                out = _picked(logits, t_C, axis) - highest - log_sum, entropy, highest, log_sum
+                return out + (_most_probable(logits - highest[:, None] - log_sum[:, None], top, axis) if top else ())
 
             def skip():
-                out = jnp.zeros(t.shape, acc), jnp.zeros(t.shape, acc)
-                return out + (jnp.full((*t.shape, top), -1, jnp.int32), jnp.zeros((*t.shape, top), acc)) if top else out
+                return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
 
-            return None, jax.lax.cond(jnp.any(ok), compute, skip)
+            return None, jax.lax.cond(at[0] < valid.size, compute, skip)
 
-        _, out = jax.lax.scan(one, None, tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support)))
-        return tuple(_unchunk(x, targets.shape[1]) for x in out)
+        _, out = jax.lax.scan(one, None, (line.at, *(line.chunks(x) for x in (hidden, targets, support))))
+        return tuple(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False))
 
-    saved = hidden, head, targets, valid, support, temperature
-    return _placed(local, split, "rvrrrw", "rrrr" if top else "rr")(*saved), saved
+    inputs = hidden, head, targets, valid, support, temperature
+    logp, entropy, highest, log_sum, *most = _placed(local, split, "rvrrrw", "rrrrrr" if top else "rrrr")(*inputs)
+    return (logp, entropy, *most), (*inputs, highest, log_sum, entropy)
 
 
 def _backward(softcap, top, chunk, split, saved, grads):
-    hidden, head, targets, valid, support, temperature = saved
+    hidden, head = saved[:2]
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
-    def local(hidden, head, targets, valid, support, temperature, g_logp, g_entropy):
+    def local(hidden, head, targets, valid, support, temperature, *numbers):
+        line = _line(valid, min(chunk, valid.size))
+
         def one(grad_head, xs):
-            h, t, ok, kept, g_logp, g_entropy = xs
+            at, h_CxD, t_C, kept_CxK, *numbers = xs
 
             def compute(grad_head):
-                logits = scaled_logits(h, head, temperature, softcap)
-                shifted, weights, total, entropy = _normalised(_cut(logits, kept, axis), axis)
-                logp, p = shifted - jnp.log(total)[..., None], weights / total[..., None]
-                onehot = jax.nn.one_hot(t - _first_token(logits.shape[-1], axis), logits.shape[-1], dtype=acc)
-                d = g_logp[..., None] * (onehot - p) - g_entropy[..., None] * p * (logp + entropy[..., None])
+                highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
+                logits = scaled_logits(h_CxD, head, temperature, softcap)
+                logp = _cut(logits, kept_CxK, axis) - highest - log_sum
+                p, ids = jnp.exp(logp), _first_token(logits.shape[-1], axis) + jnp.arange(logits.shape[-1])
+                d = g_logp * ((t_C[:, None] == ids) - p) - g_entropy * p * (logp + entropy)
                 d = d / temperature
                 if softcap:
                     d = d * (1 - jnp.square(logits * temperature / softcap))
-                d = d.astype(h.dtype)
-                grad_h = jax.lax.dot_general(
-                    d, head.astype(h.dtype), (((2,), (1,)), ((), ())), preferred_element_type=acc)
-                grad_w = jax.lax.dot_general(h, d, (((0, 1), (0, 1)), ((), ())), preferred_element_type=acc)
-                return grad_head + grad_w, _over(axis, jax.lax.psum, grad_h).astype(h.dtype)
+                d = d.astype(h_CxD.dtype)
+                grad_h = jax.lax.dot_general(d, head.astype(d.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
+                grad_w = jax.lax.dot_general(h_CxD, d, (((0,), (0,)), ((), ())), preferred_element_type=acc)
+                return grad_head + grad_w, _over(axis, jax.lax.psum, grad_h).astype(d.dtype)
 
             def skip(grad_head):
-                return grad_head, jnp.zeros_like(h)
+                return grad_head, jnp.zeros_like(h_CxD)
 
-            return jax.lax.cond(jnp.any(ok), compute, skip, grad_head)
+            return jax.lax.cond(at[0] < valid.size, compute, skip, grad_head)
 
-        xs = tuple(_chunks(x, chunk) for x in (hidden, targets, valid, support, g_logp, g_entropy))
-        grad_head, grad_hidden = jax.lax.scan(one, jnp.zeros(head.shape, acc), xs)
+        per_token = (hidden, targets, support, *numbers)
+        grad_head, grad_hidden = jax.lax.scan(
+            one, jnp.zeros(head.shape, acc), (line.at, *(line.chunks(x) for x in per_token)))
         grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
-        return _unchunk(grad_hidden, targets.shape[1]), grad_head.astype(head.dtype)
+        return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 
-    grads = tuple(jnp.where(valid, g, 0) for g in grads[:2])  # the most probable tokens' have none
-    grad_hidden, grad_head = _placed(local, split, "rvrrrwrr", "rv")(*saved, *grads)
+    grad_hidden, grad_head = _placed(local, split, "rvrrrwrrrrr", "rv")(*saved, *grads[:2])  # the most probable tokens have none
     return grad_hidden, grad_head, None, None, None, None
 
 

@@ -17,6 +17,7 @@ from jaxrl.models import hf
 from jaxrl.recipes.planning import memory
 from jaxrl.recipes.planning.workload import SIZES, data_shards
 from jaxrl.recipes.setup import DTYPES, SMALL_MODEL, source_of
+from jaxrl.recipes.sizes import decided
 from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
@@ -69,6 +70,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
         config, model = for_target(config, hf_config, target)
     else:
         model = with_kernels(model, target)
+    config = decided(config, model.config.mlp_size, target.kind)
     mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
     whole, usable = device_memory(config, target)
     return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable)

@@ -110,8 +110,8 @@ def _batch_bytes(shape, mesh: dict) -> float:
 def workspace(model, queries: float, keys: int, tp: int, backward: bool) -> float:
     """Bytes that attention needs beside its operands for `queries` query tokens over rows of `keys`.
 
-    The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise one those of
-    one block per row, a kernel the log-sum-exp of each query.
+    The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise one its
+    SCORES of them (less on CPUs) or those of one block per row, a kernel the log-sum-exp of each query.
     """
     heads = model.config.num_heads / tp
     name = model.attention
@@ -119,8 +119,10 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool) -> floa
         name = "blockwise" if keys >= blockwise.WORTH_IT else "reference"
     if name not in ("reference", "blockwise"):
         return queries * heads * 4
-    seen = queries * (min(1.0, blockwise.BLOCK / keys) if name == "blockwise" else 1.0)
-    return (4 if backward else 2) * seen * keys * heads * 4
+    scores = queries * keys * heads
+    if name == "blockwise":
+        scores = min(scores, max(blockwise.SCORES, queries * blockwise.BLOCK * heads))
+    return (4 if backward else 2) * scores * 4
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
@@ -138,9 +140,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     if kind in ("critic", "value"):
         head = 0.0
     else:
-        own_rows = max(1, count // data_shards(mesh))
-        per_row = min(max(1, config.train.logprob_chunk // own_rows), length)
-        chunk = per_row * own_rows * cfg.vocab_size / tp * 4
+        chunk = min(config.train.logprob_chunk, t) * cfg.vocab_size / tp * 4
         table = cfg.hidden_size * cfg.vocab_size / tp
         head = (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
     if not learns:
