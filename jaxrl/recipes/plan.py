@@ -7,6 +7,7 @@ program. Time is a roofline. docs/plan.md says how far each of these was found t
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -205,12 +206,13 @@ def _search(case: Case, programs: dict, plan: dict) -> dict:
              if counted[name]["temporaries"] and p["temporaries"]}
     rest = plan["per_device"]["peak_bytes"] / counted_peak(case, scale)  # padding, results that replace nothing
 
-    def peak(config):
+    def peak(config, scale=scale):
         return counted_peak(case_of(config, case.hf_config), scale) * (rest if math.isfinite(rest) else 1.0)
 
     advice = _hints(case, plan)
-    if not plan["fits"]:
-        advice = [_nearest(case, peak), *advice]
+    if not plan["fits"]:  # programs may come out larger than this one did, in proportion: advice is to hold
+        careful = {name: max(1.0, s) for name, s in scale.items()}
+        advice = [_nearest(case, functools.partial(peak, scale=careful)), *advice]
     return {"largest": fit.largest(case.config, peak, case.usable, case.mesh, case.model.config.max_positions), "advice": advice}
 
 

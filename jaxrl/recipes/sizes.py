@@ -14,8 +14,8 @@ CHUNK_ELSEWHERE = 1024
 def decided(config, mlp_size: int, platform: str):
     """A copy of `config` in which train.row_lengths, tokens_per_microbatch and logprob_chunk are set.
 
-    Rows: the longest sequence; where a group shares its prompt and is no longer than ROW, that group. Attention's work follows
-    the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. On CPUs the microbatch is
+    Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch. Attention's work
+    follows the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. On CPUs the microbatch is
     what the cache holds (W1 of benchmarks/peers, 2 cores: 4096 tokens at once take 1.4 times as long as 1024).
     """
     c = config.copy_and_resolve_references()
@@ -24,7 +24,7 @@ def decided(config, mlp_size: int, platform: str):
         prompt = min(c.data.max_prompt_tokens, longest - 1)
         shared = c.rollout.group_size if c.run.recipe == "rl" and t.share_prompts else 1
         whole = prompt + shared * (longest - prompt)
-        t.row_lengths = (-(-max(longest, min(whole, ROW)) // 8) * 8,)
+        t.row_lengths = (-(-max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW)) // 8) * 8,)
     if not t.tokens_per_microbatch:
         t.tokens_per_microbatch = max(max(t.row_lengths), CPU_NUMBERS // mlp_size if platform == "cpu" else MICROBATCH)
     if not t.logprob_chunk:

@@ -59,13 +59,13 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
     """Static row shapes from the config.
 
     Args:
-      row_lengths: train.row_lengths.
+      row_lengths: train.row_lengths; empty = one length, the longest sequence rounded up to a multiple of 8.
       longest: bound on prompt + answer in tokens.
       tokens_per_microbatch: per data shard; raised to one row where it is smaller.
       shards: data shards; row counts are multiples of it.
       sizes: row counts per length: 2 = whole and a quarter, so that a last microbatch wastes little; 1 = whole only.
     """
-    lengths = tuple(sorted(row_lengths))
+    lengths = tuple(sorted(row_lengths)) or (-(-longest // 8) * 8,)
     if len(lengths) > 2:
         raise ConfigError(f"train.row_lengths={lengths}: at most 2 lengths (each is compiled)")
     if lengths[-1] < longest:

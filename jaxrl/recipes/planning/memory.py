@@ -10,11 +10,10 @@ Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-v
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 from jaxrl.kernels.attention import blockwise
 from jaxrl.recipes.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
-from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES
+from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped before.
 ARGUMENTS = {
@@ -107,11 +106,11 @@ def _batch_bytes(shape, mesh: dict) -> float:
     return 13 * 4 * shape[0] * shape[1] / data_shards(mesh)  # 7 integer arrays, about 6 columns and weights
 
 
-def workspace(model, queries: float, keys: int, tp: int, backward: bool) -> float:
+def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once: int = blockwise.SCORES) -> float:
     """Bytes that attention needs beside its operands for `queries` query tokens over rows of `keys`.
 
     The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise one its
-    SCORES of them (less on CPUs) or those of one block per row, a kernel the log-sum-exp of each query.
+    `at_once` of them or those of one block per row, a kernel the log-sum-exp of each query.
     """
     heads = model.config.num_heads / tp
     name = model.attention
@@ -121,7 +120,8 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool) -> floa
         return queries * heads * 4
     scores = queries * keys * heads
     if name == "blockwise":
-        scores = min(scores, max(blockwise.SCORES, queries * blockwise.BLOCK * heads))
+        scores = min(scores, max(at_once, queries * blockwise.BLOCK * heads))
+        return (7 if backward else 2) * scores * 4  # both passes at once, as compiled
     return (4 if backward else 2) * scores * 4
 
 
@@ -134,7 +134,8 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     learns = kind in ("update", "critic")
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
-    layer += workspace(model, t, length, tp, learns) + (at_once - 1) * t * act * _kept_without_remat(model, tp, length)
+    scores = blockwise.SCORES_CPU if targets.parse(config.plan.target).kind == "cpu" else blockwise.SCORES
+    layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * _kept_without_remat(model, tp, length)
     gathered = 2 * _layer_weights(model) / tp * act
     hidden = 4 * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
@@ -194,8 +195,7 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
             extra = weight_bytes(model, inner, ROLLOUT_RULES, width)
             temp = 2 * _layer_weights(model) * 4
         elif name == "prefill":
-            alike = SimpleNamespace(train=config.train)
-            temp = temporaries(alike, model, inner, (shapes.prefill_rows, shapes.prompt_lengths[-1]), "value")
+            temp = temporaries(config, model, inner, (shapes.prefill_rows, shapes.prompt_lengths[-1]), "value")
             temp += cache_bytes(model, inner, shapes.prefill_rows, shapes.prompt_lengths[-1], width)
         elif name == "insert":
             temp = 2 * cache_bytes(model, inner, shapes.insert_width, shapes.prompt_lengths[-1], width)
