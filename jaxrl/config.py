@@ -318,8 +318,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "train": {
         "steps": O(100, "steps of the job (RL steps, or SFT updates)"),
         "max_samples": O(0, "end after this many samples; 0 = no limit"),
-        "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs what the"
-                                      " cache holds"),
+        "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one of the longest sequence, or of a whole group"
                               " where that is no more than 2048"),
         "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
@@ -328,7 +327,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
-        "logprob_chunk": O(0, "scored tokens whose logits exist at once, per data shard; 0 = 1024, on CPUs 256"),
+        "logprob_chunk": O(0, "scored tokens whose logits exist at once, per data shard; 0 = 1024, on CPUs 256 for small models"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
     },
     "eval": {

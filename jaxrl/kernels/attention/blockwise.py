@@ -1,8 +1,8 @@
 """`attention` in XLA over the blocks of keys that each block of queries sees: the work follows the documents, not the row.
 
-Every block of queries gathers its key blocks, as many for all as the one that needs most (of a few sizes, chosen on the device;
-where that is all of them, nothing is gathered). The backward pass computes the scores again. At most SCORES numbers exist at once,
-or those of one block of queries per row, so memory is linear in the row length.
+Neighbouring blocks of queries gather their key blocks together, as many for each as the one that needs most (of a few sizes,
+chosen on the device; where that is all of them, nothing is gathered). The backward pass computes the scores again. At most SCORES
+numbers exist at once, or those of one block of queries per row, so memory is linear in the row length.
 
 Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, C queries or keys per block,
 N query blocks, M key blocks, m gathered ones.
@@ -63,9 +63,9 @@ def _cut(x_BxLx, value):
 
 
 def sizes_of(blocks: int) -> tuple[int, ...]:
-    """The numbers of key blocks that may be gathered, each compiled: 2, 5, 12, 30 and so on up to a half, and all."""
+    """The numbers of key blocks that may be gathered, each compiled: 2, 5, 12, 30 and so on, and all."""
     sizes = [2]
-    while 2 * sizes[-1] <= blocks:
+    while 4 * sizes[-1] <= 3 * blocks:
         sizes.append(sizes[-1] * 5 // 2)
     return (*sizes[:-1], blocks)
 
@@ -76,53 +76,58 @@ def _attention(q_BxNxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, ids, work, window, softcap
 
 
 def _forward(q, k, v, ids, work, window, softcap, scale):
-    def run(m):
-        def group(_, xs):
-            q, q_ids, at, counts = xs
-            return None, _some(q, k, v, q_ids, ids[3:], at, counts, window, softcap, scale)
+    def group(_, xs):
+        q, q_ids, at, counts = xs
 
-        return _joined(jax.lax.scan(group, None, _groups(q, k, ids, work, m))[1], q.shape[1])
+        def run(m):
+            return _some(q, k, v, q_ids, ids[3:], at[:, :, :m], counts, window, softcap, scale)
 
-    return _sized(run, k.shape[1], work), (q, k, v, ids, work)
+        return None, _sized(run, k.shape[1], counts)
+
+    return _joined(jax.lax.scan(group, None, _groups(q, k, ids, work))[1], q.shape[1]), (q, k, v, ids, work)
 
 
 def _backward(window, softcap, scale, saved, g):
     q, k, v, ids, work = saved
 
-    def run(m):
-        def group(grads, xs):
-            (q, q_ids, at, counts), g = xs
-            _, pull = jax.vjp(lambda q, k, v: _some(q, k, v, q_ids, ids[3:], at, counts, window, softcap, scale), q, k, v)
-            gq, *more = pull(g)
-            return jax.tree.map(jnp.add, grads, tuple(more)), gq
+    def group(grads, xs):
+        (q, q_ids, at, counts), g = xs
 
-        xs = _groups(q, k, ids, work, m)
-        zeros = jnp.zeros_like(k), jnp.zeros_like(v)
-        (gk, gv), gq = jax.lax.scan(group, zeros, (xs, _cut_blocks(g, xs[0].shape[0], xs[0].shape[2])))
-        return _joined(gq, q.shape[1]), gk, gv
+        def run(m):
+            def out(q, k, v):
+                return _some(q, k, v, q_ids, ids[3:], at[:, :, :m], counts, window, softcap, scale)
 
-    return (*_sized(run, k.shape[1], work), None, None)
+            gq, *more = jax.vjp(out, q, k, v)[1](g)
+            return gq, jax.tree.map(jnp.add, grads, tuple(more))
+
+        gq, grads = _sized(run, k.shape[1], counts)
+        return grads, gq
+
+    xs = _groups(q, k, ids, work)
+    zeros = jnp.zeros_like(k), jnp.zeros_like(v)
+    (gk, gv), gq = jax.lax.scan(group, zeros, (xs, _cut_blocks(g, xs[0].shape[0], xs[0].shape[2])))
+    return _joined(gq, q.shape[1]), gk, gv, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _sized(run, blocks, work):
-    """run(m) for the smallest of sizes_of that holds what every block of queries sees."""
+def _sized(run, blocks, counts):
+    """run(m) for the smallest m of sizes_of that holds what each of these blocks of queries sees."""
     sizes = sizes_of(blocks)
     if len(sizes) == 1:
         return run(sizes[0])
-    which = jnp.searchsorted(jnp.array(sizes), work.counts.max())
+    which = jnp.searchsorted(jnp.array(sizes), counts.max())
     return jax.lax.switch(which, [functools.partial(run, m) for m in sizes])
 
 
-def _groups(q_BxNxCxHxK, k_BxMxCxGxK, ids, work, m):
-    """(queries, their ids, the blocks they gather, how many of those count), cut into groups of blocks, which come first."""
+def _groups(q_BxNxCxHxK, k_BxMxCxGxK, ids, work):
+    """(queries, their ids, the blocks they see, how many of those count), in groups of neighbouring blocks, which come first."""
     rows, blocks, _, heads, _ = q_BxNxCxHxK.shape
-    each = max(1, min(blocks, (SCORES_CPU if platform() == "cpu" else SCORES) // (rows * heads * BLOCK * BLOCK * m)))
+    at_once = SCORES_CPU if platform() == "cpu" else SCORES
+    each = max(1, min(blocks, at_once // (rows * heads * BLOCK * BLOCK * k_BxMxCxGxK.shape[1])))
     count = -(-blocks // each)
-    at = work.blocks[:, :, :m] if m < k_BxMxCxGxK.shape[1] else jnp.zeros((rows, blocks, 0), jnp.int32)
-    return jax.tree.map(lambda x: _cut_blocks(x, count, each), (q_BxNxCxHxK, ids[:3], at, work.counts))
+    return jax.tree.map(lambda x: _cut_blocks(x, count, -(-blocks // count)), (q_BxNxCxHxK, ids[:3], work.blocks, work.counts))
 
 
 def _cut_blocks(x_BxNx, count, each):
@@ -138,11 +143,11 @@ def _joined(x, blocks):
 
 
 def _some(q_BxnxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, q_ids, k_ids, at_Bxnxm, counts_Bxn, window, softcap, scale):
-    """[B, n, C, H, K]: the attention of some blocks of queries. at: the key blocks they see; empty = look at all."""
+    """[B, n, C, H, K]: the attention of some blocks of queries. at: the key blocks they see; where that may be all, none is gathered."""
     options = dict(window=window, softcap=softcap, scale=scale)
     rows, n, size = q_BxnxCxHxK.shape[:3]
     m = at_Bxnxm.shape[2]
-    if not m:
+    if m == k_BxMxCxGxK.shape[1]:
         flat = lambda x: x.reshape(rows, -1, *x.shape[3:])  # noqa: E731
         q, k, v, q_ids, k_ids = jax.tree.map(flat, (q_BxnxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, q_ids, k_ids))
         out = reference.attention(q, k, v, q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2], **options)

@@ -1,0 +1,43 @@
+"""Sizes that a config leaves to jaxrl."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl.config import default_config
+from jaxrl.recipes.sizes import decided
+
+MODEL = SimpleNamespace(hidden_size=256, vocab_size=8192)
+
+
+def config(prompt=64, answer=64, group=8, **train):
+    c = default_config()
+    c.data.max_prompt_tokens, c.rollout.max_new_tokens, c.rollout.group_size = prompt, answer, group
+    for name, value in train.items():
+        c.train[name] = value
+    return c
+
+
+@pytest.mark.parametrize("made, row", [
+    (config(), 64 + 8 * 64),                                   # a prompt and its whole group
+    (config(answer=512), 2048),                                # as much of it as a row may hold
+    (config(prompt=1000, answer=3001), 4008),                  # the longest sequence, in whole 8s
+    (config(group=1), 128), (config(share_prompts=False), 128),
+    (config(tokens_per_microbatch=300), 304),                  # no more than a microbatch that was asked for
+    (config(max_sequence_tokens=100), 64 + 8 * 36),
+    (config(row_lengths=(256, 1024)), 1024),
+])
+def test_rows(made, row):
+    assert decided(made, MODEL, "cpu").train.row_lengths[-1] == row
+    assert not made.train.row_lengths or row == 1024  # the config itself stays
+
+
+def test_microbatches_and_chunks_by_platform():
+    found = {p: decided(config(), MODEL, p).train for p in ("cpu", "gpu", "tpu")}
+    assert [t.tokens_per_microbatch for t in found.values()] == [2048, 16384, 16384]
+    assert [t.logprob_chunk for t in found.values()] == [256, 1024, 1024]
+    large = SimpleNamespace(hidden_size=512, vocab_size=32768)
+    assert decided(config(), large, "cpu").train.logprob_chunk == 1024
+    kept = decided(config(tokens_per_microbatch=777, logprob_chunk=33), MODEL, "cpu").train
+    assert (kept.tokens_per_microbatch, kept.logprob_chunk) == (777, 33)
+    assert decided(config(answer=4000), MODEL, "cpu").train.tokens_per_microbatch == 4064  # one row at least
