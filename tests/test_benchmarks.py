@@ -18,7 +18,7 @@ def test_kernels(tmp_path):
     result = json.loads((tmp_path / "kernels_cpu.json").read_text())
     assert {row["op"] for row in result["rows"]} == {
         "matmul", "copy", "attention forward", "attention backward", "packed attention forward", "packed attention backward",
-        "decoding", "log-prob forward + backward"}
+        "decoding", "decoding, shared prompts", "log-prob forward + backward"}
     assert all(row["milliseconds"] > 0 for row in result["rows"]) and not any(r["error"] for r in result["correctness"])
     assert "of 6 cases" in (tmp_path / "kernels_cpu.md").read_text()
 
