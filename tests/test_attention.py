@@ -76,6 +76,18 @@ def test_implementations_equal_the_definition(options, monkeypatch):
                 np.testing.assert_allclose(got[real], want[real], rtol=0, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_row_of_positions_serves_all(packed):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(3, 200, heads, K)).astype(np.float32)) for heads in (H, G, G))
+    positions = jnp.arange(200)[None]
+    segments = jnp.asarray(rng.integers(1, 4, (3, 200))) if packed else None
+    got, want, whole = (attention(q, k, v, p, p, segments, segments, implementation=name) for p, name in (
+        (positions, "blockwise"), (positions, "reference"), (jnp.tile(positions, (3, 1)), "blockwise")))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(got, whole)
+
+
 def test_gradients_agree(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 5)
     with jax.enable_x64(True):

@@ -27,10 +27,21 @@ SCORES_CPU = 1 << 20  # what its cache holds
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
             window) -> BlockLists:
-    """The key blocks of every query block, for all layers of a window."""
-    del q_shape, kv_shape, dtype
-    return block_lists(active_blocks(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL,
-                                     window=window, block_q=BLOCK, block_k=BLOCK))
+    """The key blocks of every query block, for all layers of a window. As many queries at once as have SCORES pairs."""
+    del kv_shape, dtype
+    rows, blocks = q_shape[0], -(-q_shape[1] // BLOCK)
+    at_once = max(1, SCORES // (rows * BLOCK * k_positions_BxS.shape[1]))
+    count = -(-blocks // at_once)
+
+    def cut(x, value):
+        return None if x is None else _cut_blocks(_cut(x, value), count, -(-blocks // count))
+
+    def some(ids):
+        positions, segments, prefixes = (None if x is None else x.reshape(len(x), -1) for x in ids)
+        return active_blocks(positions, k_positions_BxS, segments, k_segments_BxS, prefixes, window=window, block_q=BLOCK, block_k=BLOCK)
+
+    found = jax.lax.map(some, (cut(q_positions_BxL, NO_QUERY), cut(q_segments_BxL, 0), cut(q_prefixes_BxL, 0)))
+    return block_lists(_joined(found, blocks))
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
