@@ -319,8 +319,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "steps": O(100, "steps of the job (RL steps, or SFT updates)"),
         "max_samples": O(0, "end after this many samples; 0 = no limit"),
         "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048"),
-        "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one of the longest sequence, or of a whole group"
-                              " where that is no more than 2048"),
+        "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"
+                              " for more of its group"),
         "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
                            " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + answer; 0 = max_prompt_tokens + max_new_tokens"),

@@ -182,7 +182,7 @@ class Run:
         )
         self.phases.watch = self.telemetry.phase
         if self.peers.first:
-            write_config(job.run_dir, c, derived(c))
+            write_config(job.run_dir, c, derived(job.config))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
         self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
         self.say(setup.describe(job, self._data_numbers()))

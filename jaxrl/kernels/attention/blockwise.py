@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention import reference
-from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, BlockLists, active_blocks, block_lists, filled
+from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, BlockLists, active_blocks, block_lists
 from jaxrl.kernels.platform import platform
 
 BLOCK = 64
@@ -27,9 +27,18 @@ SCORES_CPU = 1 << 20  # what its cache holds
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
             window) -> BlockLists:
-    """The key blocks of every query block, for all layers of a window. As many queries at once as have SCORES pairs."""
+    """The key blocks of every query block, for all layers of a window. Looks at as many queries at once as have SCORES pairs.
+
+    NotImplementedError for short rows: there `auto` runs the reference, which has no use for the lists.
+    """
     del kv_shape, dtype
-    rows, blocks = q_shape[0], -(-q_shape[1] // BLOCK)
+    if q_shape[1] < WORTH_IT:
+        raise NotImplementedError(f"{q_shape[1]} queries: the reference is faster")
+    return _lists(q_shape[0], q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window)
+
+
+def _lists(rows, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window) -> BlockLists:
+    blocks = -(-q_positions_BxL.shape[1] // BLOCK)
     at_once = max(1, SCORES // (rows * BLOCK * k_positions_BxS.shape[1]))
     count = -(-blocks // at_once)
 
@@ -51,8 +60,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
     if not chosen and length < WORTH_IT:
         raise NotImplementedError(f"{length} queries: the reference is faster")
     if work is None:
-        work = work_of(q_BxLxHxK.shape, k_BxSxGxK.shape, q_BxLxHxK.dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL,
-                       k_segments_BxS, q_prefixes_BxL, window=window)
+        work = _lists(len(q_BxLxHxK), q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window)
     if q_segments_BxL is None:
         q_segments_BxL, k_segments_BxS = jnp.ones_like(q_positions_BxL), jnp.ones_like(k_positions_BxS)
     if q_prefixes_BxL is None:
@@ -68,8 +76,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
 
 def _cut(x_BxLx, value):
     """[B, L, ...] -> [B, blocks, C, ...], the last one filled up."""
-    x = filled(x_BxLx, BLOCK, value) if x_BxLx.ndim == 2 else jnp.pad(
-        x_BxLx, [(0, 0), (0, -x_BxLx.shape[1] % BLOCK)] + [(0, 0)] * (x_BxLx.ndim - 2))
+    x = jnp.pad(x_BxLx, [(0, 0), (0, -x_BxLx.shape[1] % BLOCK)] + [(0, 0)] * (x_BxLx.ndim - 2), constant_values=value)
     return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:])
 
 
