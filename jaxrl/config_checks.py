@@ -82,6 +82,7 @@ POSITIVE = (
     "launch.heartbeat_seconds",
     "plan.timeout_seconds",
     "model.remat_every",
+    "train.logprob_chunk",
 )
 NOT_NEGATIVE = (
     "launch.wait_seconds",
@@ -106,7 +107,6 @@ NOT_NEGATIVE = (
     "rollout.temperature",
     "rollout.min_new_tokens",
     "rollout.slots",
-    "train.logprob_chunk",
     "train.tokens_per_microbatch",
     "eval.temperature",
     "eval.every_steps",

@@ -1,13 +1,9 @@
 """Sizes that a config leaves to jaxrl."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from jaxrl.config import default_config
 from jaxrl.recipes.sizes import decided
-
-MODEL = SimpleNamespace(hidden_size=256, vocab_size=8192)
 
 
 def config(prompt=64, answer=64, group=8, **train):
@@ -28,16 +24,12 @@ def config(prompt=64, answer=64, group=8, **train):
     (config(row_lengths=(256, 1024)), 1024),
 ])
 def test_rows(made, row):
-    assert decided(made, MODEL, "cpu").train.row_lengths[-1] == row
+    assert decided(made, "cpu").train.row_lengths[-1] == row
     assert not made.train.row_lengths or row == 1024  # the config itself stays
 
 
-def test_microbatches_and_chunks_by_platform():
-    found = {p: decided(config(), MODEL, p).train for p in ("cpu", "gpu", "tpu")}
+def test_microbatches_by_platform():
+    found = {p: decided(config(), p).train for p in ("cpu", "gpu", "tpu")}
     assert [t.tokens_per_microbatch for t in found.values()] == [2048, 16384, 16384]
-    assert [t.logprob_chunk for t in found.values()] == [256, 1024, 1024]
-    large = SimpleNamespace(hidden_size=512, vocab_size=32768)
-    assert decided(config(), large, "cpu").train.logprob_chunk == 1024
-    kept = decided(config(tokens_per_microbatch=777, logprob_chunk=33), MODEL, "cpu").train
-    assert (kept.tokens_per_microbatch, kept.logprob_chunk) == (777, 33)
-    assert decided(config(answer=4000), MODEL, "cpu").train.tokens_per_microbatch == 4064  # one row at least
+    assert decided(config(tokens_per_microbatch=777), "cpu").train.tokens_per_microbatch == 777
+    assert decided(config(answer=4000), "cpu").train.tokens_per_microbatch == 4064  # one row at least

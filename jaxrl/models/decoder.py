@@ -127,8 +127,8 @@ class MLP(nn.Module):
         def linear(name, width):
             return Linear(LAYER[f"mlp/{name}/kernel"], (width,), bias=cfg.mlp_bias, name=name)
 
-        gate = ACTIVATIONS[cfg.activation](linear("gate", cfg.mlp_size)(x))
-        return linear("down", cfg.hidden_size)(gate * linear("up", cfg.mlp_size)(x))
+        gated = jax.checkpoint(lambda gate, up: ACTIVATIONS[cfg.activation](gate) * up)  # the backward pass keeps gate and up only
+        return linear("down", cfg.hidden_size)(gated(linear("gate", cfg.mlp_size)(x), linear("up", cfg.mlp_size)(x)))
 
 
 class DecoderLayer(nn.Module):

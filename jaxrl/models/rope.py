@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -92,9 +93,12 @@ def magnitude(rope: Rope) -> float:
 
 
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
-    """cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`."""
+    """cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
+
+    The barrier makes them once for all layers; without it XLA computes them anew for every head that is turned.
+    """
     angles = positions_BxL[:, :, None, None].astype(dtype) * jnp.asarray(frequencies(rope, head_dim), dtype)
-    return jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)
+    return jax.lax.optimization_barrier((jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)))
 
 
 def rotate(x_BxLxHxK, rotation):

@@ -178,7 +178,7 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
 
     model = build_model(config, hf_config, compute_dtype)
-    config = decided(config, model.config, mesh.devices.flat[0].platform)
+    config = decided(config, mesh.devices.flat[0].platform)
     shapes = training.row_shapes(
         config.train.row_lengths,
         longest_sequence(config),

@@ -1,4 +1,4 @@
-"""The sizes of training's pieces that a config leaves to jaxrl, by model and platform."""
+"""The sizes of training's pieces that a config leaves to jaxrl, by platform."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from jaxrl.config_checks import longest_sequence
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
 MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
-CHUNK, CHUNK_SMALL = 1024, 256            # tokens whose logits exist at once; the latter on CPUs for heads up to
-SMALL_HEAD = 1 << 22                      # this many numbers, which stay in the cache
 
 
-def decided(config, model_config, platform: str):
-    """A copy of `config` in which train.row_lengths, tokens_per_microbatch and logprob_chunk are set.
+def decided(config, platform: str):
+    """A copy of `config` in which train.row_lengths and tokens_per_microbatch are set.
 
     Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch. Attention's work
     follows the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. CPUs are fast while a
@@ -26,7 +24,4 @@ def decided(config, model_config, platform: str):
         t.row_lengths = (-(-max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW)) // 8) * 8,)
     if not t.tokens_per_microbatch:
         t.tokens_per_microbatch = max(max(t.row_lengths), MICROBATCH_CPU if platform == "cpu" else MICROBATCH)
-    if not t.logprob_chunk:
-        small = platform == "cpu" and model_config.hidden_size * model_config.vocab_size <= SMALL_HEAD
-        t.logprob_chunk = CHUNK_SMALL if small else CHUNK
     return c

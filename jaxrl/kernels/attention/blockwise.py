@@ -11,6 +11,7 @@ N query blocks, M key blocks, m gathered ones.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,13 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
     ids = [_cut(jnp.broadcast_to(x, (rows, x.shape[1])), value) for x, value in (
         (q_positions_BxL, NO_QUERY), (q_segments_BxL, 0), (q_prefixes_BxL, 0), (k_positions_BxS, NO_KEY), (k_segments_BxS, 0))]
     work = BlockLists(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in work))
-    q, k, v = (_cut(x, 0) for x in (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK))
-    out = _attention(q, k, v, ids, work, window, softcap, float(scale))
-    return out.reshape(rows, -1, *out.shape[3:])[:, :length]
+    return _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, _Options(window, softcap, float(scale)))
+
+
+class _Options(NamedTuple):
+    window: int
+    softcap: float
+    scale: float
 
 
 def _cut(x_BxLx, value):
@@ -88,46 +93,93 @@ def sizes_of(blocks: int) -> tuple[int, ...]:
     return (*sizes[:-1], blocks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q_BxNxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, ids, work, window, softcap, scale):
-    return _forward(q_BxNxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, ids, work, window, softcap, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
+    return _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options)[0]
 
 
-def _forward(q, k, v, ids, work, window, softcap, scale):
+def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
+    k, v = _keys(k_BxSxGxK), _keys(v_BxSxGxK)
+    cut = _Cut.of(q_BxLxHxK.shape, k.shape)
+
     def group(_, xs):
         q, q_ids, at, counts = xs
 
         def run(m):
-            return _some(q, k, v, q_ids, ids[3:], at[:, :, :m], counts, window, softcap, scale)
+            return _some(q, k, v, _bias(q_ids, ids[3:], at[:, :, :m], counts, options.window), at[:, :, :m], options)
 
-        return None, _sized(run, k.shape[1], counts)
+        return None, _sized(run, k.shape[2], counts)
 
-    return _joined(jax.lax.scan(group, None, _groups(q, k, ids, work))[1], q.shape[1]), (q, k, v, ids, work)
+    _, (out, log_sum) = jax.lax.scan(group, None, (cut.queries(q_BxLxHxK), *cut.blocks((ids[:3], work.blocks, work.counts))))
+    out = cut.joined(out)
+    return out, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, out, log_sum)
 
 
-def _backward(window, softcap, scale, saved, g):
-    q, k, v, ids, work = saved
+def _backward(options, saved, g_BxLxHxK):
+    q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, out_BxLxHxK, log_sum = saved
+    acc = jnp.promote_types(g_BxLxHxK.dtype, jnp.float32)
+    k, v = _keys(k_BxSxGxK), _keys(v_BxSxGxK)
+    cut = _Cut.of(q_BxLxHxK.shape, k.shape)
+    delta = jnp.sum(g_BxLxHxK.astype(acc) * out_BxLxHxK.astype(acc), axis=-1, keepdims=True)
 
     def group(grads, xs):
-        (q, q_ids, at, counts), g = xs
+        q, g, delta, log_sum, q_ids, at, counts = xs
 
         def run(m):
-            def out(q, k, v):
-                return _some(q, k, v, q_ids, ids[3:], at[:, :, :m], counts, window, softcap, scale)
+            bias = _bias(q_ids, ids[3:], at[:, :, :m], counts, options.window)
+            return _some_grads(grads, q, k, v, g, delta[..., 0], log_sum, bias, at[:, :, :m], options)
 
-            gq, *more = jax.vjp(out, q, k, v)[1](g)
-            return gq, jax.tree.map(jnp.add, grads, tuple(more))
+        return _sized(run, k.shape[2], counts)
 
-        gq, grads = _sized(run, k.shape[1], counts)
-        return grads, gq
-
-    xs = _groups(q, k, ids, work)
-    zeros = jnp.zeros_like(k), jnp.zeros_like(v)
-    (gk, gv), gq = jax.lax.scan(group, zeros, (xs, _cut_blocks(g, xs[0].shape[0], xs[0].shape[2])))
-    return _joined(gq, q.shape[1]), gk, gv, None, None
+    xs = (*map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta)), log_sum, *cut.blocks((ids[:3], work.blocks, work.counts)))
+    (gk, gv), gq = jax.lax.scan(group, (jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc)), xs)
+    gk, gv = (_from_keys(x, like) for x, like in ((gk, k_BxSxGxK), (gv, v_BxSxGxK)))
+    return cut.joined(gq), gk, gv, None, None
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _keys(x_BxSxGxK):
+    """[B, G, M, C, K]: heads before positions, so that every product of a block finds its operands as they lie."""
+    return _cut(x_BxSxGxK, 0).transpose(0, 3, 1, 2, 4)
+
+
+def _from_keys(x_BxGxMxCxK, like_BxSxGxK):
+    x = x_BxGxMxCxK.transpose(0, 2, 3, 1, 4).astype(like_BxSxGxK.dtype)
+    return x.reshape(len(x), -1, *x.shape[3:])[:, :like_BxSxGxK.shape[1]]
+
+
+class _Cut(NamedTuple):
+    """How queries are cut: into `count` groups of `each` neighbouring blocks."""
+
+    length: int
+    groups: int  # of heads
+    count: int
+    each: int
+
+    @classmethod
+    def of(cls, q_shape_BxLxHxK, k_shape_BxGxMxCxK):
+        (rows, length, heads, _), (_, groups, key_blocks, *_) = q_shape_BxLxHxK, k_shape_BxGxMxCxK
+        blocks = -(-length // BLOCK)
+        at_once = SCORES_CPU if platform() == "cpu" else SCORES
+        each = max(1, min(blocks, at_once // (rows * heads * BLOCK * BLOCK * key_blocks)))
+        count = -(-blocks // each)
+        return cls(length, groups, count, -(-blocks // count))
+
+    def blocks(self, tree_BxNx):
+        """[B, N, ...] -> [count, B, n, ...], zeros at the end."""
+        return jax.tree.map(lambda x: _cut_blocks(x, self.count, self.each), tree_BxNx)
+
+    def queries(self, x_BxLxHxK):
+        """[count, B, G, n, R, C, K]"""
+        x = _cut_blocks(_cut(x_BxLxHxK, 0), self.count, self.each)
+        return x.reshape(*x.shape[:4], self.groups, -1, x.shape[5]).transpose(0, 1, 4, 2, 5, 3, 6)
+
+    def joined(self, x):
+        """The inverse of `queries`."""
+        x = x.transpose(1, 0, 3, 5, 2, 4, 6)
+        return x.reshape(len(x), -1, x.shape[4] * x.shape[5], x.shape[6])[:, :self.length]
 
 
 def _sized(run, blocks, counts):
@@ -137,15 +189,6 @@ def _sized(run, blocks, counts):
         return run(sizes[0])
     which = jnp.searchsorted(jnp.array(sizes), counts.max())
     return jax.lax.switch(which, [functools.partial(run, m) for m in sizes])
-
-
-def _groups(q_BxNxCxHxK, k_BxMxCxGxK, ids, work):
-    """(queries, their ids, the blocks they see, how many of those count), in groups of neighbouring blocks, which come first."""
-    rows, blocks, _, heads, _ = q_BxNxCxHxK.shape
-    at_once = SCORES_CPU if platform() == "cpu" else SCORES
-    each = max(1, min(blocks, at_once // (rows * heads * BLOCK * BLOCK * k_BxMxCxGxK.shape[1])))
-    count = -(-blocks // each)
-    return jax.tree.map(lambda x: _cut_blocks(x, count, -(-blocks // count)), (q_BxNxCxHxK, ids[:3], work.blocks, work.counts))
 
 
 def _cut_blocks(x_BxNx, count, each):
@@ -160,25 +203,97 @@ def _joined(x, blocks):
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :blocks]
 
 
-def _some(q_BxnxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, q_ids, k_ids, at_Bxnxm, counts_Bxn, window, softcap, scale):
-    """[B, n, C, H, K]: the attention of some blocks of queries. at: the key blocks they see; where that may be all, none is gathered."""
-    options = dict(window=window, softcap=softcap, scale=scale)
-    rows, n, size = q_BxnxCxHxK.shape[:3]
-    m = at_Bxnxm.shape[2]
-    if m == k_BxMxCxGxK.shape[1]:
-        flat = lambda x: x.reshape(rows, -1, *x.shape[3:])  # noqa: E731
-        q, k, v, q_ids, k_ids = jax.tree.map(flat, (q_BxnxCxHxK, k_BxMxCxGxK, v_BxMxCxGxK, q_ids, k_ids))
-        out = reference.attention(q, k, v, q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2], **options)
-        return out.reshape(q_BxnxCxHxK.shape)
+def _bias(q_ids, k_ids, at_Bxnxm, counts_Bxn, window):
+    """[B, j, S, i, C]: 0 where the key is seen, else so low that it has no weight. The n blocks of queries are j batches of i blocks:
+    one batch, of all keys, where nothing is gathered, else n batches of one block.
 
-    def gathered(x_BxMxCx):
-        found = jax.vmap(lambda x, at: x[at])(x_BxMxCx, at_Bxnxm)
-        return found.reshape(rows * n, m * size, *x_BxMxCx.shape[3:])
+    The barrier makes it once for all heads; without it the mask is evaluated for every score again."""
+    rows, n, m = at_Bxnxm.shape
+    if m == k_ids[0].shape[1]:
+        q_ids, k_ids = ([x.reshape(rows, 1, -1) for x in ids] for ids in (q_ids, k_ids))
+    else:
+        k_ids = [jax.vmap(lambda x, at: x[at])(x, at_Bxnxm) for x in k_ids]
+        counted = jnp.arange(m) < counts_Bxn[..., None]  # the lists repeat their last block
+        k_ids = [x.reshape(rows, n, -1) for x in (jnp.where(counted[..., None], k_ids[0], NO_KEY), k_ids[1])]
+    mask = reference.visible(q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2], window)
+    bias = jnp.where(mask, 0.0, reference.hidden_score(jnp.float32)).swapaxes(-1, -2)
+    return jax.lax.optimization_barrier(bias.reshape(*bias.shape[:3], -1, BLOCK))
 
-    counts = jnp.arange(m) < counts_Bxn[..., None]  # the lists repeat their last block
-    positions, segments = (gathered(x) for x in k_ids)
-    positions = jnp.where(jnp.repeat(counts.reshape(rows * n, m), size, axis=1), positions, NO_KEY)
-    q, *q_ids = (x.reshape(rows * n, size, *x.shape[3:]) for x in (q_BxnxCxHxK, *q_ids))
-    out = reference.attention(q, gathered(k_BxMxCxGxK), gathered(v_BxMxCxGxK), q_ids[0], positions, q_ids[1], segments, q_ids[2],
-                              **options)
-    return out.reshape(q_BxnxCxHxK.shape)
+
+def _gathered(x_BxGxMxCxK, at_Bxnxm):
+    """[B, G, j, S, K]: the keys of each batch of queries."""
+    x, flat = x_BxGxMxCxK, (*x_BxGxMxCxK.shape[:2], -1, at_Bxnxm.shape[2] * BLOCK, x_BxGxMxCxK.shape[4])
+    if at_Bxnxm.shape[2] < x.shape[2]:
+        x = jax.vmap(lambda x_GxMxCxK, at: x_GxMxCxK[:, at])(x, at_Bxnxm)
+    return x.reshape(flat)
+
+
+def _batched(x_BxGxnxRxCx, batches):
+    """[B, G, j, i, R, C, ...]"""
+    return x_BxGxnxRxCx.reshape(*x_BxGxnxRxCx.shape[:2], batches, -1, *x_BxGxnxRxCx.shape[3:])
+
+
+def _product(a, b, over_a, over_b):
+    """Products of matrices over the first three axes, in fp32 or better."""
+    batch = (0, 1, 2)
+    return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), (batch, batch)),
+                               preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+
+
+def _flat(x_BxGxjxSxixRxC):
+    return x_BxGxjxSxixRxC.reshape(*x_BxGxjxSxixRxC.shape[:4], -1)
+
+
+def _rows(x_BxGxjxixRxCxK):
+    """[B, G, j, i * R * C, K]"""
+    return x_BxGxjxixRxCxK.reshape(*x_BxGxjxixRxCxK.shape[:3], -1, x_BxGxjxixRxCxK.shape[-1])
+
+
+def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
+    """(scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys come first: XLA's product is fastest so."""
+    q = q_BxGxjxixRxCxK
+    scores = _product(k_BxGxjxSxK, _rows(q), 4, 4).reshape(*k_BxGxjxSxK.shape[:4], *q.shape[3:6]) * options.scale
+    if not options.softcap:
+        return scores, None
+    capped = jnp.tanh(scores / options.softcap)
+    return options.softcap * capped, capped
+
+
+def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, options):
+    """(out [B, G, n, R, C, K], logarithm of the sum of exp(score) [B, G, n, R, C]) of some blocks of queries over the blocks `at`.
+    A query that sees no key has 0 for the logarithm, so that in the backward pass it weights no key."""
+    q = _batched(q_BxGxnxRxCxK, bias_BxjxSxixC.shape[1])
+    k, v = _gathered(k_BxGxMxCxK, at_Bxnxm), _gathered(v_BxGxMxCxK, at_Bxnxm)
+    scores = _scores(q, k, options)[0] + bias_BxjxSxixC[:, None, :, :, :, None]
+    top = scores.max(axis=3, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total, top = weights.sum(axis=3), top[:, :, :, 0]
+    out = _product(v, _flat(weights.astype(v.dtype)), 3, 3) / total.reshape(*total.shape[:3], 1, -1)
+    out = out.astype(v.dtype).swapaxes(3, 4).reshape(*q_BxGxnxRxCxK.shape[:-1], v.shape[-1])
+    log_sum = jnp.where(top > reference.hidden_score(jnp.float32) / 2, top + jnp.log(total), 0.0)
+    return out, log_sum.reshape(q_BxGxnxRxCxK.shape[:-1])
+
+
+def _some_grads(grads, q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC, bias_BxjxSxixC,
+                at_Bxnxm, options):
+    """(grads and those of k and v added, gradient of q). delta: sum of out * g over K."""
+    batches = bias_BxjxSxixC.shape[1]
+    q, g, delta, log_sum = (_batched(x, batches) for x in (q_BxGxnxRxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC))
+    k, v = _gathered(k_BxGxMxCxK, at_Bxnxm), _gathered(v_BxGxMxCxK, at_Bxnxm)
+    scores, capped = _scores(q, k, options)
+    weights = jnp.exp(scores + (bias_BxjxSxixC[:, None, :, :, :, None] - log_sum[:, :, :, None]))
+    d = weights * (_product(v, _rows(g), 4, 4).reshape(weights.shape) - delta[:, :, :, None]) * options.scale
+    if options.softcap:
+        d = d * (1 - jnp.square(capped))
+    d, weights = _flat(d.astype(q.dtype)), _flat(weights.astype(g.dtype))
+    gq = _product(k, d, 3, 3).astype(q.dtype).swapaxes(3, 4).reshape(q_BxGxnxRxCxK.shape)
+    more = _product(d, _rows(q), 4, 3), _product(weights, _rows(g), 4, 3)
+    return tuple(_added(total, x, at_Bxnxm) for total, x in zip(grads, more, strict=True)), gq
+
+
+def _added(total_BxGxMxCxK, x_BxGxjxSxK, at_Bxnxm):
+    """Gradients of gathered keys added where they came from."""
+    if at_Bxnxm.shape[2] == total_BxGxMxCxK.shape[2]:
+        return total_BxGxMxCxK + x_BxGxjxSxK.reshape(total_BxGxMxCxK.shape)
+    x = x_BxGxjxSxK.reshape(*x_BxGxjxSxK.shape[:2], *at_Bxnxm.shape[1:], *total_BxGxMxCxK.shape[3:])
+    return jax.vmap(lambda total, x, at: total.at[:, at].add(x))(total_BxGxMxCxK, x, at_Bxnxm)

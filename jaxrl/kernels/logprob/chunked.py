@@ -1,15 +1,19 @@
 """`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time.
 
 The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are skipped.
-The forward pass keeps its inputs and three numbers per token (see _normaliser); the backward pass computes each chunk's logits
+The forward pass keeps its inputs and three numbers per token (see _Sums); the backward pass computes each chunk's logits
 again and writes
     d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H)
 (H the entropy), then applies the chain rule of temperature and soft-cap.
 
+On CPUs the vocabulary is cut into blocks too, so that a chunk's logits stay in the cache from the product that makes them to the
+last use of them; the sums over the vocabulary are then carried from block to block.
+
 On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
 
-Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary.
+Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens of the
+vocabulary in a block.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, scaled_logits
+from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, capped_logits
+from jaxrl.kernels.platform import platform
+
+LOGITS_CPU, NARROWEST = 1 << 20, 128  # logits at once that a CPU's cache holds, in blocks of the vocabulary no narrower than this
 
 
 class Split(NamedTuple):
@@ -73,33 +80,126 @@ def held(tokens, vocab: int, axis):
     return at, (at >= 0) & (at < vocab)
 
 
-def _picked(logits, targets, axis):
-    """logits[..., target], whichever device holds it."""
-    at, here = held(targets, logits.shape[-1], axis)
-    found = jnp.take_along_axis(logits, jnp.where(here, at, 0)[..., None], axis=-1)[..., 0]
-    return found if axis is None else jax.lax.psum(jnp.where(here, found, 0), axis)
+class _Sums(NamedTuple):
+    """Of the logits seen so far, [C] each; a log-prob is logit - top - log(total)."""
+
+    top: jax.Array       # the highest
+    total: jax.Array     # sum of exp(logit - top)
+    mean: jax.Array      # sum of exp(logit - top) * (logit - top)
+    target: jax.Array    # the target's, 0 before it was seen
+    ids: jax.Array       # [C, k] the most probable tokens, the highest first, of equal ones the lowest id
+    logits: jax.Array    # [C, k] theirs
+
+    @classmethod
+    def none(cls, count: int, most: int, dtype):
+        low, zero = jnp.full(count, OUTSIDE, dtype), jnp.zeros(count, dtype)
+        return cls(low, zero, zero, zero, jnp.full((count, most), -1, jnp.int32), jnp.full((count, most), -jnp.inf, dtype))
+
+    def raised(self, top):
+        """The same with respect to a higher top."""
+        down = self.top - top
+        factor = jnp.exp(down)
+        return self._replace(top=top, total=factor * self.total, mean=factor * (self.mean + down * self.total))
+
+    def and_block(self, block, targets_C):
+        """With those of a _Block."""
+        logits_CxW = block.logits
+        sums = self.raised(jnp.maximum(self.top, block.highest))
+        shifted = logits_CxW - sums.top[:, None]
+        weights = jnp.exp(shifted)
+        at, here = block.held(targets_C)
+        found = jnp.take_along_axis(logits_CxW, jnp.where(here, at, 0)[:, None], axis=-1)[:, 0]
+        ids, logits = sums.ids, sums.logits
+        if ids.shape[1]:
+            known = logits_CxW if block.seen is None else jnp.where(block.seen, logits_CxW, -jnp.inf)
+            more, places = jax.lax.top_k(known, min(ids.shape[1], known.shape[1]))
+            ids, logits = _best(jnp.concatenate([ids, block.first + places], 1), jnp.concatenate([logits, more], 1), ids.shape[1])
+        return _Sums(sums.top, sums.total + weights.sum(-1), sums.mean + (weights * shifted).sum(-1),
+                     jnp.where(here, found, sums.target), ids, logits)
+
+    def over(self, axis):
+        """Over all devices of a mesh axis, which have a part of the vocabulary each."""
+        if axis is None:
+            return self
+        every = lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True)  # noqa: E731
+        sums = self.raised(jax.lax.pmax(self.top, axis))
+        ids, logits = _best(every(sums.ids), every(sums.logits), sums.ids.shape[1]) if sums.ids.shape[1] else (sums.ids, sums.logits)
+        total, mean, target = (jax.lax.psum(x, axis) for x in (sums.total, sums.mean, sums.target))
+        return _Sums(sums.top, total, mean, target, ids, logits)
 
 
-def _normaliser(logits, axis):
-    """(top, logarithm of the sum of exp(logits - top), entropy) [C] of logits [C, V / devices of the axis], over the whole
-    vocabulary. A log-prob is logit - top - that logarithm."""
-    top = _over(axis, jax.lax.pmax, jnp.max(logits, axis=-1, keepdims=True))
-    shifted = logits - top
-    weights = jnp.exp(shifted)
-    total = _over(axis, jax.lax.psum, jnp.sum(weights, axis=-1))
-    mean = _over(axis, jax.lax.psum, jnp.sum(weights * shifted, axis=-1)) / total
-    return top[:, 0], jnp.log(total), jnp.log(total) - mean
+def _best(ids_Cxn, logits_Cxn, count: int):
+    """The `count` highest of candidates in the order of their ids."""
+    logits, places = jax.lax.top_k(logits_Cxn, count)
+    return jnp.take_along_axis(ids_Cxn, places, axis=-1), logits
 
 
-def _most_probable(logp, count: int, axis):
-    """(ids, log-probs) [C, count] of the whole vocabulary, the highest first; of equal ones the lowest id."""
-    found, ids = jax.lax.top_k(logp, min(count, logp.shape[-1]))
-    ids = ids + _first_token(logp.shape[-1], axis)
-    if axis is not None:  # each device's own best, in the order of their ids
-        found, ids = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (found, ids))
-        found, places = jax.lax.top_k(found, count)
-        ids = jnp.take_along_axis(ids, places, axis=-1)
-    return ids, found
+class _Block(NamedTuple):
+    """Logits [C, W] of a part of this device's vocabulary."""
+
+    logits: jax.Array
+    highest: jax.Array        # [C]
+    capped: jax.Array         # the logits before temperature and support
+    first: jax.Array          # the first token's id
+    seen: jax.Array | None    # [W] False for what the block before had; None = all are new
+
+    def held(self, targets_C):
+        at = targets_C - self.first
+        here = (at >= 0) & (at < self.logits.shape[1])
+        return at, here if self.seen is None else here & self.seen[jnp.where(here, at, 0)]
+
+
+class _Head(NamedTuple):
+    """This device's part of the output matrix [D, V], in blocks of `width`; the last one begins where it ends with the vocabulary,
+    so that all are of one shape."""
+
+    weights: jax.Array
+    width: int
+    first: jax.Array | int  # id of this device's first token
+
+    @classmethod
+    def of(cls, weights_DxV, tokens: int, axis):
+        vocab = weights_DxV.shape[1]
+        width = min(vocab, max(LOGITS_CPU // tokens, NARROWEST)) if platform() == "cpu" else vocab
+        return cls(weights_DxV, width, _first_token(vocab, axis))
+
+    def scan(self, one, carry):
+        """The last carry of one(carry, i) over the blocks."""
+        count = -(-self.weights.shape[1] // self.width)
+        if count == 1:
+            return one(carry, 0)
+        return jax.lax.scan(lambda carry, i: (one(carry, i), None), carry, jnp.arange(count))[0]
+
+    def start(self, i):
+        return jnp.minimum(i * self.width, self.weights.shape[1] - self.width)
+
+    def columns(self, i):
+        """[D, W]"""
+        if self.width == self.weights.shape[1]:
+            return self.weights
+        return jax.lax.dynamic_slice_in_dim(self.weights, self.start(i), self.width, axis=1)
+
+    def block(self, i, hidden_CxD, support_CxK, temperature, softcap) -> _Block:
+        capped, start = capped_logits(hidden_CxD, self.columns(i), softcap), self.start(i)
+        seen = None
+        if self.weights.shape[1] % self.width:
+            seen = start + jnp.arange(self.width) >= i * self.width
+        inside = seen
+        if support_CxK.shape[1]:
+            first = self.first + start
+            own = allowed(jnp.where(support_CxK < first, -1, support_CxK - first), self.width)
+            inside = own if seen is None else own & seen
+        logits = capped / temperature
+        if inside is None:  # the highest of what the product wrote: one pass over the logits less
+            return _Block(logits, capped.max(-1) / temperature, capped, self.first + start, None)
+        logits = jnp.where(inside, logits, OUTSIDE)
+        return _Block(logits, logits.max(-1), capped, self.first + start, seen)
+
+    def added(self, grad_DxV, more_DxW, i):
+        if self.width == self.weights.shape[1]:
+            return grad_DxV + more_DxW
+        old = jax.lax.dynamic_slice_in_dim(grad_DxV, self.start(i), self.width, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(grad_DxV, old + more_DxW, self.start(i), axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
@@ -118,28 +218,25 @@ def _placed(local, split, inputs: str, outputs: str):
                          check_vma=False)
 
 
-def _cut(logits, support, axis):
-    """Logits with those outside the support at OUTSIDE; as they are where the whole vocabulary is the support."""
-    if not support.shape[-1]:
-        return logits
-    first = _first_token(logits.shape[-1], axis)
-    return jnp.where(allowed(jnp.where(support < first, -1, support - first), logits.shape[-1]), logits, OUTSIDE)
-
-
 def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split):
     axis = split.vocab if split else None
 
     def local(hidden, head, targets, valid, support, temperature):
         line = _line(valid, min(chunk, valid.size))
+        blocks = _Head.of(head, line.at.shape[1], axis)
 
         def one(_, xs):
             at, h_CxD, t_C, kept_CxK = xs
 
             def compute():
-                logits = _cut(scaled_logits(h_CxD, head, temperature, softcap), kept_CxK, axis)
-                highest, log_sum, entropy = _normaliser(logits, axis)
-                out = _picked(logits, t_C, axis) - highest - log_sum, entropy, highest, log_sum
-                return out + (_most_probable(logits - highest[:, None] - log_sum[:, None], top, axis) if top else ())
+                def add(sums, i):
+                    return sums.and_block(blocks.block(i, h_CxD, kept_CxK, temperature, softcap), t_C)
+
+                sums = blocks.scan(add, _Sums.none(len(at), top, temperature.dtype)).over(axis)
+                log_sum = jnp.log(sums.total)
+                norm = sums.top + log_sum
+                out = sums.target - sums.top - log_sum, log_sum - sums.mean / sums.total, sums.top, log_sum
+                return out + ((sums.ids, sums.logits - norm[:, None]) if top else ())
 
             def skip():
                 return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
@@ -161,23 +258,32 @@ def _backward(softcap, top, chunk, split, saved, grads):
 
     def local(hidden, head, targets, valid, support, temperature, *numbers):
         line = _line(valid, min(chunk, valid.size))
+        blocks = _Head.of(head, line.at.shape[1], axis)
 
         def one(grad_head, xs):
             at, h_CxD, t_C, kept_CxK, *numbers = xs
+            highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
+            h_DxC = h_CxD.T if platform() != "cpu" else jax.lax.optimization_barrier(h_CxD.T)  # transposed once, not per block
 
-            def compute(grad_head):
-                highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
-                logits = scaled_logits(h_CxD, head, temperature, softcap)
-                logp = _cut(logits, kept_CxK, axis) - highest - log_sum
-                p, ids = jnp.exp(logp), _first_token(logits.shape[-1], axis) + jnp.arange(logits.shape[-1])
-                d = g_logp * ((t_C[:, None] == ids) - p) - g_entropy * p * (logp + entropy)
+            def add(grads, i):
+                grad_head, grad_h = grads
+                block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap)
+                logp = block.logits - highest - log_sum
+                p, target = jnp.exp(logp), t_C[:, None] == block.first + jnp.arange(blocks.width)
+                d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
                 d = d / temperature
                 if softcap:
-                    d = d * (1 - jnp.square(logits * temperature / softcap))
+                    d = d * (1 - jnp.square(block.capped / softcap))
+                if block.seen is not None:
+                    d = jnp.where(block.seen, d, 0)
                 d = d.astype(h_CxD.dtype)
-                grad_h = jax.lax.dot_general(d, head.astype(d.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
-                grad_w = jax.lax.dot_general(h_CxD, d, (((0,), (0,)), ((), ())), preferred_element_type=acc)
-                return grad_head + grad_w, _over(axis, jax.lax.psum, grad_h).astype(d.dtype)
+                more_h = jax.lax.dot_general(d, blocks.columns(i).astype(d.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
+                more_w = jax.lax.dot_general(h_DxC, d, (((1,), (0,)), ((), ())), preferred_element_type=acc)
+                return blocks.added(grad_head, more_w, i), grad_h + more_h
+
+            def compute(grad_head):
+                grad_head, grad_h = blocks.scan(add, (grad_head, jnp.zeros(h_CxD.shape, acc)))
+                return grad_head, _over(axis, jax.lax.psum, grad_h).astype(h_CxD.dtype)
 
             def skip(grad_head):
                 return grad_head, jnp.zeros_like(h_CxD)

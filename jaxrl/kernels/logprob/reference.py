@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 
 
-def scaled_logits(hidden, head, temperature, softcap):
-    """[..., D] x [D, V] -> logits [..., V] in fp32 or better: soft-capped, then divided by the temperature."""
+def capped_logits(hidden, head, softcap):
+    """[..., D] x [D, V] -> logits [..., V] in fp32 or better, soft-capped."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jax.lax.dot_general(
         hidden, head.astype(hidden.dtype), (((hidden.ndim - 1,), (0,)), ((), ())), preferred_element_type=acc
     )
-    if softcap:
-        logits = softcap * jnp.tanh(logits / softcap)
-    return logits / temperature
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 OUTSIDE = -1e30  # logit of a token outside the support: finite, so that 0 * it is 0
@@ -35,7 +33,7 @@ def allowed(support, vocab: int):
 
 def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top):
     """See api.logprob_and_entropy."""
-    logits = scaled_logits(hidden_RxSxD, head_DxV, temperature, softcap)
+    logits = capped_logits(hidden_RxSxD, head_DxV, softcap) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)

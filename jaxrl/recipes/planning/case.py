@@ -70,7 +70,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
         config, model = for_target(config, hf_config, target)
     else:
         model = with_kernels(model, target)
-    config = decided(config, model.config, target.kind)
+    config = decided(config, target.kind)
     mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
     whole, usable = device_memory(config, target)
     return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 from jaxrl.kernels.attention import blockwise
+from jaxrl.kernels.logprob import chunked
 from jaxrl.recipes.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 
@@ -141,7 +142,10 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     if kind in ("critic", "value"):
         head = 0.0
     else:
-        chunk = min(config.train.logprob_chunk, t) * cfg.vocab_size / tp * 4
+        chunk = min(config.train.logprob_chunk, t) * cfg.vocab_size / tp
+        if targets.parse(config.plan.target).kind == "cpu":
+            chunk = min(chunk, max(chunked.LOGITS_CPU, min(config.train.logprob_chunk, t) * chunked.NARROWEST))
+        chunk *= 4
         table = cfg.hidden_size * cfg.vocab_size / tp
         head = (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
     if not learns:
