@@ -144,8 +144,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "stop_token_ids": O((), "token ids that end an answer besides the end-of-text tokens"),
         "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process"),
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
-        "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer only"),
-        "compaction": O(True, "the tail of a batch goes on in fewer slots (a half, an eighth); False: one slot count, so that a"
+        "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer, and where XLA decodes long answers also 3/8 of it"),
+        "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
                               " sample is bitwise independent of its neighbours"),
         "decode_steps": O(16, "most decode steps between two looks of the host"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",

@@ -130,7 +130,7 @@ def test_nothing_compiles_after_warm_up(compact):
             generate(compact, asked, TIMEOUT)
     listening[0] = False
     assert compiled == [] and compact.counters()["compiled"] == programs
-    assert programs == 9  # caches, publish, insert; 2 prompt lengths; 2 cache lengths and 2 smaller slot counts
+    assert programs == 10  # caches, publish, insert; 2 prompt lengths; 64 and 32 slots with 2 cache lengths each, 8 with one
 
 
 def test_a_groups_prompt_is_prefilled_once(fixed):
@@ -271,19 +271,22 @@ def test_slots_over_data_axes_and_heads_over_tp():
     assert compiled == 6  # caches, publish, prefill, insert, two slot counts
 
 
-def shapes(shards=1, **rollout):
+def shapes(shards=1, reads_all=False, **rollout):
     cfg = default_config()
     cfg.rollout.update(rollout)
-    return from_config(cfg, shards, 1)
+    return from_config(cfg, shards, 1, reads_all=reads_all)
 
 
 def test_shapes_come_from_the_config():
     s = shapes()
-    assert s.slot_counts == (32, 128, 256) and s.prompt_lengths == (128, 256, 512) and s.cache_lengths == (1536,)
+    assert s.slot_counts == (8, 32, 128, 256) and s.prompt_lengths == (128, 256, 512) and s.cache_lengths == (1536,)
     assert s.prefill_rows == 32 and s.insert_width == 16 and s.max_total == 1536
     assert shapes(compaction=False).slot_counts == (256,)
     assert shapes(slots=10, shards=4).slots == 12 and all(n % 4 == 0 for n in shapes(slots=100, shards=4).slot_counts)
     assert shapes(prompt_lengths=(512, 64), cache_lengths=(2000, 256)).cache_lengths == (256, 2000)
+    assert shapes(reads_all=True).cache_lengths == (512 + 384, 1536)  # a prompt and three eighths of the longest answer
+    assert shapes(reads_all=True, compaction=False).cache_lengths == (1536,)
+    assert shapes(reads_all=True, max_new_tokens=255).cache_lengths == (768,)
 
 
 @pytest.mark.parametrize("rollout,message", [

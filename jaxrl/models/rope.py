@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.kernels.platform import platform
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -95,10 +97,18 @@ def magnitude(rope: Rope) -> float:
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
     """cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
 
-    The barrier makes them once for all layers; without it XLA computes them anew for every head that is turned.
+    On CPUs a loop over the two halves of F makes them once for all layers: XLA fuses anything less into every use, and computes them
+    for every head of every layer, forward and backward.
     """
-    angles = positions_BxL[:, :, None, None].astype(dtype) * jnp.asarray(frequencies(rope, head_dim), dtype)
-    return jax.lax.optimization_barrier((jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)))
+    def both(frequencies_F):
+        angles = positions_BxL[:, :, None, None].astype(dtype) * frequencies_F
+        return jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)
+
+    found = jnp.asarray(frequencies(rope, head_dim), dtype)
+    if platform() != "cpu" or len(found) % 2:
+        return both(found)
+    halves = jax.lax.map(both, found.reshape(2, -1))
+    return jax.tree.map(lambda x: jnp.concatenate([x[0], x[1]], axis=-1), halves)
 
 
 def rotate(x_BxLxHxK, rotation):

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl.config import RunStopped
+from jaxrl.kernels.attention import shares_prompts
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
@@ -42,7 +43,7 @@ def make_engine(config, model, tokenizer, mesh, eos_ids):
     dtype = np.dtype(model.compute_dtype)
     if config.rollout.dtype != "auto":
         dtype = jax.numpy.dtype(DTYPES[config.rollout.dtype])
-    shapes = from_config(config, data_shards(mesh), len(eos_ids), processes)
+    shapes = from_config(config, data_shards(mesh), len(eos_ids), processes, not shares_prompts(model.attention, mesh))
     model = dataclasses.replace(model, compute_dtype=dtype, remat="none")
     return EmbeddedEngine(model, shapes, mesh, tokenizer, eos_ids, joint)
 
@@ -274,8 +275,9 @@ class EmbeddedEngine:
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
     def _length(self, progress: Progress) -> int:
-        """The shortest cache length that holds every key the chunk can write; the tail has the longest one only."""
-        if len(progress.active) < self.shapes.slots:
+        """The shortest cache length that holds every key the chunk can write; the end of a tail has the longest one only, which
+        keeps the programs few."""
+        if 2 * len(progress.active) < self.shapes.slots:
             return self.shapes.cache_lengths[-1]
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))

@@ -134,7 +134,8 @@ def _rollout(config, model, target, mesh: dict):
     else:
         inner = {**dict.fromkeys(mesh, 1), "fsdp": target.per_host // mesh["tp"], "tp": mesh["tp"]}
     width = SIZES[config.train.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype]
-    return inner, from_config(config, data_shards(inner), 1, target.hosts), width
+    reads_all = target.kind == "cpu" or model.attention in ("blockwise", "reference")
+    return inner, from_config(config, data_shards(inner), 1, target.hosts, reads_all), width
 
 
 def device_memory(config, target) -> tuple[float, float]:

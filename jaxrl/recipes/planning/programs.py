@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl import sharding, training
+from jaxrl.kernels.attention import shares_prompts
 from jaxrl.recipes import setup
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.rollout.embedded import DTYPES, _empty_table
@@ -192,7 +193,7 @@ def _sampler_of(job, mesh):
     c = job.config
     dtype = jnp.dtype(DTYPES[c.rollout.dtype]) if c.rollout.dtype != "auto" else job.compute_dtype
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
-    return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size))
+    return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size), not shares_prompts(model.attention, mesh))
 
 
 def _publish(out: Lowering, job, params, mesh, keep):
