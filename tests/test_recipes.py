@@ -83,9 +83,8 @@ def test_it_learns_and_says_so(finished):
 def test_phases_add_up_to_the_step(finished):
     folder, _ = finished
     for line in lines(folder):
-        phases = {
-            k: v for k, v in line["time"].items() if k not in ("step", "wall", "tokens_per_second", "compiled_programs")
-        }
+        counts = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations")
+        phases = {k: v for k, v in line["time"].items() if k not in counts and not k.startswith("perf/")}
         assert sum(phases.values()) == pytest.approx(line["time"]["step"], abs=1e-3)
 
 
@@ -93,6 +92,18 @@ def test_no_program_is_compiled_after_the_first_steps(finished):
     folder, _ = finished
     compiled = [line["time"]["compiled_programs"] for line in lines(folder) if "compiled_programs" in line["time"]]
     assert compiled[-1] == compiled[1] and compiled[-1] <= 12
+    every = {line["step"]: line["time"]["compilations"] for line in lines(folder) if "compilations" in line["time"]}
+    assert every[1] > 5 and [every[step] for step in (4, 5, 6, 7)] == [0, 0, 0, 0]  # of any kind; 8 is where the run ends
+
+
+def test_speed_follows_from_what_was_needed(finished):
+    """The update's operations at the speed of its phase; three passes over all tokens, heads and embeddings of the tiny model."""
+    for line in lines(finished[0]):
+        if "flops/update" in line:
+            clock, tokens = line["time"], line["rollout/tokens"]
+            assert clock["perf/update_tflops"] == pytest.approx(line["flops/update"] / clock["update"] / 1e12)
+            assert 3 * tokens * 2 * 32 * 192 < line["flops/update"] < 3 * (tokens + line["rollout/prompt_tokens"]) * 2 * 40_000
+            assert line["flops/rollout"] < line["flops/update"] and "perf/mfu" not in clock
 
 
 def test_rollouts_are_ordered_and_hold_one_group_per_prompt(finished):
