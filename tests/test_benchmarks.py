@@ -9,9 +9,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels(tmp_path):
-    """Every op is timed, everything that can run here holds, and the table says what could not run."""
+    """Every op is timed, everything that can run here holds, and the table says what could not run. (.ci/run runs the same table
+    by the GPU suite at its tiny shape, test_plan.py.)"""
     import kernels
 
     assert kernels.main(["--tiny", "--out", str(tmp_path)]) == 0

@@ -122,7 +122,7 @@ def test_the_log_prob_kernel_on_split_vocabularies(tmp_path):
     assert all(worst < 2e-6 for row in found.values() for worst in row["worst"].values()), found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_step(tmp_path):
     """Rollout, rewards, reference, update, publish. The sampler's log-probs are the trainer's. (All meshes: evidence/sharding.py)"""
     found, stderr = on_eight("steps", tmp_path, "2,2,2")

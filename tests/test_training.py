@@ -28,6 +28,15 @@ LOSS = training.LossConfig(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_haste():
+    """Without LLVM's dear passes: nothing here is about speed, and compiling is what it takes time for."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, dirty=False):
     """The accumulated gradient of one optimizer step, via the functions training uses."""
     update = training.make_update(model, optax.sgd(1.0), lambda i: 1.0, loss)
@@ -70,7 +79,7 @@ def one_at_a_time(traj):
     return training.Layout((training.Minibatch(np.arange(traj.num_sequences), micro),), 0, 1)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.nightly)])
 def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
     with jax.enable_x64(True):
         model = tiny_model(jnp.float64)
@@ -84,7 +93,7 @@ def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
             assert worst(got, truth) < 1e-12, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_do_not_depend_on_the_layout_float32():
     model, (traj, columns) = tiny_model(), batch_of_groups()
     params = params_of(model)
