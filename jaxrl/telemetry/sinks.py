@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +93,25 @@ class JsonLines:
         self._file.close()
 
 
+@contextmanager
+def absent(name: str):
+    """Imports inside do not find this module, unless it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None
+    try:
+        yield
+    finally:
+        sys.modules.pop(name)
+
+
 class TensorBoard:
     """Event files for TensorBoard. After a resume, `first_step` hides the events that the killed run wrote later."""
 
     def __init__(self, folder: Path, first_step: int):
-        from tensorboardX import SummaryWriter
+        with absent("torch"):  # tensorboardX names a type of it where it can, which takes a second
+            from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=20)
 
