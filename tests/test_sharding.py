@@ -101,7 +101,7 @@ def test_numbers_and_shares_on_meshes(tmp_path):
     assert found["1,1,8"]["share"] < 0.27
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_are_gathered_one_by_one(tmp_path):
     """Temporaries stay below the activations, two gathered layers (of twelve), and a copy of the device's own weights, which the
     CPU lays out anew before it gathers them; compiled for a TPU one layer remains (evidence/sharding.py). Activations: the
