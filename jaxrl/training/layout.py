@@ -49,10 +49,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class RowShapes:
-    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending."""
+    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending, multiples of the data shards."""
 
     lengths: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
+    shards: int = 1
 
 
 def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2) -> RowShapes:
@@ -78,7 +79,7 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
         per_shard = max(1, tokens_per_microbatch // length)
         wanted = {per_shard, max(1, per_shard // 4)} if sizes == 2 else {per_shard}
         counts.append(tuple(c * shards for c in sorted(wanted, reverse=True)))
-    return RowShapes(lengths, tuple(counts))
+    return RowShapes(lengths, tuple(counts), shards)
 
 
 def make_layout(
@@ -88,7 +89,7 @@ def make_layout(
 
     Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows by
     first-fit decreasing; answers of the emptiest rows fill up others while that saves whole rows, and rows are cut into microbatches of
-    static row counts.
+    static row counts, in which every data shard gets about the same work of attention.
 
     Args:
       prompt_lengths, answer_lengths, groups: [N]; sequences of a group have equal prompts where prompts are shared.
@@ -143,12 +144,33 @@ def _microbatches(blocks, shapes: RowShapes, sizes):
         mine = [b for b in blocks if lower < b.tokens <= length]
         lower = length
         rows = _fewer_rows(_fit_rows(mine, length), length, *sizes)
+        work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows} if shapes.shards > 1 else {}
+        rows = sorted(rows, key=lambda row: -work[row]) if work else rows  # a microbatch is as slow as its slowest shard
         while rows:
             # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
             count = counts[0] if len(rows) >= counts[0] or len(rows) > 2 * counts[-1] else counts[-1]
             taken, rows = rows[:count], rows[count:]
-            out.append(Microbatch(length, tuple(taken) + ((),) * (count - len(taken))))
+            taken = tuple(taken) + ((),) * (count - len(taken))
+            out.append(Microbatch(length, _dealt(taken, shapes.shards, work) if work else taken))
     return tuple(out)
+
+
+def attention_work(block: Block, prompt_lengths, answer_lengths) -> int:
+    """Pairs of a query and a key that it sees: the prompt's among themselves, each answer's with the prompt and its own."""
+    prompt, answers = int(prompt_lengths[block.sequences[0]]), answer_lengths[list(block.sequences)].astype(np.int64)
+    if len(answers) == 1:
+        prompt, answers = 0, answers + prompt
+    return prompt * (prompt + 1) // 2 + int((answers * prompt + answers * (answers + 1) // 2).sum())
+
+
+def _dealt(rows, shards, work):
+    """The rows of a microbatch, each next one, by work, to the shard that has least of it; a shard's rows are neighbours."""
+    room, load, mine = len(rows) // shards, np.zeros(shards), [[] for _ in range(shards)]
+    for row in sorted(rows, key=lambda row: -work.get(row, 0)):
+        k = min((k for k in range(shards) if len(mine[k]) < room), key=lambda k: (load[k], k))
+        mine[k].append(row)
+        load[k] += work.get(row, 0)
+    return tuple(row for part in mine for row in part)
 
 
 def _fit_rows(blocks, length):
