@@ -38,6 +38,7 @@
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
 # Of speed:
 #    4  programs compiled per step                          recompilation.py
+#       packing and the shards' balance                     packing.py
 #    3  start-up, cold and warm                             benchmarks/startup.py --out FILE (not in "all")
 #    5  time and memory as the work grows                   benchmarks/growth.py --out FILE (not in "all")
 # Of speed, beside other libraries in environments of their own (not in "all"):
@@ -48,7 +49,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling kernels_memory recompilation bf16 quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling kernels_memory recompilation packing bf16 quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi
