@@ -49,7 +49,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class RowShapes:
-    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending, multiples of the data shards."""
+    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending, multiples of `shards`."""
 
     lengths: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
@@ -204,12 +204,14 @@ def _fill_rows(blocks, length, prompt_lengths, answer_lengths, groups):
         row, free, order = [], length, sorted(rests, key=lambda g: (-size[g], g))
         if size[order[0]] > length:
             order, first = order[1:], order[0]
-            free -= _taken(row, first, _best_sum(rests[first], answer_lengths, free - prompt[first]), rests, size, prompt, answer_lengths)
+            ids = _best_sum(rests[first], answer_lengths, free - prompt[first])
+            free -= _taken(row, first, ids, rests, size, prompt, answer_lengths)
         for g in [g for g in order if size[g] <= length]:
             if size[g] <= free:
                 free -= _taken(row, g, list(rests[g]), rests, size, prompt, answer_lengths)
         here = {int(groups[b.sequences[0]]) for b in row}
-        found = [(g, _best_sum(rests[g], answer_lengths, free - prompt[g])) for g in order if g in rests and g not in here][:CANDIDATES]
+        others = [g for g in order if g in rests and g not in here][:CANDIDATES]
+        found = [(g, _best_sum(rests[g], answer_lengths, free - prompt[g])) for g in others]
         g, ids = max(found, key=lambda one: int(answer_lengths[one[1]].sum()), default=(None, []))
         if ids and int(answer_lengths[ids].sum()) > prompt[g]:
             _taken(row, g, ids, rests, size, prompt, answer_lengths)
