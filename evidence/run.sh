@@ -36,6 +36,11 @@
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
 #    7  the main job in bfloat16 beside float32             bf16.py
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
+# Of speed:
+#    4  programs compiled per step                          recompilation.py
+#       packing and the shards' balance                     packing.py
+#    3  start-up, cold and warm                             benchmarks/startup.py --out FILE (not in "all")
+#    5  time and memory as the work grows                   benchmarks/growth.py --out FILE (not in "all")
 # Of speed, beside other libraries in environments of their own (not in "all"):
 #    1  the same step of W1, W2, W3                         benchmarks/peers/run.py --shape W1 --json FILE
 #    7  the same first update                               benchmarks/peers/same_update.py
@@ -44,7 +49,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling kernels_memory bf16 quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling kernels_memory recompilation packing bf16 quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi

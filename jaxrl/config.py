@@ -52,7 +52,8 @@ class Option(NamedTuple):
 
 O = Option
 # Lists of integers; the entries of all others but reward.weights are text.
-INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps", "profile.processes")
+INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps", "profile.memory",
+            "profile.processes")
 TRIGGER = "0 = never"
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
@@ -389,6 +390,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "profile": {
         "steps": O((), "(first, last) step traced with the JAX profiler into <run.dir>/profile"),
+        "memory": O((), "steps after which (0: before the first) what device memory holds is written into <run.dir>/profile"),
         "processes": O((0,), "numbers of the processes that trace; with one there is only 0"),
     },
     "launch": {

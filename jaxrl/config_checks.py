@@ -593,6 +593,8 @@ def _misc(cfg):
     steps = cfg.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         out.append(f"profile.steps={steps}: expected (first, last)")
+    if any(step < 0 for step in cfg.profile.memory):
+        out.append(f"profile.memory={cfg.profile.memory}: numbers of steps, from 0")
     if any(p < 0 for p in cfg.profile.processes):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:

@@ -13,6 +13,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # six programs per layout, and nothing here is about speed
 import numpy as np
 from algorithm_runs import job, watched
 

@@ -132,16 +132,24 @@ def test_padding_is_finite_and_invisible(name):
 EVERY_DAY = {"prompts-shuffled=True", "prompts-window=33-softcap=5.0-scale=0.3", "padding", "ones-size=96-dtype=bfloat16"}
 
 
-@pytest.mark.parametrize("name, case", [
-    pytest.param(name, case, id=f"{name}-{case}", marks=() if name == "tpu" and str(case) in EVERY_DAY else pytest.mark.slow)
+PUSHED = {"documents-queries=70", "prompts-heads=6-groups=1-size=128", "all_padding-length=140"}  # by .ci/run
+
+
+def marks(name, case):
+    if name == "tpu" and case in EVERY_DAY:
+        return ()
+    return pytest.mark.slow if name != "tpu" or case in PUSHED else pytest.mark.nightly
+
+
+@pytest.mark.parametrize("name, case", [pytest.param(name, case, id=f"{name}-{case}", marks=marks(name, str(case)))
     for name in ("reference", "blockwise", "tpu") for case in CASES if name == "tpu" or str(case) in EVERY_DAY])
 def test_case(name, case):
     """Forward and all gradients against float64, finite, bitwise equal when run again; TPU kernels interpreted."""
     check(name, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [CASES[i] for i in (1, 5, 8, 12, 20)], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(CASES[i], id=str(CASES[i]), marks=pytest.mark.slow if i in (5, 12) else pytest.mark.nightly)
+                                  for i in (1, 5, 8, 12, 20)])
 def test_tpu_kernels_neither_race_nor_read_what_was_not_written(case):
     """Interpreted with buffers, copies and their races; memory starts as NaN."""
     mode = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")

@@ -53,8 +53,8 @@ def test_blocks_without_work_are_not_computed():
         assert counted[name][1] == rows * columns, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.nightly), pytest.param(128, marks=pytest.mark.slow),
+                                  pytest.param(256, marks=pytest.mark.nightly)])
 def test_work_of_sixteen_documents(size):
     """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of tiles."""
     lengths = np.random.default_rng(0).multinomial(16384, np.full(16, 1 / 16))

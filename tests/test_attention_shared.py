@@ -53,7 +53,7 @@ TPU_CASES = [*SHARED_CASES[:3], dataclasses.replace(SHARED_CASES[0], size=80, gr
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(c, id=str(i), marks=() if i < 2 else pytest.mark.slow) for i, c in enumerate(TPU_CASES)])
+    pytest.param(c, id=str(i), marks=() if i < 2 else pytest.mark.slow if i == 2 else pytest.mark.nightly) for i, c in enumerate(TPU_CASES)])
 def test_tpu_kernel(case, small_blocks):
     check_shared("tpu", case)
 

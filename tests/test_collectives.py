@@ -12,8 +12,8 @@ from jaxrl.recipes.planning import compiling
 RULES = ("the MLP is not split over tp", "weights are not gathered before use", "rows are not split")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in ("ppo mixed", "1.5B on 64") else pytest.mark.nightly)
+                                  for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
 def test_collectives_stay_within_their_budget(case):
     """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
     rows, rematerialised = collective_cases.found(case)

@@ -26,6 +26,7 @@ BEHAVIOURS = {
     "log-probs that are not finite end the run": ("rollout/embedded.py", "non-finite log-probs"),
     "seconds by phase in every line of metrics.jsonl": ("telemetry/sinks.py", "Everything measured with a clock"),
     "the rollout metrics in every line of metrics.jsonl": ("telemetry/names.py", "rollout/tokens"),
+    "operations and their speed in every line of metrics.jsonl": ("recipes/operations.py", "Counted is what the mathematics needs"),
     "policy/entropy is in every line of metrics.jsonl": ("telemetry/names.py", "policy/entropy"),
     "every evaluation writes its answers and scores": ("recipes/evaluate.py", "Answers and scores per row"),
     "every step samples from the weights of the step before": ("recipes/rl.py", "publish the new weights"),

@@ -4,6 +4,9 @@ import datetime
 import decimal
 import json
 import logging
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +16,7 @@ from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_j
 
 from jaxrl.config import ConfigError
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
+from jaxrl.data.tokenizer import reader_of
 
 EOS = 2
 
@@ -305,6 +309,30 @@ def test_tokenizer_overrides(plain, tmp_path):
 def test_tokenizer_errors(plain, options, text):
     with pytest.raises(ConfigError, match=text):
         load_tokenizer(make_config(plain, **options))
+
+
+@pytest.mark.torch
+def test_a_tokenizer_of_no_model_is_the_same_without_torch(plain, tmp_path):
+    """The class that AutoTokenizer takes, and it is asked where a model's config or code of its own might decide. Neither it nor
+    TensorBoard's sink brings torch, which is there when it is wanted."""
+    from transformers import AutoTokenizer
+
+    shipped, wanted = resolve("jaxrl://arith/tokenizer"), AutoTokenizer.from_pretrained(resolve("jaxrl://arith/tokenizer"))
+    found = reader_of(shipped).from_pretrained(shipped)
+    assert reader_of(shipped) is not AutoTokenizer and type(found) is type(wanted) and str(vars(found)) == str(vars(wanted))
+    own = shutil.copytree(shipped, tmp_path / "own")
+    (own / "config.json").write_text('{"model_type": "qwen2"}')
+    assert reader_of(str(own)) is AutoTokenizer and reader_of("some/hub-id") is AutoTokenizer
+    code = f"""if True:
+        import sys
+        from jaxrl.data.tokenizer import reader_of
+        from jaxrl.telemetry.sinks import TensorBoard
+        reader_of({shipped!r}).from_pretrained({shipped!r})
+        TensorBoard({str(tmp_path / "events")!r}, 0).close()
+        assert "torch" not in sys.modules
+        import torch"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_tokenizer_code_does_not_run_unasked(tmp_path):

@@ -117,7 +117,8 @@ def test_padding_content_does_not_matter():
     jax.tree.map(np.testing.assert_array_equal, grads, other_grads)
 
 
-@pytest.mark.parametrize("scan_layers, policies", [(False, ("full", "full 2")), (True, ("full", "dots", "offload", "full 3"))])
+@pytest.mark.parametrize("scan_layers, policies", [
+    (False, ("full", "full 2")), pytest.param(True, ("full", "dots", "offload", "full 3"), marks=pytest.mark.slow)])
 def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
     """More operations for the same gradient; less memory where scanned (see build for the unrolled CPU). `full 3`: in groups of
     three layers. (The CPU counts what is offloaded as its own memory.)"""

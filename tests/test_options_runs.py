@@ -183,6 +183,7 @@ def third(folder, first, evaluated):
         checkpoint__every_minutes=0.0,
         log__tensorboard=False,
         profile__steps=(3, 3),
+        profile__memory=(3,),
     )
     summary = jaxrl.train(c)
     run = folder / "run"
@@ -292,11 +293,12 @@ def test_outputs(first):
 def test_what_is_switched_off_is_not_there(third):
     """Resumed at step 2; max_samples ends it after one of seven more steps; nothing is evaluated, saved or exported.
 
-    Only the trace of the step that profile.steps asks for is new.
+    Only the trace and the memory profile that profile.* ask for are new.
     """
     assert third.summary["steps"] == 3 and third.summary["samples"] == 36
     assert [line["step"] for line in third.metrics] == [0, 1, 2, 3] and "eval/accuracy" not in third.metrics[3]
     assert {n.split("/")[0] for n in third.new} == {"profile"}
+    assert {n for n in third.new if n.endswith(".prof")} == {"profile/memory_00000003_0.prof"}
 
 
 def test_answers_that_take_too_long_end_the_run(folder, first):

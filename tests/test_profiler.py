@@ -1,4 +1,4 @@
-"""profile.steps: the trace holds the steps asked for and no others."""
+"""profile.steps: the trace holds the steps asked for and no others. profile.memory: what devices hold, after the steps asked for."""
 
 import gzip
 import json
@@ -6,8 +6,11 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny_job
 
-from jaxrl.telemetry.profiler import Profiler
+from jaxrl.config import ConfigError
+from jaxrl.config_checks import check
+from jaxrl.telemetry.profiler import Profiler, memory_of
 
 
 def run(profiler, steps, begin=0):
@@ -40,3 +43,20 @@ def test_the_steps_asked_for_are_traced(tmp_path, steps, begin, expected):
 def test_nothing_is_written_without_a_step_in_range(tmp_path, steps, begin):
     run(Profiler(steps, tmp_path / "profile"), 3, begin)
     assert not (tmp_path / "profile").exists()
+
+
+def test_memory_is_written_after_the_steps_asked_for(tmp_path):
+    held = jnp.zeros((1 << 20,), jnp.float32)
+    run(Profiler((), tmp_path, memory=(0, 2)), 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["memory_00000000_0.prof", "memory_00000002_0.prof"]
+    text = gzip.decompress((tmp_path / "memory_00000002_0.prof").read_bytes())  # a pprof Profile: its strings are plain in it
+    assert b"test_profiler.py" in text and b"test_memory_is_written_after_the_steps_asked_for" in text and held.nbytes == 4 << 20
+
+
+def test_memory_is_written_by_the_processes_asked_for():
+    c = tiny_job.get_config()
+    c.profile.memory = (2, 3)
+    assert [memory_of(c.profile, i) for i in range(2)] == [(2, 3), ()]
+    c.profile.memory = (-1,)
+    with pytest.raises(ConfigError, match=r"profile.memory=\(-1,\): numbers of steps, from 0"):
+        check(c)

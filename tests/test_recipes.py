@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 
@@ -13,6 +14,7 @@ from run_tools import command, environment, fingerprint, run
 
 import jaxrl
 from jaxrl.config import ConfigError, RunStopped
+from jaxrl.main import main
 from jaxrl.recipes.evaluate import pass_at_k
 
 
@@ -30,6 +32,7 @@ def finished(tmp_path_factory):
     """One whole run, with everything written."""
     path = tmp_path_factory.mktemp("finished")
     summary = jaxrl.train(config(path, log__tensorboard=True))
+    shutil.copytree(path / "run", path / "unbroken")
     return path / "run", summary
 
 
@@ -83,9 +86,8 @@ def test_it_learns_and_says_so(finished):
 def test_phases_add_up_to_the_step(finished):
     folder, _ = finished
     for line in lines(folder):
-        phases = {
-            k: v for k, v in line["time"].items() if k not in ("step", "wall", "tokens_per_second", "compiled_programs")
-        }
+        counts = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations")
+        phases = {k: v for k, v in line["time"].items() if k not in counts and not k.startswith("perf/")}
         assert sum(phases.values()) == pytest.approx(line["time"]["step"], abs=1e-3)
 
 
@@ -93,6 +95,18 @@ def test_no_program_is_compiled_after_the_first_steps(finished):
     folder, _ = finished
     compiled = [line["time"]["compiled_programs"] for line in lines(folder) if "compiled_programs" in line["time"]]
     assert compiled[-1] == compiled[1] and compiled[-1] <= 12
+    every = {line["step"]: line["time"]["compilations"] for line in lines(folder) if "compilations" in line["time"]}
+    assert every[1] > 5 and [every[step] for step in (4, 5, 6, 7)] == [0, 0, 0, 0]  # of any kind; 8 is where the run ends
+
+
+def test_speed_follows_from_what_was_needed(finished):
+    """The update's operations at the speed of its phase; three passes over all tokens, heads and embeddings of the tiny model."""
+    for line in lines(finished[0]):
+        if "flops/update" in line:
+            clock, tokens = line["time"], line["rollout/tokens"]
+            assert clock["perf/update_tflops"] == pytest.approx(line["flops/update"] / clock["update"] / 1e12)
+            assert 3 * tokens * 2 * 32 * 192 < line["flops/update"] < 3 * (tokens + line["rollout/prompt_tokens"]) * 2 * 40_000
+            assert line["flops/rollout"] < line["flops/update"] and "perf/mfu" not in clock
 
 
 def test_rollouts_are_ordered_and_hold_one_group_per_prompt(finished):
@@ -124,10 +138,12 @@ def test_the_end_token_is_part_of_what_is_trained_on(finished):
 
 def test_a_finished_run_says_so_and_can_be_extended(finished, capfd, tmp_path):
     folder, _ = finished
-    status, text = run(folder, "log.tensorboard=false")
+    status = main(command(folder, "log.tensorboard=false")[3:])
+    text = capfd.readouterr().out
     assert status == 0 and "has finished its 8 steps;" in text and "train.steps=16" in text
     assert re.search(r"done at step 8 after .*; held-out accuracy .*% before, .*% after; model in .*export; summary in", text)
-    status, text = run(folder, "log.tensorboard=false", "train.steps=3")
+    status = main(command(folder, "log.tensorboard=false", "train.steps=3")[3:])
+    text = capfd.readouterr().out
     assert status == 0 and "has finished its 8 steps (3 are asked for);" in text and "train.steps=16" in text
     again = tiny_job.get_config()
     again.run.dir, again.log.console, again.optimizer.lr = str(folder), "off", 1e-3
@@ -178,15 +194,12 @@ def test_the_export_opens_in_transformers_with_the_trainers_log_probs(finished):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """A whole run in a process of its own."""
-    folder = tmp_path_factory.mktemp("unbroken") / "run"
-    status, text = run(folder)
-    assert status == 0, text
-    return folder
+def unbroken(finished):
+    """The whole run, as it was before other tests went on with it."""
+    return finished[0].parent / "unbroken"
 
 
-@pytest.mark.parametrize("plan", ["update.kill9@step=5", pytest.param("checkpoint.kill9@step=4,phase=tensors", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["update.kill9@step=5", pytest.param("checkpoint.kill9@step=4,phase=tensors", marks=pytest.mark.nightly)])
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(plan, tmp_path, unbroken):
     status, _ = run(tmp_path / "killed", f"faults.plan={plan!r},")
     assert status == -signal.SIGKILL

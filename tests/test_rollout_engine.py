@@ -218,6 +218,7 @@ def test_weights_that_are_not_finite_are_an_error_and_leave_nothing_behind(fixed
         assert_same(a, b)
 
 
+@pytest.mark.slow
 def test_windows_soft_caps_and_scanned_layers_agree_with_the_scorer():
     m = models.build(dict(model_type="gemma2", vocab_size=100, hidden_size=32, intermediate_size=48,
                           num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
@@ -260,6 +261,7 @@ SHARDED = """
 """
 
 
+@pytest.mark.slow
 def test_slots_over_data_axes_and_heads_over_tp():
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
            "PYTHONPATH": os.path.dirname(__file__)}

@@ -105,7 +105,7 @@ def test_engine_through_the_kernel_as_through_xla(small_blocks, monkeypatch):
     assert {rows for rows, _ in seen} == {4, 8} and (8, [3, 5]) in seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_do_not_depend_on_neighbours(small_blocks):
     engine, asked = made("tpu", compaction=False), groups()
     first = {r.id: r for r in generate(engine, asked, TIMEOUT)}

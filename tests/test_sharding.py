@@ -101,7 +101,7 @@ def test_numbers_and_shares_on_meshes(tmp_path):
     assert found["1,1,8"]["share"] < 0.27
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_are_gathered_one_by_one(tmp_path):
     """Temporaries stay below the activations, two gathered layers (of twelve), and a copy of the device's own weights, which the
     CPU lays out anew before it gathers them; compiled for a TPU one layer remains (evidence/sharding.py). Activations: the
@@ -122,7 +122,7 @@ def test_the_log_prob_kernel_on_split_vocabularies(tmp_path):
     assert all(worst < 2e-6 for row in found.values() for worst in row["worst"].values()), found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_step(tmp_path):
     """Rollout, rewards, reference, update, publish. The sampler's log-probs are the trainer's. (All meshes: evidence/sharding.py)"""
     found, stderr = on_eight("steps", tmp_path, "2,2,2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -18,7 +19,6 @@ def load_tokenizer(config):
     replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a pad token pads with
     its end token. Remote code runs only with `model.trust_remote_code`. Errors: ConfigError.
     """
-    from transformers import AutoTokenizer
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     shown = config.model.tokenizer or config.model.path
     if not shown:
@@ -27,8 +27,8 @@ def load_tokenizer(config):
         offline_if_unreachable()
     revision = None if config.model.tokenizer else config.model.revision
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(shown), revision=revision or "main",
-                                                  trust_remote_code=config.model.trust_remote_code)
+        tokenizer = reader_of(resolve(shown)).from_pretrained(resolve(shown), revision=revision or "main",
+                                                              trust_remote_code=config.model.trust_remote_code)
     except ConfigError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError, ... for the same few mistakes
@@ -42,6 +42,21 @@ def load_tokenizer(config):
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     _override_tokens(config, tokenizer)
     return tokenizer
+
+
+def reader_of(source: str):
+    """The class of transformers that reads a tokenizer: AutoTokenizer, which brings torch along where that is installed and so takes
+    a second, or for a folder of nothing but a tokenizer of no particular model the one that AutoTokenizer would take."""
+    folder, known = Path(source), {}
+    if (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").exists():
+        known = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if known.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in known:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _override_tokens(config, tokenizer) -> None:

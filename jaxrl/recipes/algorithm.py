@@ -121,6 +121,19 @@ class Algorithm:
             out["ref"] = self.reference.score(traj, layout)
         return out
 
+    def operations(self, r, traj) -> dict[str, float]:
+        """flops/<phase> of the step that has just been done, on the answers it learnt from (a server's sampling is its own)."""
+        count, v, shared = r.speed.operations, self.values, r.config.train.share_prompts
+        passes = (self.old_source == "recompute") + (self.reference is not None)
+        score = passes * count.scoring(traj, shared)
+        updates = r.step > r.config.critic.warmup_steps or self.critic is None
+        update = updates * v["ppo_epochs"] * count.update(traj, shared)
+        if self.critic is not None:
+            score += count.scoring(traj, shared, head=False)
+            update += (not self.critic.shared) * v["ppo_epochs"] * count.update(traj, shared, head=False)
+        out = {"flops/score": score, "flops/update": update}
+        return out | ({"flops/rollout": count.generation(traj)} if chosen_engine(r.config) == "jax" else {})
+
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
         return kl_value(columns["old"], columns["ref"], self.values["kl.estimator"]) if self.kl_in_reward else None

@@ -103,6 +103,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     with r.phase("publish"):
         r.publish()
     metrics |= rollout_metrics(batch, found.zero_signal, per_answer, layout) | r.stream_metrics()
+    metrics |= algorithm.operations(r, traj)
     if critic is not None:
         metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)
         metrics["value/return_mean"] = float(found.returns[traj.loss_mask].mean())

@@ -20,6 +20,7 @@ from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.operations import Speed
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
@@ -27,9 +28,10 @@ from jaxrl.rollout import EngineLost, make_engine
 from jaxrl.sharding import memory
 from jaxrl.sharding.distributed import peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
+from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.names import duration
-from jaxrl.telemetry.profiler import Profiler, steps_of
+from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -53,6 +55,7 @@ class Run:
         self.state = None
         self.eval_before = self.last_eval = None
         self.started = time.monotonic()
+        self.compilations = Compilations()
         self.stop = GracefulStop()
         self.peers = peers()
         self.faults = Faults(config.faults.plan, self.peers.index)
@@ -193,7 +196,9 @@ class Run:
         if planned := self.beside.start():
             self.say(planned)
         self._triggers(restored.host["triggers"] if restored else {})
-        self.profiler = self._own(Profiler(steps_of(c.profile, self.peers.index), job.run_dir / "profile"))
+        process = self.peers.index
+        self.profiler = self._own(Profiler(steps_of(c.profile, process), job.run_dir / "profile", memory_of(c.profile, process)))
+        self.speed = Speed(job, self.state.trainable)
         if self.engine is not None:
             self.publish()
             self._show_first_prompt()
@@ -380,6 +385,7 @@ class Run:
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
         spent = self.phases.take()
+        metrics = metrics | self.speed.rates(metrics, spent) | {"time/compilations": float(self.compilations.take())}
         self.telemetry.step(self.step, metrics, spent)
         self.beside.add(self.step, spent)
         for warning in self.idle.check(self.step, metrics) if self.peers.first else ():

@@ -37,7 +37,7 @@ def run(config, rewards=None) -> dict:
             with r.phase("update"):
                 metrics, efficiency = one_update(r, traj)
             r.advance(cursor, samples=traj.num_sequences)
-            pending.append((metrics, traj, efficiency))
+            pending.append((metrics, traj, efficiency, r.speed.operations.update(traj, shared=False)))
             if r.step % config.log.every_steps == 0 or r.step >= r.total_steps:
                 with r.phase("update"):
                     line = averaged(pending)
@@ -85,14 +85,16 @@ def one_update(r: Run, traj: Trajectories):
 
 def averaged(pending) -> dict[str, float]:
     """Means over the updates since the last line; one transfer per update."""
-    steps = [host_scalars(m) for m, _, _ in pending]
+    steps = [host_scalars(m) for m, *_ in pending]
     out = {k: float(np.mean([s[k] for s in steps])) for k in steps[0]}
-    lengths = np.concatenate([t.answer_lengths for _, t, _ in pending])
+    lengths = np.concatenate([t.answer_lengths for _, t, *_ in pending])
     return out | {
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
-        "packing/efficiency": float(np.mean([e for _, _, e in pending])),
+        "rollout/prompt_tokens": float(sum(t.prompt_lengths.sum() for _, t, *_ in pending)),
+        "packing/efficiency": float(np.mean([e for _, _, e, _ in pending])),
+        "flops/update": sum(flops for *_, flops in pending),
     }
 
 

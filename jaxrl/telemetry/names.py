@@ -99,6 +99,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds"),
     Metric("publish/probe", "vLLM: mean difference in nats between the probe's log-probs and the trainer's"),
     Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps"),
+    Metric("time/compilations", "programs of any kind compiled or fetched from the cache since the last line; 0 after the first steps"),
+    Metric("flops/<phase>", "operations that rollout, score and update needed, on all devices: no padding, nothing twice"),
+    Metric("perf/mfu", "share of the chip's peak at which the step's operations were done, its eval, checkpoint and export left out; "
+           "absent for CPUs and unknown chips", "MFU", "percent", 2),
+    Metric("perf/<phase>_mfu", "the same for the seconds of one phase: rollout, score, update"),
+    Metric("perf/tflops", "the step's operations per second and device, in TFLOP/s"),
+    Metric("perf/<phase>_tflops", "the same for the seconds of one phase"),
+    Metric("perf/tokens_per_second", "tokens of prompts and answers per second and device, over the same seconds as perf/mfu"),
+    Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}

@@ -1,4 +1,4 @@
-"""A trace of a few steps with the JAX profiler, for `profile.steps`."""
+"""What the JAX profiler tells of a few steps: a trace for `profile.steps`, what lies in device memory for `profile.memory`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def steps_of(profile, process: int) -> tuple:
     return tuple(profile.steps) if process in profile.processes else ()
 
 
+def memory_of(profile, process: int) -> tuple:
+    """The steps after which a process writes a memory profile; () for none."""
+    return tuple(profile.memory) if process in profile.processes else ()
+
+
 class Profiler:
     """Traces the steps first..last (both included) into `folder`; TensorBoard and Perfetto open it.
 
@@ -20,16 +25,23 @@ class Profiler:
     The trace begins when the step before `first` is completed, or at once where a run resumes between the two, and
     ends when `last` is, or in `close`. A run that is past `last` traces nothing.
 
+    After each step of `memory` (0: before the first) what this process's devices hold is written to
+    memory_<step>_<process>.prof, which `pprof` opens: bytes by the Python line that made them.
+
     Args:
       steps: config.profile.steps; empty = never.
       folder: made by the profiler.
+      memory: config.profile.memory; empty = never.
     """
 
-    def __init__(self, steps: tuple[int, int] | tuple[()], folder: str | Path):
-        self._steps, self._folder = tuple(steps), str(folder)
+    def __init__(self, steps: tuple[int, int] | tuple[()], folder: str | Path, memory: tuple[int, ...] = ()):
+        self._steps, self._folder, self._memory = tuple(steps), str(folder), tuple(memory)
         self._running = self._done = False
 
     def at(self, completed: int) -> None:
+        if completed in self._memory:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            jax.profiler.save_device_memory_profile(f"{self._folder}/memory_{completed:08d}_{jax.process_index()}.prof")
         if not self._steps or self._done:
             return
         first, last = self._steps

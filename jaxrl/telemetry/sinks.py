@@ -9,20 +9,31 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ConfigError, imported
 from jaxrl.telemetry.run_dir import dumps, write_atomic
+from jaxrl.telemetry.timing import working
+
+CLOCKED = ("time/", "perf/")
+
+
+def adds_up(name: str) -> bool:
+    """Whether two values for one step, of its parts, make a sum: seconds do, and so do counts of what happened in them."""
+    return name.startswith("time/") and name not in ("time/wall", "time/tokens_per_second", "time/compiled_programs")
 
 
 class JsonLines:
     """metrics.jsonl: {"step": N, "<group/name>": value, ..., "time": {...}}, one line per step, steps growing.
 
-    Everything measured with a clock lives under "time", so that two runs can be compared without it. A line is one
+    Everything measured with a clock (time/name as "name", perf/name by its whole name) lives under "time", so that two runs can be
+    compared without it. A line is one
     system call, so a killed process leaves whole lines. Writing to the newest step again merges into its line.
 
     Args:
@@ -59,12 +70,12 @@ class JsonLines:
             raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
         again = step == self._row["step"]
         row = dict(self._row) if again else {"step": step}
-        row |= {k: v for k, v in scalars.items() if not k.startswith("time/")}
+        row |= {k: v for k, v in scalars.items() if not k.startswith(CLOCKED)}
         clock = dict(row.pop("time", {}))
         for name, value in scalars.items():
-            if name.startswith("time/"):
-                adds_up = again and name not in ("time/wall", "time/tokens_per_second")
-                clock[name[5:]] = value + (clock.get(name[5:], 0.0) if adds_up else 0.0)
+            if name.startswith(CLOCKED):
+                key = name.removeprefix("time/")
+                clock[key] = value + (clock.get(key, 0.0) if again and adds_up(name) else 0.0)
         row["time"] = clock
         at = self._start if again else self._end
         line = (dumps(row) + "\n").encode()
@@ -82,11 +93,25 @@ class JsonLines:
         self._file.close()
 
 
+@contextmanager
+def absent(name: str):
+    """Imports inside do not find this module, unless it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None
+    try:
+        yield
+    finally:
+        sys.modules.pop(name)
+
+
 class TensorBoard:
     """Event files for TensorBoard. After a resume, `first_step` hides the events that the killed run wrote later."""
 
     def __init__(self, folder: Path, first_step: int):
-        from tensorboardX import SummaryWriter
+        with absent("torch"):  # tensorboardX names a type of it where it can, which takes a second
+            from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=20)
 
@@ -165,8 +190,6 @@ def find_sink(spec: str) -> Callable:
 def time_scalars(phases: dict[str, float], tokens: float | None) -> dict[str, float]:
     """Seconds by phase -> time/* scalars, with throughput where `tokens` is known."""
     out = {f"time/{name}": seconds for name, seconds in phases.items()}
-    if tokens and phases.get("step"):
-        work = phases["step"] - sum(phases.get(p, 0.0) for p in ("eval", "checkpoint", "export"))
-        if work > 0:
-            out["time/tokens_per_second"] = tokens / work
+    if tokens and (work := working(phases)) > 0:
+        out["time/tokens_per_second"] = tokens / work
     return out | {"time/wall": time.time()}

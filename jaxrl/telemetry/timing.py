@@ -70,6 +70,11 @@ class Phases:
         return {n: self._totals.get(n, 0.0) + self._spent.get(n, 0.0) for n in names}
 
 
+def working(phases: dict[str, float]) -> float:
+    """Seconds of a step without its evaluation, checkpoint and export."""
+    return phases.get("step", 0.0) - sum(phases.get(name, 0.0) for name in ("eval", "checkpoint", "export"))
+
+
 class Every:
     """Says when something periodic is due: by steps, epochs or seconds, whichever comes first; 0 = not by this one.
 

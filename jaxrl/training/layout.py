@@ -49,10 +49,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class RowShapes:
-    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending."""
+    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending, multiples of `shards`."""
 
     lengths: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
+    shards: int = 1
 
 
 def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2) -> RowShapes:
@@ -78,7 +79,7 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
         per_shard = max(1, tokens_per_microbatch // length)
         wanted = {per_shard, max(1, per_shard // 4)} if sizes == 2 else {per_shard}
         counts.append(tuple(c * shards for c in sorted(wanted, reverse=True)))
-    return RowShapes(lengths, tuple(counts))
+    return RowShapes(lengths, tuple(counts), shards)
 
 
 def make_layout(
@@ -86,9 +87,9 @@ def make_layout(
 ) -> Layout:
     """Places sequences.
 
-    Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows by
-    first-fit decreasing; answers of the emptiest rows fill up others while that saves whole rows, and rows are cut into microbatches of
-    static row counts.
+    Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows: by first-fit
+    decreasing, where answers of the emptiest rows fill up others while that saves whole rows, or row by row, where that takes fewer.
+    Rows are cut into microbatches of static row counts, in which every data shard gets about the same work of attention.
 
     Args:
       prompt_lengths, answer_lengths, groups: [N]; sequences of a group have equal prompts where prompts are shared.
@@ -114,7 +115,7 @@ def make_layout(
         ]
         micro = _microbatches(blocks, shapes, sizes)
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
-        used += sum(b.tokens for b in blocks)
+        used += sum(b.tokens for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
     return Layout(tuple(minibatches), used, total)
 
@@ -143,12 +144,35 @@ def _microbatches(blocks, shapes: RowShapes, sizes):
         mine = [b for b in blocks if lower < b.tokens <= length]
         lower = length
         rows = _fewer_rows(_fit_rows(mine, length), length, *sizes)
+        if sizes[2] is not None:
+            rows = min(rows, _fill_rows(mine, length, *sizes), key=len)
+        work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows} if shapes.shards > 1 else {}
+        rows = sorted(rows, key=lambda row: -work[row]) if work else rows  # a microbatch is as slow as its slowest shard
         while rows:
             # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
             count = counts[0] if len(rows) >= counts[0] or len(rows) > 2 * counts[-1] else counts[-1]
             taken, rows = rows[:count], rows[count:]
-            out.append(Microbatch(length, tuple(taken) + ((),) * (count - len(taken))))
+            taken = tuple(taken) + ((),) * (count - len(taken))
+            out.append(Microbatch(length, _dealt(taken, shapes.shards, work) if work else taken))
     return tuple(out)
+
+
+def attention_work(block: Block, prompt_lengths, answer_lengths) -> int:
+    """Pairs of a query and a key that it sees: the prompt's among themselves, each answer's with the prompt and its own."""
+    prompt, answers = int(prompt_lengths[block.sequences[0]]), answer_lengths[list(block.sequences)].astype(np.int64)
+    if len(answers) == 1:
+        prompt, answers = 0, answers + prompt
+    return prompt * (prompt + 1) // 2 + int((answers * prompt + answers * (answers + 1) // 2).sum())
+
+
+def _dealt(rows, shards, work):
+    """The rows of a microbatch, each next one, by work, to the shard that has least of it; a shard's rows are neighbours."""
+    room, load, mine = len(rows) // shards, np.zeros(shards), [[] for _ in range(shards)]
+    for row in sorted(rows, key=lambda row: -work.get(row, 0)):
+        k = min((k for k in range(shards) if len(mine[k]) < room), key=lambda k: (load[k], k))
+        mine[k].append(row)
+        load[k] += work.get(row, 0)
+    return tuple(row for part in mine for row in part)
 
 
 def _fit_rows(blocks, length):
@@ -162,6 +186,63 @@ def _fit_rows(blocks, length):
         rows[slot].append(blocks[k])
         free[slot] -= blocks[k].tokens
     return [tuple(r) for r in rows]
+
+
+CANDIDATES = 32  # groups that are looked through for the answers that fill a row best
+
+
+def _fill_rows(blocks, length, prompt_lengths, answer_lengths, groups):
+    """One row after another: the largest rest of a group, then whole rests that fit, largest first, then the answers of one
+    group that fill what is left best, where they are more than the copy of their prompt."""
+    rests = {}
+    for block in blocks:
+        rests.setdefault(int(groups[block.sequences[0]]), []).extend(block.sequences)
+    prompt = {g: int(prompt_lengths[ids[0]]) for g, ids in rests.items()}
+    size = {g: prompt[g] + int(answer_lengths[ids].sum()) for g, ids in rests.items()}
+    rows = []
+    while rests:
+        row, free, order = [], length, sorted(rests, key=lambda g: (-size[g], g))
+        if size[order[0]] > length:
+            order, first = order[1:], order[0]
+            ids = _best_sum(rests[first], answer_lengths, free - prompt[first])
+            free -= _taken(row, first, ids, rests, size, prompt, answer_lengths)
+        for g in [g for g in order if size[g] <= length]:
+            if size[g] <= free:
+                free -= _taken(row, g, list(rests[g]), rests, size, prompt, answer_lengths)
+        here = {int(groups[b.sequences[0]]) for b in row}
+        others = [g for g in order if g in rests and g not in here][:CANDIDATES]
+        found = [(g, _best_sum(rests[g], answer_lengths, free - prompt[g])) for g in others]
+        g, ids = max(found, key=lambda one: int(answer_lengths[one[1]].sum()), default=(None, []))
+        if ids and int(answer_lengths[ids].sum()) > prompt[g]:
+            _taken(row, g, ids, rests, size, prompt, answer_lengths)
+        rows.append(tuple(row))
+    return rows
+
+
+def _taken(row, g, ids, rests, size, prompt, answer_lengths) -> int:
+    """Puts answers of group g into the row as a block and takes them out of the rest; returns the block's tokens."""
+    tokens = int(answer_lengths[ids].sum())
+    row.append(Block(tuple(sorted(ids)), prompt[g] + tokens))
+    rests[g] = [i for i in rests[g] if i not in set(ids)]
+    size[g] -= tokens
+    if not rests[g]:
+        del rests[g]
+    return prompt[g] + tokens
+
+
+def _best_sum(ids, answer_lengths, room: int) -> list[int]:
+    """The answers whose tokens come nearest to `room` without exceeding it (subset sums as the bits of an integer)."""
+    if room <= 0:
+        return []
+    within, sums = (1 << (room + 1)) - 1, [1]
+    for i in ids:
+        sums.append((sums[-1] | sums[-1] << int(answer_lengths[i])) & within)
+    left, chosen = sums[-1].bit_length() - 1, []
+    for i, before in zip(reversed(ids), reversed(sums[:-1]), strict=True):
+        if not before >> left & 1:
+            chosen.append(int(i))
+            left -= int(answer_lengths[i])
+    return chosen
 
 
 def _fewer_rows(rows, length, prompt_lengths, answer_lengths, groups):

@@ -1,0 +1,101 @@
+"""Operations needed, counted by hand; speeds and compilations that follow; memory profiles of a run."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_helpers import batch_of_groups
+
+from jaxrl import models
+from jaxrl.recipes.operations import Operations, Speed
+from jaxrl.telemetry.compilations import Compilations
+
+# hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
+HF = {"model_type": "gemma2", "vocab_size": 61, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+      "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 5, "max_position_embeddings": 64}
+LAYER = 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 12)  # q, k, v, out, and gate, up, down: a multiply and an add each
+HEAD = 2 * 8 * 61
+
+
+def by_hand(first, end):
+    """(matrix products, attention) of tokens first ... end - 1 of one document, one by one."""
+    matrices = attention = 0
+    for position in range(first, end):
+        matrices += 2 * LAYER
+        for window in (5, 64):
+            attention += min(position + 1, window) * 2 * (2 * 4 + 2 * 4)  # scores and their sum of values, 2 heads of 4
+    return matrices, attention
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.build(HF, compute_dtype=jnp.float32, scan_layers=False)
+
+
+@pytest.fixture(scope="module")
+def names(model):
+    return {"/".join(e.path) for e in model.entries}
+
+
+def test_the_layers_by_hand(model, names):
+    count = Operations(model, names)
+    assert {layer.window for layer in model.config.layers} == {0, 5} and count.head == HEAD
+    for first, end in ((0, 1), (0, 5), (3, 9), (7, 20)):
+        assert count.layers(np.array([first]), np.array([end])) == by_hand(first, end)
+        each = sum(model.flops_per_token(n) for n in range(first + 1, end + 1))
+        assert sum(by_hand(first, end)) + HEAD * (end - first) == each  # the model's own count, token by token
+
+
+def test_generation_scoring_and_update_by_hand(model, names):
+    traj, _ = batch_of_groups(groups=3, size=4)
+    count, scored = Operations(model, names), HEAD * traj.loss_mask.sum()
+    prompts = [traj.prompt_lengths[i] for i in range(0, 12, 4)]
+    answers = [by_hand(p, n) for p, n in zip(traj.prompt_lengths, traj.lengths, strict=True)]
+    once = np.sum([by_hand(0, p) for p in prompts] + answers, axis=0)
+    alone = np.sum([by_hand(0, n) for n in traj.lengths], axis=0)
+    sampled = sum(sum(by_hand(p, n - 1)) for p, n in zip(traj.prompt_lengths, traj.lengths, strict=True))
+    assert count.generation(traj) == sum(sum(by_hand(0, p)) for p in prompts) + sampled + scored
+    assert count.scoring(traj, shared=True) == once.sum() + scored
+    assert count.scoring(traj, shared=False) == alone.sum() + scored
+    assert count.scoring(traj, shared=False, head=False) == alone.sum()
+    assert count.update(traj, shared=True) == pytest.approx(3 * (once.sum() + scored))
+    assert count.update(traj, shared=False, head=False) == 3 * alone.sum()
+
+
+def test_what_is_frozen_has_no_gradient_of_its_own(model, names):
+    traj, _ = batch_of_groups(groups=2, size=2)
+    matrices, attention = np.sum([by_hand(0, n) for n in traj.lengths], axis=0)
+    scored = HEAD * traj.loss_mask.sum()
+    first_layer = Operations(model, {n for n in names if not n.startswith("layer_1")})  # half of the matrices, and the tied head
+    assert first_layer.update(traj, shared=False) == pytest.approx(2.5 * matrices + 3 * attention + 3 * scored)
+    norms = Operations(model, {n for n in names if "norm" in n})
+    assert norms.update(traj, shared=False) == pytest.approx(2 * matrices + 3 * attention + 2 * scored)
+
+
+def job(model, kind, platform, devices=4):
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind=kind, platform=platform)]), size=devices)
+    return SimpleNamespace(model=model, mesh=mesh, mesh_of=lambda role: mesh)
+
+
+def test_speeds_are_per_device_and_shares_of_known_chips(model, names):
+    metrics = {"flops/rollout": 8e12, "flops/update": 40e12, "flops/score": 0.0, "rollout/tokens": 600.0, "rollout/prompt_tokens": 200.0}
+    phases = {"rollout": 2.0, "score": 0.5, "update": 1.0, "eval": 7.0, "other": 0.5, "step": 11.0}
+    found = Speed(job(model, "NVIDIA H100 80GB HBM3", "gpu"), names).rates(metrics, phases)
+    assert found == pytest.approx({
+        "perf/rollout_tflops": 1.0, "perf/rollout_mfu": 1 / 989, "perf/update_tflops": 10.0, "perf/update_mfu": 10 / 989,
+        "perf/tflops": 3.0, "perf/mfu": 3 / 989, "perf/tokens_per_second": 50.0, "perf/update_tokens_per_second": 200.0})
+    for kind, platform in (("cpu", "cpu"), ("AMD Instinct", "gpu")):
+        other = Speed(job(model, kind, platform), names).rates(metrics, phases)
+        assert other == {name: value for name, value in found.items() if not name.endswith("mfu")}
+    assert Speed(job(model, "cpu", "cpu"), names).rates({}, phases) == {}  # a line without an update
+
+
+def test_compilations_count_every_program_once():
+    count = Compilations()
+    double = jax.jit(lambda x: 2 * x)
+    double(np.ones(3, np.float32)), double(np.zeros(3, np.float32))
+    assert count.take() == 1 and count.take() == 0
+    double(np.ones(4, np.float32))
+    assert count.take() == 1 and count.total == 2
