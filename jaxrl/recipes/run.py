@@ -20,10 +20,12 @@ from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineLost, make_engine
+from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
 from jaxrl.sharding.distributed import peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
@@ -83,8 +85,9 @@ class Run:
         self.job = setup.open_job(c, inputs)
         self.engine = None
         if self._with_engine:
-            self.engine = self.own(make_engine(
-                c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config))
+            engine = make_engine(
+                c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config)
+            self.engine = self.own(Driven(engine) if runs_ahead(c.rollout) and self.job.apart("sampler") else engine)
         return self
 
     def _read_inputs(self) -> setup.Inputs:

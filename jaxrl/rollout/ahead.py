@@ -23,6 +23,7 @@ No jax and no Run here: a simulated engine and trainer drive this very code (`cl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.protocol import EngineLost, Request, Result
 
 
 def last_step(step: int, max_staleness: int, sync_every: int) -> int:
@@ -166,9 +167,11 @@ class Ahead:
                 self._finished(group)
 
     def pick_up(self) -> None:
-        """Takes in what an engine that works beside the trainer has finished; returns at once."""
+        """Takes in what an engine that works beside the trainer has finished; returns at once. An engine that is lost says so
+        again when it is waited for; until then the update goes on."""
         if self._under_way and getattr(self.engine, "beside", False):
-            self.receive(self.engine.poll(0.0))
+            with contextlib.suppress(EngineLost):
+                self.receive(self.engine.poll(0.0))
 
     def give_up(self) -> None:
         """Aborts what is under way; it would have to be asked for again."""
