@@ -105,8 +105,9 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     r.telemetry.rollouts(r.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
     with r.phase("update"):
         r.fault("update")
-        metrics = update_all(r, algorithm, batch, layout, columns, seed) | r.supply.metrics(traj, stale)
+        metrics = update_all(r, algorithm, batch, layout, columns, seed)
     r.advance(batch.cursor, samples=traj.num_sequences)
+    metrics |= r.supply.metrics(traj, stale)
     metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
     if r.step % c.rollout.sync_every == 0:
         with r.phase("publish"):
