@@ -1,0 +1,24 @@
+"""GRPO that generates while it trains: configs/grpo.py with answers up to two publications old and the decoupled loss.
+
+Command:   python -m jaxrl.main --config=configs/grpo_async.py
+Hardware:  any; two CPU cores. Sampler and trainer share them here, so little time is saved; see docs/asynchrony.md.
+Expected:  not measured yet.
+
+Answers that are begun go on when new weights are published; every token keeps the version that drew it. The proximal policy is
+the one at the beginning of a step: with one optimizer step per batch the current one, so that nothing has to be scored for
+it. Tokens of older weights count with the ratio of the two, and not at all above 5.
+
+Variants:  tiny (a few seconds, learns next to nothing; for tests).
+"""
+
+from jaxrl.config import load_config
+
+
+def get_config(arg=None):
+    """arg: None or 'tiny'."""
+    c = load_config("grpo" + (f":{arg}" if arg else ""))
+    c.run.dir = ""  # runs/grpo_async
+    c.algorithm.preset, c.algorithm.old_logprobs = "decoupled_ppo", "auto"
+    c.rollout.max_staleness = 2
+    c.rollout.partial = True
+    return c
