@@ -88,7 +88,8 @@ def main():
             rows.append({"engine": engine, "generate": generate, "train": training, "synchronous step": found[0]["step"],
                          f"step with max_staleness={K}": found[K]["step"], "of max(generate, train)": found[K]["step"] / max(generate, training),
                          "of their sum": found[K]["step"] / (generate + training),
-                         "staleness max": max(x.get("staleness/max", 0) for x in lines)})
+                         "staleness max": max(x.get("staleness/max", 0) for x in lines),
+                         "answers of several versions": sum(r["version"] < r["last_version"] for own in steps for r in own)})
     table(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else v for v in r.values()] for r in rows])
     record("asynchrony_overlap", {"rows": rows, "steps": STEPS, "warm_up": WARM}, at)
 
