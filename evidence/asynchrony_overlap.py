@@ -3,8 +3,7 @@
 python evidence/asynchrony_overlap.py [embedded] [vllm]        (default both; vllm needs a vLLM that runs here)
 
 tests/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
-devices of its own. *embedded*: the sampler on a second simulated device, slowed by a pause after every chunk of decoding. *vllm*:
-one real server on the CPU with few sequences at once. Each once with max_staleness=0, which gives the seconds of generation and of
+devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one real server on the CPU with few sequences at once. Each once with max_staleness=0, which gives the seconds of generation and of
 training, and once with 2 and partial rollouts. Medians of the steps after the first four. The ledger of every run is checked.
 """
 
@@ -26,7 +25,7 @@ from common import commit, record, table  # noqa: E402
 from run_tools import environment, ledger  # noqa: E402
 
 STEPS, WARM, K = 10, 4, 2
-TRAIN, PAUSE = {"embedded": 2.5, "vllm": 3.0}, 0.2
+TRAIN, PAUSE = {"embedded": 2.5, "vllm": 3.0}, 0.05
 OPTIONS = {
     "embedded": {"mesh.roles": {"policy": {"devices": "0"}, "sampler": {"devices": "1"}}, "rollout.slots": 8, "rollout.decode_steps": 4,
                  "rollout.compaction": False},
@@ -44,7 +43,13 @@ def train(folder: str, engine: str, k: str) -> None:
         from jaxrl.rollout.embedded import EmbeddedEngine
 
         decode = EmbeddedEngine._decode
-        EmbeddedEngine._decode = lambda self: (time.sleep(PAUSE), decode(self))[1]
+
+        def slowed(self):
+            before = self._counts["decode_steps"]
+            decode(self)
+            time.sleep(PAUSE * (self._counts["decode_steps"] - before))
+
+        EmbeddedEngine._decode = slowed
     import tiny_job
 
     import jaxrl
