@@ -3,7 +3,8 @@
 python evidence/asynchrony_overlap.py [embedded] [vllm]        (default both; vllm needs a vLLM that runs here)
 
 tests/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
-devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one real server on the CPU with few sequences at once. Each once with max_staleness=0, which gives the seconds of generation and of
+devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one
+real server on the CPU with few sequences at once. Each once with max_staleness=0, which gives the seconds of generation and of
 training, and once with 2 and partial rollouts. Medians of the steps after the first four. The ledger of every run is checked.
 """
 
