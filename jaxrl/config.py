@@ -152,6 +152,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers"),
+        "max_staleness": O(0, "generate while training: answers may be drawn from weights published this many publications before"
+                              " those of the step that uses them; 0 = every step samples from its own"),
+        "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version"),
+        "partial": O(False, "with answers ahead: those begun go on under newly published weights, with a version per token; False:"
+                            " a publication waits until they are finished"),
         "servers": O((), "URLs of running vLLM servers; empty = jaxrl starts its own"),
         "seeded": O("auto", "whether vLLM samples each request from its seed; auto: where that costs nothing (on its CPU build)",
                     choices=("auto", "true", "false")),

@@ -17,7 +17,7 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _engine, _rewards, _algorithm, _optimizer, _eval, _launch,
+        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _engine, _rewards, _algorithm, _optimizer, _eval, _launch,
                      _misc):
             problems += rule(cfg)
     if problems:
@@ -55,6 +55,7 @@ POSITIVE = (
     "rollout.group_size",
     "rollout.max_new_tokens",
     "rollout.decode_steps",
+    "rollout.sync_every",
     "rollout.timeout_seconds",
     "reward.timeout_seconds",
     "reward.workers",
@@ -106,6 +107,7 @@ NOT_NEGATIVE = (
     "rollout.vllm.probe_bound",
     "rollout.temperature",
     "rollout.min_new_tokens",
+    "rollout.max_staleness",
     "rollout.slots",
     "train.tokens_per_microbatch",
     "eval.temperature",
@@ -304,6 +306,21 @@ def _rollout(cfg):
             out.append(f"rollout.{name}={lengths}: lengths are positive integers")
         elif most and lengths and max(lengths) < most:
             out.append(f"rollout.{name}={lengths}: the longest must reach data.max_prompt_tokens={most}")
+    return out
+
+
+def _ahead(cfg):
+    """What generating ahead of training, or publishing more rarely, cannot go with."""
+    r, out = cfg.rollout, []
+    asked = [f"rollout.{n}={r[n]}" for n, off in (("max_staleness", 0), ("sync_every", 1), ("partial", False)) if r[n] != off]
+    if asked and cfg.run.recipe != "rl":
+        return [f"{', '.join(asked)}: run.recipe={cfg.run.recipe} samples nothing to learn from; leave it out"]
+    if r.partial and not r.max_staleness:
+        out.append(_no_effect("rollout.partial", True, "with rollout.max_staleness=0: no answer is under way when weights are published",
+                              "set rollout.max_staleness"))
+    if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
+        out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps answers under way, or the weights of "
+                   "several steps; leave one of them out")
     return out
 
 

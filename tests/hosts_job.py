@@ -22,7 +22,7 @@ import jaxrl  # noqa: E402
 from jaxrl import training  # noqa: E402
 from jaxrl.checkpoint import flatten  # noqa: E402
 from jaxrl.config import parse_flags, put  # noqa: E402
-from jaxrl.recipes import gather  # noqa: E402
+from jaxrl.recipes import supply  # noqa: E402
 from jaxrl.recipes.run import Run  # noqa: E402
 from jaxrl.recipes.setup import Job  # noqa: E402
 from jaxrl.rollout import Result  # noqa: E402
@@ -70,7 +70,7 @@ class Recorded:
 
 def watch(seen):
     """Notes what a process decides on its way."""
-    layout, requests, place = training.make_layout, gather.make_requests, Job.put
+    layout, requests, place = training.make_layout, supply.make_requests, Job.put
 
     def make_layout(*args, **kwargs):
         out = layout(*args, **kwargs)
@@ -101,7 +101,7 @@ def watch(seen):
         take_over(run, restored)
         seen["restored"].append([run.step, fingerprint(run)])
 
-    training.make_layout, gather.make_requests, Job.put = make_layout, make_requests, put_rows
+    training.make_layout, supply.make_requests, Job.put = make_layout, make_requests, put_rows
     Run.save, Run._take_over = save_and_note, take_over_and_note
 
 

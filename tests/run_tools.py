@@ -45,3 +45,18 @@ def fingerprint(run_dir) -> dict[str, str]:
     out = {f"export/{p.name}": sha(p.read_bytes()) for p in sorted((run_dir / "export").glob("*.safetensors"))}
     out |= {f"rollouts/{p.name}": sha(p.read_bytes()) for p in sorted((run_dir / "rollouts").glob("*.jsonl"))}
     return out | {"metrics": sha(json.dumps(metrics, sort_keys=True).encode())}
+
+
+def ledger(run_dir, max_staleness, sync_every=1):
+    """Rows of the rollouts of every step, [[row, ...], ...], after checking them as a ledger: every sample is used once, groups in the
+    order of the data without a gap, admitted <= first version <= last version <= the step's own, none older than the bound."""
+    steps = [[json.loads(line) for line in f.read_text().splitlines()] for f in sorted((Path(run_dir) / "rollouts").glob("*.jsonl"))]
+    keys = [(row["group"], row["sample"]) for rows in steps for row in rows]
+    assert len(set(keys)) == len(keys) and keys == sorted(keys)
+    groups = sorted({group for group, _ in keys})
+    assert groups == list(range(len(groups)))
+    for step, rows in enumerate(steps):
+        for row in rows:
+            assert row["admitted"] <= row["version"] <= row["last_version"] <= step or row["version"] == -1
+            assert row["version"] == -1 or step // sync_every - row["version"] // sync_every <= max_staleness
+    return steps

@@ -33,6 +33,7 @@ from jaxrl.recipes import gather, rl, setup
 from jaxrl.recipes.advantages import advantages, spread
 from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
 from jaxrl.recipes.critic import Critic
+from jaxrl.recipes.supply import Supply
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.rollout import Result
 from jaxrl.sharding.distributed import Peers
@@ -315,11 +316,13 @@ def batch_of(changes, answer, rows=100, start=0, **functions):
     engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
     r = SimpleNamespace(
         config=config({**base, **changes}), stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
-        cursor=start, step=0, engine=engine, rewards=rewards, interrupted=lambda: False, fault=lambda name: None,
+        cursor=start, step=0, total_steps=100, engine=engine, rewards=rewards, interrupted=lambda: False, fault=lambda name: None,
         peers=Peers(), together=lambda what, work: work(),
         phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []),
         job=SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda ids, **how: [str(list(i)) for i in ids])))
-    return gather.gather(r, config_checks.resolved_algorithm(r.config)), engine, rewards
+    values = config_checks.resolved_algorithm(r.config)
+    r.supply = Supply(r, greedy=values["advantage_mean"] == "greedy")
+    return gather.gather(r, values), engine, rewards
 
 
 def thirds(g, k):
@@ -429,7 +432,8 @@ def test_the_overlong_buffer_as_a_fraction_of_the_longest_answer():
 def packed_weights(changes, batch):
     """Term -> weights of the scored tokens that the first optimizer step is given, in the batch's order."""
     traj, given = batch.traj, []
-    r = SimpleNamespace(config=config(changes), job=SimpleNamespace(put=lambda packed: packed), state=None)
+    supply = SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None))
+    r = SimpleNamespace(config=config(changes), job=SimpleNamespace(put=lambda packed: packed), state=None, supply=supply)
     r.update = lambda state, batches: (state, given.append(list(batches)) or {})
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)

@@ -22,10 +22,12 @@ from rollout_helpers import (
 )
 
 from jaxrl.rollout import Engine, Request, SamplingParams, generate, make_engine
+from jaxrl.rollout.driven import Driven
 
 ENGINES = {
     "embedded": functools.partial(engine, compaction=False),
     "import path": functools.partial(engine, engine=f"{os.path.abspath(__file__)}:own_engine", compaction=False),
+    "driven": lambda **options: Driven(engine(compaction=False, **options)),
     "vllm": lambda **options: engine(engine="vllm", servers=(vllm_server(),), seeded="true", **options),
 }
 ROWS = [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in ENGINES]

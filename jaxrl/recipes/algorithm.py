@@ -18,6 +18,7 @@ from jaxrl.config_checks import resolved_algorithm
 from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.evaluate import evaluate
+from jaxrl.recipes.supply import runs_ahead, stale_buckets
 from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import memory
 from jaxrl.sharding.exchange import put
@@ -78,6 +79,7 @@ class Algorithm:
             early_stop_kl=c.algorithm.early_stop_kl,
             chunk=r.job.config.train.logprob_chunk,
             max_grad_norm=c.optimizer.max_grad_norm,
+            staleness=stale_buckets(c.rollout) if runs_ahead(c.rollout) else (),
             fp16=r.job.compute_dtype == jnp.float16,
             user=FrozenConfigDict(c.user),
         )
@@ -86,7 +88,7 @@ class Algorithm:
         c, choice = r.config, self.values["mismatch.correction"]
         if choice == "auto":
             fp32 = c.rollout.dtype == "fp32" or (c.rollout.dtype == "auto" and r.job.compute_dtype == jnp.float32)
-            exact = fp32 and chosen_engine(c) == "jax"
+            exact = fp32 and chosen_engine(c) == "jax" and not runs_ahead(c.rollout)
             choice = "none" if exact or self.old_source == "rollout" else "token_tis"
         return choice
 
@@ -100,6 +102,10 @@ class Algorithm:
         if self.loss.mismatch == "none" and getattr(r.engine, "quantized", False):
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
                               "the one that is trained; use token_tis")
+        if self.loss.mismatch == "none" and runs_ahead(r.config.rollout) and self.old_source != "rollout":
+            log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing corrects for answers "
+                        "of older weights; set token_tis, or algorithm.preset=decoupled_ppo", r.config.rollout.max_staleness,
+                        r.config.rollout.sync_every)
         if self.loss.mismatch != "none":
             r.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap:g}")
         if self.old_source == "recompute" and self.updates_per_step == 1:

@@ -91,7 +91,8 @@ def answer(r, name: str, batch, sampling):
     def work():
         if not mine:
             return [], None
-        results = generate(r.engine, ask(mine), c.rollout.timeout_seconds, r.interrupted)
+        others = None if r.supply is None else r.supply.ahead.receive
+        results = generate(r.engine, ask(mine), c.rollout.timeout_seconds, r.interrupted, others)
         return None if results is None else (results, score(mine, results))
 
     done = r.together(f"answers to eval set {name}", work)

@@ -17,19 +17,16 @@ from jaxrl.algorithms.advantages import EQUAL, group_advantages
 from jaxrl.config import RunStopped, imported
 from jaxrl.config_checks import longest_sequence
 from jaxrl.recipes.run import Run
+from jaxrl.recipes.supply import samples
 from jaxrl.recipes.trajectories import (
     answers,
     collect,
-    make_requests,
     recorded_outcomes,
     results_from_bytes,
     results_to_bytes,
     reward_items,
-    sampling_params,
 )
-from jaxrl.rollout import generate
 from jaxrl.sharding.exchange import gather as gather_bytes
-from jaxrl.sharding.exchange import owner
 
 log = logging.getLogger("jaxrl")
 
@@ -38,7 +35,7 @@ class Batch(NamedTuple):
     """What a step learns from. N sequences; `dropped` marks those of groups that dynamic sampling masks."""
 
     traj: Any
-    examples: list
+    groups: list  # of each sequence
     texts: list[str]
     result: Any  # RewardResult
     shaped: np.ndarray  # [N] float64, NaN = absent
@@ -55,7 +52,7 @@ class Answered(NamedTuple):
 
     requests: list
     results: list
-    examples: list
+    groups: list  # of each request
     texts: list
     records: list
     greedy: dict[int, float]  # group -> score of its greedy answer
@@ -65,34 +62,39 @@ class Answered(NamedTuple):
 
 def gather(r: Run, values: dict) -> Batch | None:
     """The next batch, or None when a stop was asked for. `values`: the resolved algorithm options."""
-    greedy, mode = values["advantage_mean"] == "greedy", values["dynamic_sampling"]
-    prompts, cursor = r.stream.take(r.cursor)
-    got = ask(r, prompts, values, greedy)
-    rounds = [got]
-    wanted, limit = len(prompts), r.config.algorithm.dynamic_sampling_rounds
+    mode, limit = values["dynamic_sampling"], r.config.algorithm.dynamic_sampling_rounds
+    groups, cursor = take(r, r.cursor)
+    got = ask(r, groups, values)
+    rounds, wanted = [got], len(groups)
     while mode == "refill" and got is not None and len(rounds) < limit and (lack := wanted - kept(rounds)) > 0:
-        prompts, cursor = r.stream.take(cursor, lack)
-        if not prompts:
+        groups, cursor = take(r, cursor, lack)
+        if not groups:
             break
-        got = ask(r, prompts, values, greedy)
+        got = ask(r, groups, values)
         rounds.append(got)
     if got is None:
         return None
     return assemble(r, rounds, values, wanted, cursor)
 
 
+def take(r: Run, cursor: int, count: int = 0):
+    """(`count` groups from `cursor` on, asked for on this process or another; the next cursor). 0 = a step's groups."""
+    with r.phase("rollout"):
+        r.fault("rollout")
+        return r.supply.take(cursor, count)
+
+
 def kept(rounds) -> int:
     return sum(sum(one.keep.values()) for one in rounds)
 
 
-def ask(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
-    """Answers to prompts [(position, example)] and their outcomes, on every process; None when a stop was asked for."""
-    mine = [(p, e) for p, e in prompts if owner(p, r.peers.count) == r.peers.index]
-    own = r.together("the answers", lambda: answer(r, mine, values, greedy))
-    return own if own is None or r.peers.count == 1 else shared(r, own, prompts)
+def ask(r: Run, groups, values: dict) -> Answered | None:
+    """The answers to groups and their outcomes, on every process; None when a stop was asked for."""
+    own = r.together("the answers", lambda: answer(r, [g for g in groups if g.mine], values))
+    return own if own is None or r.peers.count == 1 else shared(r, own, groups)
 
 
-def shared(r: Run, own: Answered, prompts) -> Answered:
+def shared(r: Run, own: Answered, groups) -> Answered:
     """What every process answered, as if this one had."""
     meta = {"texts": own.texts, "records": own.records, "greedy": list(own.greedy.items()), "keep": list(own.keep.items()),
             "asked": own.asked}
@@ -100,69 +102,54 @@ def shared(r: Run, own: Answered, prompts) -> Answered:
                                                                results_to_bytes(own.results, meta))]
     found = {result.id: (result, text, record) for results, m in parts
              for result, text, record in zip(results, m["texts"], m["records"], strict=True)}
-    asked = list(zip(training_requests(r, prompts), repeated(r, prompts), strict=True))
-    rows = [(request, example, *found[request.id]) for request, example in asked if request.id in found]
-    requests, examples, results, texts, records = ([row[i] for row in rows] for i in range(5))
+    rows = [(q, g, *found[q.id]) for g in groups for q in samples(g) if q.id in found]
+    requests, of, results, texts, records = ([row[i] for row in rows] for i in range(5))
     keep = {g: k for _, m in parts for g, k in m["keep"]}
-    return Answered(requests, results, examples, texts, records, {g: s for _, m in parts for g, s in m["greedy"]},
-                    {p: keep[p] for p, _ in prompts if p in keep}, sum(m["asked"] for _, m in parts))
+    return Answered(requests, results, of, texts, records, {g: s for _, m in parts for g, s in m["greedy"]},
+                    {g.position: keep[g.position] for g in groups if g.position in keep}, sum(m["asked"] for _, m in parts))
 
 
-def training_requests(r: Run, prompts, greedy: bool = False) -> list:
-    """rollout.group_size requests per prompt, or one of the likeliest answer."""
-    c = r.config
-    sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop,
-                               c.rollout.min_new_tokens, greedy)
-    samples, name = (1, "greedy") if greedy else (c.rollout.group_size, "train")
-    return make_requests(prompts, samples, sampling, c.run.seed, name, r.step)
-
-
-def repeated(r: Run, prompts) -> list:
-    """The example of every request."""
-    return [e for _, e in prompts for _ in range(r.config.rollout.group_size)]
-
-
-def answer(r: Run, prompts, values: dict, greedy: bool) -> Answered | None:
-    """Samples and scores answers to the prompts of this process; None when a stop was asked for."""
+def answer(r: Run, groups, values: dict) -> Answered | None:
+    """Waits for the answers to groups of this process and scores them; None when a stop was asked for."""
     c = r.config
     with r.phase("rollout"):
-        requests = training_requests(r, prompts)
-        best = training_requests(r, prompts, greedy=True) if greedy else []
-        r.fault("rollout")
-        results = generate(r.engine, requests + best, c.rollout.timeout_seconds, r.interrupted)
-        if results is None:
+        if not r.supply.wait(groups):
             return None
-    examples = repeated(r, prompts)
     with r.phase("reward"):
         r.fault("reward")
+        r.supply.scored(groups)
         baseline = {}
+        best, results, of = present(groups, greedy=True)
         if best:
-            traj, _, result = score(r, best, results[len(requests):], [e for _, e in prompts])
+            traj, _, result = score(r, best, results, of)
             baseline = dict(zip(traj.group.tolist(), shaped(r, values, traj, result).tolist(), strict=True))
-        requests, results, examples = answered(requests, results[: len(requests)], examples)
+        asked = len(groups) * c.rollout.group_size
+        requests, results, of = present(groups)
         if not requests:
-            return Answered([], [], [], [], [], baseline, {}, len(examples))
-        traj, texts, result = score(r, requests, results, examples)
+            return Answered([], [], [], [], [], baseline, {}, asked)
+        traj, texts, result = score(r, requests, results, of)
         asks = c.algorithm.keep_group
         own = imported(asks) if ":" in asks else None
         keep = {int(g): has_signal(own or asks, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
-    asked = len(prompts) * c.rollout.group_size
-    return Answered(requests, results, examples, texts, result.records(), baseline, keep, asked)
+    return Answered(requests, results, of, texts, result.records(), baseline, keep, asked)
 
 
-def answered(requests, results, examples):
-    """Leaves out what the engine gave up: a failed generation is absent, it is not a wrong answer."""
-    there = [i for i, result in enumerate(results) if result.finish != "abort"]
-    return ([values[i] for i in there] for values in (requests, results, examples))
+def present(groups, greedy: bool = False):
+    """(requests, results, group of each) of what was answered: a failed generation is absent, it is not a wrong answer."""
+    there = [(q, g.results[q.id], g) for g in groups for q in samples(g, greedy) if g.results[q.id].finish != "abort"]
+    return [[row[i] for row in there] for i in range(3)]
 
 
-def score(r: Run, requests, results, examples, recorded=None, texts=None):
-    """(trajectories, texts, RewardResult). What an earlier try at this step recorded is not asked again."""
+def score(r: Run, requests, results, groups, recorded=None, texts=None):
+    """(trajectories, texts, RewardResult). What is known already, or was recorded by an earlier try at this step, is not asked
+    again. groups: that of each request."""
     traj = collect(requests, results, longest_sequence(r.config))
     texts = answers(traj, r.job.tokenizer) if texts is None else texts
-    earlier = recorded or recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
-    items = reward_items(traj, examples, texts, r.config.data.response_prefix)
-    return traj, texts, r.rewards.score(items, recorded=earlier)
+    if recorded is None:
+        earlier = recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
+        recorded = [g.outcomes.get(q.id, old) for q, g, old in zip(requests, groups, earlier, strict=True)]
+    items = reward_items(traj, [g.example for g in groups], texts, r.config.data.response_prefix)
+    return traj, texts, r.rewards.score(items, recorded=recorded)
 
 
 def shaped(r: Run, values: dict, traj, result) -> np.ndarray:
@@ -203,12 +190,12 @@ def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: 
         if len(good) < wanted:
             log.warning("step %d: %d of %d groups have signal after %d rounds (algorithm.dynamic_sampling_rounds=%d); the others "
                         "teach nothing", r.step + 1, len(good), wanted, len(rounds), r.config.algorithm.dynamic_sampling_rounds)
-    rows = [row for one in rounds for row in zip(one.requests, one.results, one.examples, one.records, one.texts, strict=True)
+    rows = [row for one in rounds for row in zip(one.requests, one.results, one.groups, one.records, one.texts, strict=True)
             if row[0].group in taken]
     if not rows:
         raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
     columns = [list(column) for column in zip(*rows, strict=True)]
-    examples = columns[2]
+    of = columns[2]
     traj, texts, result = score(r, *columns)
     c = r.config
     plain = shaped(r, values, traj, result)
@@ -222,4 +209,4 @@ def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: 
     if mode != "off":
         metrics["rollout/masked_fraction"] = float(dropped.mean())
     asked = sum(one.asked for one in rounds) if mode != "refill" else len(taken) * c.rollout.group_size
-    return Batch(traj, examples, texts, result, plain, scores, baseline, dropped, asked, cursor, metrics)
+    return Batch(traj, of, texts, result, plain, scores, baseline, dropped, asked, cursor, metrics)

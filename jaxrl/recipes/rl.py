@@ -9,6 +9,8 @@ for step:
     advantages   <- scores relative to their group
     for each pass, for each minibatch: one optimizer step
     publish the new weights to the engine
+
+With rollout.max_staleness the answers of the next steps are on their way meanwhile (rollout.ahead, docs/asynchrony.md).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from jaxrl.recipes.algorithm import Algorithm, start_of_step
 from jaxrl.recipes.gather import gather
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import host_scalars
+from jaxrl.recipes.supply import Supply
 from jaxrl.recipes.trajectories import records
 from jaxrl.rollout import EngineLost
 
@@ -46,7 +49,8 @@ def run(config, rewards=None) -> dict:
         if config.run.mode == "parity":
             return parity.report(r)
         algorithm = Algorithm(r)
-        r.prepare(algorithm.updates_per_step, algorithm.loss, algorithm.parts)
+        r.supply = r.own(Supply(r, greedy=algorithm.values["advantage_mean"] == "greedy"))
+        r.prepare(algorithm.updates_per_step, algorithm.loss, [*algorithm.parts, r.supply])
         algorithm.begin(r)
         r.before_first_step(algorithm.evaluate)
         while not r.finished():
@@ -87,6 +91,9 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         critic, values = algorithm.critic, None
         if critic is not None:
             values, raw = critic.values(r.state, traj, layout)
+        stale = r.supply.staleness(traj)
+        if r.supply.on:
+            columns["staleness"] = stale
         kl = algorithm.kl(columns)
         found = advantages(v, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
                            rewards=batch.result.parts, columns=columns, user=c.user)
@@ -94,14 +101,17 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
     per_answer = by_answer(found.tokens, traj)
-    r.telemetry.rollouts(r.step + 1, records(traj, batch.examples, batch.texts, batch.result, per_answer))
+    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_answer)
+    r.telemetry.rollouts(r.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
     with r.phase("update"):
         r.fault("update")
         metrics = update_all(r, algorithm, batch, layout, columns, seed)
     r.advance(batch.cursor, samples=traj.num_sequences)
+    metrics |= r.supply.metrics(traj, stale)
     metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
-    with r.phase("publish"):
-        r.publish()
+    if r.step % c.rollout.sync_every == 0:
+        with r.phase("publish"):
+            r.publish()
     metrics |= rollout_metrics(batch, found.zero_signal, per_answer, layout) | r.stream_metrics()
     metrics |= algorithm.operations(r, traj)
     if critic is not None:
@@ -133,6 +143,9 @@ def update_all(r: Run, algorithm: Algorithm, batch, layout, columns, seed: int) 
     of_critic = algorithm.critic.learn(traj, columns, seed) if algorithm.critic is not None else []
     pending = [] if algorithm.critic is not None and r.step < c.critic.warmup_steps else policy_steps(r, v, batch, layout, columns)
     metrics = averaged([host_scalars(m) for m in pending])
+    for bucket in [name for name in metrics if name.startswith("gap/stale_")]:  # from a part of the mean to a mean
+        share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
+        metrics |= {bucket: part / share} if share else {}
     for name, value in averaged([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
     r.check_finite()
@@ -163,6 +176,7 @@ def policy_steps(r: Run, v: dict, batch, layout, columns) -> list:
             if keep is not None:
                 metrics["policy/prefix_masked_fraction"] = float((~keep[traj.loss_mask]).mean())
             pending.append(metrics)
+            r.supply.ahead.pick_up()  # while the device works
     return pending
 
 
@@ -175,7 +189,8 @@ def averaged(steps: list[dict]) -> dict[str, float]:
 
 def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
     """Warns, or ends the run, where the sampler's log-probs are too far from the trainer's on average."""
-    gap = metrics.get("gap/mean", 0.0)
+    of = "gap/stale_0" if "staleness/0" in metrics else "gap/mean"  # what is older differs by what was learnt since
+    gap = metrics.get(of, 0.0)
     if limits.stop and gap > limits.stop:
         raise RunStopped(f"step {step}: the sampler's log-probs are {gap:.3g} nats per token away from the trainer's, more than "
                          f"algorithm.mismatch.stop={limits.stop:g}; --config.run.mode=parity looks for the cause")

@@ -21,10 +21,12 @@ from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.operations import Speed
+from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineLost, make_engine
+from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
 from jaxrl.sharding.distributed import peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
@@ -53,6 +55,8 @@ class Run:
         self.config = config
         self.step = self.cursor = self.samples = 0
         self.state = None
+        self.supply = None  # of answers, where the recipe samples (recipes.supply)
+        self.published = -1  # completed steps of the engine's weights
         self.eval_before = self.last_eval = None
         self.started = time.monotonic()
         self.compilations = Compilations()
@@ -84,8 +88,9 @@ class Run:
         self.job = setup.open_job(c, inputs)
         self.engine = None
         if self._with_engine:
-            self.engine = self._own(make_engine(
-                c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config))
+            engine = make_engine(
+                c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config)
+            self.engine = self.own(Driven(engine) if runs_ahead(c.rollout) and self.job.apart("sampler") else engine)
         return self
 
     def _read_inputs(self) -> setup.Inputs:
@@ -94,13 +99,13 @@ class Run:
         for sink in c.log.sinks:
             find_sink(sink)
         if self._with_engine:  # workers start while the rest is read
-            self.rewards = self._own(RewardPool(c, functions=self._rewards_given))
+            self.rewards = self.own(RewardPool(c, functions=self._rewards_given))
             self.eval_rewards = self.rewards
             if c.eval.rewards:
-                self.eval_rewards = self._own(RewardPool(c, names=c.eval.rewards))
+                self.eval_rewards = self.own(RewardPool(c, names=c.eval.rewards))
         inputs = setup.read_inputs(c)
         # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
-        self.checkpointer = self._own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
+        self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
         chosen = self.checkpointer.choose(c.run.resume)  # process 0 looks, the others take the same
         self._held = None if chosen is None else chosen.host.get("parts", {})
         if chosen is None:
@@ -110,7 +115,7 @@ class Run:
         train_set, self.eval_sets = self._load_data(inputs)
         self.stream, self.total_steps = None, c.train.steps
         if train_set is not None:
-            self.stream = self._own(data_room.Stream.from_config(c, train_set))
+            self.stream = self.own(data_room.Stream.from_config(c, train_set))
             self.total_steps = min(c.train.steps, self.stream.total_steps or c.train.steps)
         if self._with_engine:
             self._try_rewards(inputs.tokenizer, train_set)
@@ -133,7 +138,7 @@ class Run:
             if c.reward.trial and dataset is not None:
                 pool.trial(trial_items(dataset, tokenizer, c.data.response_prefix))
 
-    def _own(self, thing):
+    def own(self, thing):
         self._closers.append(thing.close)
         return thing
 
@@ -180,7 +185,7 @@ class Run:
         for part in parts:
             known = restored is not None and part.name in held
             part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
-        self.telemetry = self._own(
+        self.telemetry = self.own(
             Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None, silent=not self.peers.first)
         )
         self.phases.watch = self.telemetry.phase
@@ -197,7 +202,7 @@ class Run:
             self.say(planned)
         self._triggers(restored.host["triggers"] if restored else {})
         process = self.peers.index
-        self.profiler = self._own(Profiler(steps_of(c.profile, process), job.run_dir / "profile", memory_of(c.profile, process)))
+        self.profiler = self.own(Profiler(steps_of(c.profile, process), job.run_dir / "profile", memory_of(c.profile, process)))
         self.speed = Speed(job, self.state.trainable)
         if self.engine is not None:
             self.publish()
@@ -205,6 +210,10 @@ class Run:
         self.profiler.at(self.step)
         self._starting.__exit__(None, None, None)
         self.phases.take()  # start-up is not part of the first step
+
+    def held(self, name: str) -> dict | None:
+        """What the checkpoint that is resumed holds of a part (its `host`); known before the part starts."""
+        return (self._held or {}).get(name)
 
     def _refuse_other_past(self, chosen):
         refused, taken = config_changes(chosen.host["config"], redacted(self.config))
@@ -328,13 +337,17 @@ class Run:
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""
-        self.together("new weights", lambda: self.engine.publish(setup.policy_params(self.state), self.step) or True)
+        give = (self.supply or self.engine).publish
+        self.together("new weights", lambda: give(setup.policy_params(self.state), self.step) or True)
+        self.published = self.step
 
     def advance(self, cursor: int, samples: int) -> None:
         """The update of this step is done: the step counts."""
         self.step += 1
         self.cursor = cursor
         self.samples += samples
+        if self.supply is not None:
+            self.supply.ahead.used(cursor)
         self.profiler.at(self.step)
 
     def check_finite(self, state=None) -> None:
@@ -397,6 +410,8 @@ class Run:
             self.export(self.job.run_dir / f"export_{self.step:08d}")
 
     def _evaluate(self, evaluate) -> dict:
+        if self.published != self.step:  # rollout.sync_every is above 1; the accuracy of a step is that of its weights
+            self.publish()
         metrics, rows = evaluate(self)
         if not metrics:  # a stop was asked for
             return {}
@@ -418,9 +433,9 @@ class Run:
                 "last_eval": self.last_eval,
                 "config": redacted(self.config),
                 "triggers": {name: due.state() for name, due in self.due.items()},
-                "parts": {part.name: part.host() for part in self.parts if part.host() is not None},
+                "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
             }
-            arrays = {**vars(self.state), **{part.name: part.arrays() for part in self.parts if part.host() is not None}}
+            arrays = {**vars(self.state), **{part.name: part.arrays() for part in self.parts if part.name in host["parts"]}}
             self.checkpointer.save(self.step, arrays, host)
         self._saved_step = self.step
 
@@ -496,7 +511,7 @@ class Run:
         )
         params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
         self.step = 0 if restored is None else restored.host["step"]
-        self.telemetry = self._own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True,
+        self.telemetry = self.own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True,
                                              silent=not self.peers.first))
         self.engine.publish(params, self.step)
         return params, restored.path if restored else (c.model.path or "random initialisation")

@@ -57,6 +57,11 @@ class Job:
         mesh = self.mesh_of(role)
         return contextlib.nullcontext() if mesh is self.mesh else jax.set_mesh(mesh)
 
+    def apart(self, role: str) -> bool:
+        """Whether a role has devices that no other one uses."""
+        others = [self.mesh, *(mesh for name, mesh in self.meshes.items() if name != role)]
+        return role in self.meshes and not set(self.meshes[role].devices.flat) & {d for m in others for d in m.devices.flat}
+
     def rests(self, role: str) -> bool:
         """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest)."""
         return self.config.mesh.roles.get(role, {}).get("rest", "device") != "device"

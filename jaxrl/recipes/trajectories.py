@@ -135,7 +135,8 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
 
 
 def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
-    """One JSON-able record per sequence: what was asked, answered, and how it was scored."""
+    """One JSON-able record per sequence: what was asked, answered, and how it was scored; `version` and `last_version` are those
+    of its first and last token."""
     out = []
     for i, (example, text, scored) in enumerate(zip(examples, texts, result.records(), strict=True)):
         start, end = int(traj.offsets[i] + traj.prompt_lengths[i]), int(traj.offsets[i + 1])
@@ -152,6 +153,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None) -> lis
             "tokens": traj.tokens[start:end].tolist(),
             "logprobs": [round(float(x), 6) for x in traj.logprobs[start:end]],
             "version": int(traj.versions[start]) if end > start else -1,
+            "last_version": int(traj.versions[end - 1]) if end > start else -1,
         }
         if advantages is not None:
             record["advantage"] = _number(advantages[i])

@@ -144,27 +144,33 @@ class RewardPool:
             if self._fatal is not None:
                 raise self._fatal
 
-    def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None) -> RewardResult:
-        """Scores items. Results are in the order of the items whatever finishes first.
+    def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False) -> RewardResult:
+        """Scores items. Results are in the order of the items whatever finishes first. One call at a time has the workers;
+        one whose items are all recorded needs none.
 
         Args:
           items: answers.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not called again
             and their outcome is taken as it was, a timeout included.
+          part: they are a part of a step's answers, to which reward.max_failed_fraction is not applied yet.
 
         Raises:
           RewardFailure: more than reward.max_failed_fraction of the items have a failed part, or a batched function
             returned something else than one score per item.
           ConfigError: no worker can be started, a value has no JSON form, reward.column names an unknown function.
         """
-        with self._busy:
-            applied = [self._applied(item, i) for i, item in enumerate(items)]
-            known = self._recorded(recorded or [None] * len(items), applied)
-            jobs = [(i, f) for i, functions in enumerate(applied) for f in functions if (i, f) not in known]
-            open_items = {i for i, _ in jobs}
-            self._run([_as_json(item, i) if i in open_items else "" for i, item in enumerate(items)], jobs, known)
-            self._forward_output()
-            return self._result(applied, known)
+        applied = [self._applied(item, i) for i, item in enumerate(items)]
+        known = self._recorded(recorded or [None] * len(items), applied)
+        jobs = [(i, f) for i, functions in enumerate(applied) for f in functions if (i, f) not in known]
+        open_items = {i for i, _ in jobs}
+        most_failed = len(items) if part else self._reward.max_failed_fraction * len(items)
+        if jobs:
+            with self._busy:
+                self._run([_as_json(item, i) if i in open_items else "" for i, item in enumerate(items)], jobs, known, most_failed)
+                self._forward_output()
+        elif len(failed_items(known)) > most_failed:
+            raise RewardFailure(self._failure_text(known, len(items)))
+        return self._result(applied, known)
 
     def trial(self, items: list[RewardItem]) -> None:
         """Calls every function on a few items, before a run depends on them. Keeps no scores.
@@ -176,7 +182,7 @@ class RewardPool:
             results: dict[tuple[int, int], dict] = {}
             jobs = [(i, f) for i, functions in enumerate(applied) for f in functions]
             try:
-                self._run([_as_json(item, i) for i, item in enumerate(items)], jobs, results, most_failed=len(items))
+                self._run([_as_json(item, i) for i, item in enumerate(items)], jobs, results, len(items))
             except RewardFailure as e:
                 raise ConfigError(f"reward.functions, tried on the first rows: {e}") from None
             lines = []
@@ -236,17 +242,13 @@ class RewardPool:
                                    "metrics": record.get("metrics", {}).get(name, {})}
         return known
 
-    def _run(self, items: list[str], jobs: list, known: dict, most_failed: float | None = None) -> None:
-        """Has the jobs done by the workers; `known` receives the results.
-
-        More than `most_failed` items with a failed part (None: reward.max_failed_fraction of them) end it.
-        """
+    def _run(self, items: list[str], jobs: list, known: dict, most_failed: float) -> None:
+        """Has the jobs done by the workers; `known` receives the results. More than `most_failed` items with a failed part end it."""
         if jobs:
             self._wait_for_one()
         with self._state:
             self._items, self._results, self._wanted = items, known, len(known) + len(jobs)
-            self._failed = {i for (i, _), r in known.items() if is_failure(r["outcome"])}
-            self._most_failed = self._reward.max_failed_fraction * len(items) if most_failed is None else most_failed
+            self._failed, self._most_failed = failed_items(known), most_failed
             self._tasks.extend(self._split(jobs))
             self._state.notify_all()
             try:
@@ -257,7 +259,7 @@ class RewardPool:
                 if self._closing:
                     raise RuntimeError("the reward pool was closed while it scored")
                 if len(self._failed) > self._most_failed:
-                    raise RewardFailure(self._failure_text())
+                    raise RewardFailure(self._failure_text(self._results, len(items)))
             finally:
                 self._tasks.clear()
                 self._round += 1  # what is still on its way belongs to no one
@@ -295,9 +297,9 @@ class RewardPool:
             tasks.append(_Task("each", each))
         return tasks
 
-    def _failure_text(self) -> str:
+    def _failure_text(self, results: dict, count: int) -> str:
         by_name: dict[str, dict[str, int]] = {}
-        for (_, f), r in sorted(self._results.items()):
+        for (_, f), r in sorted(results.items()):
             if is_failure(r["outcome"]):
                 kinds = by_name.setdefault(self.names[f], {})
                 kinds[r["outcome"]] = kinds.get(r["outcome"], 0) + 1
@@ -306,7 +308,7 @@ class RewardPool:
         remedy = "mend the function, or let it return None for rows it cannot judge"
         if any("timeout" in kinds for kinds in by_name.values()):
             remedy += f"; raise reward.timeout_seconds={self._limit:g} if it needs longer"
-        return (f"rewards failed for {len(self._failed)} of {len(self._items)} answers so far, more than "
+        return (f"rewards failed for {len(failed_items(results))} of {count} answers so far, more than "
                 f"reward.max_failed_fraction={self._reward.max_failed_fraction:g} allows:\n" + "\n".join(lines)
                 + f"\n{remedy}{self._tail()}")
 
@@ -480,6 +482,10 @@ class RewardPool:
                 self._failed.update(i for (i, _), r in results.items() if is_failure(r["outcome"]))
                 if self._finished():
                     self._state.notify_all()
+
+
+def failed_items(results: dict) -> set[int]:
+    return {i for (i, _), r in results.items() if is_failure(r["outcome"])}
 
 
 def is_failure(outcome: str) -> bool:

@@ -164,6 +164,9 @@ class Engine(Protocol):
     def pause(self) -> None:
         """No further token is sampled until `resume`; what is unfinished keeps its place."""
 
+    def hold(self, on: bool) -> None:
+        """While on, no answer is begun; those begun (health()["running"]) are finished."""
+
     def publish(self, params: Any, version: int) -> None:
         """Makes these weights the ones sampled from. Unfinished answers go on under the new version."""
 
@@ -178,10 +181,11 @@ class Engine(Protocol):
 
 
 def generate(engine: Engine, requests: Sequence[Request], timeout: float,
-             stop: Callable[[], bool] = lambda: False) -> list[Result] | None:
-    """Submits requests to an idle engine and waits for all of them; results in request order.
+             stop: Callable[[], bool] = lambda: False, others: Callable[[list[Result]], None] | None = None) -> list[Result] | None:
+    """Submits requests and waits for all of them; results in request order.
 
-    `stop` is asked about once a second; when it turns true the rest is aborted and None is returned.
+    `stop` is asked about once a second; when it turns true the rest is aborted and None is returned. `others` is handed the
+    results of requests that were under way before; None = there are none.
 
     Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
     RuntimeError when the engine is paused or returns an answer that nobody here asked for.
@@ -192,23 +196,27 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float,
     engine.submit(list(requests))
     missing = {r.id for r in requests}
     done: dict[str, Result] = {}
+
+    def poll(seconds):
+        results = engine.poll(seconds)
+        if strangers := [r for r in results if r.id not in missing]:
+            if others is None:
+                raise RuntimeError(f"rollout: the engine returned {strangers[0].id!r}, which is not part of this batch")
+            others(strangers)
+        done.update((r.id, r) for r in results if r.id in missing)
+        missing.difference_update(done)
+
     while missing:
-        left = end - time.monotonic()
-        if stop():
+        left, stopped, late = end - time.monotonic(), stop(), len(missing)
+        if stopped or left <= 0:
             engine.abort(sorted(missing))
-            engine.poll(0.0)
-            return None
-        if left <= 0:
-            engine.abort(sorted(missing))
-            engine.poll(0.0)
+            poll(0.0)
+            if stopped:
+                return None
             raise TimeoutError(
-                f"rollout: {len(missing)} of {len(requests)} answers are missing after {timeout:g} s; raise "
+                f"rollout: {late} of {len(requests)} answers are missing after {timeout:g} s; raise "
                 "rollout.timeout_seconds, or ask for fewer or shorter answers")
-        for result in engine.poll(min(left, 1.0)):
-            if result.id not in missing:
-                raise RuntimeError(f"rollout: the engine returned {result.id!r}, which is not part of this batch")
-            missing.discard(result.id)
-            done[result.id] = result
+        poll(min(left, 1.0))
     return [done[r.id] for r in requests]
 
 

@@ -46,7 +46,7 @@ RULES: tuple[Rule, ...] = (
     Rule("absent_rewards", lambda m: m("rollout/absent_fraction") > 0.05,
          "{rollout/absent_fraction:.0%} of the answers got no reward: `outcomes` in {run_dir}/rollouts says for each whether "
          "the function returned None, failed or timed out (reward.timeout_seconds is {reward.timeout_seconds})"),
-    Rule("gap", lambda m: m("gap/mean") > 0.05,
+    Rule("gap", lambda m: m("gap/mean") > 0.05 and not m("staleness/max") >= 0,
          "the sampler's log-probs differ from the trainer's by {gap/mean:.2g} per token on average: set "
          "rollout.dtype=fp32 to see whether precision is the cause, and keep algorithm.mismatch.correction=token_tis"),
     Rule("low_entropy", lambda m: m("policy/entropy") < 0.01,

@@ -74,6 +74,7 @@ class LossConfig:
     early_stop_kl: float = 0.0
     chunk: int = 1024
     max_grad_norm: float = 1.0
+    staleness: tuple[int, ...] = ()  # first values of the buckets of column "staleness" in which the gap is shown
     fp16: bool = False
     user: FrozenConfigDict = FrozenConfigDict()  # config.user, for losses of a user's own
 
@@ -208,7 +209,17 @@ def _gap_metrics(token, mask, fixed, old, batch, cfg):
         "gap/k3": jnp.sum(token * (ratio - 1 - d)),
         "gap/outside_clip": jnp.sum(token * (outside & mask)),
         "old_gap/max": jnp.max(jnp.abs(jnp.where(mask, fixed - old, 0))),
-    }
+    } | _gap_by_staleness(token, mask, d, batch, cfg)
+
+
+def _gap_by_staleness(token, mask, d, batch, cfg):
+    """{"staleness/<first>": share of the tokens in a bucket, "gap/stale_<first>": its part of gap/mean}."""
+    out = {}
+    for first, following in zip(cfg.staleness, (*cfg.staleness[1:], jnp.inf), strict=False):
+        inside = mask & (batch.columns["staleness"] >= first) & (batch.columns["staleness"] < following)
+        out[f"staleness/{first}"] = jnp.sum(token * inside)
+        out[f"gap/stale_{first}"] = jnp.sum(token * jnp.where(inside, jnp.abs(d), 0))
+    return out
 
 
 def make_accumulate(model, cfg: LossConfig):

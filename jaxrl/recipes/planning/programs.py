@@ -118,6 +118,8 @@ def _columns(c, algorithm):
     """(columns, weights) that Algorithm.columns and the recipe give the policy's update."""
     v, one = algorithm.values, (jnp.float32, ())
     columns = {"behaviour": one, "advantage": one} | _support(c)
+    if algorithm.loss.staleness:
+        columns["staleness"] = one
     if algorithm.old_source != "current":
         columns["old"] = one
     if algorithm.reference is not None:

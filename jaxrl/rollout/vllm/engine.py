@@ -48,6 +48,8 @@ class VllmEngine:
     Of several processes each has an engine with servers of its own, or with its share of rollout.servers. A publish begins
     with a copy of the weights in every process, which is collective; from there on each can try again by itself."""
 
+    beside = True  # the servers work while nobody polls
+
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
@@ -133,6 +135,10 @@ class VllmEngine:
         self._on_ready(lambda c: c.resume())
         self._paused = False
         self.router.pause(False)
+
+    def hold(self, on: bool) -> None:
+        self._check_open()
+        self.router.pause(on or self._paused)
 
     def publish(self, params, version: int) -> None:
         self._check_open()
@@ -322,7 +328,7 @@ class VllmEngine:
                 self._restart(replica, process)
             elif replica.state == "starting" and replica.index in self._restarts:
                 self._look_at_start(replica, process)
-            elif replica.state == "unsynced" and self._synced:
+            elif replica.state == "unsynced" and self._synced and not self._overtaken():
                 self._join(replica)
         if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids):
             states = "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas)
@@ -352,6 +358,10 @@ class VllmEngine:
                 self.router.set_state(replica, "unsynced")
             except (adapter.ServerError, adapter.Refused):
                 pass
+
+    def _overtaken(self) -> bool:
+        """Whether an update has taken the buffers of the weights that were published last; the next publish is near."""
+        return any(getattr(a, "is_deleted", bool)() for a in jax.tree.leaves(self._params))
 
     def _join(self, replica) -> None:
         """A server that came, or came back: it is examined and verified anew. One that does not fit is left out."""

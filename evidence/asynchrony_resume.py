@@ -1,0 +1,116 @@
+"""Asynchrony, showings 2 and 3: killed with kill -9 in every phase with answers ahead, and the synchronous run as the limit.
+
+python evidence/asynchrony_resume.py [--before=COMMIT]
+
+tests/tiny_job.py with max_staleness 4 and partial rollouts, a checkpoint at every second step. Each case is killed at one point and
+resumed; then: every sample of every step is used once, in the order of the data, none older than 4 publications, with the
+seed of its step; the counters agree with the ledger; what the checkpoint held finished was used as it was. At the end
+max_staleness=0 is compared with a run by COMMIT, the last without asynchrony: parameters and samples are bitwise equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests")]
+
+import numpy as np  # noqa: E402
+from common import commit, record, table  # noqa: E402
+from run_tools import environment, ledger, run  # noqa: E402
+
+from jaxrl.checkpoint import _read  # noqa: E402
+from jaxrl.recipes.trajectories import results_from_bytes  # noqa: E402
+from jaxrl.rollout import request_seed  # noqa: E402
+
+STEPS, K, BEFORE = 8, 4, "21fa756"
+OPTIONS = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "checkpoint.keep=10", "eval.every_steps=3", "eval.max_rows=2",
+           f"rollout.max_staleness={K}", "rollout.partial=True", "rollout.slots=12", "checkpoint.export_at_end=False")
+CASES = [*((f"{phase}.kill9@step=4",) for phase in ("rollout", "reward", "update")),
+         *((f"checkpoint.kill9@step=4,phase={phase}",) for phase in ("before", "tensors", "commit", "after")),
+         *(("update.kill9@step=5", f"resume.kill9@step=4,phase={phase}") for phase in ("before", "arrays"))]
+
+
+def held(checkpoint: Path) -> dict:
+    """{(group, sample): (tokens, versions)} of the finished answers in a checkpoint, and its counters."""
+    host = json.loads((checkpoint / "host" / "metadata").read_text())["host"]["parts"].get("ahead")
+    if host is None:
+        return {}, None
+    parts = _read(checkpoint, {"ahead": {str(i): np.zeros(n, np.uint8) for i, n in enumerate(host["sizes"])}}, partial=True)
+    results = [r for part in parts.arrays["ahead"].values() for r in results_from_bytes(part.tobytes())[0]]
+    return {tuple(map(int, r.id.split("/")[2:])): (r.tokens.tolist(), int(r.versions[0]), int(r.versions[-1])) for r in results}, host
+
+
+def one(folder: Path, plan) -> dict:
+    died = 0
+    for fault in plan:
+        written = ("checkpoint.asynchronous=False",) if len(plan) > 1 else ()
+        status, _ = run(folder, *OPTIONS, f"faults.plan={fault!r},", *written)
+        died += status == -signal.SIGKILL
+    newest = sorted(p for p in (folder / "checkpoints").iterdir() if p.name.isdigit())[-1]
+    kept, host = held(newest)
+    status, text = run(folder, *OPTIONS)
+    assert status == 0 and died == len(plan), text
+    steps, summary = ledger(folder, K), json.loads((folder / "summary.json").read_text())
+    rows = {(r["group"], r["sample"]): (r["tokens"], r["version"], r["last_version"]) for own in steps for r in own}
+    assert all(rows[key] == answer for key, answer in kept.items())
+    assert all(r["seed"] == request_seed(0, "train", step, r["group"], r["sample"]) for step, own in enumerate(steps) for r in own)
+    assert summary["samples"] == len(rows) == STEPS * 32
+    if host:
+        counts = host["state"]["counts"]
+        assert counts["used_groups"] == 4 * int(newest.name) and len(host["state"]["groups"]) == counts["admitted_groups"] - counts["used_groups"]
+    return {"case": " then ".join(plan), "resumed_from": int(newest.name), "finished_and_kept": len(kept),
+            "asked_for_and_not_used": 8 * len(host["state"]["groups"]) if host else 0, "samples": len(rows)}
+
+
+def samples(folder: Path) -> str:
+    """A hash of all samples: who they are, tokens, log-probs, scores."""
+    rows = [[r[name] for name in ("group", "sample", "seed", "tokens", "logprobs", "score", "version")]
+            for f in sorted((folder / "rollouts").glob("*.jsonl")) for r in map(json.loads, f.read_text().splitlines())]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def synchronous(folder: Path, before: str) -> list[dict]:
+    """This commit with max_staleness=0 and the commit before, for plain GRPO and with dynamic sampling by refill."""
+    old = folder / "before"
+    old.mkdir()
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", before], capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(old)], input=archive, check=True)
+    out = []
+    for preset in ("grpo", "dapo", "remax"):
+        found = {}
+        for name, root in (("now", ROOT), ("before", old)):
+            where = folder / f"{preset}_{name}"
+            subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={root / 'tests/tiny_job.py'}", f"--config.run.dir={where}",
+                            f"--config.algorithm.preset={preset}", "--config.log.console=off", "--config.rollout.slots=12"],
+                           env=environment() | {"PYTHONPATH": str(root)}, check=True)
+            weights = hashlib.sha256((where / "export" / "model.safetensors").read_bytes()).hexdigest()[:16]
+            found[name] = {"parameters": weights, "samples": samples(where)}
+        assert found["now"] == found["before"], found
+        out.append({"preset": preset, **found["now"]})
+    return out
+
+
+def main():
+    before = next((a.removeprefix("--before=") for a in sys.argv[1:] if a.startswith("--before=")), BEFORE)
+    at = commit()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        rows = []
+        for i, plan in enumerate(CASES):
+            rows.append(one(folder / str(i), plan))
+            print(rows[-1], flush=True)
+        same = synchronous(folder, before)
+    table(list(rows[0]), [list(r.values()) for r in rows])
+    table(list(same[0]), [list(r.values()) for r in same])
+    record("asynchrony_resume", {"max_staleness": K, "cases": rows, "bitwise_as": before, "synchronous": same}, at)
+
+
+if __name__ == "__main__":
+    main()

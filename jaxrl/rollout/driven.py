@@ -1,0 +1,129 @@
+"""An engine that works inside `poll`, polled by a thread of its own, so that it works while its caller does something else.
+
+For engines whose programs run on devices that nobody else uses, and in one process: then the order in which two threads issue
+programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread stands still meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from jaxrl.rollout.protocol import Request, Result
+
+
+class Driven:
+    """See protocol.Engine. Results do not depend on time as long as all requests of a poll's wait are waited for; which of
+    them are done at a publish does."""
+
+    beside = True
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._one = threading.Lock()  # who holds it speaks to the engine
+        self._state = threading.Condition()
+        self._asking = 0  # calls of the caller that wait for the engine or have it
+        self._work = False  # whether a poll may find something to do
+        self._open = 0  # requests without a result
+        self._results: list[Result] = []
+        self._error: Exception | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._drive, daemon=True, name="engine")
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def _still(self):
+        """The engine for the caller; the thread looks for work afterwards."""
+        with self._state:
+            self._asking += 1
+        try:
+            with self._one:
+                yield self._engine
+        finally:
+            with self._state:
+                self._asking -= 1
+                self._work = self._engine.health()["version"] >= 0
+                self._state.notify_all()
+
+    def _drive(self) -> None:
+        while True:
+            with self._state:
+                while not self._closing and (self._asking or not self._work or self._error is not None):
+                    self._state.wait()
+                if self._closing:
+                    return
+            with self._one:
+                if self._asking:  # the caller came first
+                    continue
+                done, error = [], None
+                try:
+                    done = self._engine.poll(0.0)
+                except Exception as e:  # the next poll raises it
+                    error = e
+                with self._state:
+                    self._results += done
+                    self._error = error
+                    self._work = bool(done) or self._begun()
+                    self._state.notify_all()
+
+    def _begun(self) -> bool:
+        health = self._engine.health()
+        return not health["paused"] and health["running"] > 0
+
+    def submit(self, requests: list[Request]) -> None:
+        with self._still() as engine:
+            engine.submit(requests)
+            self._open += len(requests)
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        end, health = time.monotonic() + deadline_s, self._engine.health()
+        if health["closed"]:
+            raise RuntimeError("rollout: the engine is closed")
+        if self._open and health["version"] < 0:
+            raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
+        with self._state:
+            while not self._results and self._error is None and self._open and (left := end - time.monotonic()) > 0:
+                self._state.wait(left)
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            done, self._results = self._results, []
+            self._open -= len(done)
+            return done
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        with self._still() as engine:
+            engine.abort(ids)
+            with self._state:
+                self._results += engine.poll(0.0)
+
+    def pause(self) -> None:
+        with self._still() as engine:
+            engine.pause()
+
+    def hold(self, on: bool) -> None:
+        with self._still() as engine:
+            engine.hold(on)
+
+    def publish(self, params, version: int) -> None:
+        with self._still() as engine:
+            engine.publish(params, version)
+
+    def resume(self) -> None:
+        with self._still() as engine:
+            engine.resume()
+
+    def health(self) -> dict:
+        return self._engine.health()
+
+    def counters(self) -> dict:
+        return self._engine.counters()
+
+    def close(self) -> None:
+        """Ends the thread after the poll in progress, then the engine."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        self._thread.join()
+        self._engine.close()
