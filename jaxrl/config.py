@@ -153,6 +153,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers"),
         "servers": O((), "URLs of running vLLM servers; empty = jaxrl starts its own"),
+        "placement": O("auto", "colocated: engine and trainer have the same devices in turns (what the engine holds leaves them during"
+                               " the update); disaggregated: the engine has its own, nothing sleeps; auto: as devices are given,"
+                               " nothing sleeps", choices=("auto", "colocated", "disaggregated")),
         "seeded": O("auto", "whether vLLM samples each request from its seed; auto: where that costs nothing (on its CPU build)",
                     choices=("auto", "true", "false")),
         "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
@@ -162,7 +165,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "tensor_parallel": O(1, "GPUs of one server"),
             "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
             "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"
-                                      " the trainer, which then takes 0.45 too"),
+                                      " the trainer, which keeps what is left of 0.9 (placement=auto) or takes it in turns"),
             "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest answer"),
             "max_running": O(256, "sequences that a server decodes at once"),
             "max_requests": O(512, "requests that are with one server at once, the others wait here"),

@@ -335,9 +335,33 @@ def _engine(cfg):
         far = [u for u in r.servers if not LOOPBACK.search(u)]
         if far:
             out.append(f"rollout.vllm.weights_host={v.weights_host!r}: {far[0]} cannot reach this host there; give its address")
+    out += _placement(cfg)
     a = cfg.algorithm.mismatch
     if a.stop and a.warn > a.stop:
         out.append(f"algorithm.mismatch.warn={a.warn}: above algorithm.mismatch.stop={a.stop}; warn earlier than you stop")
+    return out
+
+
+def _placement(cfg):
+    r, sampler = cfg.rollout, cfg.mesh.roles.get("sampler", {})
+    own = hasattr(sampler, "keys") and sampler.get("devices", "all") != "all"
+    if r.placement == "disaggregated" and not (r.servers or r.vllm.devices or own):
+        return ["rollout.placement=disaggregated: nothing says which devices the engine has; name rollout.servers, rollout.vllm.devices "
+                "or, for the embedded sampler, mesh.roles.sampler.devices"]
+    if r.placement != "colocated":
+        return []
+    out = []
+    if own:
+        out.append(f"rollout.placement=colocated with mesh.roles.sampler.devices={cfg.mesh.roles.sampler.devices!r}: colocated means the "
+                   "policy's devices; leave one of them out")
+    far = [u for u in r.servers if not LOOPBACK.search(u)]
+    if far:
+        out.append(f"rollout.placement=colocated with rollout.servers entry {far[0]!r}: it runs elsewhere and shares no GPU with the "
+                   "trainer; set disaggregated")
+    if r.get("max_staleness", 0):
+        out.append(f"rollout.placement=colocated with rollout.max_staleness={r.max_staleness}: the engine sleeps while the trainer "
+                   "updates, so nothing can be sampled ahead; set rollout.max_staleness=0, or give the engine devices of its own "
+                   "(disaggregated)")
     return out
 
 

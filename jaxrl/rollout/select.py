@@ -10,6 +10,7 @@ from jaxrl.config import ConfigError, imported
 
 log = logging.getLogger("jaxrl")
 OWN = ("auto", "jax", "vllm")
+OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer
 
 
 def chosen_engine(config) -> str:
@@ -21,6 +22,22 @@ def chosen_engine(config) -> str:
         return "vllm"
     gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
     return "vllm" if gpu and _has_vllm() else "jax"
+
+
+def shared_gpus(config, engine: str) -> str:
+    """How vLLM's servers share the trainer's GPUs: "turns" (rollout.placement=colocated: asleep while it updates), "halves" (servers
+    of ours without devices of their own: each side keeps its part), "" (not at all). engine: jax, vllm or an import path."""
+    if engine != "vllm":
+        return ""
+    if config.rollout.placement == "colocated":
+        return "turns"
+    return "" if config.rollout.servers or config.rollout.vllm.devices else "halves"
+
+
+def memory_fraction(config) -> float:
+    """Share of a GPU's memory that a server of ours takes."""
+    v = config.rollout.vllm
+    return v.memory_fraction or (OWN_MEMORY if v.devices and config.rollout.placement != "colocated" else SHARED_MEMORY)
 
 
 def _has_vllm() -> bool:
