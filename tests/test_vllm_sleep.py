@@ -10,7 +10,7 @@ import urllib.parse
 
 import numpy as np
 import pytest
-from rollout_helpers import log_softmax, params, requests, teacher_logits, vllm_server
+from rollout_helpers import log_softmax, params, requests, teacher_logits
 from vllm_cases import Said, on_url, own_servers, wait_until_ready
 
 from jaxrl.config import ConfigError
@@ -241,4 +241,5 @@ def test_a_server_of_ours_that_fails_asleep_comes_back():
         engine.publish(params(), 2)
         wait_until_ready(engine, 1)
         answers_are_of(engine, 0)
+        said.about("ended by SIGKILL")
         assert engine.counters()["restarts"] == 2

@@ -141,6 +141,7 @@ class VllmEngine:
         self._check_open()
         self._params, self._version = self._own_copy(params), int(version)
         self._meet_servers()
+        self._notice_deaths()
         self._counts["publishes"] += 1
         self._give([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
         self._synced, self._resting = True, False
@@ -360,12 +361,9 @@ class VllmEngine:
 
     def _maintain(self) -> None:
         """Restarts servers of ours that died, and gives servers that came back the current weights."""
+        self._notice_deaths()
         for replica in self.router.replicas:
             process = self._processes.get(replica.index)
-            if process is not None and replica.state in ("ready", "unsynced", "asleep") and process.exit_status() is not None:
-                self.router.counts["servers_lost"] += 1
-                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(), len(replica.running))
-                self.router.set_state(replica, "dead", process.ended())
             if self._resting:  # the trainer has the memory
                 continue
             if replica.state == "dead" and process is not None:
@@ -374,10 +372,18 @@ class VllmEngine:
                 self._look_at_start(replica, process)
             elif replica.state == "unsynced" and self._synced:
                 self._join(replica)
-        if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids):
+        if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids) and not self._resting:
             states = "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas)
             raise EngineLost(f"no vLLM server is left: {states}. The policy is intact; the same command goes on from the "
                               "newest checkpoint")
+
+    def _notice_deaths(self) -> None:
+        for replica in self.router.replicas:
+            process = self._processes.get(replica.index)
+            if process is not None and replica.state in ("ready", "unsynced", "asleep") and process.exit_status() is not None:
+                self.router.counts["servers_lost"] += 1
+                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(), len(replica.running))
+                self.router.set_state(replica, "dead", process.ended())
 
     def _restart(self, replica, process) -> None:
         tries = self._restarts.get(replica.index, 0)
