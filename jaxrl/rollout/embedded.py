@@ -84,7 +84,7 @@ class EmbeddedEngine:
         self._running: dict[int, Sample] = {}
         self._done: list[Result] = []
         self._ids: set[str] = set()
-        self._paused = self._closed = False
+        self._paused = self._held = self._closed = False
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
         self._no_history: dict[int, jax.Array] = {}
@@ -102,10 +102,11 @@ class EmbeddedEngine:
     def poll(self, deadline_s: float) -> list[Result]:
         self._check_open()
         end = time.monotonic() + deadline_s
-        while not self._paused and (self._waiting or self._running):
+        while not self._paused and ((self._waiting and not self._held) or self._running):
             if self._params is None:
                 raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
-            self._admit()
+            if not self._held:
+                self._admit()
             self._decode()
             if self._done or time.monotonic() >= end:
                 break
@@ -123,6 +124,10 @@ class EmbeddedEngine:
     def pause(self) -> None:
         self._check_open()
         self._paused = True
+
+    def hold(self, on: bool) -> None:
+        self._check_open()
+        self._held = on
 
     def publish(self, params, version: int) -> None:
         self._check_open()
@@ -269,7 +274,7 @@ class EmbeddedEngine:
     def _plan(self) -> tuple[int, int]:
         """(slot count to decode with, active slots at which to come back before the chunk is full)."""
         active = len(self._running)
-        if self._waiting:
+        if self._waiting and not self._held:
             return self.shapes.slots, max(0, self.shapes.slots - self.shapes.insert_width)
         count = next(n for n in self.shapes.slot_counts if n >= active)
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)

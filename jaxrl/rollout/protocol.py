@@ -164,6 +164,9 @@ class Engine(Protocol):
     def pause(self) -> None:
         """No further token is sampled until `resume`; what is unfinished keeps its place."""
 
+    def hold(self, on: bool) -> None:
+        """While on, no answer is begun; those begun (health()["running"]) are finished."""
+
     def publish(self, params: Any, version: int) -> None:
         """Makes these weights the ones sampled from. Unfinished answers go on under the new version."""
 

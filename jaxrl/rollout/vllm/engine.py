@@ -137,6 +137,10 @@ class VllmEngine:
         self._paused = False
         self.router.pause(False)
 
+    def hold(self, on: bool) -> None:
+        self._check_open()
+        self.router.pause(on or self._paused)
+
     def publish(self, params, version: int) -> None:
         self._check_open()
         self._params, self._version = self._own_copy(params), int(version)

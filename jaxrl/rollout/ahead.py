@@ -1,0 +1,238 @@
+"""Running ahead of the trainer: which groups may be asked for now, and their answers until their step uses them.
+
+Step s always uses the groups that a synchronous run would use, the next ones in the order of the data, whatever finished
+first: no batch prefers short answers. So admission needs no clock, and every process computes the same from the step
+alone: a group meant for step s may be asked for as soon as the published version is at most `max_staleness` before the
+one that step s itself would publish first. The bound then holds by construction; nothing is sampled and thrown away.
+
+    step c begins, version of step c published
+    groups, cursor = ahead.take(c, cursor)      asks for all that the bound allows, steps c .. last_step(c, ...)
+    ahead.wait(groups, timeout)                 polls the engine until these groups are answered, keeps the others' answers
+    ... the update; ahead.pick_up() in between takes in what an engine finished meanwhile ...
+    ahead.used(cursor)                          these groups count as used
+    ahead.publish(params, c + 1)                at every `sync_every`-th step
+
+A *version* is the number of completed steps of the weights; *staleness* counts publications between the version a token was
+drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than meant, never
+later. A group keeps the seeds of the step it was meant for (`planned`).
+
+With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, as if nothing stood between.
+
+No jax and no Run here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread drives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxrl.rollout.protocol import Request, Result
+
+
+def last_step(step: int, max_staleness: int, sync_every: int) -> int:
+    """The last step whose groups may be asked for while `step` is the next to train."""
+    return (step // sync_every + max_staleness + 1) * sync_every - 1
+
+
+def staleness(step: int, versions, sync_every: int):
+    """Publications between the versions that drew tokens (int or array) and the step that uses them; 0 = up to date."""
+    return step // sync_every - versions // sync_every
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The requests of one prompt, asked for or waiting to be."""
+
+    position: int   # of the prompt in the order of the data
+    example: Any
+    planned: int    # the step it is meant for: its seeds are of this step, and it is used then or earlier
+    requests: list[Request]
+    mine: bool      # whether this process asks for it; another one's is never answered here
+    admitted: int = -1  # version that was published when it was first asked for
+    results: dict[str, Result] = dataclasses.field(default_factory=dict)  # by request id
+    outcomes: dict[str, dict] = dataclasses.field(default_factory=dict)   # of rewards, by request id; the caller's to fill
+
+    @property
+    def done(self) -> bool:
+        return not self.mine or len(self.results) == len(self.requests)
+
+
+class Ahead:
+    """The groups from the run's cursor on that were asked for, in order, with the answers they have.
+
+    Args:
+      engine: a protocol.Engine. One with a true attribute `beside` works while nobody polls it.
+      per_step: prompts per step.
+      max_staleness, sync_every, partial: the options of config.rollout. partial: answers go on across a publish; else
+        a publish holds back what the engine has not begun and waits for what it has.
+      steps: no group is asked for a step from this one on.
+      draw: (cursor, count) -> ([(position, example)], next cursor); fewer at the end of the data.
+      ask: (prompts, step) -> their requests, in the order to submit them; a request's group is its position.
+      mine: position -> whether this process asks for it.
+      finished: called with every group of ours whose last answer came.
+      clock: seconds.
+    """
+
+    def __init__(self, engine, *, per_step: int, max_staleness: int, sync_every: int, partial: bool, steps: int,
+                 draw: Callable, ask: Callable, mine: Callable[[int], bool] = lambda position: True,
+                 finished: Callable[[Group], None] = lambda group: None, clock: Callable[[], float] = time.monotonic):
+        self.engine, self.per_step, self.steps = engine, per_step, steps
+        self.max_staleness, self.sync_every, self.partial = max_staleness, sync_every, partial
+        self._draw, self._ask, self._mine, self._finished, self._clock = draw, ask, mine, finished, clock
+        self.version = -1  # published last
+        self.groups: dict[int, Group] = {}  # by position, asked for and not yet used
+        self.counts = dict.fromkeys(("admitted_groups", "used_groups", "asked_again"), 0)
+        self._end: int | None = None  # position after the last group
+        self._unasked: list[Request] = []
+        self._under_way: dict[str, Group] = {}
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def take(self, step: int, cursor: int, count: int = 0) -> tuple[list[Group], int]:
+        """(`count` groups from `cursor` on for the step that is next, the cursor after them); 0 = a step's. Asks for these, and
+        for all behind them that the bound allows. Fewer at the end of the data. They stay here until `used`."""
+        count = count or self.per_step
+        self._end = max(cursor, self._end or 0)
+        own = cursor + count
+        last = min(last_step(step, self.max_staleness, self.sync_every), self.steps - 1)
+        for planned in range(step, max(step, last) + 1):
+            self._admit(own + (planned - step) * self.per_step, planned)
+        self._submit()
+        out = [self.groups[p] for p in range(cursor, min(own, self._end))]
+        return out, cursor + len(out)
+
+    def _admit(self, end: int, planned: int) -> None:
+        """Takes up the groups before position `end`."""
+        if end <= self._end:
+            return
+        prompts, self._end = self._draw(self._end, end - self._end)
+        self.counts["admitted_groups"] += len(prompts)
+        self._add(prompts, planned)
+
+    def _add(self, prompts, planned: int) -> None:
+        requests = self._ask(prompts, planned) if prompts else []
+        own = {position: [] for position, _ in prompts}
+        for request in requests:
+            own[request.group].append(request)
+        for position, example in prompts:
+            self.groups[position] = Group(position, example, planned, own[position], self._mine(position))
+        self._unasked += requests
+
+    def _submit(self) -> None:
+        asked = [r for r in self._unasked if self.groups[r.group].mine]
+        for group in (self.groups[r.group] for r in self._unasked):
+            group.admitted = self.version if group.admitted < 0 else group.admitted
+        self._unasked = []
+        if asked:
+            self._under_way |= {r.id: self.groups[r.group] for r in asked}
+            self.engine.submit(asked)
+
+    def wait(self, groups: list[Group], timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Polls until these groups are answered; False when `stop` (asked about once a second) turned true before.
+
+        Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What is
+        unfinished is then aborted, as after a stop.
+        """
+        return self._poll_until(lambda: sum(len(g.requests) - len(g.results) for g in groups if g.mine), timeout, stop)
+
+    def _poll_until(self, missing: Callable[[], int], timeout: float, stop) -> bool:
+        if self.engine.health()["paused"]:
+            raise RuntimeError("the rollout engine is paused: call resume() before waiting for it")
+        end = self._clock() + timeout
+        while left := missing():
+            rest = end - self._clock()
+            stopped = stop()
+            if stopped or rest <= 0:
+                self.give_up()
+                if stopped:
+                    return False
+                raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise rollout.timeout_seconds, or ask "
+                                   "for fewer or shorter answers")
+            self.receive(self.engine.poll(min(rest, 1.0)))
+        return True
+
+    def receive(self, results: list[Result]) -> None:
+        """Keeps results that came from the engine. Raises RuntimeError for one that nobody here asked for."""
+        for result in results:
+            group = self._under_way.pop(result.id, None)
+            if group is None:
+                raise RuntimeError(f"rollout: the engine returned {result.id!r}, which nobody asked for")
+            group.results[result.id] = result
+            if group.done:
+                self._finished(group)
+
+    def pick_up(self) -> None:
+        """Takes in what an engine that works beside the trainer has finished; returns at once."""
+        if self._under_way and getattr(self.engine, "beside", False):
+            self.receive(self.engine.poll(0.0))
+
+    def give_up(self) -> None:
+        """Aborts what is under way; it would have to be asked for again."""
+        if self._under_way:
+            self.engine.abort(sorted(self._under_way))
+            self.engine.poll(0.0)
+            self._unasked = [r for g in self.groups.values() for r in g.requests if r.id in self._under_way] + self._unasked
+            self._under_way = {}
+
+    def used(self, cursor: int) -> None:
+        """The groups before `cursor` were trained on."""
+        for position in [p for p in self.groups if p < cursor]:
+            del self.groups[position]
+            self.counts["used_groups"] += 1
+
+    def publish(self, params, version: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False) -> None:
+        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for the answers the engine has begun."""
+        if self._under_way and not self.partial:
+            self.engine.hold(True)
+            try:
+                self._poll_until(lambda: self.engine.health()["running"] if self._under_way else 0, timeout, stop)
+            finally:
+                self.engine.hold(False)
+        self.engine.publish(params, version)
+        self.version = int(version)
+
+    # ---- a checkpoint -----------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict, list[Result]]:
+        """(JSON-able dict, results): all that `restore` needs of the groups that are not used yet, on this process."""
+        rows = [[g.position, g.planned, g.admitted] for g in self.groups.values()]
+        return {"groups": rows, "counts": dict(self.counts)}, [r for g in self.groups.values() for r in g.results.values()]
+
+    def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict] | None = None) -> None:
+        """Takes over what `state` gave when `step` was next and the run's cursor stood at `cursor`, all processes' results, and
+        the outcomes known of their rewards.
+
+        What was unfinished is asked for again, with the same seeds, at the next `take`. So is what the options of today would
+        use too late (they may have changed).
+        """
+        self.counts |= state["counts"]
+        last = min(last_step(step, self.max_staleness, self.sync_every), self.steps - 1)
+        end = cursor + self.per_step * (last + 1 - step)
+        rows = [row for row in state["groups"] if cursor <= row[0] < end]
+        self.counts["admitted_groups"] -= len([row for row in state["groups"] if row[0] >= end])
+        prompts, self._end = self._draw(cursor, len(rows)) if rows else ([], cursor)
+        known = {r.id: r for r in results}
+        for prompt, (position, planned, admitted) in zip(prompts, rows, strict=True):
+            self._add([prompt], planned)
+            group = self.groups[position]
+            group.admitted = admitted
+            use = step + (position - cursor) // self.per_step
+            for request in group.requests if group.mine else ():
+                result = known.get(request.id)
+                if result is not None and self._fresh(result, use):
+                    group.results[request.id] = result
+                    group.outcomes |= {i: o for i, o in [(request.id, (outcomes or {}).get(request.id))] if o is not None}
+        held = {i for g in self.groups.values() for i in g.results}
+        self._unasked = [r for r in self._unasked if r.id not in held]
+        self.counts["asked_again"] += sum(self.groups[r.group].mine for r in self._unasked)
+        for group in self.groups.values():
+            if group.mine and group.done:
+                self._finished(group)
+
+    def _fresh(self, result: Result, step: int) -> bool:
+        oldest = int(np.min(result.versions, initial=np.iinfo(np.int32).max))
+        return staleness(step, oldest, self.sync_every) <= self.max_staleness
