@@ -334,8 +334,8 @@ class Run:
 
     def _tell_engine(self) -> None:
         """Where the weights are that it may have to give to a server; else it would keep their old place alive."""
-        if hasattr(self.engine, "hold"):
-            self.engine.hold(setup.policy_params(self.state))
+        if hasattr(self.engine, "moved"):
+            self.engine.moved(setup.policy_params(self.state))
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""

@@ -36,8 +36,8 @@ def shared_gpus(config, engine: str) -> str:
 
 def memory_fraction(config) -> float:
     """Share of a GPU's memory that a server of ours takes."""
-    v = config.rollout.vllm
-    return v.memory_fraction or (OWN_MEMORY if v.devices and config.rollout.placement != "colocated" else SHARED_MEMORY)
+    own = config.rollout.vllm.devices and config.rollout.placement != "colocated"
+    return config.rollout.vllm.memory_fraction or (OWN_MEMORY if own else SHARED_MEMORY)
 
 
 def _has_vllm() -> bool:

@@ -195,7 +195,7 @@ class VllmEngine:
         self.publisher.params = None
         return self._copy(params)
 
-    def hold(self, params) -> None:
+    def moved(self, params) -> None:
         """The published weights lie here from now on, in host memory perhaps; servers that join are given them from there."""
         if self._copy is None:
             self._params = self.publisher.params = params
