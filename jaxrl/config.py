@@ -52,8 +52,8 @@ class Option(NamedTuple):
 
 O = Option
 # Lists of integers; the entries of all others but reward.weights are text.
-INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps", "profile.memory",
-            "profile.processes")
+INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
+            "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
@@ -387,6 +387,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "plan": {
         "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
         "json": O("", "also write the plan to this file"),
+        "run": O("", "directory of a synchronous run whose answer lengths and speeds drive the simulation of running ahead; empty = the"
+                     " target's roofline"),
+        "lengths": O((), "answer lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
         "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
                             " without)", choices=("fast", "full")),
         "timeout_seconds": O(600.0, "longest compilation of a plan"),

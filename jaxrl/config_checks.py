@@ -238,6 +238,10 @@ def _plan(cfg):
     """The target where one is asked for; a plan needs neither tokenizer nor data."""
     if cfg.run.mode != "plan":
         return []
+    if not all(0 < n <= cfg.rollout.max_new_tokens for n in cfg.plan.lengths):
+        return [f"plan.lengths={cfg.plan.lengths}: answers have 1 to rollout.max_new_tokens={cfg.rollout.max_new_tokens} tokens"]
+    if cfg.plan.run and cfg.plan.lengths:
+        return [f"plan.lengths={cfg.plan.lengths} with plan.run={cfg.plan.run!r}: the run has lengths of its own; name one of them"]
     try:
         targets.parse(cfg.plan.target)
     except ConfigError as e:

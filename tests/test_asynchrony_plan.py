@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.recipes.planning.asynchrony import Engine, Speeds, recorded, simulate
+from jaxrl.config_checks import check
+from jaxrl.recipes import plan
+from jaxrl.recipes.planning import case as cases
+from jaxrl.recipes.planning.asynchrony import Engine, Speeds, of_case, recorded, simulate, table
 from jaxrl.rollout.protocol import Engine as Protocol
 from jaxrl.rollout.protocol import Request
 
@@ -101,3 +104,42 @@ def test_a_run_that_tells_nothing_is_refused(tmp_path):
     run_folder(tmp_path / "short", Speeds(3, 1.0), steps=4)
     with pytest.raises(ConfigError, match="1 steps with rollouts after the first 3"):
         recorded(tmp_path / "short")
+
+
+def planned(**options):
+    from test_plan import QWEN_1B, tiny
+
+    c = tiny(plan__target="h100:2", rollout__engine="vllm", **options)
+    c.rollout.servers = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    c.data.prompts_per_step, c.data.max_prompt_tokens, c.rollout.max_new_tokens = 32, 512, 1024
+    case = cases.case_of(c, QWEN_1B)
+    return case, of_case(case, plan.times(case, {})["phases"])
+
+
+def test_a_plan_compares_stalenesses(tmp_path):
+    """By roofline at the longest answers, with plan.lengths and with plan.run: from 1 on the busier side works all the time."""
+    case, found = planned()
+    rows = {r["max_staleness"]: r for r in found["rows"]}
+    assert list(rows) == [0, 1, 2, 4, 8] and found["beside"] and found["balance"]["has"] == {"trainer": 2, "engine": 2}
+    alone, ahead = rows[0], rows[1]
+    assert alone["trainer"] + alone["engine"] == pytest.approx(1.0, abs=0.02)
+    assert max(ahead["trainer"], ahead["engine"]) == pytest.approx(1.0, abs=0.02)
+    assert ahead["step_seconds"] == pytest.approx(max(alone["trainer"], alone["engine"]) * alone["step_seconds"], rel=0.02)
+    b = found["balance"]
+    assert b["trainer"] + b["engine"] == pytest.approx(4) and b["engine"] == pytest.approx(4 * alone["engine"], rel=0.03)
+    _, short = planned(plan__lengths=(16, 64))
+    assert short["rows"][0]["step_seconds"] < 0.5 * alone["step_seconds"] and short["basis"] == "plan.lengths"
+    run_folder(tmp_path / "run", Speeds(slots=3, fixed=1.0, train=5.0))
+    _, measured = planned(plan__run=str(tmp_path / "run"))
+    assert measured["rows"][0]["step_seconds"] > 10 and str(tmp_path) in table(measured)[1]
+    assert "balanced at" in table(found)[-1] and len(table(found)) == 9
+
+
+def test_lengths_that_cannot_be_are_refused():
+    from test_plan import tiny
+
+    for lengths in ((0,), (5000,)):
+        with pytest.raises(ConfigError, match="plan.lengths=.*: answers have 1 to rollout.max_new_tokens"):
+            check(tiny(plan__lengths=lengths))
+    with pytest.raises(ConfigError, match="the run has lengths of its own"):
+        check(tiny(plan__lengths=(4,), plan__run="runs/x"))

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from jaxrl.config import ConfigError
-from jaxrl.recipes.planning import compiling, fit, memory, roofline, workload
+from jaxrl.recipes.planning import asynchrony, compiling, fit, memory, roofline, workload
 from jaxrl.recipes.planning.case import ASLEEP, Case, case_of, open_case
 from jaxrl.recipes.planning.report import table
 from jaxrl.sharding import ROLLOUT_RULES, targets
@@ -30,7 +30,7 @@ def run(config, rewards=None) -> dict:
     """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not fit."""
     del rewards
     plan = make(config)
-    print(table(plan), flush=True)
+    print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:
         path = Path(config.plan.json)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,8 @@ def make(config, search: bool = True) -> dict:
         "rematerialised": cpu["rematerialised"],
     }
     plan |= times(case, plan["collectives"])
+    if case.config.run.recipe == "rl":
+        plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
     if case.target.kind == "gpu":
         plan["error"] = _bounds(plan, temporaries)
         plan["cross_check"] = _cross_check(programs, tpu)

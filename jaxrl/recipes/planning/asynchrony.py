@@ -23,6 +23,7 @@ from jaxrl.config import ConfigError
 from jaxrl.recipes.planning import roofline, workload
 from jaxrl.rollout.ahead import Ahead, staleness
 from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.select import shared_gpus
 from jaxrl.sharding import ROLLOUT_RULES
 
 NEARBY = (0, 1, 2, 4, 8)  # values of rollout.max_staleness that a plan compares
@@ -173,7 +174,7 @@ class Recorded:
 
 
 def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
-    """Reads rollouts/ and metrics.jsonl of a synchronous run and fits the speeds, all at least 0, to these steps by least squares:
+    """Reads rollouts/ and metrics.jsonl of a synchronous run and fits the speeds, all at least 0, to these steps:
 
         rollout = fixed * decode steps + each * tokens + prompt * answers
         score + update + other = train + train_token * tokens
@@ -204,10 +205,21 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     seconds = of("step") - of("eval", "checkpoint", "export")
     tokens, answers = np.array([n.sum() for n in lengths], float), np.array([len(n) for n in lengths], float)
     decode = np.array([_decode_steps(n, slots) for n in lengths], float)
-    fixed, each, prompt = nnls(np.stack([decode, tokens, answers], 1), of("rollout"))[0]
-    train, train_token = nnls(np.stack([np.ones_like(tokens), tokens], 1), seconds - of("rollout", "reward", "publish"))[0]
-    speeds = Speeds(slots, fixed, each, prompt, float(of("reward").mean()), train, train_token, float(of("publish").mean()))
+    fixed, each, prompt = _fitted(of("rollout"), decode, tokens, answers)
+    train, train_token = _fitted(seconds - of("rollout", "reward", "publish"), np.ones_like(tokens), tokens)
+    reward, publish = float(np.median(of("reward"))), float(np.median(of("publish")))
+    speeds = Speeds(slots, fixed, each, prompt, reward, train, train_token, publish)
     return Recorded(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
+
+
+def _fitted(seconds, *columns) -> list[float]:
+    """Coefficients, at least 0, of the least absolute deviation: a step during which the machine did something else weighs little.
+    (Least squares, weighted by the last residuals' inverse.)"""
+    matrix, weights = np.stack(columns, 1), np.ones_like(seconds)
+    for _ in range(30):
+        found = nnls(matrix * weights[:, None], seconds * weights)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - seconds), 1e-3 * seconds.mean()))
+    return [float(x) for x in found]
 
 
 def _slots(roll: dict, data: dict) -> int:
@@ -264,10 +276,10 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
 
 
 def of_case(case, phases: dict) -> dict:
-    """{"basis", "rows", "devices", "balance"} of a plan. balance: of as many devices, those that each side should have so that neither
-    waits, by the seconds each is busy; "" where both share theirs."""
+    """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have so that neither
+    waits, by the seconds each is busy; {} where both share theirs."""
     c = case.config
-    beside = case.rollout is None and not case.lent
+    beside = case.rollout is None and not shared_gpus(c, "vllm")
     if c.plan.run:
         run = recorded(c.plan.run)
         speeds, lengths, prompt, basis = run.speeds, np.concatenate(run.lengths), 0.0, f"speeds and lengths of {c.plan.run}"
