@@ -152,7 +152,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers"),
-        "servers": O((), "URLs of running vLLM servers; empty = jaxrl starts its own"),
+        "servers": O((), "URLs of running vLLM servers, or one folder (/path or ./path) whose files name them, read again at every"
+                         " publish; empty = jaxrl starts its own"),
         "placement": O("auto", "colocated: engine and trainer have the same devices in turns (what the engine holds leaves them during"
                                " the update); disaggregated: the engine has its own, nothing sleeps; auto: as devices are given,"
                                " nothing sleeps", choices=("auto", "colocated", "disaggregated")),
@@ -176,11 +177,12 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "python": O("", "interpreter of the servers' own environment; empty = this one"),
             "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs an api_key"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones"),
-            "api_key": O("", "key that servers ask for"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY"),
             "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
                                    " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
                                    " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
-            "weights_host": O("127.0.0.1", "address of this host as the servers see it, for transport=network"),
+            "weights_host": O("", "address of this host as the servers see it, for transport=network; empty = the one on the way to"
+                                  " the first server"),
             "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)"),
             "setup_seconds": O(600.0, "longest start of a server"),
             "request_seconds": O(3600.0, "longest answer; after it a request is tried again"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import ConfigError, element_kind, get, imported, options
+from jaxrl.rollout.select import server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 
@@ -320,15 +322,16 @@ def _engine(cfg):
         out.append(f"rollout.engine={r.engine!r}: auto, jax, vllm, or an import path (module:function, ./file.py:function)")
     if r.servers and r.engine == "jax":
         out.append(f"rollout.servers={r.servers} with rollout.engine=jax: the embedded sampler has no servers; set vllm")
-    for url in r.servers:
+    key = v.api_key or os.environ.get("VLLM_API_KEY")
+    for url in () if server_folder(r.servers) else r.servers:
         address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
         if not address:
-            out.append(f"rollout.servers entry {url!r}: expected http://host:port")
-        elif not LOOPBACK.fullmatch(address[1]) and not v.api_key:
+            out.append(f"rollout.servers entry {url!r}: expected http://host:port (or one folder, /path or ./path)")
+        elif not LOOPBACK.fullmatch(address[1]) and not key:
             out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it asks for")
     if len(set(r.servers)) < len(r.servers):
         out.append(f"rollout.servers={r.servers}: a server is named twice")
-    if not LOOPBACK.fullmatch(v.host) and not v.api_key:
+    if not LOOPBACK.fullmatch(v.host) and not key:
         out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need rollout.vllm.api_key")
     if v.devices and len(v.devices) != v.replicas:
         out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")

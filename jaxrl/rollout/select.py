@@ -5,12 +5,24 @@ from __future__ import annotations
 import glob
 import importlib.util
 import logging
+from pathlib import Path
 
 from jaxrl.config import ConfigError, imported
 
 log = logging.getLogger("jaxrl")
 OWN = ("auto", "jax", "vllm")
 OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer
+
+
+def server_folder(servers) -> Path | None:
+    """The folder whose files name the servers, where rollout.servers is one (a path from / or .)."""
+    return Path(servers[0]) if len(servers) == 1 and servers[0][:1] in ("/", ".") else None
+
+
+def listed(folder: Path) -> list[str]:
+    """The URLs in the files of a folder, in the files' order; files that begin with a dot are not ready yet."""
+    files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
+    return [url.rstrip("/") for file in files for url in file.read_text().split()]
 
 
 def chosen_engine(config) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -89,6 +90,11 @@ def installed(python: str = "") -> Installed:
 
 # ---- starting ---------------------------------------------------------------------------------------------------------
 
+def key_of(options) -> str:
+    """The key that servers ask for: rollout.vllm.api_key, or vLLM's own environment variable."""
+    return options.api_key or os.environ.get("VLLM_API_KEY", "")
+
+
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool) -> tuple[list[str], dict[str, str]]:
     """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights."""
     v = config.rollout.vllm
@@ -117,8 +123,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
     if config.run.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
-    if v.api_key:
-        env["VLLM_API_KEY"] = v.api_key
+    if key_of(v):
+        env["VLLM_API_KEY"] = key_of(v)
     return command, env | {k: str(value) for k, value in v.env.to_dict().items()}
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.protocol import EngineLost, Request, Result, check_ids, check_request
+from jaxrl.rollout.select import listed, server_folder
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
@@ -53,8 +54,8 @@ class VllmEngine:
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
-        self.key = self.options.api_key
-        self.longest_prompt, self.total = config.data.max_prompt_tokens, _longest(config)
+        self.key = adapter.key_of(self.options)
+        self.longest_prompt, self.total = config.data.max_prompt_tokens, longest(config)
         self.length = self.options.max_model_len or max(self.total, PROBE_PROMPT + 1)
         self.group = group = peers()
         self._copy = self._here = None  # of a policy that is spread over processes
@@ -68,7 +69,8 @@ class VllmEngine:
         self._restarts: dict[int, int] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
         self.own = not config.rollout.servers
-        urls = self._start_all() if self.own else share_of(config.rollout.servers, group)
+        self._folder, self._known = server_folder(config.rollout.servers), []  # where servers are announced; those found so far
+        urls = self._start_all() if self.own else share_of(self._first_listed() if self._folder else config.rollout.servers, group)
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
         decode = text_decoder(tokenizer) if tokenizer is not None else None
         self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
@@ -145,6 +147,7 @@ class VllmEngine:
         self._check_open()
         self._params, self._version = self._own_copy(params), int(version)
         self._meet_servers()
+        self._take_newcomers()
         self._notice_deaths()
         self._counts["publishes"] += 1
         self._give([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
@@ -264,7 +267,7 @@ class VllmEngine:
         notice = adapter.check_version(version, "rollout.engine=vllm")
         if notice:
             log.warning(notice)
-        self._write_model_folder()
+        write_model_folder(self.folder / "model", self.hf_config)
         first = v.port + self.group.index * v.replicas  # several processes may share a host
         self._ports = [first + i if v.port else free_port(v.host) for i in range(v.replicas)]
         for i in range(v.replicas):
@@ -278,16 +281,32 @@ class VllmEngine:
             env["CUDA_VISIBLE_DEVICES"] = self.options.devices[i]
         self._processes[i] = ServerProcess(command, env, self.folder / f"server_{i}.log")
 
-    def _write_model_folder(self) -> None:
-        """A folder with a config and no weights: the servers start from dummy weights and receive the policy's."""
-        from jaxrl.models.config import FAMILIES
-        from jaxrl.models.hf import SOURCE
+    def _first_listed(self) -> list[str]:
+        """Waits until the folder names a server for every process; the same on all."""
+        def found():
+            end = time.monotonic() + self.options.setup_seconds
+            while len(urls := listed(self._folder)) < self.group.count and time.monotonic() < end:
+                time.sleep(0.5)
+            return urls
 
-        shutil.rmtree(self.folder / "model", ignore_errors=True)
-        (self.folder / "model").mkdir(parents=True)
-        config = {"architectures": [FAMILIES[self.model.config.family].architecture],
-                  **{k: v for k, v in self.hf_config.items() if k != SOURCE}}
-        (self.folder / "model" / "config.json").write_text(json.dumps(config, indent=2))
+        self._known = self.group.decide("the first servers", found)
+        if not self._known:
+            raise ConfigError(f"rollout.servers={str(self._folder)!r}: no server was announced there within rollout.vllm.setup_seconds="
+                              f"{self.options.setup_seconds:g}; python -m jaxrl.serve starts and announces them")
+        return self._known
+
+    def _take_newcomers(self) -> None:
+        """Servers announced since the last publish, dealt out as the first ones were; a poll gives each its weights once it answers."""
+        if self._folder is None:
+            return
+        new = [u for u in self.group.decide(f"servers at publish {self._counts['publishes']}", listed, self._folder) if u not in self._known]
+        mine = [u for i, u in enumerate(new, len(self._known)) if i % self.group.count == self.group.index]
+        self._known = self._known + new
+        for url in mine:
+            log.info("vLLM server %s was announced", url)
+            self.controls.append(adapter.Control(url, self.key, self.options.sync_seconds))
+            self.memories[url] = Memory(self.controls[-1])
+            self.router.add(url)
 
     def _meet_servers(self) -> None:
         """Once: waits until the servers answer, and checks what they are. At least one must; others may join later."""
@@ -462,6 +481,17 @@ class VllmEngine:
             raise RuntimeError("rollout: the engine is closed")
 
 
+def write_model_folder(folder: Path, hf_config: dict) -> None:
+    """A folder with a config and no weights: servers start from dummy weights and receive the policy's."""
+    from jaxrl.models.config import family_of
+    from jaxrl.models.hf import SOURCE
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = {"architectures": [family_of(hf_config).architecture], **{k: v for k, v in hf_config.items() if k != SOURCE}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
 def _can_share(url: str, infos: list[dict]) -> None:
     """Raises ConfigError for a server that cannot lend its memory to this trainer."""
     if not infos or not all(i.get("sleeps") for i in infos):
@@ -479,7 +509,7 @@ def share_of(servers, group: Peers) -> list[str]:
     return [url.rstrip("/") for url in servers[group.index::group.count]]
 
 
-def _longest(config) -> int:
+def longest(config) -> int:
     """Most tokens of a prompt and its answer."""
     total = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
     return min(total, config.train.max_sequence_tokens or total)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.protocol import Request, SamplingParams
+from jaxrl.rollout.select import server_folder
 from jaxrl.rollout.vllm import adapter, transport, weights
 from jaxrl.vllm_plugin import BACKEND, machine
 
@@ -67,7 +68,8 @@ class Publisher:
         choice, infos = self.options.transport, [i for r in self.infos.values() for i in r]
         plugin = all(self.infos.values()) and all(i["backend"] == BACKEND for i in infos)
         if choice == "auto":
-            near = bool(infos) and all(i["machine"] == machine() for i in infos)
+            known = server_folder(self.config.rollout.servers) is None  # else others may come from anywhere
+            near = known and bool(infos) and all(i["machine"] == machine() for i in infos)
             choice = "checkpoint" if not plugin else "shm" if near else "network"
             if not plugin:
                 lacking = [self.router.replicas[k].url for k, i in self.infos.items() if not i or i[0]["backend"] != BACKEND]
@@ -77,7 +79,7 @@ class Publisher:
             raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and "
                               f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'; or choose checkpoint")
         makes = {"checkpoint": lambda: transport.Checkpoint(self.folder), "shm": transport.SharedMemory,
-                 "network": lambda: transport.Network(self.options.weights_host),
+                 "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(self.controls[0].url)),
                  "nccl": lambda: transport.Broadcast(self.options.sync_seconds)}
         self.transport = makes[choice]()
 
