@@ -52,6 +52,9 @@ class Host:
         self.ports = [v.port + i if v.port else free_port("0.0.0.0") for i in range(v.replicas)]
         self.restarts, self.announced = dict.fromkeys(range(v.replicas), 0), set()
         self.urls = [f"http://{os.environ.get('JAXRL_SERVE_HOST') or socket.gethostname()}:{port}" for port in self.ports]
+        self.names = [f"{socket.gethostname()}_{i}" for i in range(v.replicas)]
+        for name in self.names:  # what an earlier serve of this host announced
+            (folder / name).unlink(missing_ok=True)
         self.controls = [adapter.Control(f"http://127.0.0.1:{port}", adapter.key_of(v), 5.0) for port in self.ports]
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
@@ -79,7 +82,7 @@ class Host:
                     self.start(i)
             elif i not in self.announced and self._up(i):
                 self.announced.add(i)
-                announce(self.folder, self.urls[i])
+                announce(self.folder, self.names[i], self.urls[i])
                 log.info("%s is announced in %s", self.urls[i], self.folder)
         return any(p.exit_status() is None for p in self.processes.values())
 
@@ -95,10 +98,9 @@ class Host:
             process.stop()
 
 
-def announce(folder: Path, url: str) -> None:
+def announce(folder: Path, name: str, url: str) -> None:
     """A file of its own for a URL; whole or not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = url.rpartition("/")[2].replace(":", "_")
     temporary = folder / f".{name}"
     temporary.write_text(url + "\n")
     temporary.rename(folder / name)
@@ -107,9 +109,6 @@ def announce(folder: Path, url: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="jaxrl.serve: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    stopping = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: stopping.append(number))
     try:
         spec, overrides = parse_flags(sys.argv[1:] if argv is None else argv)
         if spec is None:
@@ -122,6 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as e:
         log.error("%s", e)
         return 2
+    stopping = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: stopping.append(number))
     try:
         while not stopping:
             if not host.look():

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent
 def test_a_folder_names_servers(tmp_path, monkeypatch):
     assert server_folder(("http://127.0.0.1:1",)) is None and server_folder(("/a", "/b")) is None and server_folder(("./s",)) == Path("s")
     assert listed(tmp_path / "none") == []
-    serve.announce(tmp_path / "s", "http://b:2")
-    serve.announce(tmp_path / "s", "http://a:1")
+    serve.announce(tmp_path / "s", "b_0", "http://b:2")
+    serve.announce(tmp_path / "s", "a_0", "http://a:1")
     (tmp_path / "s" / ".c_3").write_text("http://c:3")
     assert listed(tmp_path / "s") == ["http://a:1", "http://b:2"]
     c = runnable(rollout__servers=(str(tmp_path / "s"),))
@@ -87,7 +87,7 @@ def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_pat
     monkeypatch.setenv("VLLM_API_KEY", "k")
     folder, file = tmp_path / "servers", tmp_path / "conf.py"
     file.write_text(CONFIG.format(hf=HF))
-    serve.announce(folder, vllm_server())
+    serve.announce(folder, "first", vllm_server())
     flags = [f"--config={file}", f"--config.run.dir={tmp_path}/run", f"--config.rollout.servers={folder}"]
     host = subprocess.Popen([sys.executable, "-m", "jaxrl.serve", *flags], env={**os.environ, "JAXRL_SERVE_HOST": "127.0.0.1"})
     try:
