@@ -30,6 +30,7 @@
 #    4  predicted memory against a run's                    plan_memory.py (5 GiB free)
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
 #    6  scaling on paper                                    plan_scaling.py
+#       simulated against a run's own steps                simulation.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
 # Of the kernels:
 #    4  memory of attention and log-probs, compiled         kernels_memory.py (the TPU's where libtpu is there)
@@ -49,7 +50,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling kernels_memory recompilation packing bf16 quickstart)
+  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling simulation kernels_memory recompilation packing bf16 quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi

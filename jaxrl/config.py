@@ -52,8 +52,8 @@ class Option(NamedTuple):
 
 O = Option
 # Lists of integers; the entries of all others but reward.weights are text.
-INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "profile.steps", "profile.memory",
-            "profile.processes")
+INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
+            "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
@@ -157,7 +157,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version"),
         "partial": O(False, "with answers ahead: those begun go on under newly published weights, with a version per token; False:"
                             " a publication waits until they are finished"),
-        "servers": O((), "URLs of running vLLM servers; empty = jaxrl starts its own"),
+        "servers": O((), "URLs of running vLLM servers, or one folder (/path or ./path) whose files name them, read again at every"
+                         " publish; empty = jaxrl starts its own"),
+        "placement": O("auto", "colocated: engine and trainer have the same devices in turns (what the engine holds leaves them during"
+                               " the update); disaggregated: the engine has its own, nothing sleeps; auto: as devices are given,"
+                               " nothing sleeps", choices=("auto", "colocated", "disaggregated")),
         "seeded": O("auto", "whether vLLM samples each request from its seed; auto: where that costs nothing (on its CPU build)",
                     choices=("auto", "true", "false")),
         "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
@@ -167,7 +171,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "tensor_parallel": O(1, "GPUs of one server"),
             "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
             "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"
-                                      " the trainer, which then takes 0.45 too"),
+                                      " the trainer, which keeps what is left of 0.9 (placement=auto) or takes it in turns"),
             "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest answer"),
             "max_running": O(256, "sequences that a server decodes at once"),
             "max_requests": O(512, "requests that are with one server at once, the others wait here"),
@@ -178,11 +182,12 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "python": O("", "interpreter of the servers' own environment; empty = this one"),
             "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs an api_key"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones"),
-            "api_key": O("", "key that servers ask for"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY"),
             "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
                                    " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
                                    " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
-            "weights_host": O("127.0.0.1", "address of this host as the servers see it, for transport=network"),
+            "weights_host": O("", "address of this host as the servers see it, for transport=network; empty = the one on the way to"
+                                  " the first server"),
             "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)"),
             "setup_seconds": O(600.0, "longest start of a server"),
             "request_seconds": O(3600.0, "longest answer; after it a request is tried again"),
@@ -389,6 +394,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "plan": {
         "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
         "json": O("", "also write the plan to this file"),
+        "run": O("", "directory of a synchronous run whose answer lengths and speeds drive the simulation of running ahead; empty = the"
+                     " target's roofline"),
+        "lengths": O((), "answer lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
         "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
                             " without)", choices=("fast", "full")),
         "timeout_seconds": O(600.0, "longest compilation of a plan"),

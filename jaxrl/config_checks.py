@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import ConfigError, element_kind, get, imported, options
+from jaxrl.rollout.select import server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 
@@ -240,6 +242,10 @@ def _plan(cfg):
     """The target where one is asked for; a plan needs neither tokenizer nor data."""
     if cfg.run.mode != "plan":
         return []
+    if not all(0 < n <= cfg.rollout.max_new_tokens for n in cfg.plan.lengths):
+        return [f"plan.lengths={cfg.plan.lengths}: answers have 1 to rollout.max_new_tokens={cfg.rollout.max_new_tokens} tokens"]
+    if cfg.plan.run and cfg.plan.lengths:
+        return [f"plan.lengths={cfg.plan.lengths} with plan.run={cfg.plan.run!r}: the run has lengths of its own; name one of them"]
     try:
         targets.parse(cfg.plan.target)
     except ConfigError as e:
@@ -333,15 +339,16 @@ def _engine(cfg):
         out.append(f"rollout.engine={r.engine!r}: auto, jax, vllm, or an import path (module:function, ./file.py:function)")
     if r.servers and r.engine == "jax":
         out.append(f"rollout.servers={r.servers} with rollout.engine=jax: the embedded sampler has no servers; set vllm")
-    for url in r.servers:
+    key = v.api_key or os.environ.get("VLLM_API_KEY")
+    for url in () if server_folder(r.servers) else r.servers:
         address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
         if not address:
-            out.append(f"rollout.servers entry {url!r}: expected http://host:port")
-        elif not LOOPBACK.fullmatch(address[1]) and not v.api_key:
+            out.append(f"rollout.servers entry {url!r}: expected http://host:port (or one folder, /path or ./path)")
+        elif not LOOPBACK.fullmatch(address[1]) and not key:
             out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it asks for")
     if len(set(r.servers)) < len(r.servers):
         out.append(f"rollout.servers={r.servers}: a server is named twice")
-    if not LOOPBACK.fullmatch(v.host) and not v.api_key:
+    if not LOOPBACK.fullmatch(v.host) and not key:
         out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need rollout.vllm.api_key")
     if v.devices and len(v.devices) != v.replicas:
         out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")
@@ -352,9 +359,36 @@ def _engine(cfg):
         far = [u for u in r.servers if not LOOPBACK.search(u)]
         if far:
             out.append(f"rollout.vllm.weights_host={v.weights_host!r}: {far[0]} cannot reach this host there; give its address")
+    out += _placement(cfg)
     a = cfg.algorithm.mismatch
     if a.stop and a.warn > a.stop:
         out.append(f"algorithm.mismatch.warn={a.warn}: above algorithm.mismatch.stop={a.stop}; warn earlier than you stop")
+    return out
+
+
+def _placement(cfg):
+    r, sampler = cfg.rollout, cfg.mesh.roles.get("sampler", {})
+    own = hasattr(sampler, "keys") and sampler.get("devices", "all") != "all"
+    if r.placement == "disaggregated" and not (r.servers or r.vllm.devices or own):
+        return ["rollout.placement=disaggregated: nothing says which devices the engine has; name rollout.servers, rollout.vllm.devices "
+                "or, for the embedded sampler, mesh.roles.sampler.devices"]
+    if r.placement != "colocated":
+        return []
+    out = []
+    if own:
+        out.append(f"rollout.placement=colocated with mesh.roles.sampler.devices={cfg.mesh.roles.sampler.devices!r}: colocated means the "
+                   "policy's devices; leave one of them out")
+    far = [u for u in r.servers if not LOOPBACK.search(u)]
+    if far:
+        out.append(f"rollout.placement=colocated with rollout.servers entry {far[0]!r}: it runs elsewhere and shares no GPU with the "
+                   "trainer; set disaggregated")
+    if r.get("max_staleness", 0):
+        out.append(f"rollout.placement=colocated with rollout.max_staleness={r.max_staleness}: the engine sleeps while the trainer "
+                   "updates, so nothing can be sampled ahead; set rollout.max_staleness=0, or give the engine devices of its own "
+                   "(disaggregated)")
+    if r.get("sync_every", 1) > 1:
+        out.append(f"rollout.placement=colocated with rollout.sync_every={r.sync_every}: what the engine holds is dropped at every update; "
+                   "set rollout.sync_every=1")
     return out
 
 

@@ -300,6 +300,7 @@ class _Mapped:
 def info(worker) -> dict:
     """What the trainer has to know about this worker."""
     import vllm
+    from vllm.platforms import current_platform
 
     config, engine = worker.vllm_config, worker.weight_transfer_engine
     transfer = config.weight_transfer_config
@@ -309,6 +310,7 @@ def info(worker) -> dict:
         "dtype": str(config.model_config.dtype).removeprefix("torch."), "quantized": config.model_config.quantization or "",
         "cache_dtype": str(config.cache_config.cache_dtype), "vocab_size": config.model_config.get_vocab_size(),
         "max_model_len": config.model_config.max_model_len, "machine": machine(),
+        "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
         "missing": sorted(getattr(engine, "names", set()) - getattr(engine, "received", set())),
     }
 

@@ -216,6 +216,46 @@ def test_the_peak_adds_what_a_program_does_not_see():
     assert parts["kv_cache"] == 7 and "gradients" not in parts and sum(parts.values()) == 142
 
 
+def test_what_rests_and_what_is_lent_count_by_phase():
+    live = {"update_params": 10, "update_optimizer": 20, "update_gradients": 10, "rollout_weights": 5, "rollout_cache": 7}
+    program = {"arguments": 0, "outputs": 0, "alias": 0, "temporaries": 100}
+    turns = memory.peaks(live, dict.fromkeys(("update", "decode", "publish"), program), resting={"sampler"})
+    assert turns == {"update": 140, "decode": 142, "publish": 10 + 20 + 7 + 100}
+    assert memory.peaks(live, {"decode": program}, resting={"policy"}) == {"decode": 112}
+    live = {name: size for name, size in live.items() if name.startswith("update")}
+    vllm = memory.peaks(live, {"update": program}, lent=(50, 2, 4))
+    assert vllm == {"update": 142, "generate": 80, "give": 84}
+    assert memory.by_phase(vllm) == {"rollout": 80, "update": 142, "publish": 84}
+    assert memory.peaks(live, {}, offload=True, lent=(50, 2, 4)) == {"generate": 60, "give": 64}
+    parts = memory.parts(live, "give", 0.0, 84, vllm=50)
+    assert parts == {"vllm": 50, "parameters": 10, "optimizer": 20, "activations": 0.0, "other": 4}
+
+
+QWEN_1B = dict(model_type="qwen2", vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+               num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
+               rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu")
+
+
+def test_a_colocated_server_is_planned_for_and_the_nearest_that_fits_is_named():
+    """1.5B with Adam on one H100 beside vLLM in turns: 0.45 of it and 18 GiB of fp32 state fit; 0.85 do not, and less does."""
+    def case(fraction, target="h100:1"):
+        c = tiny(plan__target=target, rollout__engine="vllm", rollout__placement="colocated")
+        c.rollout.vllm.memory_fraction = fraction
+        return cases.case_of(c, QWEN_1B)
+
+    good = case(0.0)
+    assert good.lent == pytest.approx(0.45 * good.memory) and good.usable == good.memory - cases.CONTEXT and good.resting == {"sampler"}
+    peaks = memory.by_phase(memory.peaks(memory.standing(good.config, good.model, good.mesh), {}, lent=plan.lent_memory(good)))
+    state = 12 * good.model.num_parameters
+    assert peaks["rollout"] == good.lent + state and peaks["publish"] == pytest.approx(peaks["rollout"] + 2 * 256e6)
+    assert plan.counted_peak(good, {}) <= good.usable
+    bad = case(0.85)
+    assert plan.counted_peak(bad, {}) > bad.usable
+    assert "--config.rollout.vllm.memory_fraction=0.4" in plan._nearest(bad, lambda c: plan.counted_peak(cases.case_of(c, QWEN_1B), {}))
+    small = case(0.04)
+    assert "raise rollout.vllm.memory_fraction or tensor_parallel" in plan.too_small(small) and plan.counted_peak(small, {}) == float("inf")
+
+
 def test_what_is_counted_is_what_the_programs_hold():
     """The parameter table's bytes against the shapes and shardings of the run's own state, caches and copies."""
     case = case_for(mesh__tp=2)

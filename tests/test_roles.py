@@ -107,6 +107,23 @@ def test_roles_of_a_job_with_all_of_them_pass():
                   "sampler": {"rest": "none"}}, algorithm__preset="ppo", algorithm__kl__coef=0.1))
 
 
+@pytest.mark.slow
+def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
+    """The embedded engine under rollout.placement=colocated leaves the devices for every update, and the run is the same one."""
+    from run_tools import ROOT, fingerprint
+
+    from jaxrl.config import load_config
+    from jaxrl.recipes import train
+
+    rests, real = [], embedded.EmbeddedEngine.rest
+    monkeypatch.setattr(embedded.EmbeddedEngine, "rest", lambda self: (rests.append(self._version), real(self))[1])
+    for placement in ("auto", "colocated"):
+        train(load_config(str(ROOT / "tests/tiny_job.py"), {
+            "run.dir": str(tmp_path / placement), "rollout.placement": placement, "train.steps": 2, "eval.max_rows": 2}))
+    assert rests == [-1, 0, 1]
+    assert fingerprint(tmp_path / "auto") == fingerprint(tmp_path / "colocated")
+
+
 def test_a_resting_sampler_holds_nothing_and_comes_back(tmp_path):
     """The same answer before and after; no rest while a request is on its way."""
     from rollout_helpers import HF, random_params, requests

@@ -177,7 +177,7 @@ def run_tiny(folder, *overrides):
 
 def test_training_through_vllm_raises_the_reward_and_can_be_resumed(tmp_path):
     done = run_tiny(tmp_path / "run", "rollout.engine=vllm", "train.steps=12", "log.trace_requests=true", "eval.max_rows=4",
-                    "rollout.vllm.replicas=1")
+                    "rollout.vllm.replicas=1", "rollout.placement=colocated")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     rewards = [r["reward/mean"] for r in rows if "reward/mean" in r]

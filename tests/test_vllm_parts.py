@@ -49,12 +49,17 @@ BAD = [
     (dict(rollout__vllm__host="0.0.0.0"), "need rollout.vllm.api_key"),
     (dict(rollout__vllm__devices=("0", "1")), "2 entries for rollout.vllm.replicas=1"),
     (dict(rollout__vllm__max_model_len=100), "may have 1536 tokens"),
-    (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network"),
+    (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network",
+          rollout__vllm__weights_host="127.0.0.1"),
      "rollout.vllm.weights_host='127.0.0.1': http://gpu7:80 cannot reach"),
     (dict(algorithm__mismatch__warn=0.5, algorithm__mismatch__stop=0.1), "warn earlier than you stop"),
     (dict(run__mode="parity", run__recipe="sft"), "run.mode=parity with run.recipe=sft"),
     (dict(rollout__vllm__replicas=0), "rollout.vllm.replicas=0: must be above 0"),
     (dict(rollout__vllm__memory_fraction=1.5), "rollout.vllm.memory_fraction=1.5: must lie in 0..1"),
+    (dict(rollout__placement="disaggregated"), "nothing says which devices the engine has; name rollout.servers, rollout.vllm.devices"),
+    (dict(rollout__placement="colocated", rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k"),
+     "'http://gpu7:80': it runs elsewhere and shares no GPU with the trainer"),
+    (dict(rollout__placement="colocated", mesh__roles={"sampler": {"devices": "0"}}), "colocated means the policy's devices"),
     (dict(rollout__verify_weights="sometimes"), "rollout.verify_weights='sometimes': choose one of first, always, never"),
 ]
 
@@ -70,6 +75,9 @@ def test_what_can_work_is_not():
     check(runnable())
     check(runnable(rollout__servers=("http://gpu7:80", "http://[::1]:81/"), rollout__vllm__api_key="k"))
     check(runnable(rollout__engine="./mine.py:engine"))
+    check(runnable(rollout__placement="colocated", rollout__servers=("http://127.0.0.1:1",)))
+    check(runnable(rollout__placement="disaggregated", mesh__roles={"sampler": {"devices": "0"}}))
+    check(runnable(rollout__placement="disaggregated", rollout__vllm__devices=("1",)))
 
 
 def test_the_engine_is_chosen(monkeypatch):

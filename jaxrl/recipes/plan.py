@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from jaxrl.config import ConfigError
-from jaxrl.recipes.planning import compiling, fit, memory, roofline, workload
-from jaxrl.recipes.planning.case import Case, case_of, open_case
+from jaxrl.recipes.planning import asynchrony, compiling, fit, memory, roofline, workload
+from jaxrl.recipes.planning.case import ASLEEP, Case, case_of, open_case
 from jaxrl.recipes.planning.report import table
-from jaxrl.sharding import targets
+from jaxrl.sharding import ROLLOUT_RULES, targets
 
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
@@ -30,7 +30,7 @@ def run(config, rewards=None) -> dict:
     """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not fit."""
     del rewards
     plan = make(config)
-    print(table(plan), flush=True)
+    print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:
         path = Path(config.plan.json)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,22 +47,28 @@ def make(config, search: bool = True) -> dict:
     cpu, tpu = _compile(case)
     live, programs = _memory(case, cpu, tpu)
     offload = case.config.optimizer.offload
-    peaks = memory.peaks(live, programs, offload)
+    lent = lent_memory(case)
+    peaks = memory.peaks(live, programs, offload, case.resting, lent)
     top = max(peaks, key=peaks.get)
-    own = memory.parts(live, top, programs[top]["temporaries"], peaks[top], offload)
+    temporaries = programs[top]["temporaries"] if top in programs else 0.0
+    own = memory.parts(live, top, temporaries, peaks[top], offload, case.resting, lent and lent[top in programs])
     plan = {
         "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind], "mesh": case.mesh,
         "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
         "per_device": {"memory_bytes": case.memory, "usable_bytes": case.usable, "peak_bytes": peaks[top], "peak_in": top, **own,
-                       "by_program": peaks, "temporaries": {name: p["temporaries"] for name, p in programs.items()}},
+                       "by_program": peaks, "by_phase": memory.by_phase(peaks),
+                       "temporaries": {name: p["temporaries"] for name, p in programs.items()}},
         "collectives": {name: p.get("collectives", []) for name, p in cpu["programs"].items()},
         "rematerialised": cpu["rematerialised"],
     }
     plan |= times(case, plan["collectives"])
+    if case.config.run.recipe == "rl":
+        plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
     if case.target.kind == "gpu":
-        plan["error"] = _bounds(plan, programs[top]["temporaries"])
+        plan["error"] = _bounds(plan, temporaries)
         plan["cross_check"] = _cross_check(programs, tpu)
-    plan["reason"] = "" if plan["fits"] else _reason(case, plan)
+    plan["reason"] = too_small(case) or ("" if plan["fits"] else _reason(case, plan))
+    plan["fits"] = not plan["reason"]
     if search:
         plan |= _search(case, programs, plan)
     plan["compile_seconds"] = {"cpu": cpu["seconds"], "tpu": tpu and tpu["seconds"]}
@@ -190,13 +196,38 @@ def _totals(case: Case, phases: dict) -> dict:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
+def lent_memory(case: Case) -> tuple[float, float, float] | None:
+    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way to it)."""
+    if not case.lent:
+        return None
+    chunk = max(case.config.rollout.vllm.chunk_mb * 1e6, memory.layer_weights(case.model) * 4)
+    return case.lent, min(case.lent, ASLEEP), 2 * chunk
+
+
+def too_small(case: Case) -> str:
+    """Why vLLM's part of a shared device is too small for what it must hold, or ""."""
+    if not case.lent:
+        return ""
+    c, tp = case.config, {"dp": 1, "fsdp": 1, "tp": case.config.rollout.vllm.tensor_parallel}
+    size = workload.SIZES[c.train.compute_dtype if c.rollout.dtype == "auto" else c.rollout.dtype]
+    weights = workload.weight_bytes(case.model, tp, ROLLOUT_RULES, size)
+    answer = memory.cache_bytes(case.model, tp, 1, sum(workload.lengths(c)), size)
+    if weights + answer + ASLEEP <= case.lent:
+        return ""
+    return (f"vLLM's part of a device ({_gib(case.lent)}) does not hold its weights ({_gib(weights)}), one answer ({_gib(answer)}) and "
+            f"its own {_gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
+
+
 def counted_peak(case: Case, scale: dict) -> float:
-    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out."""
+    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out. inf where vLLM's part of
+    the device is too small for vLLM."""
+    if too_small(case):
+        return math.inf
     live = memory.standing(case.config, case.model, case.mesh, case.rollout)
     programs = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, case.programs)
     for name, program in programs.items():
         program["temporaries"] *= scale.get(name, 1.0)
-    return max(memory.peaks(live, programs, case.config.optimizer.offload).values())
+    return max(memory.peaks(live, programs, case.config.optimizer.offload, case.resting, lent_memory(case)).values())
 
 
 def _search(case: Case, programs: dict, plan: dict) -> dict:
@@ -204,7 +235,8 @@ def _search(case: Case, programs: dict, plan: dict) -> dict:
     counted = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, list(programs))
     scale = {name: p["temporaries"] / counted[name]["temporaries"] for name, p in programs.items()
              if counted[name]["temporaries"] and p["temporaries"]}
-    rest = plan["per_device"]["peak_bytes"] / counted_peak(case, scale)  # padding, results that replace nothing
+    whole = counted_peak(case, scale)
+    rest = plan["per_device"]["peak_bytes"] / whole if math.isfinite(whole) else 1.0  # padding, results that replace nothing
 
     def peak(config, scale=scale):
         return counted_peak(case_of(config, case.hf_config), scale) * (rest if math.isfinite(rest) else 1.0)
@@ -246,7 +278,7 @@ def _reason(case: Case, plan: dict) -> str:
 def _hints(case: Case, plan: dict) -> list[str]:
     """Remarks that do not depend on whether it fits."""
     out = []
-    if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None:
+    if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None and not case.lent:
         out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives it more")
     slowest = max(plan["phases"], key=lambda name: plan["phases"][name]["seconds"])
     p = plan["phases"][slowest]
@@ -284,5 +316,6 @@ def predict(config, mesh, model) -> dict[str, float]:
     programs = memory.counted_programs(case.config, case.model, sizes, case.rollout, case.programs)
     found = times(case, {})
     out = {f"{phase}_seconds": p["seconds"] for phase, p in found["phases"].items()}
-    return {"peak_bytes": max(memory.peaks(live, programs, c.optimizer.offload).values()), "step_seconds": found["step_seconds"],
+    peaks = memory.peaks(live, programs, c.optimizer.offload, case.resting, lent_memory(case))
+    return {"peak_bytes": max(peaks.values()), "step_seconds": found["step_seconds"],
             "mfu": found["mfu"], **out}

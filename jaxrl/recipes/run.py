@@ -91,6 +91,10 @@ class Run:
             engine = make_engine(
                 c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config)
             self.engine = self.own(Driven(engine) if runs_ahead(c.rollout) and self.job.apart("sampler") else engine)
+            if self.job.rests("sampler"):
+                if not hasattr(self.engine, "rest"):
+                    raise ConfigError(f"rollout.placement=colocated: the engine {c.rollout.engine!r} has no method rest()")
+                self.engine.rest()  # what is loaded next finds its devices free
         return self
 
     def _read_inputs(self) -> setup.Inputs:
@@ -330,10 +334,17 @@ class Run:
             return
         where = jax.tree.map(lambda x: x.sharding, self.state)
         self.state = memory.to_host(self.state)
+        self._tell_engine()
         try:
             yield
         finally:
             self.state = jax.device_put(self.state, where)
+            self._tell_engine()
+
+    def _tell_engine(self) -> None:
+        """Where the weights are that it may have to give to a server; else it would keep their old place alive."""
+        if hasattr(self.engine, "moved"):
+            self.engine.moved(setup.policy_params(self.state))
 
     def publish(self) -> None:
         """Gives the engine the current weights under the version = completed steps."""

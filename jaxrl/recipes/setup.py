@@ -25,12 +25,14 @@ from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes.sizes import decided
 from jaxrl.rollout import chosen_engine
+from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.sharding import memory
 from jaxrl.sharding.exchange import put
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
 SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
 
 
@@ -63,7 +65,9 @@ class Job:
         return role in self.meshes and not set(self.meshes[role].devices.flat) & {d for m in others for d in m.devices.flat}
 
     def rests(self, role: str) -> bool:
-        """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest)."""
+        """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest; rollout.placement=colocated)."""
+        if role == "sampler" and self.config.rollout.placement == "colocated":
+            return True
         return self.config.mesh.roles.get(role, {}).get("rest", "device") != "device"
 
     def put(self, batch, role="policy"):
@@ -86,8 +90,7 @@ def start_jax(config) -> None:
     """Process-wide jax settings; called once before the first device use."""
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
-    if chosen_engine(config) == "vllm" and not config.rollout.servers and not config.rollout.vllm.devices:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # the servers take as much of the same GPUs
+    share_gpus(shared_gpus(config, chosen_engine(config)), memory_fraction(config), os.environ)
     cache = config.run.compile_cache
     path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
     directory = str(path) if cache else None
@@ -96,6 +99,18 @@ def start_jax(config) -> None:
         jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def share_gpus(how: str, fraction: float, environ) -> None:
+    """Sets jax's part of GPUs that vLLM's servers take `fraction` of (how: rollout.shared_gpus); what the user set stays.
+
+    In turns: memory is given back to the device as soon as it is free, which of jax's allocators only `platform` does
+    (jax's documentation, "GPU memory allocation"); it costs time at every allocation. Side by side: a fixed part.
+    """
+    if how == "turns":
+        environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    elif how == "halves" and "XLA_CLIENT_MEM_FRACTION" not in environ:
+        environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.05, BOTH_MEMORY - fraction):.2f}")
 
 
 def resolve_dtype(name: str):

@@ -5,11 +5,24 @@ from __future__ import annotations
 import glob
 import importlib.util
 import logging
+from pathlib import Path
 
 from jaxrl.config import ConfigError, imported
 
 log = logging.getLogger("jaxrl")
 OWN = ("auto", "jax", "vllm")
+OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer
+
+
+def server_folder(servers) -> Path | None:
+    """The folder whose files name the servers, where rollout.servers is one (a path from / or .)."""
+    return Path(servers[0]) if len(servers) == 1 and servers[0][:1] in ("/", ".") else None
+
+
+def listed(folder: Path) -> list[str]:
+    """The URLs in the files of a folder, in the files' order; files that begin with a dot are not ready yet."""
+    files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
+    return [url.rstrip("/") for file in files for url in file.read_text().split()]
 
 
 def chosen_engine(config) -> str:
@@ -21,6 +34,22 @@ def chosen_engine(config) -> str:
         return "vllm"
     gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
     return "vllm" if gpu and _has_vllm() else "jax"
+
+
+def shared_gpus(config, engine: str) -> str:
+    """How vLLM's servers share the trainer's GPUs: "turns" (rollout.placement=colocated: asleep while it updates), "halves" (servers
+    of ours without devices of their own: each side keeps its part), "" (not at all). engine: jax, vllm or an import path."""
+    if engine != "vllm":
+        return ""
+    if config.rollout.placement == "colocated":
+        return "turns"
+    return "" if config.rollout.servers or config.rollout.vllm.devices else "halves"
+
+
+def memory_fraction(config) -> float:
+    """Share of a GPU's memory that a server of ours takes."""
+    own = config.rollout.vllm.devices and config.rollout.placement != "colocated"
+    return config.rollout.vllm.memory_fraction or (OWN_MEMORY if own else SHARED_MEMORY)
 
 
 def _has_vllm() -> bool:

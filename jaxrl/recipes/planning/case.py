@@ -16,20 +16,23 @@ from jaxrl.kernels.attention import tpu
 from jaxrl.models import hf
 from jaxrl.recipes.planning import memory
 from jaxrl.recipes.planning.workload import SIZES, data_shards
-from jaxrl.recipes.setup import DTYPES, SMALL_MODEL, source_of
+from jaxrl.recipes.setup import BOTH_MEMORY, DTYPES, SMALL_MODEL, source_of
 from jaxrl.recipes.sizes import decided
+from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 
 HOPPER = ("h100", "h200")  # whose attention is a kernel of ours
-GPU_SHARE, BESIDE_VLLM = 0.75, 0.45  # of a GPU's memory: what jax takes by itself, and with vLLM's servers on the same GPUs
+GPU_SHARE = 0.75  # of a GPU's memory: what jax takes by itself
+CONTEXT, ASLEEP = 1 << 30, 2 << 30  # bytes of a GPU, assumed: jax's context; what a sleeping vLLM server keeps (context, CUDA graphs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None where the
-    answers come from elsewhere; `memory` and `usable` are bytes of one device."""
+    answers come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's server takes of it in turns
+    (rollout.placement=colocated; 0 = none)."""
 
     config: Any
     target: targets.Target
@@ -39,6 +42,14 @@ class Case:
     rollout: tuple | None
     memory: float
     usable: float
+    lent: float = 0.0
+
+    @property
+    def resting(self) -> set[str]:
+        """Roles that leave the device between their uses."""
+        c = self.config
+        found = {role for role, given in c.mesh.roles.items() if given.get("rest", "device") != "device"}
+        return found | ({"sampler"} if c.rollout.placement == "colocated" else set())
 
     @property
     def programs(self) -> list[str]:
@@ -64,8 +75,9 @@ def open_case(config) -> Case:
 def case_of(config, hf_config: dict, model=None) -> Case:
     """The case of a config whose model description is read; `model` where a run has built it."""
     target = targets.parse(config.plan.target)
-    if len(config.mesh.roles):
-        raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices; leave it empty to plan")
+    if any(role not in ("policy", "sampler") or set(given) != {"rest"} for role, given in config.mesh.roles.items()):
+        raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and only policy and sampler "
+                          "may rest; leave the others out to plan")
     if model is None:
         config, model = for_target(config, hf_config, target)
     else:
@@ -73,7 +85,9 @@ def case_of(config, hf_config: dict, model=None) -> Case:
     config = decided(config, target.kind)
     mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
     whole, usable = device_memory(config, target)
-    return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable)
+    turns = target.kind == "gpu" and shared_gpus(config, config.rollout.engine) == "turns"
+    lent = memory_fraction(config) * whole if turns else 0.0
+    return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable, lent)
 
 
 def _with_warm_start(config):
@@ -146,6 +160,8 @@ def device_memory(config, target) -> tuple[float, float]:
     whole = target.chip.memory
     if target.kind == "tpu":
         return whole, whole
-    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    beside = config.rollout.engine == "vllm" and not config.rollout.servers and not config.rollout.vllm.devices
-    return whole, whole * (float(given) if given else BESIDE_VLLM if beside else GPU_SHARE)
+    given = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    how = shared_gpus(config, config.rollout.engine)
+    if how == "turns":
+        return whole, whole - CONTEXT
+    return whole, whole * (float(given) if given else BOTH_MEMORY - memory_fraction(config) if how else GPU_SHARE)

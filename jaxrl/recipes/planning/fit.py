@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from jaxrl.recipes.planning.workload import data_shards, lengths, rows
@@ -10,12 +11,12 @@ LONGEST = 1 << 20
 
 
 def changed(config, **values):
-    """A copy with dotted options (written group__name) replaced; static lengths that no longer hold follow the config."""
+    """A copy with dotted options (written group__name, group__part__name) replaced; static lengths that no longer hold follow the config."""
     c = config.copy_and_resolve_references()
     with c.unlocked():
         for name, value in values.items():
-            group, _, leaf = name.partition("__")
-            c[group][leaf] = value
+            *groups, leaf = name.split("__")
+            functools.reduce(lambda node, group: node[group], groups, c)[leaf] = value
         if "rollout__max_new_tokens" in values:
             c.rollout.cache_lengths, c.train.row_lengths, c.train.max_sequence_tokens = (), (), 0
     return c
@@ -62,6 +63,10 @@ def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12)) if n >= length] or [length]
     remat = {} if config.model.remat in ("full", "offload") else {"model__remat": "full"}
+    turns = config.rollout.placement == "colocated" and config.rollout.engine == "vllm"
+    parts = (0.4, 0.3, 0.2, 0.1, 0.6, 0.8) if turns else ()
+    for part in parts:
+        yield {"rollout__vllm__memory_fraction": part}
     if remat:
         yield remat
     for tokens in smaller:
@@ -69,6 +74,8 @@ def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]
     if kind != "cpu" and not config.optimizer.offload:
         yield {**remat, "train__tokens_per_microbatch": smaller[-1], "optimizer__offload": True}
     least = {**remat, "train__tokens_per_microbatch": smaller[-1]}
+    for part in parts:
+        yield {**least, "optimizer__offload": True, "rollout__vllm__memory_fraction": part}
     if mesh["dp"] > 1:
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
     if config.run.recipe == "rl":

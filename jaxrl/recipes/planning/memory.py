@@ -32,37 +32,62 @@ ARGUMENTS = {
 }
 MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_batch")  # there only while their programs run
 OPTIMIZERS = ("update_optimizer", "critic_optimizer")
+POLICY = ("update_params", "update_optimizer")
+SAMPLER = ("rollout_weights", "rollout_cache", "rollout_stash")
+# Program -> phase of a step, in order. `generate` and `give` stand for vLLM's server on the same device: answering, given weights.
+PHASE_OF = {"prefill": "rollout", "insert": "rollout", "decode": "rollout", "generate": "rollout", "score": "score",
+            "score_reference": "score", "value": "score", "critic": "update", "critic_apply": "update", "update": "update",
+            "update_apply": "update", "publish": "publish", "give": "publish"}
 PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update_gradients": "gradients", "update_batch": "batch",
          "critic_params": "critic", "critic_optimizer": "critic", "critic_gradients": "gradients", "critic_batch": "batch",
          "reference": "reference", "rollout_weights": "publish", "rollout_cache": "kv_cache", "rollout_stash": "kv_cache"}
 
 
-def peaks(live: dict, programs: dict, offload: bool = False) -> dict[str, float]:
+def peaks(live: dict, programs: dict, offload: bool = False, resting=(), lent: tuple[float, float, float] | None = None) -> dict[str, float]:
     """Program -> bytes on the device while it runs. offload: optimizer states are there only while they are applied.
 
     live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"}; arguments of
-    0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
+    0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins. resting: roles that are away
+    between their uses, the sampler while the trainer works, the policy while answers are sampled. lent: bytes that vLLM's server
+    on the same device has (awake, asleep, of weights on their way to it).
     """
-    away = MOMENTARY + OPTIMIZERS * offload
-    standing = {name: size for name, size in live.items() if name not in away}
     out = {}
     for name, p in programs.items():
         mine = [a for a in ARGUMENTS[name] if a in live]
         if name == "value" and "critic_params" not in live:
             mine.append("update_params")
-        others = sum(size for part, size in standing.items() if part not in mine)
+        others = sum(size for part, size in live.items() if part not in (*mine, *away(PHASE_OF[name], offload, resting)))
         if name == "publish":
             mine.remove("rollout_weights")
         arguments = p["arguments"] or sum(live[a] for a in mine)
-        out[name] = others + arguments + p["outputs"] - p["alias"] + p["temporaries"]
+        out[name] = others + arguments + p["outputs"] - p["alias"] + p["temporaries"] + (lent[1] if lent else 0)
+    if lent:
+        for name, more in (("generate", lent[0]), ("give", lent[0] + lent[2])):
+            out[name] = more + sum(size for part, size in live.items() if part not in away(PHASE_OF[name], offload, resting))
     return out
 
 
-def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False) -> dict[str, float]:
-    """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
+def away(phase: str, offload: bool, resting) -> tuple[str, ...]:
+    """Live parts that are not on the device in a phase, but for the arguments of its programs."""
+    sampler = SAMPLER if "sampler" in resting and phase in ("score", "update") else ()
+    policy = POLICY if "policy" in resting and phase == "rollout" else ()
+    return MOMENTARY + OPTIMIZERS * offload + sampler + policy
+
+
+def by_phase(peaks: dict[str, float]) -> dict[str, float]:
+    """Phase -> the highest of its programs."""
     out: dict[str, float] = {}
+    for name in sorted(peaks, key=list(PHASE_OF).index):
+        out[PHASE_OF[name]] = max(out.get(PHASE_OF[name], 0.0), peaks[name])
+    return out
+
+
+def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False, resting=(), vllm: float = 0.0
+          ) -> dict[str, float]:
+    """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
+    out: dict[str, float] = {"vllm": vllm} if vllm else {}
     for name, size in live.items():
-        if name not in MOMENTARY + OPTIMIZERS * offload or name in ARGUMENTS[program]:
+        if name not in away(PHASE_OF[program], offload, resting) or name in ARGUMENTS.get(program, ()):
             out[PARTS[name]] = out.get(PARTS[name], 0) + size
     out["activations"] = temporaries
     out["other"] = max(0.0, peak - sum(out.values()))
@@ -137,7 +162,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
     scores = blockwise.SCORES_CPU if targets.parse(config.plan.target).kind == "cpu" else blockwise.SCORES
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * _kept_without_remat(model, tp, length)
-    gathered = 2 * _layer_weights(model) / tp * act
+    gathered = 2 * layer_weights(model) / tp * act
     hidden = 4 * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0
@@ -152,7 +177,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         return hidden + max(layer + gathered, head)
     saved = _saved(model, t, tp, act, length)
     gradients = weight_bytes(model, mesh, TRAIN_RULES, 4)
-    own = _layer_weights(model) / tp * 4
+    own = layer_weights(model) / tp * 4
     embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
 
@@ -181,7 +206,7 @@ def _kept_without_remat(model, tp: int, length: int) -> float:
             + (2 * cfg.num_heads / tp * length * 4 / model.compute_dtype.itemsize if scores else 0))
 
 
-def _layer_weights(model) -> float:
+def layer_weights(model) -> float:
     """Parameters of one layer."""
     return sum(math.prod(e.shape) for e in model.entries if e.path[0].startswith("layer")) / model.config.num_layers
 
@@ -197,7 +222,7 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
             temp = temporaries(config, model, mesh, shape, name)
         elif name == "publish":
             extra = weight_bytes(model, inner, ROLLOUT_RULES, width)
-            temp = 2 * _layer_weights(model) * 4
+            temp = 2 * layer_weights(model) * 4
         elif name == "prefill":
             temp = temporaries(config, model, inner, (shapes.prefill_rows, shapes.prompt_lengths[-1]), "value")
             temp += cache_bytes(model, inner, shapes.prefill_rows, shapes.prompt_lengths[-1], width)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-ORDER = ("parameters", "optimizer", "gradients", "critic", "reference", "publish", "kv_cache", "batch", "activations", "other")
-MEANING = {"publish": "rollout copy", "kv_cache": "KV cache", "activations": "temporaries"}
+ORDER = ("parameters", "optimizer", "gradients", "critic", "reference", "publish", "kv_cache", "vllm", "batch", "activations", "other")
+MEANING = {"vllm": "vLLM's part", "publish": "rollout copy", "kv_cache": "KV cache", "activations": "temporaries"}
 
 
 def table(plan: dict) -> str:
@@ -16,6 +16,8 @@ def table(plan: dict) -> str:
     lines.append(f"  {'peak':14s}{gib(d['peak_bytes'])}  in `{d['peak_in']}`, {gib(d['usable_bytes']).strip()} usable of "
                  f"{gib(d['memory_bytes']).strip()}: {'fits' if plan['fits'] else 'DOES NOT FIT'}"
                  + (f" (between {gib(bound[0]).strip()} and {gib(bound[1]).strip()})" if bound else ""))
+    phases = d["by_phase"]
+    lines.append(f"  {'by phase':14s}  " + ", ".join(f"{name} {gib(size).strip()}" for name, size in phases.items()))
     for name, check in plan.get("cross_check", {}).items():
         lines.append(f"  temporaries of `{name}`: {gib(check['counted']).strip()} counted, {gib(check['tpu']).strip()} by the TPU's "
                      "compiler for the same program")

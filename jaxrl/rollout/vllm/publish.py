@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.protocol import Request, SamplingParams
+from jaxrl.rollout.select import server_folder
 from jaxrl.rollout.vllm import adapter, transport, weights
 from jaxrl.vllm_plugin import BACKEND, machine
 
@@ -36,14 +37,14 @@ class Publisher:
     Args:
       config, model, hf_config: as make_engine's. dtype: of the weights on their way, a numpy name.
       folder: of the run, for transport=checkpoint. length: longest sequence the servers take.
-      controls: one adapter.Control per server. router: the Router whose replicas they are.
+      controls: one adapter.Control per server. router: the Router whose replicas they are. memories: url -> sleeping.Memory.
       run_id: goes into every version, so that another run's weights are never taken for ours.
     """
 
-    def __init__(self, config, model, hf_config, dtype, folder, length, controls, router, run_id):
+    def __init__(self, config, model, hf_config, dtype, folder, length, controls, router, memories, run_id):
         self.config, self.options, self.model, self.hf_config = config, config.rollout.vllm, model, hf_config
         self.dtype, self.folder, self.length, self.run_id = dtype, folder, length, run_id
-        self.controls, self.router = controls, router
+        self.controls, self.router, self.memories = controls, router, memories
         self.infos: dict[int, list[dict]] = {}  # server -> what each of its workers says; empty without the plugin
         self.met: set[int] = set()  # servers whose weights were verified since they were started
         self.transport = None
@@ -67,7 +68,8 @@ class Publisher:
         choice, infos = self.options.transport, [i for r in self.infos.values() for i in r]
         plugin = all(self.infos.values()) and all(i["backend"] == BACKEND for i in infos)
         if choice == "auto":
-            near = bool(infos) and all(i["machine"] == machine() for i in infos)
+            known = server_folder(self.config.rollout.servers) is None  # else others may come from anywhere
+            near = known and bool(infos) and all(i["machine"] == machine() for i in infos)
             choice = "checkpoint" if not plugin else "shm" if near else "network"
             if not plugin:
                 lacking = [self.router.replicas[k].url for k, i in self.infos.items() if not i or i[0]["backend"] != BACKEND]
@@ -77,7 +79,7 @@ class Publisher:
             raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and "
                               f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'; or choose checkpoint")
         makes = {"checkpoint": lambda: transport.Checkpoint(self.folder), "shm": transport.SharedMemory,
-                 "network": lambda: transport.Network(self.options.weights_host),
+                 "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(self.controls[0].url)),
                  "nccl": lambda: transport.Broadcast(self.options.sync_seconds)}
         self.transport = makes[choice]()
 
@@ -130,7 +132,7 @@ class Publisher:
                 except (adapter.ServerError, adapter.Refused) as e:
                     errors[r.index] = e
 
-        each(lambda c: c.pause())
+        each(self._open)
         version = f"{self.run_id}-{self.version}"
         if isinstance(self.transport, transport.Checkpoint):
             path = self.transport.write(self.model, self.params, self.hf_config, self.dtype, self.version)
@@ -151,10 +153,16 @@ class Publisher:
             each(_all_arrived)
         each(self._empty_cache)
         each(lambda c: _confirm(c, version))
-        if not paused:
-            each(lambda c: c.resume())
+        each(lambda c: self.memories[c.url].close())
+        each(lambda c: c.pause() if paused else c.resume())  # one that slept runs since it has its cache again
         self.met |= {r.index for r in replicas if r.index not in errors}
         return errors
+
+    def _open(self, control) -> None:
+        """Still, and with memory for weights."""
+        self.memories[control.url].open()
+        if self.memories[control.url].state == "awake":
+            control.pause()
 
     def _stream(self, each, errors, report, verify: bool) -> None:
         """Every chunk is converted and written while the servers read the one before."""

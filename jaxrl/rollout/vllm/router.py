@@ -103,6 +103,10 @@ class Router:
     def set_state(self, replica: Replica, state: str, why: str = "") -> None:
         self.call(self._set_state, replica, state, why)
 
+    def add(self, url: str) -> None:
+        """One more server, at the end; it takes part once it answers /health and was given weights."""
+        self.call(self.replicas.append, Replica(len(self.replicas), url, "dead", "announced, has not answered yet"))
+
     def close(self) -> None:
         if self._loop.is_running():
             self.call(self._close)

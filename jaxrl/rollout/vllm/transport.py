@@ -15,8 +15,10 @@ import http.server
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
+import urllib.parse
 from pathlib import Path
 
 import jax
@@ -111,6 +113,15 @@ class SharedMemory(Stream):
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def address_towards(url: str) -> str:
+    """The address of this host on its way to a server's. (Connecting a datagram socket sends nothing.)"""
+    there = urllib.parse.urlparse(url)
+    kind, _, _, _, address = socket.getaddrinfo(there.hostname, there.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as s:
+        s.connect(address)
+        return s.getsockname()[0]
 
 
 class Network(Stream):

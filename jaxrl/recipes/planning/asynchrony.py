@@ -1,0 +1,309 @@
+"""A job's clockwork in virtual time: the admission that runs use (rollout/ahead.py) between a simulated engine and trainer.
+
+What is simulated: an engine with so many slots, whose decode steps take `fixed + each * answers` seconds, and a trainer whose
+step takes `train + train_token * tokens`. What is real: which answers are asked for when, what waits for what, what a publish
+does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline (`planned`); lengths are recorded,
+given, or the longest.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from scipy.optimize import nnls
+
+from jaxrl.config import ConfigError
+from jaxrl.recipes.planning import roofline, workload
+from jaxrl.rollout.ahead import Ahead, staleness
+from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.select import shared_gpus
+from jaxrl.sharding import ROLLOUT_RULES
+
+NEARBY = (0, 1, 2, 4, 8)  # values of rollout.max_staleness that a plan compares
+WARM_UP = 3               # lines of a recorded run that hold compilations
+EVENTS = 40_000           # answers that one simulation asks for, about
+PROMPT = np.ones(1, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Seconds. `prompt`: of the engine per answer it begins, during which it decodes nothing. `reward`: after the last answer where
+    nothing is asked for ahead; else rewards run beside generation."""
+
+    slots: int
+    fixed: float
+    each: float = 0.0
+    prompt: float = 0.0
+    reward: float = 0.0
+    train: float = 0.0
+    train_token: float = 0.0
+    publish: float = 0.0
+
+
+class Engine:
+    """A protocol.Engine in virtual time. beside: it works while the trainer does (devices of its own); else only while polled.
+
+    length: request -> tokens of its answer. Requests are begun in order as slots come free.
+    """
+
+    def __init__(self, speeds: Speeds, length, beside: bool):
+        self.speeds, self.length, self.beside = speeds, length, beside
+        self.now = self.busy = self.slot_seconds = 0.0
+        self._waiting: collections.deque = collections.deque()
+        self._running: list[tuple] = []  # heap of (mark at which it ends, number, id, version it began under)
+        self._mark = self._owed = 0.0    # tokens that a slot has decoded since the start; seconds of prompts still to compute
+        self._done: list[Result] = []
+        self._held, self._version, self._count = False, -1, itertools.count()
+
+    def clock(self) -> float:
+        return self.now
+
+    def submit(self, requests) -> None:
+        self._waiting.extend(requests)
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        self._work(self.now + deadline_s, until_done=True)
+        done, self._done = self._done, []
+        return done
+
+    def elapse(self, seconds: float) -> None:
+        """The trainer works for so long."""
+        end = self.now + seconds
+        if self.beside:
+            self._work(end)
+        self.now = end
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+
+    def publish(self, params, version: int) -> None:
+        self.now += self.speeds.publish
+        self._version = version
+
+    def health(self) -> dict:
+        return {"paused": False, "running": len(self._running)}
+
+    def _work(self, end: float, until_done: bool = False) -> None:
+        while self.now < end and not (until_done and self._done):
+            while self._waiting and len(self._running) < self.speeds.slots and not self._held:
+                request = self._waiting.popleft()
+                heapq.heappush(self._running, (self._mark + self.length(request), next(self._count), request.id, self._version))
+                self._owed += self.speeds.prompt
+            if not self._running:
+                return
+            if self._owed > 0:
+                spent = min(self._owed, end - self.now)
+                self._owed -= spent
+            else:
+                step, tokens = self.speeds.fixed + self.speeds.each * len(self._running), self._running[0][0] - self._mark
+                spent = tokens * step
+                if self.now + spent > end:
+                    spent = end - self.now
+                    self._mark += spent / step
+                else:
+                    self._mark = self._running[0][0]
+                    self._finish()
+            self.now += spent
+            self.busy += spent
+            self.slot_seconds += spent * len(self._running)
+
+    def _finish(self) -> None:
+        while self._running and self._running[0][0] <= self._mark:
+            _, _, name, version = heapq.heappop(self._running)
+            none = np.zeros(0, np.float32)
+            self._done.append(Result(name, np.zeros(0, np.int32), none, none, np.array([version, self._version]), "stop", 0))
+
+
+def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: int, max_staleness: int = 0, sync_every: int = 1,
+             partial: bool = False, beside: bool = True, prompt: float = 0.0) -> dict:
+    """A run without end, looked at for `steps` steps after those in which the pipe fills.
+
+    lengths: of answers in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns {"seconds": of each
+    step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of the time in which each works,
+    "staleness" the highest}.
+    """
+    number = lambda request: request.group * group_size + int(request.id.partition("/")[2])  # noqa: E731
+    length = lambda request: int(lengths[number(request) % len(lengths)])  # noqa: E731
+    engine = Engine(speeds, length, beside)
+    ahead = Ahead(
+        engine, per_step=per_step, max_staleness=max_staleness, sync_every=sync_every, partial=partial, clock=engine.clock,
+        steps=1 << 60,
+        draw=lambda cursor, count: ([(p, None) for p in range(cursor, cursor + count)], cursor + count),
+        ask=lambda prompts, step: [Request(f"{p}/{i}", PROMPT, group=p) for p, _ in prompts for i in range(group_size)])
+    ahead.publish(None, 0)
+    first, cursor, trained, oldest, ends = (max_staleness + 1) * sync_every, 0, 0.0, 0, []
+    for step in range(first + steps):
+        if step == first:
+            began = engine.now, engine.busy, trained
+        groups, cursor = ahead.take(step, cursor)
+        ahead.wait(groups, float("inf"))
+        oldest = max(oldest, *(int(staleness(step, r.versions.min(), sync_every)) for g in groups for r in g.results.values()))
+        tokens = sum(length(r) + prompt for g in groups for r in g.requests)
+        work = speeds.train + speeds.train_token * tokens
+        engine.elapse((0.0 if max_staleness or sync_every > 1 else speeds.reward) + work)
+        trained += work
+        ahead.pick_up()
+        ahead.used(cursor)
+        if (step + 1) % sync_every == 0:
+            ahead.publish(None, step + 1)
+        ends.append(engine.now)
+    span = ends[-1] - began[0]
+    return {"seconds": np.diff([speeds.publish, *ends]).tolist(), "step_seconds": span / steps,
+            "trainer": (trained - began[2]) / span, "engine": (engine.busy - began[1]) / span, "staleness": oldest}
+
+
+# -- speeds and lengths ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A run's own: answer lengths of each step, its seconds (evaluation, checkpoints and exports left out), its speeds."""
+
+    lengths: list[np.ndarray]
+    seconds: np.ndarray
+    speeds: Speeds
+    per_step: int
+    group_size: int
+
+
+def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
+    """Reads rollouts/ and metrics.jsonl of a synchronous run and fits the speeds, all at least 0, to these steps:
+
+        rollout = fixed * decode steps + each * tokens + prompt * answers
+        score + update + other = train + train_token * tokens
+
+    Raises ConfigError for a run that holds neither, or whose times overlap.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())["config"]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"plan.run={str(folder)!r}: no config.json and metrics.jsonl of a run there ({e})") from None
+    roll, data = config["rollout"], config["data"]
+    if roll.get("max_staleness", 0) or roll.get("sync_every", 1) > 1:
+        raise ConfigError(f"plan.run={str(folder)!r}: its phases overlap; name a run with rollout.max_staleness=0 and sync_every=1")
+    lengths, times = [], []
+    for line in lines:
+        path = folder / "rollouts" / f"step_{line['step']:08d}.jsonl"
+        if "rollout/tokens" in line and path.is_file():
+            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in path.read_text().split("\n") if row]))
+            times.append(line["time"])
+    lengths, times = lengths[steps], times[steps]
+    if len(lengths) < 2:
+        raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; name a longer run with "
+                          "log.rollouts=True")
+    slots = _slots(roll, data)
+    of = lambda *names: np.array([sum(t.get(n, 0.0) for n in names) for t in times])  # noqa: E731
+    seconds = of("step") - of("eval", "checkpoint", "export")
+    tokens, answers = np.array([n.sum() for n in lengths], float), np.array([len(n) for n in lengths], float)
+    decode = np.array([_decode_steps(n, slots) for n in lengths], float)
+    fixed, each, prompt = _fitted(of("rollout"), decode, tokens, answers)
+    train, train_token = _fitted(seconds - of("rollout", "reward", "publish"), np.ones_like(tokens), tokens)
+    reward, publish = float(np.median(of("reward"))), float(np.median(of("publish")))
+    speeds = Speeds(slots, fixed, each, prompt, reward, train, train_token, publish)
+    return Recorded(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
+
+
+def _fitted(seconds, *columns) -> list[float]:
+    """Coefficients, at least 0, of the least absolute deviation: a step during which the machine did something else weighs little.
+    (Least squares, weighted by the last residuals' inverse.)"""
+    matrix, weights = np.stack(columns, 1), np.ones_like(seconds)
+    for _ in range(30):
+        found = nnls(matrix * weights[:, None], seconds * weights)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - seconds), 1e-3 * seconds.mean()))
+    return [float(x) for x in found]
+
+
+def _slots(roll: dict, data: dict) -> int:
+    """Answers that a recorded run decoded at once."""
+    vllm = roll["engine"] == "vllm" or bool(roll["servers"])
+    if vllm:
+        return roll["vllm"]["max_running"] * (len(roll["servers"]) or roll["vllm"]["replicas"])
+    return roll["slots"] or min(256, data["prompts_per_step"] * roll["group_size"])
+
+
+def _decode_steps(lengths, slots: int) -> float:
+    """Decode steps until all answers are there."""
+    return simulate(Speeds(slots, 1.0), lengths, per_step=len(lengths), group_size=1, steps=1)["seconds"][0]
+
+
+def planned(case, phases: dict) -> Speeds:
+    """Of the target by its roofline. vLLM's servers count as devices of the same kind."""
+    c, chip = case.config, case.target.chip
+    servers = 1
+    if case.rollout is not None:
+        (inner, shapes, width), servers = case.rollout, case.target.hosts
+    else:
+        v = c.rollout.vllm
+        servers = len(c.rollout.servers) or v.replicas * case.target.hosts
+        inner = {"dp": 1, "fsdp": 1, "tp": v.tensor_parallel}
+        width = workload.SIZES[c.train.compute_dtype if c.rollout.dtype == "auto" else c.rollout.dtype]
+        prompt, answer = workload.lengths(c)
+        slots = min(v.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // servers))
+        shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,), decode_steps=1,
+                                 prefill_rows=max(1, slots // c.rollout.group_size))
+    decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
+    weights = workload.Work(0.0, workload.weight_bytes(case.model, inner, ROLLOUT_RULES, width))
+    seconds = lambda work: roofline.phase(chip, [(work, 1)], 0.0)["seconds"]  # noqa: E731
+    least, full = sorted((seconds(weights), seconds(decode)))
+    slots = shapes.slots * servers
+    train = sum(phases[name]["seconds"] for name in ("score", "critic", "update") if name in phases)
+    tokens = c.data.prompts_per_step * c.rollout.group_size * sum(workload.lengths(c))
+    return Speeds(slots, least, (full - least) / slots, seconds(prefill) / (shapes.prefill_rows * c.rollout.group_size * servers),
+                  train_token=train / tokens, publish=phases["publish"]["seconds"] if "publish" in phases else 0.0)
+
+
+def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> list[dict]:
+    """One row per staleness: the config's own and those nearby."""
+    c = config
+    own, every = c.rollout.get("max_staleness", 0), c.rollout.get("sync_every", 1)
+    batch = c.data.prompts_per_step * c.rollout.group_size
+    rows = []
+    for k in sorted({own, *NEARBY}):
+        steps = max(8, min(48, EVENTS // batch))
+        found = simulate(speeds, lengths, per_step=c.data.prompts_per_step, group_size=c.rollout.group_size, steps=steps, max_staleness=k,
+                         sync_every=every, partial=c.rollout.get("partial", False), beside=beside, prompt=prompt)
+        rows.append({"max_staleness": k, **{name: found[name] for name in ("step_seconds", "trainer", "engine")}})
+    return rows
+
+
+def of_case(case, phases: dict) -> dict:
+    """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have so that neither
+    waits, by the seconds each is busy; {} where both share theirs."""
+    c = case.config
+    beside = case.rollout is None and not shared_gpus(c, "vllm")
+    if c.plan.run:
+        run = recorded(c.plan.run)
+        speeds, lengths, prompt, basis = run.speeds, np.concatenate(run.lengths), 0.0, f"speeds and lengths of {c.plan.run}"
+    else:
+        speeds, prompt = planned(case, phases), workload.lengths(c)[0]
+        lengths, basis = (c.plan.lengths, "plan.lengths") if c.plan.lengths else ((workload.lengths(c)[1],), "every answer at its longest")
+    rows = compare(c, speeds, lengths, beside, prompt)
+    out = {"basis": basis, "beside": beside, "rows": rows, "balance": {}}
+    if beside:
+        servers = len(c.rollout.servers) or c.rollout.vllm.replicas * case.target.hosts
+        has = {"trainer": case.target.count, "engine": servers * c.rollout.vllm.tensor_parallel}
+        work = {side: rows[0][side] * rows[0]["step_seconds"] * n for side, n in has.items()}
+        share = work["engine"] / sum(work.values())
+        out["balance"] = {"engine": share * sum(has.values()), "trainer": (1 - share) * sum(has.values()), "has": has}
+    return out
+
+
+def table(found: dict) -> list[str]:
+    """Lines of a plan's text."""
+    lines = ["", "running ahead, simulated (" + found["basis"] + "; "
+             + ("the engine on devices of its own)" if found["beside"] else "the engine on the trainer's devices)"),
+             f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]
+    lines += [f"  {r['max_staleness']:14d}{r['step_seconds']:10.3g}{r['trainer']:10.0%}{r['engine']:10.0%}" for r in found["rows"]]
+    if b := found["balance"]:
+        lines.append(f"  balanced at {b['trainer']:.1f} devices of the trainer to {b['engine']:.1f} of the engine (this plan has "
+                     f"{b['has']['trainer']} to {b['has']['engine']})")
+    return lines

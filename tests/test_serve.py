@@ -1,0 +1,115 @@
+"""python -m jaxrl.serve, and rollout.servers as a folder: servers are announced, found, and join with the current weights."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rollout_helpers import HF, params, vllm_server
+from test_vllm_parts import runnable
+from vllm_cases import many, on_url, wait_until_ready
+
+from jaxrl import serve
+from jaxrl.config import ConfigError
+from jaxrl.config_checks import check
+from jaxrl.rollout import chosen_engine, generate
+from jaxrl.rollout.select import listed, server_folder
+from jaxrl.rollout.vllm import adapter, transport
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_folder_names_servers(tmp_path, monkeypatch):
+    assert server_folder(("http://127.0.0.1:1",)) is None and server_folder(("/a", "/b")) is None and server_folder(("./s",)) == Path("s")
+    assert listed(tmp_path / "none") == []
+    serve.announce(tmp_path / "s", "b_0", "http://b:2")
+    serve.announce(tmp_path / "s", "a_0", "http://a:1")
+    (tmp_path / "s" / ".c_3").write_text("http://c:3")
+    assert listed(tmp_path / "s") == ["http://a:1", "http://b:2"]
+    c = runnable(rollout__servers=(str(tmp_path / "s"),))
+    check(c)
+    assert chosen_engine(c) == "vllm"
+    far = runnable(rollout__servers=("http://gpu7:8000",))
+    with pytest.raises(ConfigError, match="set rollout.vllm.api_key"):
+        check(far)
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    check(far)
+    assert adapter.key_of(far.rollout.vllm) == "k"
+
+
+def test_gpus_are_dealt_out():
+    assert serve.shares(["0", "1", "2", "3"], 2, 2) == ("0,1", "2,3") and serve.shares([], 2, 2) == ()
+    with pytest.raises(ConfigError, match="replicas=3 of tensor_parallel=2 want 6 GPUs, this host has 4"):
+        serve.shares(["0", "1", "2", "3"], 3, 2)
+
+
+def test_the_address_of_this_host_is_the_one_on_the_way():
+    assert transport.address_towards("http://127.0.0.1:80") == "127.0.0.1"
+
+
+def test_what_serve_cannot_do_ends_with_2(caplog):
+    assert serve.main(["--config=grpo"]) == 2 and "name the folder in which servers are announced" in caplog.text
+    assert serve.main([]) == 2 and serve.main(["--config=grpo", "--config.rollout.servers=/tmp/s"]) == 2
+    assert "need a key" in caplog.text
+
+
+def test_the_launch_files_start_trainers_and_servers():
+    """The JobSet gives both the same folder and ends with the trainers; the Slurm script is a script."""
+    jobs = yaml.safe_load((ROOT / "launch/jobset.yaml").read_text())["spec"]
+    assert jobs["successPolicy"]["targetReplicatedJobs"] == ["train"]
+    train, vllm = (j["template"]["spec"]["template"]["spec"]["containers"][0] for j in jobs["replicatedJobs"])
+    folder = [a for a in train["args"] if a.startswith("--config.rollout.servers=")]
+    assert folder and folder[0] in vllm["args"] and vllm["command"][-1] == "jaxrl.serve"
+    subprocess.run(["bash", "-n", str(ROOT / "launch/slurm.sbatch")], check=True)
+
+
+CONFIG = """
+from jaxrl.config import default_config
+
+def get_config(arg=None):
+    c = default_config()
+    c.model.init, c.train.compute_dtype = "random", "fp32"
+    c.model.config.update({hf})
+    c.data.max_prompt_tokens, c.rollout.max_new_tokens = 20, 24
+    return c
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_path, monkeypatch):
+    """Training on one announced server; `jaxrl.serve` brings another: after the next publish it answers, its probe agrees. Killed, it
+    is started again by jaxrl.serve and joins anew. SIGTERM ends serve and its servers."""
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    folder, file = tmp_path / "servers", tmp_path / "conf.py"
+    file.write_text(CONFIG.format(hf=HF))
+    serve.announce(folder, "first", vllm_server())
+    flags = [f"--config={file}", f"--config.run.dir={tmp_path}/run", f"--config.rollout.servers={folder}"]
+    host = subprocess.Popen([sys.executable, "-m", "jaxrl.serve", *flags], env={**os.environ, "JAXRL_SERVE_HOST": "127.0.0.1"})
+    try:
+        with on_url(str(folder), health_seconds=5.0, max_requests=4) as engine:
+            assert len(engine.health()["servers"]) == 1 and engine.publisher.transport.name == "network"
+            end = time.monotonic() + 200
+            while len(listed(folder)) < 2:
+                assert time.monotonic() < end and host.poll() is None
+                time.sleep(0.5)
+            engine.publish(params(), 1)
+            wait_until_ready(engine, 2)
+            assert engine.publisher.last_probe < 1e-4 and engine.publisher.met == {0, 1}
+            assert all(r.finish != "abort" for r in generate(engine, many(40), 120.0))
+            second = engine.router.replicas[1]
+            os.killpg(os.getpgid(engine.controls[1].workers()[0]["pid"]), signal.SIGKILL)
+            end = time.monotonic() + 60
+            while second.state != "dead":
+                assert time.monotonic() < end
+                engine.poll(0.0)
+                time.sleep(0.2)
+            wait_until_ready(engine, 2, 200.0)
+        host.terminate()
+        assert host.wait(60) == 0
+    finally:
+        host.kill()

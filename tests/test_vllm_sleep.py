@@ -1,0 +1,245 @@
+"""rollout.placement with vLLM: the state machine of a server's memory, against a small HTTP server that answers as vLLM's documentation
+says and against the real one, whose CPU build goes through the same states and frees nothing."""
+
+import http.server
+import json
+import os
+import signal
+import threading
+import urllib.parse
+
+import numpy as np
+import pytest
+from rollout_helpers import log_softmax, params, requests, teacher_logits
+from vllm_cases import Said, on_url, own_servers, wait_until_ready
+
+from jaxrl.config import ConfigError
+from jaxrl.recipes.setup import share_gpus
+from jaxrl.rollout import EngineLost, generate
+from jaxrl.rollout.select import memory_fraction, shared_gpus
+from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.sleeping import Memory
+
+
+class Documented(http.server.BaseHTTPRequestHandler):
+    """/sleep, /wake_up and /is_sleeping as docs/features/sleep_mode.md and serve/dev/sleep of vLLM 0.32 have them: level 2 drops what
+    the tags hold, a partial wake leaves the engine asleep, a wake of all schedules again."""
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.server.calls.append(self.path)
+        self.answer(200, {"is_sleeping": bool(self.server.asleep)})
+
+    def do_POST(self):
+        server, url = self.server, urllib.parse.urlparse(self.path)
+        query = urllib.parse.parse_qs(url.query)
+        server.calls.append(self.path)
+        if server.failures and server.failures.pop(0):
+            return self.answer(500, {"error": {"message": "CUDA out of memory"}})
+        if url.path == "/sleep":
+            server.asleep, server.weights = {"weights", "kv_cache"}, server.weights if query["level"] == ["1"] else None
+            return self.answer(200, {"status": "sleeping", "level": int(query["level"][0])})
+        server.asleep -= set(query.get("tags", ("weights", "kv_cache"))) if not server.deaf else set()
+        self.answer(200, {"status": "sleeping" if server.asleep else "awake", "tags": query.get("tags")})
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def documented():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Documented)
+    server.asleep, server.weights, server.calls, server.failures, server.deaf = set(), "old", [], [], False
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.control = adapter.Control(f"http://127.0.0.1:{server.server_port}", "", 5.0)
+    yield server
+    server.control.close()
+    server.shutdown()
+    server.server_close()
+
+
+def test_one_step_in_order(documented):
+    memory = Memory(documented.control)
+    seen = []
+    for move in (memory.sleep, memory.open, memory.filled, memory.wake_cache):
+        move()
+        seen.append((memory.state, sorted(documented.asleep), documented.weights))
+        if memory.state == "empty":
+            documented.weights = "new"
+    assert seen == [("asleep", ["kv_cache", "weights"], None), ("empty", ["kv_cache"], None), ("full", ["kv_cache"], "new"),
+                    ("awake", [], "new")]
+    assert documented.calls == ["/sleep?level=2&mode=abort", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+
+
+def test_an_awake_server_is_left_alone(documented):
+    memory = Memory(documented.control)
+    memory.open()
+    memory.close()
+    assert memory.state == "awake" and not documented.calls
+
+
+LEGAL = {"sleep": {"awake"}, "wake_weights": {"asleep"}, "filled": {"empty"}, "wake_cache": {"full"}, "recover": {"lost"}}
+
+
+@pytest.mark.parametrize("state", ["awake", "asleep", "empty", "full", "lost"])
+def test_what_is_not_legal_reaches_no_server(documented, state):
+    for name, legal in LEGAL.items():
+        memory = Memory(documented.control)
+        memory.state = state
+        if state in legal:
+            getattr(memory, name)()
+            continue
+        before = len(documented.calls)
+        with pytest.raises(RuntimeError, match=f"its memory is {state}; this needs {' or '.join(legal)}"):
+            getattr(memory, name)()
+        assert memory.state == state and len(documented.calls) == before
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_after_a_failure_on_the_way_all_is_woken_and_filled_anew(documented, at):
+    """The sleep, the wake of the weights or that of the cache fails: weights that may be gone are never taken for good."""
+    memory, documented.failures = Memory(documented.control), [i == at for i in range(3)]
+    with pytest.raises(adapter.ServerError, match="CUDA out of memory"):
+        for move in (memory.sleep, memory.open, memory.close):
+            move()
+    assert memory.state == "lost"
+    memory.open()
+    assert memory.state == "empty" and not documented.asleep
+    memory.close()
+    assert memory.state == "awake"
+
+
+def test_a_server_that_does_not_wake_is_not_awake(documented):
+    memory, documented.deaf = Memory(documented.control), True
+    memory.sleep()
+    memory.open()
+    with pytest.raises(adapter.ServerError, match="says it is 'sleeping' after it was woken"):
+        memory.close()
+    assert memory.state == "lost"
+
+
+def test_a_server_that_an_earlier_trainer_left_asleep_is_woken_first(documented):
+    Memory(documented.control).sleep()
+    memory = Memory(documented.control)
+    memory.meet()
+    assert memory.state == "lost"
+    memory.open()
+    assert memory.state == "empty" and not documented.asleep
+    Memory(documented.control).meet()
+
+
+# ---- shares of a GPU ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_shares_follow_the_placement():
+    from test_vllm_parts import flag, runnable
+
+    def shares(engine="vllm", environ=(), **options):
+        c, env = runnable(**{f"rollout__{k}": v for k, v in options.items()}), dict(environ)
+        share_gpus(shared_gpus(c, engine), memory_fraction(c), env)
+        return memory_fraction(c), env
+
+    half, given = "XLA_PYTHON_CLIENT_MEM_FRACTION", {"XLA_CLIENT_MEM_FRACTION": "0.3"}
+    assert shares() == (0.45, {half: "0.45"}) and shares(vllm__memory_fraction=0.6) == (0.6, {half: "0.30"})
+    assert shares(environ=given) == (0.45, given) and shares("jax") == (0.45, {})
+    assert shares(vllm__devices=("1",)) == (0.85, {}) and shares(servers=("http://127.0.0.1:1",))[1] == {}
+    for devices in ((), ("0",)):
+        assert shares(placement="colocated", vllm__devices=devices) == (0.45, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"})
+    command, _ = adapter.launch(runnable(rollout__placement="colocated"), "m", "bfloat16", 64, 1, cpu=False)
+    assert "--enable-sleep-mode" in command and flag(command, "--gpu-memory-utilization") == "0.45"
+    for cpu, placement in ((True, "colocated"), (False, "auto")):
+        assert "--enable-sleep-mode" not in adapter.launch(runnable(rollout__placement=placement), "m", "float32", 64, 1, cpu=cpu)[0]
+
+
+# ---- the real server ------------------------------------------------------------------------------------------------------------
+
+
+def answers_are_of(engine, seed):
+    asked = requests(8, seed=12)
+    for a, r in zip(asked, generate(engine, asked, 120.0), strict=True):
+        want = log_softmax(teacher_logits(a.prompt, r.tokens, seed=seed))
+        np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
+
+
+@pytest.mark.vllm
+def test_a_given_server_sleeps_through_the_update():
+    """Through the real endpoints: asleep it schedules nothing, the next publish wakes it; one left asleep is met again; a publish
+    that loses a tensor after a sleep is done again in full."""
+    with on_url(rollout_placement="colocated", publish=False) as engine:
+        control, memory = engine.controls[0], engine.memories[engine.controls[0].url]
+        engine.rest()  # before there are any weights
+        assert (memory.state, control.is_sleeping(), engine.health()["ok"]) == ("asleep", True, False)
+        for seed in (0, 1):
+            engine.publish(params(seed), seed)
+            assert (memory.state, control.is_sleeping()) == ("awake", False)
+            answers_are_of(engine, seed)
+            engine.submit(requests(1, seed=5))
+            with pytest.raises(RuntimeError, match="1 requests are on their way"):
+                engine.rest()
+            generate_rest = engine.poll(60.0)
+            assert len(generate_rest) == 1
+            engine.rest()
+            assert control.is_sleeping()
+        engine.submit(requests(1, seed=6))
+        with pytest.raises(RuntimeError, match="call publish"):
+            engine.poll(1.0)
+        engine.abort()
+    with Said() as said, on_url(rollout_placement="colocated") as engine:  # met asleep
+        answers_are_of(engine, 0)
+        engine.rest()
+        real, left = engine.publisher.transport.payload, [1]
+
+        def lossy(tensors, verify):
+            left[0] -= 1
+            return real(tensors[:-1] if left[0] >= 0 else tensors, verify)
+
+        engine.publisher.transport.payload = lossy
+        engine.publish(params(1), 1)
+        assert "did not arrive" in said.about("did not reach")
+        answers_are_of(engine, 1)
+
+
+@pytest.mark.vllm
+def test_a_given_server_that_does_not_sleep_ends_the_run():
+    with on_url(rollout_placement="colocated") as engine:
+        engine.controls[0].sleep = lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
+        with pytest.raises(EngineLost, match="does not sleep, and rollout.placement=colocated leaves"):
+            engine.rest()
+    with on_url(rollout_placement="colocated", publish=False) as engine:
+        real = engine.controls[0].workers
+        for change, message in (({"sleeps": False}, "start it with --enable-sleep-mode"), ({"machine": "x"}, "runs on another machine")):
+            engine.controls[0].workers = lambda change=change: [{**i, **change} for i in real()]
+            with pytest.raises(ConfigError, match=message):
+                engine.rest()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_server_of_ours_that_fails_asleep_comes_back():
+    """One that does not sleep, and one that is killed asleep, are ended and started again; nothing is asked of them meanwhile."""
+    with Said() as said, own_servers(rollout_placement="colocated") as engine:
+        process, control = engine._processes[0], engine.controls[0]
+        sleep, control.sleep = control.sleep, lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
+        engine.rest()
+        said.about("is ended to make room for the update")
+        assert process.exit_status() is not None
+        engine.poll(0.0)
+        assert engine.health()["servers"][control.url].startswith("dead")  # not started while the trainer has the memory
+        control.sleep = sleep
+        engine.publish(params(1), 1)
+        wait_until_ready(engine, 1)
+        answers_are_of(engine, 1)
+        engine.rest()
+        os.killpg(engine._processes[0].pid, signal.SIGKILL)
+        engine._processes[0]._process.wait()
+        engine.publish(params(), 2)
+        wait_until_ready(engine, 1)
+        answers_are_of(engine, 0)
+        said.about("ended by SIGKILL")
+        assert engine.counters()["restarts"] == 2
