@@ -60,7 +60,7 @@ ALIASES = {
     "rewards/specs.py": {"r": "reward"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
     "sharding/distributed.py": {"options": "launch"},
-    "rollout/vllm/adapter.py": {"v": "rollout.vllm"},
+    "rollout/vllm/adapter.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
     "rollout/vllm/engine.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
     "rollout/vllm/publish.py": {"options": "rollout.vllm"},
     "rollout/vllm/router.py": {"options": "rollout.vllm"},

@@ -81,10 +81,10 @@ def test_node_lists_of_slurm():
 
 def test_the_jobset_gives_what_a_process_reads():
     job = yaml.safe_load((ROOT / "launch" / "jobset.yaml").read_text())
-    (replicated,) = job["spec"]["replicatedJobs"]
+    (replicated,) = [r for r in job["spec"]["replicatedJobs"] if r["name"] == "train"]
     spec = replicated["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
-    environ = {e["name"]: e["value"] for e in container["env"]} | {"JOB_COMPLETION_INDEX": "3"}
+    environ = {e["name"]: e.get("value", "") for e in container["env"]} | {"JOB_COMPLETION_INDEX": "3"}
     name, count = f"{job['metadata']['name']}-{replicated['name']}-0", spec["parallelism"]
     assert spec["completions"] == count and spec["completionMode"] == "Indexed"
     assert job["spec"]["failurePolicy"]["maxRestarts"] > 0 and spec["backoffLimit"] == 0
@@ -105,7 +105,7 @@ def test_the_slurm_script_queues_itself_again(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "summary.json").write_text('{\n "finished": false\n}')
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2]"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_NUM_NODES": "2"}
 
     def again(status, restarts="0", flags=()):
         (tmp_path / "status").write_text(str(status))
