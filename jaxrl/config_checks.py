@@ -382,11 +382,11 @@ def _placement(cfg):
     if far:
         out.append(f"rollout.placement=colocated with rollout.servers entry {far[0]!r}: it runs elsewhere and shares no GPU with the "
                    "trainer; set disaggregated")
-    if r.get("max_staleness", 0):
+    if r.max_staleness:
         out.append(f"rollout.placement=colocated with rollout.max_staleness={r.max_staleness}: the engine sleeps while the trainer "
                    "updates, so nothing can be sampled ahead; set rollout.max_staleness=0, or give the engine devices of its own "
                    "(disaggregated)")
-    if r.get("sync_every", 1) > 1:
+    if r.sync_every > 1:
         out.append(f"rollout.placement=colocated with rollout.sync_every={r.sync_every}: what the engine holds is dropped at every update; "
                    "set rollout.sync_every=1")
     return out

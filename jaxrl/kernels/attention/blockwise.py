@@ -207,7 +207,7 @@ def _bias(q_ids, k_ids, at_Bxnxm, counts_Bxn, window):
     """[B, j, S, i, C]: 0 where the key is seen, else so low that it has no weight. The n blocks of queries are j batches of i blocks:
     one batch, of all keys, where nothing is gathered, else n batches of one block.
 
-    The barrier makes it once for all heads; without it the mask is evaluated for every score again."""
+    A sum, not a choice: XLA for CPUs adds what it makes once for all heads, where it evaluates the mask of a `where` for every score."""
     rows, n, m = at_Bxnxm.shape
     if m == k_ids[0].shape[1]:
         q_ids, k_ids = ([x.reshape(rows, 1, -1) for x in ids] for ids in (q_ids, k_ids))
@@ -217,7 +217,7 @@ def _bias(q_ids, k_ids, at_Bxnxm, counts_Bxn, window):
         k_ids = [x.reshape(rows, n, -1) for x in (jnp.where(counted[..., None], k_ids[0], NO_KEY), k_ids[1])]
     mask = reference.visible(q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2], window)
     bias = jnp.where(mask, 0.0, reference.hidden_score(jnp.float32)).swapaxes(-1, -2)
-    return jax.lax.optimization_barrier(bias.reshape(*bias.shape[:3], -1, BLOCK))
+    return bias.reshape(*bias.shape[:3], -1, BLOCK)
 
 
 def _gathered(x_BxGxMxCxK, at_Bxnxm):

@@ -264,13 +264,13 @@ def planned(case, phases: dict) -> Speeds:
 def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> list[dict]:
     """One row per staleness: the config's own and those nearby."""
     c = config
-    own, every = c.rollout.get("max_staleness", 0), c.rollout.get("sync_every", 1)
+    own, every = c.rollout.max_staleness, c.rollout.sync_every
     batch = c.data.prompts_per_step * c.rollout.group_size
     rows = []
     for k in sorted({own, *NEARBY}):
         steps = max(8, min(48, EVENTS // batch))
         found = simulate(speeds, lengths, per_step=c.data.prompts_per_step, group_size=c.rollout.group_size, steps=steps, max_staleness=k,
-                         sync_every=every, partial=c.rollout.get("partial", False), beside=beside, prompt=prompt)
+                         sync_every=every, partial=c.rollout.partial, beside=beside, prompt=prompt)
         rows.append({"max_staleness": k, **{name: found[name] for name in ("step_seconds", "trainer", "engine")}})
     return rows
 
