@@ -2,9 +2,9 @@
 
 Runs of tests/tiny_job.py with answers of all lengths, WARM_UP steps and then 50 more: `plain` (GRPO as it is), `rich` (reference,
 two passes over two minibatches, prompts of two lengths, packed rows of two lengths, compaction to fewer slots, evaluation and checkpoints on the
-way), `refill` (dynamic sampling, so that a step has one or several rounds; without compaction, whose program for fewer slots is
-compiled when it is first needed: at step 57 of that run) and `ppo` (a critic). Counted is every compilation jax
-reports in the process, those fetched from the cache too, as `time/compilations`.
+way), `refill` (dynamic sampling, so that a step has one or several rounds) and `ppo` (a critic). Counted is every compilation jax
+reports in the process, those fetched from the cache too, as `time/compilations`. Programs for fewer slots than all are compiled
+beside the second batch; without that, one of `refill` was compiled at step 57.
 
     python evidence/recompilation.py
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 from common import record, table
 from tiny_runs import train
 
-WARM_UP, STEPS = 10, 60
+WARM_UP, STEPS = 50, 100  # what is compiled beside the second batch takes as long as forty of these steps
 RUNS = {
     "plain": {},
     "rich": {"algorithm.kl.coef": 0.05, "algorithm.ppo_epochs": 2, "algorithm.num_minibatches": 2, "rollout.prompt_lengths": (48, 96),
              "train.row_lengths": (64, 128), "eval.sets": ("test=jaxrl://arith/test.jsonl",), "eval.max_rows": 6, "eval.every_steps": 5,
              "checkpoint.every_steps": 5, "checkpoint.keep": 2},
-    "refill": {"algorithm.dynamic_sampling": "refill", "algorithm.dynamic_sampling_rounds": 3, "rollout.compaction": False},
+    "refill": {"algorithm.dynamic_sampling": "refill", "algorithm.dynamic_sampling_rounds": 3},
     "ppo": {"algorithm.preset": "ppo", "algorithm.kl.coef": 0.05},
 }
 

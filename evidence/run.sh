@@ -45,6 +45,12 @@
 # Of speed, beside other libraries in environments of their own (not in "all"):
 #    1  the same step of W1, W2, W3                         benchmarks/peers/run.py --shape W1 --json FILE
 #    7  the same first update                               benchmarks/peers/same_update.py
+#    7  rewards over 50 steps, three seeds, beside TRL's    benchmarks/peers/learning.py
+# Of asynchrony (not in "all"; the first three take the embedded engine, and vLLM where it is installed):
+#    1  step time against generation and training           asynchrony_overlap.py
+#    2  k = 0 is the synchronous run; 3 killed and resumed   asynchrony_resume.py
+#    4  learning with k = 0, 2, 8                            asynchrony.py
+#    5  two trainers, two vLLM servers, one killed           asynchrony_hosts.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

@@ -338,7 +338,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
-        "logprob_chunk": O(1024, "scored tokens that meet the head at once, per data shard (on CPUs with a part of the vocabulary)"),
+        "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
     },
     "eval": {

@@ -85,7 +85,6 @@ POSITIVE = (
     "launch.heartbeat_seconds",
     "plan.timeout_seconds",
     "model.remat_every",
-    "train.logprob_chunk",
 )
 NOT_NEGATIVE = (
     "launch.wait_seconds",
@@ -112,6 +111,7 @@ NOT_NEGATIVE = (
     "rollout.max_staleness",
     "rollout.slots",
     "train.tokens_per_microbatch",
+    "train.logprob_chunk",
     "eval.temperature",
     "eval.every_steps",
     "eval.every_epochs",

@@ -17,6 +17,7 @@ from jaxrl.models import build, hf
 PEERS = Path(__file__).resolve().parents[1] / "benchmarks" / "peers"
 sys.path.insert(0, str(PEERS))
 
+import learning  # noqa: E402
 import measure  # noqa: E402
 import run  # noqa: E402
 import same_update  # noqa: E402
@@ -50,6 +51,15 @@ def test_needed_work_counted_by_hand():
     weights = 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16)
     forward = 2 * weights * 4 + 2 * (2 * 2 * 8) * 9 + 2 * 8 * 32 * 2
     assert shape.flops() == {"generation": forward, "update": 3 * forward}
+
+
+def test_needed_bytes_counted_by_hand():
+    """Two layers, one key head of 16: the tiny shape's weights once for each of 8 tokens, 2 groups of 4."""
+    shape = shapes.SHAPES["tiny"]
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 32 * 256
+    positions = 2 * 8 * 8 + 8 * sum(range(8))  # the prompt of each group, and what each sample has written
+    assert shape.traffic() == 4 * (8 * weights + positions * 2 * 2 * 16)
+    assert shapes.SHAPES["W2"].traffic() == 0.0
 
 
 def test_a_folder_is_the_same_every_time_and_its_words_are_its_tokens(tmp_path):
@@ -108,6 +118,23 @@ def test_the_best_parts_are_added():
     assert "best_parts" not in run.summary(shapes.SHAPES["W2"], rows)["ratio"]
 
 
+def test_a_window_outside_of_the_spread_is_seen():
+    theirs = [[0.5] * 10 + [0.7] * 10, [0.52] * 10 + [0.72] * 10, [0.54] * 10 + [0.74] * 10]
+    rows = learning.compare({"trl": theirs, "jaxrl": [[0.55] * 10 + [0.65] * 10] * 3})
+    assert [r["within"] for r in rows] == [True, False] and rows[0]["trl_two_deviations"] == pytest.approx(0.04)
+
+
+def test_a_process_that_leaves_others_behind_ends_and_so_do_they(tmp_path):
+    """As vLLM does: the pipe's other end would stay open for as long as they live."""
+    pid = tmp_path / "pid"
+    begin = time.monotonic()
+    said = run.run_alone(["bash", "-c", f"sleep 100 & echo $! > {pid}; echo done"], dict(os.environ), 60)
+    assert said == "done\n" and time.monotonic() - begin < 50
+    while Path(f"/proc/{pid.read_text().strip()}").exists() and "Z" not in Path(f"/proc/{pid.read_text().strip()}/stat").read_text():
+        assert time.monotonic() - begin < 50
+    assert "ended after 1 seconds" in run.run_alone(["sleep", "100"], dict(os.environ), 1)
+
+
 @pytest.fixture(scope="module")
 def envs(tmp_path_factory):
     """Environments for run.py: torch is in this one."""
@@ -130,7 +157,7 @@ def test_the_harness_at_a_tiny_shape(tmp_path, envs):
     for row in found["systems"].values():
         seconds = row["seconds"]
         assert seconds["update"] > 0 and row["peak_rss_mib"] > 100 and row["ceiling_gflops"] > 1
-        assert len(row["runs"][0]) == 3 and row["first_step"] >= seconds["step"]
+        assert len(row["runs"][0]) == 3 and row["first_step"] == pytest.approx(row["runs"][0][0]["step"], abs=1e-3)
         for step in row["runs"][0]:
             assert sum(step[p] for p in run.PARTS) == pytest.approx(step["step"], abs=1e-3)
     assert found["systems"]["jaxrl"]["seconds"]["generation"] > 0

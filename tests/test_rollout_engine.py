@@ -28,6 +28,7 @@ from jaxrl import models
 from jaxrl.config import ConfigError, default_config
 from jaxrl.rollout import Request, SamplingParams, generate, make_engine, request_seed
 from jaxrl.rollout.shapes import from_config
+from jaxrl.telemetry.compilations import Compilations
 
 TIMEOUT = 120.0
 
@@ -175,6 +176,34 @@ def test_every_static_length_agrees_with_the_scorer(compact):
         want = log_softmax(teacher_logits(a.prompt, r.tokens))
         np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
     assert {("prefill", 8), ("prefill", 20), ("decode", 64, 32), ("decode", 64, 44)} <= set(compact._programs.compiled)
+
+
+def test_once_requests_differ_every_program_is_there_before_it_is_needed():
+    made = engine(slots=16, prompt_lengths=(4, 8, 20), cache_lengths=(32, 44))
+    generate(made, [Request("alone", prompt(3, 6), SamplingParams(max_new_tokens=4), seed=1)], TIMEOUT)
+    made.publish(params(), 0)
+    assert not made._programs._coming, "nothing is known of what else may come"
+    other = [dataclasses.replace(requests(1)[0], id=f"other{n}", prompt=prompt(3, n)) for n in (20, 6)]
+    first = generate(made, other, TIMEOUT)
+    made.publish(params(), 1)
+    made._programs.prepared()
+    before = Compilations()
+    lengths = {f"r{n}": n for n in (3, 12, 20)}  # of both prompt lengths and with both cache lengths
+    asked = [Request(id, prompt(n, n), SamplingParams(max_new_tokens=24, min_new_tokens=24), seed=n) for id, n in lengths.items()]
+    asked += [Request(f"short{i}", prompt(i, 5), SamplingParams(max_new_tokens=3), seed=i) for i in range(13)]
+    results = generate(made, asked, TIMEOUT)
+    for a, b in zip(generate(made, other, TIMEOUT), first, strict=True):
+        assert_same(a, b)
+    assert before.total == 0, "compiled when it was needed"
+    assert [len(r.tokens) for r in results[:3]] == [24] * 3
+    assert {("prefill", 4), ("prefill", 8), ("prefill", 20), ("decode", 16, 32), ("decode", 8, 44)} <= set(made._programs.compiled)
+    made.close()
+    other = engine(slots=32, prompt_lengths=(20,), cache_lengths=(32, 44))
+    generate(other, [Request(f"r{n}", prompt(n, 3), SamplingParams(max_new_tokens=n), seed=n) for n in range(1, 9)], TIMEOUT)
+    other.publish(params(), 1)
+    other._programs.prepared()
+    assert set(other._programs._coming) >= {("decode", 32, 32), ("decode", 32, 44), ("decode", 4, 44)} - set(other._programs.compiled)
+    other.close()
 
 
 def test_the_cache_is_updated_in_place(compact):

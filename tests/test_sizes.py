@@ -31,5 +31,7 @@ def test_rows(made, row):
 def test_microbatches_by_platform():
     found = {p: decided(config(), p).train for p in ("cpu", "gpu", "tpu")}
     assert [t.tokens_per_microbatch for t in found.values()] == [2048, 16384, 16384]
+    assert [found[p].logprob_chunk for p in ("cpu", "gpu", "tpu")] == [512, 1024, 1024]
+    assert decided(config(logprob_chunk=77), "cpu").train.logprob_chunk == 77
     assert decided(config(tokens_per_microbatch=777), "cpu").train.tokens_per_microbatch == 777
     assert decided(config(answer=4000), "cpu").train.tokens_per_microbatch == 4064  # one row at least

@@ -2,12 +2,13 @@
 
 Standard library and numpy only: it is imported in every system's environment.
 
-    python SCRIPT --work FOLDER --steps 2 [--replay] [--save FILE]
+    python SCRIPT --work FOLDER --steps 2 [--seed 0] [--replay] [--save FILE]
 
 The line: {"system", "versions", "seconds": {"step", "generation", "scoring", "update", "rest"} medians over the steps after the
 first, "steps": the same for each step, "first_step": seconds of the first one with all that is compiled in it, "tokens",
-"peak_rss_mib", "ceiling_gflops"}. `generation` includes handing the sampler its weights; `scoring` is log-probs of a policy
-outside the update; `rest` is rewards, tokenization, packing, logging, and whatever else lies between two steps.
+"rewards": the mean of each step, where a system has them, "peak_rss_mib", "ceiling_gflops"}. `generation` includes handing the
+sampler its weights; `scoring` is log-probs of a policy outside the update; `rest` is rewards, tokenization, packing, logging, and
+whatever else lies between two steps.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def arguments(argv=None, **more) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", required=True, type=Work)
     parser.add_argument("--steps", type=int, default=2, help="steps measured, after a first one")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampler")
     parser.add_argument("--replay", action="store_true", help="train on the recorded answers")
     parser.add_argument("--save", default="", help="write the parameters after the last step to this .npz, by HF names")
     parser.add_argument("--microbatch", type=int, default=0, help="sequences held at once where nothing is packed; 0 = the shape's")
@@ -111,6 +113,20 @@ def ceiling(product, n: int = 1536, seconds: float = 1.0) -> float:
     return 2 * n**3 / best / 1e9
 
 
+def copy_bandwidth(threads: int, seconds: float = 1.0) -> float:
+    """GB/s read and written by `threads` that copy memory which no cache holds."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pairs = [np.ones((2, 1 << 24)) for _ in range(threads)]
+    best, end = np.inf, time.perf_counter() + seconds
+    with ThreadPoolExecutor(threads) as pool:
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            list(pool.map(lambda pair: np.copyto(pair[0], pair[1]), pairs))
+            best = min(best, time.perf_counter() - begin)
+    return sum(pair.nbytes for pair in pairs) / best / 1e9
+
+
 def torch_ceiling() -> float:
     """Of fp32 on this process' cores."""
     import torch
@@ -146,8 +162,8 @@ def peak_rss_mib() -> float:
     return round(sum(mib for pid, mib in peaks.items() if ours(pid)), 1)
 
 
-def report(system: str, args, clock: Clock, packages, ceiling_gflops: float, peak: float | None = None) -> None:
-    """Prints the line. peak: MiB, where the processes that held it are gone by now."""
+def report(system: str, args, clock: Clock, packages, ceiling_gflops: float, peak: float | None = None, rewards=()) -> None:
+    """Prints the line. peak: MiB, where the processes that held it are gone by now. rewards: the mean of each step."""
     first, *later = clock.steps
     names = ("step", *PARTS, "rest")
     print("\n" + json.dumps({
@@ -155,4 +171,5 @@ def report(system: str, args, clock: Clock, packages, ceiling_gflops: float, pea
         "seconds": {name: round(statistics.median(s[name] for s in later or [first]), 4) for name in names},
         "steps": [{name: round(s[name], 4) for name in names} for s in clock.steps],
         "first_step": round(first["step"], 3), "tokens": args.work.shape.counts(),
+        "rewards": [float(r) for r in rewards],
         "peak_rss_mib": peak_rss_mib() if peak is None else peak, "ceiling_gflops": round(ceiling_gflops, 1)}), flush=True)

@@ -26,6 +26,7 @@ def config_of(args, folder: str):
 
     work, shape, c = args.work, args.work.shape, jaxrl.default_config()
     c.run.dir, c.run.compile_cache = folder, f"{folder}_xla"  # a cache of its own: the first step compiles, as others' does
+    c.run.seed = args.seed
     c.model.path, c.model.tokenizer = str(work.folder), str(work.folder / "tokenizer")
     c.data.path = (str(work.folder / "prompts.jsonl"),)
     c.data.answer_column, c.data.shuffle = "", False
@@ -173,7 +174,7 @@ def main(argv=None) -> None:
         if args.save:
             save(run_dir / "export", args.save)
         peak = float((run_dir / "peak").read_text())
-    measure.report("jaxrl", args, clock, ("jax", "jaxlib", "numpy"), gflops, peak)
+    measure.report("jaxrl", args, clock, ("jax", "jaxlib", "numpy"), gflops, peak, [line["reward/mean"] for line in lines])
 
 
 class Peak:

@@ -11,12 +11,15 @@ Arguments after -- go to jaxrl's script: `-- --config.train.tokens_per_microbatc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "evidence")]
 
 from common import commit, machine, table  # noqa: E402
+from measure import copy_bandwidth  # noqa: E402
 from shapes import SHAPES, make  # noqa: E402
 
 CPU_TORCH = "torch==2.13.0"
@@ -86,10 +90,25 @@ def one(name: str, python: str, work: Path, args) -> dict:
     command = [python, str(HERE / system.script), "--work", str(work), "--steps", str(args.steps), *system.options]
     command += args.ours if name == "jaxrl" else []
     cores = sorted(os.sched_getaffinity(0))[:args.threads]
-    done = subprocess.run(command, capture_output=True, text=True, env=surroundings(args.threads),
-                          preexec_fn=lambda: os.sched_setaffinity(0, cores))
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"system"')]
-    return json.loads(lines[-1]) if lines else {"failed": (done.stdout + done.stderr)[-3000:]}
+    said = run_alone(command, surroundings(args.threads), args.limit, lambda: os.sched_setaffinity(0, cores))
+    lines = [line for line in said.splitlines() if line.startswith('{"system"')]
+    return json.loads(lines[-1]) if lines else {"failed": said[-3000:]}
+
+
+def run_alone(command, env, limit: float, before=None) -> str:
+    """What a command says, stdout and stderr. When it ends, or after `limit` seconds, every process it has started is killed: vLLM's
+    own outlive the one that started them, and would keep a pipe open."""
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, preexec_fn=before, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            out.write(f"\nended after {limit:.0f} seconds")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        out.seek(0)
+        return out.read()
 
 
 def medians(runs: list[dict], needed: dict[str, float]) -> dict:
@@ -112,6 +131,16 @@ def summary(shape, systems: dict[str, dict]) -> dict:
         seconds["best_parts"] = round(sum(systems[name]["seconds"]["step"] for name in PARTS_ONLY), 4)
     ours = seconds.get("jaxrl")
     return {"seconds_per_step": seconds, "ratio": {k: round(v / ours, 3) for k, v in seconds.items()} if ours else {}}
+
+
+def bounds(shape, ceiling_gflops: float, threads: int) -> dict:
+    """Seconds below which nothing on these cores can be: needed operations at the ceiling of matrix products, and for generation
+    needed bytes (Shape.traffic) at the bandwidth of a copy, measured here."""
+    flops, copied = shape.flops(), copy_bandwidth(threads)
+    out = {"copy_gb_per_s": round(copied, 1), "ceiling_gflops": ceiling_gflops, "update": {"arithmetic": flops["update"] / ceiling_gflops / 1e9}}
+    if shape.generates:
+        out["generation"] = {"arithmetic": flops["generation"] / ceiling_gflops / 1e9, "memory": shape.traffic() / copied / 1e9}
+    return out
 
 
 def show(shape, systems: dict[str, dict], total: dict) -> None:
@@ -139,6 +168,7 @@ def main(argv=None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="steps measured in each process, after a first one")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=1200, help="seconds that a process may take")
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
     args.ours, at = argv[cut + 1:], commit()
@@ -161,9 +191,13 @@ def main(argv=None) -> int:
     systems = {name: medians(rows, shape.flops()) for name, rows in runs.items() if rows}
     total = summary(shape, systems)
     show(shape, systems, total)
+    found = bounds(shape, max(row["ceiling_gflops"] for row in systems.values()), args.threads) if systems else {}
+    for part in ("generation", "update"):
+        if part in found:
+            print(f"bound of {part}: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found[part].items()))
     if args.json:
         Path(args.json).write_text(json.dumps({
-            "shape": args.shape, "commit": at, "machine": machine(), "threads": args.threads, "rounds": args.rounds, **total,
+            "bounds": found, "shape": args.shape, "commit": at, "machine": machine(), "threads": args.threads, "rounds": args.rounds, **total,
             "needed_gflop": {part: round(flops / 1e9, 1) for part, flops in shape.flops().items()},
             "systems": systems, "failed": failed}, indent=1) + "\n")
     return int(bool(failed))

@@ -85,6 +85,16 @@ class Shape:
         forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * lengths.sum()
         return {"generation": forward if self.generates else 0.0, "update": 3 * forward}
 
+    def traffic(self) -> float:
+        """Bytes that decoding one token after the other cannot do without: all weights once per token of the longest answer, and the
+        keys and values of every earlier position of a sample once per token of its own (a group's prompt once for all of it)."""
+        d, size, lengths = self.hidden, {"float32": 4, "bfloat16": 2}[self.dtype], self.answer_lengths().astype(np.int64)
+        narrow = self.kv_heads * d // self.heads
+        weights = self.layers * (2 * d * d + 2 * d * narrow + 3 * d * self.intermediate) + d * self.vocab
+        groups = lengths.reshape(self.prompts, self.group)
+        positions = (groups.max(axis=1) * self.prompt_tokens).sum() + (lengths * (lengths - 1) // 2).sum()
+        return float(size * (weights * int(lengths.max()) + 2 * self.layers * narrow * int(positions))) if self.generates else 0.0
+
     def config(self) -> dict:
         """The model's config.json."""
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": self.hidden,
@@ -106,6 +116,7 @@ SHAPES = {
     "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
     "tiny": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=8, microbatch=4),
     "tiny_tail": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail"),
+    "learning": Shape(64, 2, 2, 1, 128, 256, prompts=8, group=8, prompt_tokens=8, new_tokens=16, microbatch=64),
     # For accelerators, by tokens that are trained on at once.
     "0.5B_2k": GPU_05,
     "0.5B_16k": dataclasses.replace(GPU_05, prompts=32),

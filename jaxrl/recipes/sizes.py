@@ -6,10 +6,11 @@ from jaxrl.config_checks import longest_sequence
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
 MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
+CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chunk of a microbatch is rarely full
 
 
 def decided(config, platform: str):
-    """A copy of `config` in which train.row_lengths and tokens_per_microbatch are set.
+    """A copy of `config` in which train.row_lengths, tokens_per_microbatch and logprob_chunk are set.
 
     Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch. Attention's work
     follows the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. CPUs are fast while a
@@ -24,4 +25,5 @@ def decided(config, platform: str):
         t.row_lengths = (-(-max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW)) // 8) * 8,)
     if not t.tokens_per_microbatch:
         t.tokens_per_microbatch = max(max(t.row_lengths), MICROBATCH_CPU if platform == "cpu" else MICROBATCH)
+    t.logprob_chunk = t.logprob_chunk or (CHUNK_CPU if platform == "cpu" else CHUNK)
     return c

@@ -9,6 +9,7 @@ What happens depends on the order of calls alone, never on time, so a repeated r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter, deque
@@ -88,6 +89,7 @@ class EmbeddedEngine:
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
         self._no_history: dict[int, jax.Array] = {}
+        self._ended_at: set[int] = set()  # up to two lengths of answers
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 
@@ -138,6 +140,8 @@ class EmbeddedEngine:
         self._version = int(version)
         self._published += 1
         self._stashed = [{} for _ in self._stashed]
+        if self._published > 1 and len(self._ended_at) > 1:  # a run of many batches of different lengths: any may come
+            self._programs.prepare(self._calls(1))
 
     def rest(self) -> None:
         """Frees the device memory of weights and caches until the next publish. Raises RuntimeError while requests are there."""
@@ -162,6 +166,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         if not self._closed:
+            self._programs.stop_preparing()
             for array in jax.tree.leaves((self._params, self._cache, self._stash, self._no_history)):
                 array.delete()
             self._params = self._cache = self._stash = None
@@ -220,7 +225,8 @@ class EmbeddedEngine:
         for i, prompt in enumerate(prompts.values()):
             tokens[i, :len(prompt)], lengths[i] = prompt, len(prompt)
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
-        self._stash = self._programs.prefill(self._params, self._stash, tokens, lengths, rows)
+        with self._preparing():
+            self._stash = self._programs.prefill(self._params, self._stash, tokens, lengths, rows)
         self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
         self._counts.update(prefill_calls=1, prefilled_prompts=len(prompts),
                             prefilled_tokens=sum(map(len, prompts.values())))
@@ -250,9 +256,10 @@ class EmbeddedEngine:
         else:
             rows = np.arange(count, dtype=np.int32)
         progress, controls = (type(t)(*(column[rows] for column in t)) for t in self._table)
-        self._cache, chunk = self._programs.decode(
-            self._params, self._cache, progress, controls, self._history(rows), leave_at, rows, self._length(progress),
-            self._shared(rows))
+        with self._preparing():
+            self._cache, chunk = self._programs.decode(
+                self._params, self._cache, progress, controls, self._history(rows), leave_at, rows, self._length(progress),
+                self._shared(rows))
         chunk = jax.device_get(chunk)
         emitted = (chunk.tokens >= 0).sum(axis=0)
         if not np.isfinite(chunk.logprobs).all():
@@ -280,13 +287,38 @@ class EmbeddedEngine:
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
     def _length(self, progress: Progress) -> int:
-        """The shortest cache length that holds every key the chunk can write; the end of a tail has the longest one only, which
-        keeps the programs few."""
-        if 2 * len(progress.active) < self.shapes.slots:
-            return self.shapes.cache_lengths[-1]
+        """The shortest cache length that holds every key the chunk can write."""
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
-        return next((n for n in self.shapes.cache_lengths if n >= need), self.shapes.cache_lengths[-1])
+        return next((n for n in self._lengths(len(progress.active)) if n >= need), self.shapes.cache_lengths[-1])
+
+    def _lengths(self, count: int) -> tuple[int, ...]:
+        """What `count` slots may look at: the end of a tail has the longest length only, which keeps the programs few."""
+        return self.shapes.cache_lengths[-1:] if 2 * count < self.shapes.slots else self.shapes.cache_lengths
+
+    @contextlib.contextmanager
+    def _preparing(self):
+        """Where what is done here needs a program for the first time, others like it are compiled beside what follows."""
+        known = len(self._programs.compiled)
+        yield
+        if len(self._programs.compiled) > known:
+            self._programs.prepare(self._calls(2))
+
+    def _calls(self, least: int):
+        """A call of every program that is not there, of those kinds of which `least` have been needed, as `prefill_call` and
+        `decode_call` give it. Where all are there nothing is made."""
+        shapes, (progress, controls) = self.shapes, self._table
+        width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
+        for length in shapes.prompt_lengths if used["prefill"] >= least else ():
+            if self._programs.missing(("prefill", length)):
+                yield self._programs.prefill_call(self._params, self._stash, np.zeros((width, length), np.int32),
+                                                  np.ones(width, np.int32), np.arange(width, dtype=np.int32))
+        for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
+            rows = np.arange(count, dtype=np.int32)
+            part = [type(t)(*(column[rows] for column in t)) for t in (progress, controls)]
+            for length in (n for n in self._lengths(count) if self._programs.missing(("decode", count, n))):
+                yield self._programs.decode_call(self._params, self._cache, *part, self._history(rows), 0, rows, length,
+                                                 self._shared(rows))
 
     def _shared(self, rows):
         """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which every slot
@@ -338,6 +370,8 @@ class EmbeddedEngine:
         support = support.reshape(len(versions), self.shapes.support)
         self._done.append(Result(sample.request.id, *columns, versions, reason, sample.request.seed, support))
         self._ids.discard(sample.request.id)
+        if len(self._ended_at) < 2:
+            self._ended_at.add(len(versions))
         self._counts["finished"] += reason != "abort"
         if self._running.get(sample.slot) is sample:
             del self._running[sample.slot]

@@ -1,7 +1,7 @@
 """The device programs of the embedded sampler: publish, prefill, insert, decode.
 
 Each is compiled once per entry of `Shapes` that is used, ahead of its first call; a call with any other shape is an
-error, so nothing can recompile behind the caller's back.
+error, so nothing can recompile behind the caller's back. `prepare` compiles what has not been called yet beside the work.
 
 Legend: S slots, B prefill rows, P prompt length, K insert width, C cache length, T decode steps of a chunk, E end-token
 columns.
@@ -10,6 +10,7 @@ columns.
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -105,12 +106,16 @@ def decode_part(model, steps: int, support: int, length: int, whole: bool, const
     return cache, out
 
 
+_BESIDE = ThreadPoolExecutor(1, "compile")  # one: the work beside it wants the other cores
+
+
 class Programs:
     """The compiled programs of an engine and the layout of what they work on. Holds no arrays; see `programs`."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
         self.model, self.shapes, self.mesh, self.dtype, self.joint = model, shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
+        self._coming: dict[tuple, Future] = {}
         tp = "tp" if model.config.num_kv_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
         self.by_slot = self._named(DATA_AXES)
@@ -138,12 +143,37 @@ class Programs:
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
         """Calls the program `key`, compiling it from these arguments (and for `mesh`, or the engine's) the first time."""
-        program = self.compiled.get(key)
-        if program is None:
-            with jax.set_mesh(mesh or self.mesh):
-                program = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
-            self.compiled[key] = program
-        return program(*args)
+        if key not in self.compiled:
+            coming = self._coming.pop(key, None)
+            if coming is None or coming.cancel():  # not begun: it is here sooner than its turn comes
+                self.compiled[key] = self._compile(function, args, donate, out_shardings, mesh)
+            else:
+                self.compiled[key] = coming.result()
+        return self.compiled[key](*args)
+
+    def _compile(self, function, args, donate, out_shardings, mesh=None):
+        with jax.set_mesh(mesh or self.mesh):
+            return jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
+
+    def missing(self, key: tuple) -> bool:
+        """Neither compiled nor being prepared."""
+        return key not in self.compiled and key not in self._coming
+
+    def prepare(self, calls) -> None:
+        """Compiles what `calls` (of `prefill_call` and `decode_call`, of missing programs) would, in a thread and in this order. Two
+        processes of one mesh may do so at different times: these programs are each process' own."""
+        for key, function, args, donate, out_shardings in calls:
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
+            self._coming[key] = _BESIDE.submit(self._compile, function, shapes, donate, out_shardings)
+
+    def prepared(self) -> None:
+        """Waits for what `prepare` has begun."""
+        for coming in self._coming.values():
+            coming.result()
+
+    def stop_preparing(self) -> None:
+        """Takes back what `prepare` has not begun."""
+        self._coming = {key: coming for key, coming in self._coming.items() if not coming.cancel()}
 
     def publish(self, params):
         """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard).
@@ -162,15 +192,18 @@ class Programs:
         there = param_shardings(theirs, self.model.logical_axes(), params, ROLLOUT_RULES)
         return localised(memory.moved(self.run(key, cast, (params,), out_shardings=there, mesh=theirs), layout), self.mesh)
 
-    def prefill(self, params, stash, tokens_BxP, lengths_B, rows_B):
-        """Keys and values of B prompts into rows of the stash. Returns the stash (donated)."""
+    def prefill(self, *args):
+        """Calls `prefill_call`. Returns the stash (donated)."""
+        return self.run(*self.prefill_call(*args))
+
+    def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B) -> tuple:
+        """Arguments of `run`: keys and values of B prompts into rows of the stash."""
         def prefill(params, stash, tokens_BxP, lengths_B, rows_B):
             _, kv = self.model.prefill(params, tokens_BxP, lengths_B)
             return self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
 
         args = self.put((tokens_BxP, lengths_B), self.by_slot) + (self.put(rows_B, self.whole),)
-        return self.run(("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), donate=(1,),
-                        out_shardings=self.cache_shardings(stash))
+        return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), self.cache_shardings(stash)
 
     def insert(self, cache, stash, rows_K, slots_K):
         """Prompts from stash rows into slots. Returns the cache (donated)."""
@@ -182,8 +215,12 @@ class Programs:
         """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
         return share(prompts, lengths, data_shards(self.mesh)) if self.shares else None
 
-    def decode(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int, shared):
-        """One chunk on the slots `rows_S`, looking at `length` cache positions. Returns (cache (donated), Chunk).
+    def decode(self, *args):
+        """Calls `decode_call`. Returns (cache (donated), Chunk)."""
+        return self.run(*self.decode_call(*args))
+
+    def decode_call(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int, shared) -> tuple:
+        """Arguments of `run`: one chunk on the slots `rows_S`, looking at `length` cache positions.
 
         shared: of `shared` for these rows."""
         whole = len(rows_S) == self.shapes.slots
@@ -192,9 +229,8 @@ class Programs:
         progress, controls, shared = self.put((progress, controls, shared), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
         out = Chunk(self.by_step, self.by_step, self.by_step, self.by_step, self.whole)
-        return self.run(("decode", len(rows_S), length), part,
-                        (params, cache, progress, controls, history, leave_at, rows_S, shared), donate=(1,),
-                        out_shardings=(self.cache_shardings(cache), out))
+        return (("decode", len(rows_S), length), part, (params, cache, progress, controls, history, leave_at, rows_S, shared), (1,),
+                (self.cache_shardings(cache), out))
 
     def _constrain(self, cache):
         return jax.lax.with_sharding_constraint(cache, self.cache_shardings(cache))
