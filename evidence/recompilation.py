@@ -3,8 +3,9 @@
 Runs of tests/tiny_job.py with answers of all lengths, WARM_UP steps and then 50 more: `plain` (GRPO as it is), `rich` (reference,
 two passes over two minibatches, prompts of two lengths, packed rows of two lengths, compaction to fewer slots, evaluation and checkpoints on the
 way), `refill` (dynamic sampling, so that a step has one or several rounds) and `ppo` (a critic). Counted is every compilation jax
-reports in the process, those fetched from the cache too, as `time/compilations`. Programs for fewer slots than all are compiled
-beside the second batch; without that, one of `refill` was compiled at step 57.
+reports in the process, those fetched from the cache too, that a step waited for (`time/compilations`). Programs for fewer slots than
+all are compiled in a thread beside the work (`time/compilations_beside`); they count too where they were called for before they were
+there. Without that thread, one of `refill` was compiled at step 57.
 
     python evidence/recompilation.py
 """
@@ -34,8 +35,10 @@ def one(name: str, folder: Path, steps: int = STEPS) -> dict:
     rows = train(folder / name, folder / "cache", 0, {"train.steps": steps, "data.max_rows": 512, "optimizer.lr": 3e-3} | RUNS[name])["rows"]
     rows = [row for row in rows if row["step"] > 0]
     compiled = [int(row["time"]["compilations"]) for row in rows]
+    beside = [int(row["time"]["compilations_beside"]) for row in rows]
     return {"compilations": compiled, "last_step_that_compiled": max((i + 1 for i, n in enumerate(compiled) if n), default=0),
-            "after_warm_up": sum(compiled[WARM_UP:]), "steps": len(rows),
+            "after_warm_up": sum(compiled[WARM_UP:]), "beside": sum(beside),
+            "last_step_that_compiled_beside": max((i + 1 for i, n in enumerate(beside) if n), default=0), "steps": len(rows),
             "shortest_answer": min(row["length/min"] for row in rows), "longest_answer": max(row["length/max"] for row in rows),
             "tokens_per_step": sorted({int(row["rollout/tokens"]) for row in rows})}
 
@@ -43,8 +46,10 @@ def one(name: str, folder: Path, steps: int = STEPS) -> dict:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = {name: one(name, Path(folder)) for name in RUNS}
-    table(["run", "first step", "last step that compiled", f"compiled in {STEPS - WARM_UP} steps after {WARM_UP}", "answers", "tokens a step"],
-          [[name, r["compilations"][0], r["last_step_that_compiled"], r["after_warm_up"],
+    table(["run", "first step", "last step that compiled", "beside the work, last at step", f"compiled in {STEPS - WARM_UP} steps after {WARM_UP}",
+           "answers", "tokens a step"],
+          [[name, r["compilations"][0], r["last_step_that_compiled"],
+            f"{r['beside']}, {r['last_step_that_compiled_beside']}", r["after_warm_up"],
             f"{r['shortest_answer']:.0f} to {r['longest_answer']:.0f}", f"{r['tokens_per_step'][0]} to {r['tokens_per_step'][-1]}"]
            for name, r in found.items()])
     record("recompilation", found)

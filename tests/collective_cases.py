@@ -19,7 +19,7 @@ QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "inter
 QWEN8B = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 BIG = {"model.path": "", "model.init": "random", "model.remat": "full", "model.scan_layers": "true", "train.compute_dtype": "bf16",
-       "rollout.cache_lengths": (), "rollout.prompt_lengths": (), "train.row_lengths": (), "data.prompts_per_step": 256,
+       "train.logprob_chunk": 1024, "rollout.cache_lengths": (), "rollout.prompt_lengths": (), "train.row_lengths": (), "data.prompts_per_step": 256,
        "data.max_prompt_tokens": 1024, "rollout.max_new_tokens": 3072}
 # name: (config, options, target, mesh)
 CASES = {

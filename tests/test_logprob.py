@@ -44,6 +44,21 @@ def test_chunked_equals_reference_with_gradients(softcap, chunk, blocks):
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_an_embedding_table_serves_as_it_lies(implementation, blocks):
+    hidden, head, targets, valid = _inputs()
+
+    def loss(h, w, transposed):
+        logp, ent, *_ = logprob_and_entropy(h, w, targets, valid, softcap=5.0, top=2, chunk=6, transposed=transposed,
+                                            implementation=implementation)
+        return jnp.sum(jnp.sin(logp) + 0.3 * jnp.square(ent)), (logp, ent)
+
+    plain, (grad_h, grad_w) = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head, False)
+    turned, (turned_h, turned_w) = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head.T, True)
+    for a, b in zip(jax.tree.leaves((plain, grad_h, grad_w)), jax.tree.leaves((turned, turned_h, turned_w.T)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_the_most_probable_tokens_come_along(implementation, blocks):
     hidden, head, targets, valid = _inputs()
 

@@ -1,5 +1,6 @@
 """Operations needed, counted by hand; speeds and compilations that follow; memory profiles of a run."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ from training_helpers import batch_of_groups
 
 from jaxrl import models
 from jaxrl.recipes.operations import Operations, Speed
-from jaxrl.telemetry.compilations import Compilations
+from jaxrl.telemetry.compilations import BESIDE, Compilations, waited
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
 HF = {"model_type": "gemma2", "vocab_size": 61, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
@@ -96,6 +97,15 @@ def test_compilations_count_every_program_once():
     count = Compilations()
     double = jax.jit(lambda x: 2 * x)
     double(np.ones(3, np.float32)), double(np.zeros(3, np.float32))
-    assert count.take() == 1 and count.take() == 0
+    assert count.take() == (1, 0) and count.take() == (0, 0)
     double(np.ones(4, np.float32))
-    assert count.take() == 1 and count.total == 2
+    assert count.take() == (1, 0) and count.total == (2, 0)
+
+
+def test_what_a_thread_compiles_beside_the_work_counts_only_where_it_was_waited_for():
+    count = Compilations()
+    with ThreadPoolExecutor(1, BESIDE) as thread:
+        thread.submit(lambda: jax.jit(lambda x: 3 * x)(np.ones(3, np.float32))).result()
+    assert count.take() == (0, 1)
+    waited(0.1)
+    assert count.take() == (1, 0)

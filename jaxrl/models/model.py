@@ -152,15 +152,14 @@ class Model:
         return self._apply(params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL)[0]
 
     def head(self, params):
-        """The output matrix [D, V] in the compute dtype; the embedding transposed where the model ties them."""
-        tied = self.config.tied
-        weights = params["embed"]["embedding"].T if tied else params["head"]["kernel"]
-        return gathered(weights, parameters.MODEL["head/kernel"].axes, self.compute_dtype)
+        """The output matrix [D, V] in the compute dtype, or the embedding [V, D] where the model ties them (`config.tied`)."""
+        outer, inner = ("embed", "embedding") if self.config.tied else ("head", "kernel")
+        return gathered(params[outer][inner], parameters.MODEL[f"{outer}/{inner}"].axes, self.compute_dtype)
 
     def logits(self, params, hidden):
         """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""
         acc = jnp.promote_types(self.compute_dtype, jnp.float32)
-        contract = (((hidden.ndim - 1,), (0,)), ((), ()))
+        contract = (((hidden.ndim - 1,), (1 if self.config.tied else 0,)), ((), ()))
         logits = jax.lax.dot_general(hidden, self.head(params), contract, preferred_element_type=acc)
         cap = self.config.final_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits

@@ -409,7 +409,9 @@ class Run:
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
         spent = self.phases.take()
-        metrics = metrics | self.speed.rates(metrics, spent) | {"time/compilations": float(self.compilations.take())}
+        compiled = self.compilations.take()
+        metrics = metrics | self.speed.rates(metrics, spent) | {
+            "time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
         self.telemetry.step(self.step, metrics, spent)
         self.beside.add(self.step, spent)
         for warning in self.idle.check(self.step, metrics) if self.peers.first else ():

@@ -10,6 +10,7 @@ columns.
 from __future__ import annotations
 
 import functools
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jaxrl.rollout.shapes import Shapes
 from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
 from jaxrl.sharding.exchange import localised
 from jaxrl.sharding.mesh import DATA_AXES
+from jaxrl.telemetry import compilations
 
 
 class Progress(NamedTuple):
@@ -106,7 +108,7 @@ def decode_part(model, steps: int, support: int, length: int, whole: bool, const
     return cache, out
 
 
-_BESIDE = ThreadPoolExecutor(1, "compile")  # one: the work beside it wants the other cores
+_BESIDE = ThreadPoolExecutor(1, compilations.BESIDE)  # one: the work beside it wants the other cores
 
 
 class Programs:
@@ -148,7 +150,11 @@ class Programs:
             if coming is None or coming.cancel():  # not begun: it is here sooner than its turn comes
                 self.compiled[key] = self._compile(function, args, donate, out_shardings, mesh)
             else:
+                began = time.perf_counter()
+                late = not coming.done()
                 self.compiled[key] = coming.result()
+                if late:
+                    compilations.waited(time.perf_counter() - began)
         return self.compiled[key](*args)
 
     def _compile(self, function, args, donate, out_shardings, mesh=None):

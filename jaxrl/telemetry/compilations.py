@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import threading
+from typing import NamedTuple
+
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
+WAITED = "/jaxrl/compile/waited"  # of a program compiled beside the work: what called for it before it was there
+BESIDE = "compile"                # names of threads that compile beside the work begin so
+
+
+class Count(NamedTuple):
+    """Of programs: those that the work waited for, and those that a thread beside it compiled."""
+
+    waited: int = 0
+    beside: int = 0
+
+    def since(self, start: Count) -> Count:
+        return Count(self.waited - start.waited, self.beside - start.beside)
 
 
 class Compilations:
     """Counts from its making on: `total`, and `take()` since the last take. The count is one for the process, jax's listeners being
-    so, and the engine's programs are in it, as are the small ones of single operations."""
+    so, and the engine's programs are in it, as are the small ones of single operations. A program compiled beside the work that
+    was called for before it was there counts as both."""
 
     _seen = None  # None: jax does not report to us yet
 
     def __init__(self):
         if Compilations._seen is None:
-            Compilations._seen = 0
+            Compilations._seen = Count()
             jax.monitoring.register_event_duration_secs_listener(_heard)
         self._start = self._taken = Compilations._seen
 
     @property
-    def total(self) -> int:
-        return Compilations._seen - self._start
+    def total(self) -> Count:
+        return Compilations._seen.since(self._start)
 
-    def take(self) -> int:
-        new, self._taken = Compilations._seen - self._taken, Compilations._seen
+    def take(self) -> Count:
+        new, self._taken = Compilations._seen.since(self._taken), Compilations._seen
         return new
 
 
+def waited(seconds: float) -> None:
+    """Tells that the work waited for a program compiled beside it."""
+    jax.monitoring.record_event_duration_secs(WAITED, seconds)
+
+
 def _heard(event: str, seconds: float, **details) -> None:
-    if event == EVENT:
-        Compilations._seen += 1
+    seen = Compilations._seen
+    if event == EVENT and threading.current_thread().name.startswith(BESIDE):
+        Compilations._seen = seen._replace(beside=seen.beside + 1)
+    elif event in (EVENT, WAITED):
+        Compilations._seen = seen._replace(waited=seen.waited + 1)

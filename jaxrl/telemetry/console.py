@@ -91,7 +91,7 @@ def evaluation_line(scalars: dict[str, float]) -> str:
 
 def phase_seconds(scalars: dict[str, float]) -> dict[str, float]:
     """Seconds by phase, longest first."""
-    skip = ("time/step", "time/wall", "time/tokens_per_second", "time/compiled_programs", "time/compilations")
+    skip = ("time/step", "time/wall", "time/tokens_per_second", "time/compiled_programs", "time/compilations", "time/compilations_beside")
     phases = {k[5:]: v for k, v in scalars.items() if k.startswith("time/") and k not in skip}
     return dict(sorted(phases.items(), key=lambda kv: -kv[1]))
 

@@ -28,17 +28,18 @@ def forward_hidden(model, params, batch):
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
     """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where there
     is one; 0 where not valid."""
-    head_DxV = model.head(params)
+    head, tied = model.head(params), model.config.tied
     return logprob_and_entropy(
         hidden_RxSxD,
-        head_DxV,
+        head,
         batch.targets,
         valid_RxS,
         batch.columns.get("support"),
         temperature=temperature,
         softcap=model.config.final_softcap,
         chunk=chunk,
-        split=split_of(valid_RxS.shape[0], head_DxV.shape[1]),
+        split=split_of(valid_RxS.shape[0], head.shape[0 if tied else 1]),
+        transposed=tied,
     )
 
 

@@ -12,7 +12,7 @@ from jaxrl.kernels.logprob import chunked, reference
 
 def logprob_and_entropy(
     hidden_RxSxD,
-    head_DxV,
+    head,
     targets_RxS,
     valid_RxS=None,
     support_RxSxK=None,
@@ -22,13 +22,14 @@ def logprob_and_entropy(
     top=0,
     chunk=1024,
     split=None,
+    transposed=False,
     implementation="chunked",
 ):
     """Log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) / temperature).
 
     Args:
       hidden_RxSxD: hidden states that predict the targets, compute dtype.
-      head_DxV: output matrix; cast to the compute dtype, its gradient is accumulated in fp32 or better.
+      head: output matrix [D, V], or [V, D] where `transposed`; cast to the compute dtype, its gradient is accumulated in fp32 or better.
       targets_RxS: int token ids.
       valid_RxS: bool; where False both results and gradients are 0, and no logits are computed. None = all valid.
       support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is one
@@ -38,6 +39,7 @@ def logprob_and_entropy(
       top: how many of the most probable tokens to return too, 0 = none (static).
       chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V).
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
+      transposed: the head is an embedding table [V, D] (static). It is read as it lies; a transposed copy would be made per call.
       implementation: "chunked", or "reference" (full logits).
 
     Returns:
@@ -47,8 +49,9 @@ def logprob_and_entropy(
     Raises:
       ValueError: top outside 0..V.
     """
-    if not 0 <= top <= head_DxV.shape[1]:
-        raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {head_DxV.shape[1]}")
+    vocab = head.shape[0 if transposed else 1]
+    if not 0 <= top <= vocab:
+        raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {vocab}")
     if valid_RxS is None:
         valid_RxS = jnp.ones(targets_RxS.shape, bool)
     if support_RxSxK is None:
@@ -56,6 +59,6 @@ def logprob_and_entropy(
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
     if implementation == "reference":
         return reference.logprob_and_entropy(
-            hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top)
+            hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, transposed)
     return chunked.logprob_and_entropy(
-        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split)
+        hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed)

@@ -150,39 +150,47 @@ class _Block(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """This device's part of the output matrix [D, V], in blocks of `width`; the last one begins where it ends with the vocabulary,
-    so that all are of one shape."""
+    """This device's part of the output matrix [D, V] (transposed: [V, D]), in blocks of `width`; the last one begins where it ends
+    with the vocabulary, so that all are of one shape."""
 
     weights: jax.Array
+    transposed: bool
+    vocab: int
     width: int
     first: jax.Array | int  # id of this device's first token
 
     @classmethod
-    def of(cls, weights_DxV, tokens: int, axis):
-        vocab = weights_DxV.shape[1]
+    def of(cls, weights, transposed: bool, tokens: int, axis):
+        vocab = weights.shape[0 if transposed else 1]
         width = min(vocab, max(LOGITS_CPU // tokens, NARROWEST)) if platform() == "cpu" else vocab
-        return cls(weights_DxV, width, _first_token(vocab, axis))
+        return cls(weights, transposed, vocab, width, _first_token(vocab, axis))
 
     def scan(self, one, carry):
         """The last carry of one(carry, i) over the blocks."""
-        count = -(-self.weights.shape[1] // self.width)
+        count = -(-self.vocab // self.width)
         if count == 1:
             return one(carry, 0)
         return jax.lax.scan(lambda carry, i: (one(carry, i), None), carry, jnp.arange(count))[0]
 
     def start(self, i):
-        return jnp.minimum(i * self.width, self.weights.shape[1] - self.width)
+        return jnp.minimum(i * self.width, self.vocab - self.width)
 
-    def columns(self, i):
-        """[D, W]"""
-        if self.width == self.weights.shape[1]:
+    def part(self, i):
+        """[D, W]; transposed: [W, D]"""
+        if self.width == self.vocab:
             return self.weights
-        return jax.lax.dynamic_slice_in_dim(self.weights, self.start(i), self.width, axis=1)
+        return jax.lax.dynamic_slice_in_dim(self.weights, self.start(i), self.width, axis=0 if self.transposed else 1)
+
+    def backward(self, d_CxW, i):
+        """[C, D]: a gradient of the i-th block's logits, times its weights."""
+        acc = jnp.promote_types(d_CxW.dtype, jnp.float32)
+        contract = (((1,), (0 if self.transposed else 1,)), ((), ()))
+        return jax.lax.dot_general(d_CxW, self.part(i).astype(d_CxW.dtype), contract, preferred_element_type=acc)
 
     def block(self, i, hidden_CxD, support_CxK, temperature, softcap) -> _Block:
-        capped, start = capped_logits(hidden_CxD, self.columns(i), softcap), self.start(i)
+        capped, start = capped_logits(hidden_CxD, self.part(i), softcap, self.transposed), self.start(i)
         seen = None
-        if self.weights.shape[1] % self.width:
+        if self.vocab % self.width:
             seen = start + jnp.arange(self.width) >= i * self.width
         inside = seen
         if support_CxK.shape[1]:
@@ -196,34 +204,34 @@ class _Head(NamedTuple):
         return _Block(logits, logits.max(-1), capped, self.first + start, seen)
 
     def added(self, grad_DxV, more_DxW, i):
-        if self.width == self.weights.shape[1]:
+        if self.width == self.vocab:
             return grad_DxV + more_DxW
         old = jax.lax.dynamic_slice_in_dim(grad_DxV, self.start(i), self.width, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(grad_DxV, old + more_DxW, self.start(i), axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9, 10))
 def logprob_and_entropy(
-        hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split):
+        hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed):
     """See api.logprob_and_entropy."""
-    return _forward(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split)[0]
+    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed)[0]
 
 
-def _placed(local, split, inputs: str, outputs: str):
-    """`local` on every device's part. r = split by rows, v = by vocabulary in the second dimension, w = whole."""
+def _placed(local, split, transposed: bool, inputs: str, outputs: str):
+    """`local` on every device's part. r = split by rows, v = the head, by vocabulary, w = whole."""
     if split is None:
         return local
-    specs = {"r": P(split.rows), "v": P(None, split.vocab), "w": P()}
+    specs = {"r": P(split.rows), "v": P(split.vocab) if transposed else P(None, split.vocab), "w": P()}
     return jax.shard_map(local, in_specs=tuple(specs[c] for c in inputs), out_specs=tuple(specs[c] for c in outputs),
                          check_vma=False)
 
 
-def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split):
+def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split, transposed):
     axis = split.vocab if split else None
 
     def local(hidden, head, targets, valid, support, temperature):
         line = _line(valid, min(chunk, valid.size))
-        blocks = _Head.of(head, line.at.shape[1], axis)
+        blocks = _Head.of(head, transposed, line.at.shape[1], axis)
 
         def one(_, xs):
             at, h_CxD, t_C, kept_CxK = xs
@@ -247,18 +255,18 @@ def _forward(hidden, head, targets, valid, support, temperature, softcap, top, c
         return tuple(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False))
 
     inputs = hidden, head, targets, valid, support, temperature
-    logp, entropy, highest, log_sum, *most = _placed(local, split, "rvrrrw", "rrrrrr" if top else "rrrr")(*inputs)
+    logp, entropy, highest, log_sum, *most = _placed(local, split, transposed, "rvrrrw", "rrrrrr" if top else "rrrr")(*inputs)
     return (logp, entropy, *most), (*inputs, highest, log_sum, entropy)
 
 
-def _backward(softcap, top, chunk, split, saved, grads):
+def _backward(softcap, top, chunk, split, transposed, saved, grads):
     hidden, head = saved[:2]
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
     def local(hidden, head, targets, valid, support, temperature, *numbers):
         line = _line(valid, min(chunk, valid.size))
-        blocks = _Head.of(head, line.at.shape[1], axis)
+        blocks = _Head.of(head, transposed, line.at.shape[1], axis)
 
         def one(grad_head, xs):
             at, h_CxD, t_C, kept_CxK, *numbers = xs
@@ -277,9 +285,8 @@ def _backward(softcap, top, chunk, split, saved, grads):
                 if block.seen is not None:
                     d = jnp.where(block.seen, d, 0)
                 d = d.astype(h_CxD.dtype)
-                more_h = jax.lax.dot_general(d, blocks.columns(i).astype(d.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
                 more_w = jax.lax.dot_general(h_DxC, d, (((1,), (0,)), ((), ())), preferred_element_type=acc)
-                return blocks.added(grad_head, more_w, i), grad_h + more_h
+                return blocks.added(grad_head, more_w, i), grad_h + blocks.backward(d, i)
 
             def compute(grad_head):
                 grad_head, grad_h = blocks.scan(add, (grad_head, jnp.zeros(h_CxD.shape, acc)))
@@ -292,11 +299,12 @@ def _backward(softcap, top, chunk, split, saved, grads):
 
         per_token = (hidden, targets, support, *numbers)
         grad_head, grad_hidden = jax.lax.scan(
-            one, jnp.zeros(head.shape, acc), (line.at, *(line.chunks(x) for x in per_token)))
+            one, jnp.zeros((head.shape[1], head.shape[0]) if transposed else head.shape, acc), (line.at, *(line.chunks(x) for x in per_token)))
         grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
+        grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products run at the machine's speed
         return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 
-    grad_hidden, grad_head = _placed(local, split, "rvrrrwrrrrr", "rv")(*saved, *grads[:2])  # the most probable tokens have none
+    grad_hidden, grad_head = _placed(local, split, transposed, "rvrrrwrrrrr", "rv")(*saved, *grads[:2])  # the most probable tokens have none
     return grad_hidden, grad_head, None, None, None, None
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 
-def capped_logits(hidden, head, softcap):
-    """[..., D] x [D, V] -> logits [..., V] in fp32 or better, soft-capped."""
+def capped_logits(hidden, head, softcap, transposed):
+    """[..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jax.lax.dot_general(
-        hidden, head.astype(hidden.dtype), (((hidden.ndim - 1,), (0,)), ((), ())), preferred_element_type=acc
+        hidden, head.astype(hidden.dtype), (((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())), preferred_element_type=acc
     )
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
@@ -31,9 +31,9 @@ def allowed(support, vocab: int):
     return mask.reshape(*support.shape[:-1], vocab)
 
 
-def logprob_and_entropy(hidden_RxSxD, head_DxV, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top):
+def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, transposed):
     """See api.logprob_and_entropy."""
-    logits = capped_logits(hidden_RxSxD, head_DxV, softcap) / temperature
+    logits = capped_logits(hidden_RxSxD, head, softcap, transposed) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
