@@ -1,11 +1,13 @@
 """Asynchrony, showings 2 and 3: killed with kill -9 in every phase with answers ahead, and the synchronous run as the limit.
 
-python evidence/asynchrony_resume.py [--before=COMMIT]
+python evidence/asynchrony_resume.py [embedded] [vllm]        (default both; vllm needs a vLLM that runs here)
 
 tests/tiny_job.py with max_staleness 4 and partial rollouts, a checkpoint at every second step. Each case is killed at one point and
-resumed; then: every sample of every step is used once, in the order of the data, none older than 4 publications, with the
-seed of its step; the counters agree with the ledger; what the checkpoint held finished was used as it was. At the end
-max_staleness=0 is compared with a run by COMMIT, the last without asynchrony: parameters and samples are bitwise equal.
+resumed, with the embedded engine and with a real vLLM server of the run's own; then: every sample of every step is used once, in
+the order of the data, none older than 4 publications, with the seed of its step; the counters agree with the ledger; what the
+checkpoint held finished was used as it was. At the end max_staleness=0 of the commit that brought asynchrony is compared with the
+commit before it: parameters and samples are bitwise equal. (Of the commit at hand: tests/test_asynchrony.py, where answers that
+wait for their step's weights make the synchronous run.)
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ from jaxrl.checkpoint import _read  # noqa: E402
 from jaxrl.recipes.trajectories import results_from_bytes  # noqa: E402
 from jaxrl.rollout import request_seed  # noqa: E402
 
-STEPS, K, BEFORE = 8, 4, "21fa756"
+STEPS, K = 8, 4
+BEFORE, MERGED = "c142990", "18a75a9"
 OPTIONS = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "checkpoint.keep=10", "eval.every_steps=3", "eval.max_rows=2",
-           f"rollout.max_staleness={K}", "rollout.partial=True", "rollout.slots=12", "checkpoint.export_at_end=False")
+           f"rollout.max_staleness={K}", "rollout.partial=True", "checkpoint.export_at_end=False")
 CASES = [*((f"{phase}.kill9@step=4",) for phase in ("rollout", "reward", "update")),
          *((f"checkpoint.kill9@step=4,phase={phase}",) for phase in ("before", "tensors", "commit", "after")),
          *(("update.kill9@step=5", f"resume.kill9@step=4,phase={phase}") for phase in ("before", "arrays"))]
+
+EMBEDDED = ("rollout.slots=12",)
+VLLM = ("rollout.engine=vllm", "model.config.num_attention_heads=1", "model.config.num_key_value_heads=1", "rollout.vllm.max_requests=4")
+ENGINES = {"embedded": (OPTIONS + EMBEDDED, CASES), "vllm": (OPTIONS + VLLM, [CASES[i] for i in (0, 1, 2, 4, 8)])}
 
 
 def held(checkpoint: Path) -> dict:
@@ -47,15 +54,16 @@ def held(checkpoint: Path) -> dict:
     return {tuple(map(int, r.id.split("/")[2:])): (r.tokens.tolist(), int(r.versions[0]), int(r.versions[-1])) for r in results}, host
 
 
-def one(folder: Path, plan) -> dict:
+def one(folder: Path, engine: str, plan) -> dict:
+    options = ENGINES[engine][0]
     died = 0
     for fault in plan:
         written = ("checkpoint.asynchronous=False",) if len(plan) > 1 else ()
-        status, _ = run(folder, *OPTIONS, f"faults.plan={fault!r},", *written)
+        status, _ = run(folder, *options, f"faults.plan={fault!r},", *written)
         died += status == -signal.SIGKILL
     newest = sorted(p for p in (folder / "checkpoints").iterdir() if p.name.isdigit())[-1]
     kept, host = held(newest)
-    status, text = run(folder, *OPTIONS)
+    status, text = run(folder, *options)
     assert status == 0 and died == len(plan), text
     steps, summary = ledger(folder, K), json.loads((folder / "summary.json").read_text())
     rows = {(r["group"], r["sample"]): (r["tokens"], r["version"], r["last_version"]) for own in steps for r in own}
@@ -65,7 +73,7 @@ def one(folder: Path, plan) -> dict:
     if host:
         counts = host["state"]["counts"]
         assert counts["used_groups"] == 4 * int(newest.name) and len(host["state"]["groups"]) == counts["admitted_groups"] - counts["used_groups"]
-    return {"case": " then ".join(plan), "resumed_from": int(newest.name), "finished_and_kept": len(kept),
+    return {"engine": engine, "case": " then ".join(plan), "resumed_from": int(newest.name), "finished_and_kept": len(kept),
             "asked_for_and_not_used": 8 * len(host["state"]["groups"]) if host else 0, "samples": len(rows)}
 
 
@@ -76,40 +84,41 @@ def samples(folder: Path) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
-def synchronous(folder: Path, before: str) -> list[dict]:
-    """This commit with max_staleness=0 and the commit before, for plain GRPO and with dynamic sampling by refill."""
-    old = folder / "before"
-    old.mkdir()
-    archive = subprocess.run(["git", "-C", str(ROOT), "archive", before], capture_output=True, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(old)], input=archive, check=True)
+def synchronous(folder: Path) -> list[dict]:
+    """MERGED with max_staleness=0 and BEFORE, for plain GRPO, with dynamic sampling by refill and with greedy answers beside."""
+    for commit_of in (BEFORE, MERGED):
+        (folder / commit_of).mkdir()
+        archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit_of], capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", str(folder / commit_of)], input=archive, check=True)
     out = []
     for preset in ("grpo", "dapo", "remax"):
         found = {}
-        for name, root in (("now", ROOT), ("before", old)):
+        for name in (BEFORE, MERGED):
+            root = folder / name
             where = folder / f"{preset}_{name}"
             subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={root / 'tests/tiny_job.py'}", f"--config.run.dir={where}",
                             f"--config.algorithm.preset={preset}", "--config.log.console=off", "--config.rollout.slots=12"],
                            env=environment() | {"PYTHONPATH": str(root)}, check=True)
             weights = hashlib.sha256((where / "export" / "model.safetensors").read_bytes()).hexdigest()[:16]
             found[name] = {"parameters": weights, "samples": samples(where)}
-        assert found["now"] == found["before"], found
-        out.append({"preset": preset, **found["now"]})
+        assert found[MERGED] == found[BEFORE], found
+        out.append({"preset": preset, **found[MERGED]})
     return out
 
 
 def main():
-    before = next((a.removeprefix("--before=") for a in sys.argv[1:] if a.startswith("--before=")), BEFORE)
-    at = commit()
+    at, wanted = commit(), [a for a in sys.argv[1:] if a in ENGINES] or list(ENGINES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         rows = []
-        for i, plan in enumerate(CASES):
-            rows.append(one(folder / str(i), plan))
-            print(rows[-1], flush=True)
-        same = synchronous(folder, before)
+        for engine in wanted:
+            for i, plan in enumerate(ENGINES[engine][1]):
+                rows.append(one(folder / f"{engine}{i}", engine, plan))
+                print(rows[-1], flush=True)
+        same = synchronous(folder)
     table(list(rows[0]), [list(r.values()) for r in rows])
     table(list(same[0]), [list(r.values()) for r in same])
-    record("asynchrony_resume", {"max_staleness": K, "cases": rows, "bitwise_as": before, "synchronous": same}, at)
+    record("asynchrony_resume", {"max_staleness": K, "cases": rows, "bitwise": [BEFORE, MERGED], "synchronous": same}, at)
 
 
 if __name__ == "__main__":
