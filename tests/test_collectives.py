@@ -12,7 +12,7 @@ from jaxrl.recipes.planning import compiling
 RULES = ("the MLP is not split over tp", "weights are not gathered before use", "rows are not split")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in ("ppo mixed", "1.5B on 64") else pytest.mark.nightly)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case == "ppo mixed" else pytest.mark.nightly)
                                   for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
 def test_collectives_stay_within_their_budget(case):
     """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
@@ -35,7 +35,7 @@ def with_broken(rule: str) -> list[str]:
     return collective_cases.over(rows, collective_cases.budget("ppo mixed")) + warned
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_broken_rule_is_over_budget():
     """The others of RULES: evidence/sharding.py."""
     too_much = with_broken(RULES[0])

@@ -163,7 +163,7 @@ def test_the_harness_at_a_tiny_shape(tmp_path, envs):
     assert found["systems"]["jaxrl"]["seconds"]["generation"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_the_torch_loop_makes_the_same_update(envs):
     """From one checkpoint and batch; dividing by the group's spread in one of them alone is seen."""

@@ -91,7 +91,7 @@ def test_the_loss_of_every_preset_does_not_depend_on_the_layout(preset):
                 assert got[2][key] == pytest.approx(value, rel=1e-11, abs=1e-12), (name, key)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gradient_through_the_model_neither():
     """With PPO's value loss on the policy's own trunk."""
     with jax.enable_x64(True):

@@ -192,6 +192,7 @@ def test_training_through_vllm_raises_the_reward_and_can_be_resumed(tmp_path):
     assert more.returncode == 2 and "start it with --max-model-len 108" in more.stderr
 
 
+@pytest.mark.nightly
 def test_parity_says_that_they_agree(tmp_path):
     done = run_tiny(tmp_path / "run", "rollout.engine=vllm", "run.mode=parity")
     assert done.returncode == 0, done.stdout + done.stderr
