@@ -4,7 +4,7 @@ python evidence/asynchrony_overlap.py [embedded] [vllm]        (default both; vl
 
 tests/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
 devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one
-real server on the CPU with few sequences at once. Each once with max_staleness=0, which gives the seconds of generation and of
+real server on the CPU with one sequence at once. Each once with max_staleness=0, which gives the seconds of generation and of
 training, and once with 2 and partial rollouts. Medians of the steps after the first four. The ledger of every run is checked.
 """
 
@@ -26,12 +26,12 @@ from common import commit, record, table  # noqa: E402
 from run_tools import environment, ledger  # noqa: E402
 
 STEPS, WARM, K = 10, 4, 2
-TRAIN, PAUSE = {"embedded": 2.5, "vllm": 0.8}, 0.05  # so long that both sides take about the same
+TRAIN, PAUSE = {"embedded": 2.5, "vllm": 2.5}, 0.05  # so long that both sides take about the same
 OPTIONS = {
     "embedded": {"mesh.roles": {"policy": {"devices": "0"}, "sampler": {"devices": "1"}}, "rollout.slots": 8, "rollout.decode_steps": 4,
                  "rollout.compaction": False},
     "vllm": {"rollout.engine": "vllm", "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1,
-             "rollout.vllm.max_requests": 4},
+             "rollout.vllm.max_requests": 1},
 }
 
 
