@@ -5,7 +5,7 @@ python evidence/asynchrony_overlap.py [embedded] [vllm]        (default both; vl
 tests/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
 devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one
 real server on the CPU with one sequence at once. Each once with max_staleness=0, which gives the seconds of generation and of
-training, and once with 2 and partial rollouts. Medians of the steps after the first four. The ledger of every run is checked.
+training, once with 2 and partial rollouts, and once with 2 without them. Medians of the steps after the first four. The ledger of every run is checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS = {
 }
 
 
-def train(folder: str, engine: str, k: str) -> None:
+def train(folder: str, engine: str, k: str, partial: str) -> None:
     """One run, in a process of its own."""
     import jax
 
@@ -58,7 +58,7 @@ def train(folder: str, engine: str, k: str) -> None:
     c = tiny_job.get_config()
     c.run.dir, c.log.console, c.train.steps = folder, "off", STEPS
     c.eval.sets, c.checkpoint.every_steps, c.checkpoint.export_at_end = (), 0, False
-    c.rollout.max_staleness, c.rollout.partial = int(k), int(k) > 0
+    c.rollout.max_staleness, c.rollout.partial = int(k), partial == "True"
     c.faults.plan = tuple(f"update.sleep@step={s},seconds={TRAIN[engine]}" for s in range(1, STEPS + 1))
     for name, value in OPTIONS[engine].items():
         *groups, option = name.split(".")
@@ -82,18 +82,20 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         for engine in wanted:
             found = {}
-            for k in (0, K):
-                folder = Path(temporary) / f"{engine}_{k}"
-                subprocess.run([sys.executable, __file__, "--train", str(folder), engine, str(k)], env=environment(), check=True)
-                found[k], steps = seconds(folder), ledger(folder, k)
+            for k, partial in ((0, False), (K, False), (K, True)):
+                folder = Path(temporary) / f"{engine}_{k}_{partial}"
+                subprocess.run([sys.executable, __file__, "--train", str(folder), engine, str(k), str(partial)], env=environment(), check=True)
+                found[k, partial], steps = seconds(folder), ledger(folder, k)
                 if k == 0:
                     assert all(r["admitted"] == r["version"] == r["last_version"] == s for s, own in enumerate(steps) for r in own)
+                assert partial or all(r["version"] == r["last_version"] for own in steps for r in own)
                 assert sum(map(len, steps)) == STEPS * 32
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            generate, training = found[0]["generate"], found[0]["train"]
-            rows.append({"engine": engine, "generate": generate, "train": training, "synchronous step": found[0]["step"],
-                         f"step with max_staleness={K}": found[K]["step"], "of max(generate, train)": found[K]["step"] / max(generate, training),
-                         "of their sum": found[K]["step"] / (generate + training),
+            generate, training = found[0, False]["generate"], found[0, False]["train"]
+            ahead = found[K, True]["step"]
+            rows.append({"engine": engine, "generate": generate, "train": training, "synchronous step": found[0, False]["step"],
+                         f"step with max_staleness={K}": ahead, "of max(generate, train)": ahead / max(generate, training),
+                         "of their sum": ahead / (generate + training), "without partial": found[K, False]["step"],
                          "staleness max": max(x.get("staleness/max", 0) for x in lines),
                          "answers of several versions": sum(r["version"] < r["last_version"] for own in steps for r in own)})
     table(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else v for v in r.values()] for r in rows])
