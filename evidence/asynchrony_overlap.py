@@ -4,8 +4,9 @@ python evidence/asynchrony_overlap.py [embedded] [vllm]        (default both; vl
 
 tests/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
 devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one
-real server on the CPU with one sequence at once. Each once with max_staleness=0, which gives the seconds of generation and of
-training, once with 2 and partial rollouts, and once with 2 without them. Medians of the steps after the first four. The ledger of every run is checked.
+real server on the CPU with one sequence at once. Each with max_staleness=0, which gives the seconds of generation and of training,
+with 2 and partial rollouts, and with 2 without them. Medians of the steps after the first four. The ledger of every run is
+checked.
 """
 
 from __future__ import annotations
