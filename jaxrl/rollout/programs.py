@@ -172,11 +172,6 @@ class Programs:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
             self._coming[key] = _BESIDE.submit(self._compile, function, shapes, donate, out_shardings)
 
-    def prepared(self) -> None:
-        """Waits for what `prepare` has begun."""
-        for coming in self._coming.values():
-            coming.result()
-
     def stop_preparing(self) -> None:
         """Takes back what `prepare` has not begun."""
         self._coming = {key: coming for key, coming in self._coming.items() if not coming.cancel()}

@@ -76,8 +76,13 @@ def _first_token(vocab: int, axis):
 def held(tokens, vocab: int, axis):
     """(index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`. axis: the mesh axis
     that the vocabulary is split over, None = whole."""
-    at = tokens - _first_token(vocab, axis)
-    return at, (at >= 0) & (at < vocab)
+    return _held(tokens, vocab, _first_token(vocab, axis))
+
+
+def _held(tokens, count: int, first):
+    """The same of `count` tokens from `first` on."""
+    at = tokens - first
+    return at, (at >= 0) & (at < count)
 
 
 class _Sums(NamedTuple):
@@ -144,8 +149,7 @@ class _Block(NamedTuple):
     seen: jax.Array | None    # [W] False for what the block before had; None = all are new
 
     def held(self, targets_C):
-        at = targets_C - self.first
-        here = (at >= 0) & (at < self.logits.shape[1])
+        at, here = _held(targets_C, self.logits.shape[1], self.first)
         return at, here if self.seen is None else here & self.seen[jnp.where(here, at, 0)]
 
 
