@@ -116,7 +116,7 @@ def logprob(folder, shape):
         split = {"chunk": 16, "split": split_of(8, 64), "transposed": True}
         (turned_h, turned_w), found = jax.jit(jax.grad(lambda h, w: total(h, w, **split), argnums=(0, 1), has_aux=True))(hidden, head.T)  # noqa: B023
         for a, b in zip(jax.tree.leaves(((turned_h, turned_w.T), found)), jax.tree.leaves(both[1]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
         want, got = (jax.tree.leaves(jax.device_get(x)) for x in both)
         worst[name] = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(want, got, strict=True))
         if kept is None:  # of a support there may be fewer than five, and the rest are all alike

@@ -5,12 +5,13 @@ from jaxrl.training.optimizer import make_optimizer, make_schedule
 from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_score
 from jaxrl.training.state import init_state, merge, partition
-from jaxrl.training.update import LossConfig, make_update
+from jaxrl.training.update import LossConfig, at_once, make_update
 
 __all__ = [
     "Layout",
     "LossConfig",
     "Minibatch",
+    "at_once",
     "init_state",
     "loss_weights",
     "make_layout",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jaxrl.algorithms import (
     value_loss,
 )
 from jaxrl.config import imported
+from jaxrl.kernels.platform import platform
 from jaxrl.models.value import values
 from jaxrl.sharding import memory
 from jaxrl.training.score import forward_hidden, logprobs_of
@@ -222,10 +224,28 @@ def _gap_by_staleness(token, mask, d, batch, cfg):
     return out
 
 
-def make_accumulate(model, cfg: LossConfig):
-    """accumulate(trainable, frozen, stats, grads, metrics, batch) -> (grads, metrics) plus this microbatch's."""
+AT_ONCE_CPU = 8  # XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that
 
-    def accumulate(trainable, frozen, stats, grads, metrics, batch):
+
+def at_once() -> int:
+    """How many microbatches a call of `accumulate` gets: one, but on CPUs."""
+    return AT_ONCE_CPU if platform() == "cpu" else 1
+
+
+def _together(microbatches):
+    """(tuple of at_once() microbatches of one shape, how many of them count): neighbours, and the last one again where there are
+    fewer."""
+    shape = lambda batch: tuple(x.shape for x in jax.tree.leaves(batch))  # noqa: E731
+    for _, same in itertools.groupby(microbatches, shape):
+        while some := tuple(itertools.islice(same, at_once())):
+            yield some + some[-1:] * (at_once() - len(some)), len(some)
+
+
+def make_accumulate(model, cfg: LossConfig):
+    """accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics) plus those of the first `count` of
+    equally shaped microbatches, one after the other."""
+
+    def one(trainable, frozen, stats, grads, metrics, batch):
         scale = stats["loss_scale"] if cfg.fp16 else 1.0
         coef = stats["entropy_applied"] if cfg.entropy_target else None
 
@@ -237,6 +257,13 @@ def make_accumulate(model, cfg: LossConfig):
         grads = jax.tree.map(jnp.add, grads, g)
         metrics = {k: (jnp.maximum if k in SUMS_TO_MAX else jnp.add)(metrics[k], new[k]) for k in new}
         return grads, metrics
+
+    def accumulate(trainable, frozen, stats, grads, metrics, batches, count):
+        add = functools.partial(one, trainable, frozen, stats)
+        if len(batches) == 1:
+            return add(grads, metrics, batches[0])
+        every = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+        return jax.lax.fori_loop(0, count, lambda i, sums: add(*sums, jax.tree.map(lambda x: x[i], every)), (grads, metrics))
 
     return accumulate
 
@@ -349,9 +376,9 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
     def gradients(state, microbatches):
         empty, accumulate, _ = compiled(state)
         carry = None
-        for batch in microbatches:
-            carry = empty(state.trainable, state.frozen, batch) if carry is None else carry
-            carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batch)
+        for batches, count in _together(microbatches):
+            carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
+            carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batches, count)
         return carry
 
     def update(state, microbatches):
