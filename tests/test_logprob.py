@@ -43,6 +43,24 @@ def test_chunked_equals_reference_with_gradients(softcap, chunk, blocks):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
+    hidden, head, targets, valid = _inputs()
+    support = jnp.concatenate([targets[..., None], jnp.full((3, 13, 2), -1), jnp.full((3, 13, 1), 7)], axis=-1)
+
+    def grads(kept):
+        monkeypatch.setattr(chunked, "KEPT_CPU", kept)
+
+        def loss(h, w):
+            logp, ent = logprob_and_entropy(h, w, targets, valid, support, temperature=0.7, softcap=5.0, chunk=6)
+            return jnp.sum(jnp.sin(logp) + 0.3 * jnp.square(ent))
+
+        return jax.value_and_grad(loss, (0, 1))(hidden, head), str(jax.make_jaxpr(jax.grad(loss))(hidden, head)).count("dot_general")
+
+    (kept, products), (again, more) = grads(1 << 26), grads(0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), kept, again)
+    assert products == more - 1
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_an_embedding_table_serves_as_it_lies(implementation, blocks):
     hidden, head, targets, valid = _inputs()

@@ -1,4 +1,4 @@
-"""`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time.
+"""`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time (all of them where they are few).
 
 The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are skipped.
 The forward pass keeps its inputs and three numbers per token (see _Sums); the backward pass computes each chunk's logits
@@ -7,7 +7,8 @@ again and writes
 (H the entropy), then applies the chain rule of temperature and soft-cap.
 
 On CPUs the vocabulary is cut into blocks too, so that a chunk's logits stay in the cache from the product that makes them to the
-last use of them; the sums over the vocabulary are then carried from block to block.
+last use of them; the sums over the vocabulary are then carried from block to block. One CPU device that has few logits in all
+(KEPT_CPU) keeps them, after the soft-cap, for the backward pass.
 
 On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
@@ -29,6 +30,7 @@ from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, capped_logits
 from jaxrl.kernels.platform import platform
 
 LOGITS_CPU, NARROWEST = 1 << 20, 128  # logits at once that a CPU's cache holds, in blocks of the vocabulary no narrower than this
+KEPT_CPU = 1 << 26  # logits of a microbatch, 256 MiB, that a CPU keeps for the backward pass
 
 
 class Split(NamedTuple):
@@ -169,12 +171,15 @@ class _Head(NamedTuple):
         width = min(vocab, max(LOGITS_CPU // tokens, NARROWEST)) if platform() == "cpu" else vocab
         return cls(weights, transposed, vocab, width, _first_token(vocab, axis))
 
+    @property
+    def count(self) -> int:
+        return -(-self.vocab // self.width)
+
     def scan(self, one, carry):
         """The last carry of one(carry, i) over the blocks."""
-        count = -(-self.vocab // self.width)
-        if count == 1:
+        if self.count == 1:
             return one(carry, 0)
-        return jax.lax.scan(lambda carry, i: (one(carry, i), None), carry, jnp.arange(count))[0]
+        return jax.lax.scan(lambda carry, i: (one(carry, i), None), carry, jnp.arange(self.count))[0]
 
     def start(self, i):
         return jnp.minimum(i * self.width, self.vocab - self.width)
@@ -191,8 +196,10 @@ class _Head(NamedTuple):
         contract = (((1,), (0 if self.transposed else 1,)), ((), ()))
         return jax.lax.dot_general(d_CxW, self.part(i).astype(d_CxW.dtype), contract, preferred_element_type=acc)
 
-    def block(self, i, hidden_CxD, support_CxK, temperature, softcap) -> _Block:
-        capped, start = capped_logits(hidden_CxD, self.part(i), softcap, self.transposed), self.start(i)
+    def block(self, i, hidden_CxD, support_CxK, temperature, softcap, capped=None) -> _Block:
+        """capped: the block's product where it was kept."""
+        capped = capped_logits(hidden_CxD, self.part(i), softcap, self.transposed) if capped is None else capped
+        start = self.start(i)
         seen = None
         if self.vocab % self.width:
             seen = start + jnp.arange(self.width) >= i * self.width
@@ -218,7 +225,7 @@ class _Head(NamedTuple):
 def logprob_and_entropy(
         hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed):
     """See api.logprob_and_entropy."""
-    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed)[0]
+    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed, False)[0]
 
 
 def _placed(local, split, transposed: bool, inputs: str, outputs: str):
@@ -230,41 +237,48 @@ def _placed(local, split, transposed: bool, inputs: str, outputs: str):
                          check_vma=False)
 
 
-def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split, transposed):
+def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split, transposed, keep=True):
     axis = split.vocab if split else None
 
     def local(hidden, head, targets, valid, support, temperature):
         line = _line(valid, min(chunk, valid.size))
-        blocks = _Head.of(head, transposed, line.at.shape[1], axis)
+        blocks, kept = _Head.of(head, transposed, line.at.shape[1], axis), None
+        if keep and split is None and platform() == "cpu" and line.at.size * blocks.count * blocks.width <= KEPT_CPU:
+            kept = jnp.zeros((len(line.at), blocks.count, line.at.shape[1], blocks.width), temperature.dtype)
 
-        def one(_, xs):
-            at, h_CxD, t_C, kept_CxK = xs
+        def one(kept, xs):
+            t, at, h_CxD, t_C, kept_CxK = xs
 
-            def compute():
-                def add(sums, i):
-                    return sums.and_block(blocks.block(i, h_CxD, kept_CxK, temperature, softcap), t_C)
+            def compute(kept):
+                def add(carry, i):
+                    sums, kept = carry
+                    block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap)
+                    return sums.and_block(block, t_C), kept if kept is None else kept.at[t, i].set(block.capped)
 
-                sums = blocks.scan(add, _Sums.none(len(at), top, temperature.dtype)).over(axis)
+                sums, kept = blocks.scan(add, (_Sums.none(len(at), top, temperature.dtype), kept))
+                sums = sums.over(axis)
                 log_sum = jnp.log(sums.total)
                 norm = sums.top + log_sum
                 out = sums.target - sums.top - log_sum, log_sum - sums.mean / sums.total, sums.top, log_sum
-                return out + ((sums.ids, sums.logits - norm[:, None]) if top else ())
+                return kept, out + ((sums.ids, sums.logits - norm[:, None]) if top else ())
 
-            def skip():
-                return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+            def skip(kept):
+                return kept, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, kept)[1])
 
-            return None, jax.lax.cond(at[0] < valid.size, compute, skip)
+            return jax.lax.cond(at[0] < valid.size, compute, skip, kept)
 
-        _, out = jax.lax.scan(one, None, (line.at, *(line.chunks(x) for x in (hidden, targets, support))))
-        return tuple(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False))
+        kept, out = jax.lax.scan(one, kept, (jnp.arange(len(line.at)), line.at, *(line.chunks(x) for x in (hidden, targets, support))))
+        out = tuple(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False))
+        return out if split else (*out, kept)
 
     inputs = hidden, head, targets, valid, support, temperature
-    logp, entropy, highest, log_sum, *most = _placed(local, split, transposed, "rvrrrw", "rrrrrr" if top else "rrrr")(*inputs)
-    return (logp, entropy, *most), (*inputs, highest, log_sum, entropy)
+    found = _placed(local, split, transposed, "rvrrrw", "rrrrrr" if top else "rrrr")(*inputs)
+    (logp, entropy, highest, log_sum, *most), kept = (found, None) if split else (found[:-1], found[-1])
+    return (logp, entropy, *most), (*inputs, highest, log_sum, entropy, kept)
 
 
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
-    hidden, head = saved[:2]
+    hidden, head, *_, kept = saved
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
@@ -273,13 +287,13 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
         blocks = _Head.of(head, transposed, line.at.shape[1], axis)
 
         def one(grad_head, xs):
-            at, h_CxD, t_C, kept_CxK, *numbers = xs
+            t, at, h_CxD, t_C, kept_CxK, *numbers = xs
             highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
             h_DxC = h_CxD.T if platform() != "cpu" else jax.lax.optimization_barrier(h_CxD.T)  # transposed once, not per block
 
             def add(grads, i):
                 grad_head, grad_h = grads
-                block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap)
+                block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap, kept if kept is None else kept[t, i])
                 logp = block.logits - highest - log_sum
                 p, target = jnp.exp(logp), t_C[:, None] == block.first + jnp.arange(blocks.width)
                 d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
@@ -303,12 +317,13 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
 
         per_token = (hidden, targets, support, *numbers)
         grad_head, grad_hidden = jax.lax.scan(
-            one, jnp.zeros((head.shape[1], head.shape[0]) if transposed else head.shape, acc), (line.at, *(line.chunks(x) for x in per_token)))
+            one, jnp.zeros((head.shape[1], head.shape[0]) if transposed else head.shape, acc),
+            (jnp.arange(len(line.at)), line.at, *(line.chunks(x) for x in per_token)))
         grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
         grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products run at the machine's speed
         return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 
-    grad_hidden, grad_head = _placed(local, split, transposed, "rvrrrwrrrrr", "rv")(*saved, *grads[:2])  # the most probable tokens have none
+    grad_hidden, grad_head = _placed(local, split, transposed, "rvrrrwrrrrr", "rv")(*saved[:-1], *grads[:2])  # the most probable tokens have none
     return grad_hidden, grad_head, None, None, None, None
 
 

@@ -167,12 +167,13 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     if kind in ("critic", "value"):
         head = 0.0
     else:
-        chunk = min(config.train.logprob_chunk, t) * cfg.vocab_size / tp
+        chunk, kept = min(config.train.logprob_chunk, t) * cfg.vocab_size / tp, 0.0
         if targets.parse(config.plan.target).kind == "cpu":
             chunk = min(chunk, max(chunked.LOGITS_CPU, min(config.train.logprob_chunk, t) * chunked.NARROWEST))
+            kept = t * cfg.vocab_size * 4 * (learns and math.prod(mesh.values()) == 1 and t * cfg.vocab_size <= chunked.KEPT_CPU)
         chunk *= 4
         table = cfg.hidden_size * cfg.vocab_size / tp
-        head = (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
+        head = kept + (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
     if not learns:
         return hidden + max(layer + gathered, head)
     saved = _saved(model, t, tp, act, length)
