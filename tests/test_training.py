@@ -12,6 +12,7 @@ from jaxrl.config import ConfigError, default_config
 from jaxrl.training.layout import Block, RowShapes, attention_work
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.score import forward_logprobs
+from jaxrl.training.update import _together
 
 LONGEST = 9 + 14
 LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
@@ -311,6 +312,12 @@ def test_one_compilation_serves_every_microbatch_and_step(caplog):
     compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
     for name in ("_empty", "accumulate", "apply"):
         assert sum(f"jit({name})" in text for text in compiled) == 1, compiled
+
+
+def test_neighbours_of_one_shape_go_together():
+    batches = [np.full(shape, i) for i, shape in enumerate((3, 3, 3, 4, 3))]
+    found = [([int(b[0]) for b in some], count) for some, count in _together(iter(batches), 2)]
+    assert found == [([0, 1], 2), ([2, 2], 1), ([3, 3], 1), ([4, 4], 1)]
 
 
 def test_frozen_parameters_have_no_optimizer_state_and_do_not_move():

@@ -227,18 +227,19 @@ def _gap_by_staleness(token, mask, d, batch, cfg):
 AT_ONCE_CPU = 8  # XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that
 
 
-def at_once() -> int:
-    """How many microbatches a call of `accumulate` gets: one, but on CPUs."""
-    return AT_ONCE_CPU if platform() == "cpu" else 1
+def at_once(state) -> int:
+    """How many microbatches a call of `accumulate` gets: one, but where the state lies on one CPU device."""
+    where = jax.tree.leaves(state.trainable)[0].sharding
+    on = platform(where.mesh if isinstance(where, NamedSharding) else None)
+    return AT_ONCE_CPU if on == "cpu" and where.num_devices == 1 else 1
 
 
-def _together(microbatches):
-    """(tuple of at_once() microbatches of one shape, how many of them count): neighbours, and the last one again where there are
-    fewer."""
+def _together(microbatches, most: int):
+    """(tuple of `most` microbatches of one shape, how many of them count): neighbours, and the last one again where there are fewer."""
     shape = lambda batch: tuple(x.shape for x in jax.tree.leaves(batch))  # noqa: E731
     for _, same in itertools.groupby(microbatches, shape):
-        while some := tuple(itertools.islice(same, at_once())):
-            yield some + some[-1:] * (at_once() - len(some)), len(some)
+        while some := tuple(itertools.islice(same, most)):
+            yield some + some[-1:] * (most - len(some)), len(some)
 
 
 def make_accumulate(model, cfg: LossConfig):
@@ -376,7 +377,7 @@ def make_update(model, optimizer, schedule, cfg: LossConfig):
     def gradients(state, microbatches):
         empty, accumulate, _ = compiled(state)
         carry = None
-        for batches, count in _together(microbatches):
+        for batches, count in _together(microbatches, at_once(state)):
             carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
             carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batches, count)
         return carry

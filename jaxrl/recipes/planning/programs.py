@@ -165,7 +165,7 @@ def _update(out: Lowering, job, name, update, state, columns, weights, keep):
     metrics = _shaped(metrics, everywhere)
     out.live |= {f"{name}_gradients": grads, f"{name}_batch": batch}
     if keep(name):
-        out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics, (batch,) * training.at_once(), 1)
+        out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics, (batch,) * training.at_once(state), 1)
     if keep(f"{name}_apply"):
         out.programs[f"{name}_apply"] = apply.lower(state, grads, metrics)
 
