@@ -375,5 +375,6 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(tmp_path):
                           capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["tiny"]
-    assert {"step_seconds", "rollout_seconds", "update_seconds"} <= set(found["measured"]) & set(found["planned"])
-    assert found["predicted"]["peak_bytes"] > 0
+    assert {"step", "rollout", "update"} <= set(found["measured"]) & set(found["planned"])
+    assert found["predicted"]["peak_bytes"] > 0 and found["measured"]["compilations_after_warm_up"] == 0
+    assert found["ahead"]["step_of_sum"] > 0
