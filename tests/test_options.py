@@ -501,7 +501,7 @@ def loss_of():
     model = SimpleNamespace(
         hidden=lambda params, tokens, *where: params["table"][tokens],
         head=lambda params: params["table"].T,
-        config=SimpleNamespace(final_softcap=0.0),
+        config=SimpleNamespace(final_softcap=0.0, tied=False),
     )
     params = {"table": jnp.asarray(0.5 * np.random.default_rng(0).normal(size=(61, 8)), jnp.float32)}
     shapes = training.row_shapes((), 24, 24 * 9, 1)
