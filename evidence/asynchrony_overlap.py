@@ -27,7 +27,7 @@ from common import commit, record, table  # noqa: E402
 from run_tools import environment, ledger  # noqa: E402
 
 STEPS, WARM, K = 10, 4, 2
-TRAIN, PAUSE = {"embedded": 2.5, "vllm": 1.5}, 0.05  # so long that both sides take about the same
+TRAIN, PAUSE = {"embedded": 2.5, "vllm": 2.5}, 0.05  # so long that both sides take about the same
 OPTIONS = {
     "embedded": {"mesh.roles": {"policy": {"devices": "0"}, "sampler": {"devices": "1"}}, "rollout.slots": 8, "rollout.decode_steps": 4,
                  "rollout.compaction": False},
