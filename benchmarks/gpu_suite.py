@@ -8,13 +8,12 @@ to benchmarks/results/ (with --tiny nowhere).
 the rest: GRPO of models with random weights, embedded sampler, answers of full length. Every case runs in a process of its own,
 because the highest memory of a device is kept per process:
 
-    0.5B     twenty steps in rows of 2k tokens: seconds by phase, peak memory, programs compiled after the first three steps, MFU,
+    0.5B     twenty steps in rows of 2k tokens: seconds by phase, peak memory, programs compiled after the first two steps, MFU,
              tokens/s, and decoding beside its roofline (the bytes of weights and filled cache that its steps read, at the chip's
              bandwidth); memory and seconds as run.mode=plan and plan.predict said before. Then six steps with max_staleness=2,
              sampler and trainer on the same device: the step beside the sum of the synchronous phases
     1.5B     the same for three steps, the update on 16k packed tokens
     0.6B     the same on 16k packed tokens, for tokens/s of training
-
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "evidence"))
+
 
 class Case(NamedTuple):
     prompts: int
@@ -89,9 +89,10 @@ def of_a_step(steps: list[dict]) -> dict:
 
 
 def decoding_bytes(case: Case, model, width: int) -> float:
-    """What the decode steps of one batch have to read: all weights at every step, and the keys and values of the tokens so far."""
+    """What the decode steps of one batch have to read: all weights at every step, and the keys and values of the tokens so far
+    (prompts taken as PROMPT tokens, so somewhat too many)."""
     cfg = model.config
-    seen = sum(PROMPT + t for t in range(1, case.answer)) * case.prompts * case.group  # prompts are shorter: at most this
+    seen = sum(PROMPT + t for t in range(1, case.answer)) * case.prompts * case.group
     return width * (model.num_parameters * (case.answer - 1) + 2 * seen * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers)
 
 

@@ -27,7 +27,7 @@ from common import commit, record, table  # noqa: E402
 from run_tools import environment, ledger  # noqa: E402
 
 STEPS, WARM, K = 10, 4, 2
-TRAIN, PAUSE = {"embedded": 2.5, "vllm": 2.5}, 0.05  # so long that both sides take about the same
+TRAIN, PAUSE = 2.5, 0.05
 OPTIONS = {
     "embedded": {"mesh.roles": {"policy": {"devices": "0"}, "sampler": {"devices": "1"}}, "rollout.slots": 8, "rollout.decode_steps": 4,
                  "rollout.compaction": False},
@@ -60,7 +60,7 @@ def train(folder: str, engine: str, k: str, partial: str) -> None:
     c.run.dir, c.log.console, c.train.steps = folder, "off", STEPS
     c.eval.sets, c.checkpoint.every_steps, c.checkpoint.export_at_end = (), 0, False
     c.rollout.max_staleness, c.rollout.partial = int(k), partial == "True"
-    c.faults.plan = tuple(f"update.sleep@step={s},seconds={TRAIN[engine]}" for s in range(1, STEPS + 1))
+    c.faults.plan = tuple(f"update.sleep@step={s},seconds={TRAIN}" for s in range(1, STEPS + 1))
     for name, value in OPTIONS[engine].items():
         *groups, option = name.split(".")
         node = c

@@ -37,7 +37,8 @@ def logprob_and_entropy(
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
       top: how many of the most probable tokens to return too, 0 = none (static).
-      chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V).
+      chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V). One CPU device keeps up to
+        chunked.KEPT_CPU of them for the backward pass, and computes them again where there are more.
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       transposed: the head is an embedding table [V, D] (static). It is read as it lies; a transposed copy would be made per call.
       implementation: "chunked", or "reference" (full logits).

@@ -268,12 +268,10 @@ def _forward(hidden, head, targets, valid, support, temperature, softcap, top, c
             return jax.lax.cond(at[0] < valid.size, compute, skip, kept)
 
         kept, out = jax.lax.scan(one, kept, (jnp.arange(len(line.at)), line.at, *(line.chunks(x) for x in (hidden, targets, support))))
-        out = tuple(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False))
-        return out if split else (*out, kept)
+        return (*(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False)), kept)
 
     inputs = hidden, head, targets, valid, support, temperature
-    found = _placed(local, split, transposed, "rvrrrw", "rrrrrr" if top else "rrrr")(*inputs)
-    (logp, entropy, highest, log_sum, *most), kept = (found, None) if split else (found[:-1], found[-1])
+    logp, entropy, highest, log_sum, *most, kept = _placed(local, split, transposed, "rvrrrw", "rrrrrrw" if top else "rrrrw")(*inputs)
     return (logp, entropy, *most), (*inputs, highest, log_sum, entropy, kept)
 
 
