@@ -1,6 +1,8 @@
 """Operations needed, counted by hand; speeds and compilations that follow; memory profiles of a run."""
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +13,7 @@ from training_helpers import batch_of_groups
 
 from jaxrl import models
 from jaxrl.recipes.operations import Operations, Speed
-from jaxrl.telemetry.compilations import BESIDE, Compilations, waited
+from jaxrl.telemetry.compilations import BESIDE, EVENT, Compilations, waited
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
 HF = {"model_type": "gemma2", "vocab_size": 61, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
@@ -100,6 +102,26 @@ def test_compilations_count_every_program_once():
     assert count.take() == (1, 0) and count.take() == (0, 0)
     double(np.ones(4, np.float32))
     assert count.take() == (1, 0) and count.total == (2, 0)
+
+
+def test_after_a_long_compilation_the_heap_gives_back_what_nobody_uses():
+    """Blocks too small to be mapped on their own stay in glibc's heap when they are freed, while one above them is held."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    size, count = 100_000, 2000  # 200 MB
+    resident = lambda: next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS"))  # noqa: E731
+    Compilations()  # which listens
+    blocks = [libc.malloc(size) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        libc.free(block)
+    held = resident()
+    jax.monitoring.record_event_duration_secs(EVENT, 0.1)
+    assert resident() > held - 50_000  # KiB: not after a short one
+    jax.monitoring.record_event_duration_secs(EVENT, 2.0)
+    assert resident() < held - 150_000
+    libc.free(blocks[-1])
 
 
 def test_what_a_thread_compiles_beside_the_work_counts_only_where_it_was_waited_for():

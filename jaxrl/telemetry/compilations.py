@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 EVENT = "/jax/core/compile/backend_compile_duration"
 WAITED = "/jaxrl/compile/waited"  # of a program compiled beside the work: what called for it before it was there
 BESIDE = "compile"                # names of threads that compile beside the work begin so
+LONG = 1.0                        # seconds of compiling after which memory is given back
 
 
 class Count(NamedTuple):
@@ -49,8 +51,18 @@ def waited(seconds: float) -> None:
     jax.monitoring.record_event_duration_secs(WAITED, seconds)
 
 
+def give_back() -> None:
+    """Returns to the system what the heap holds and nobody uses, where libc can: compiling a training step leaves hundreds of MiB,
+    which glibc keeps, and programs put their buffers elsewhere."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _heard(event: str, seconds: float, **details) -> None:
     seen = Compilations._seen
+    if event == EVENT and seconds > LONG:
+        give_back()
     if event == EVENT and threading.current_thread().name.startswith(BESIDE):
         Compilations._seen = seen._replace(beside=seen.beside + 1)
     elif event in (EVENT, WAITED):
