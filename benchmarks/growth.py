@@ -14,7 +14,6 @@ the length, so that there more than 1 is right. Leave the machine alone meanwhil
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -61,6 +60,7 @@ def point(prompts: int, group: int, answer: int) -> dict:
     """Seconds and bytes by phase of one point, measured in this process."""
     import jaxrl
     from jaxrl.telemetry import Telemetry
+    from jaxrl.telemetry.compilations import give_back
 
     told, peaks, now = Telemetry.phase, {}, {"phase": "", "step": 0}
 
@@ -71,7 +71,7 @@ def point(prompts: int, group: int, answer: int) -> dict:
             peaks[now["phase"]] = max(peaks.get(now["phase"], 0), resident("VmHWM"))
         if now["phase"] == "update":
             now["step"] += 1
-            ctypes.CDLL(None).malloc_trim(0)  # what compiling and the phases before left unused in the heap
+            give_back()  # what compiling and the phases before left unused in the heap
         Path("/proc/self/clear_refs").write_text("5")
         now["phase"] = name
         return told(self, name)

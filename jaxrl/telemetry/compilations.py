@@ -1,4 +1,5 @@
-"""Every program that jax compiles, or fetches from its compilation cache, in this process."""
+"""Every program that jax compiles, or fetches from its compilation cache, in this process: counted, and the memory that a long
+compilation leaves behind given back."""
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ def give_back() -> None:
 
 
 def _heard(event: str, seconds: float, **details) -> None:
-    seen = Compilations._seen
     if event == EVENT and seconds > LONG:
         give_back()
+    seen = Compilations._seen
     if event == EVENT and threading.current_thread().name.startswith(BESIDE):
         Compilations._seen = seen._replace(beside=seen.beside + 1)
     elif event in (EVENT, WAITED):
