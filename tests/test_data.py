@@ -474,3 +474,23 @@ def test_fingerprint_follows_content_and_order(plain, tmp_path):
     prints = {train(plain, write_jsonl(tmp_path / f"{k}.jsonl", r)).fingerprint
               for k, r in enumerate([rows, rows, rows[::-1], rows[:4], [*rows[:4], {"prompt": "other", "answer": 1}]])}
     assert len(prints) == 4
+
+
+def test_rows_that_a_caller_holds_are_read_like_files(plain, tmp_path):
+    import datasets
+    rows = [{**row, "when": datetime.date(2026, 1, 2)} for row in questions(8)]
+    file = train(plain, write_jsonl(tmp_path / "a.jsonl", [{**row, "when": "2026-01-02"} for row in rows]), data__max_rows=6)
+    config = make_config(plain, data__max_rows=6)
+    tokenizer = load_tokenizer(config)
+    for given in (rows, (row for row in rows), datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).to_iterable_dataset()):
+        ds = load_train(config, tokenizer, EOS, given)
+        assert ds.fingerprint == file.fingerprint and [e.columns for e in ds] == [e.columns for e in file]
+        assert [e.prompt for e in ds] == [e.prompt for e in file] and ds[5].where in ("data[5]", "data:6")
+    config.data.eval_fraction = 0.5
+    sets = load_eval_sets(config, tokenizer, EOS, sets={"own": rows[:2]}, rows=rows)
+    assert {name: len(s) for name, s in sets.items()} == {"own": 2, "heldout": 3}
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    for wrong, text in ((both, "DatasetDict: expected rows.*one of its splits: train"), ([], "data holds no rows"), (3, "data is a int"),
+                        (["x"], r"data\[0\]: a row must be a JSON object, not str")):
+        with pytest.raises(DataError, match=text):
+            load_train(config, tokenizer, EOS, wrong)

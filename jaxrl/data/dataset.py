@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.config import ConfigError
-from jaxrl.data.sources import BadRows, DataError, Tables, check_path, read
+from jaxrl.data.sources import BadRows, DataError, Tables, check_path, from_memory, read
 from jaxrl.data.tokenizer import PromptError, Template, check_messages
 
 log = logging.getLogger(__name__)
@@ -196,31 +196,35 @@ class _Ragged:
         return self.ids[self.offsets[i]:self.offsets[i + 1]]
 
 
-def load_train(config, tokenizer, eos_id: int | None = None) -> Dataset:
-    """The training set of `data.*`. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
+def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Dataset:
+    """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of `data.path`;
+    read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
 
     With `data.eval_fraction` a share of the rows becomes `.heldout` instead; rows with equal prompts stay on one
     side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
     """
     data = config.data
-    if not data.path:
+    if not data.path and rows is None:
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
     if not 0.0 <= data.eval_fraction < 1.0:
         raise ConfigError(f"data.eval_fraction={data.eval_fraction}: must lie in [0, 1)")
     bad = BadRows(data.bad_rows)
-    tables, rows, heldout = _train_rows(config, bad)
+    tables, numbers, heldout = _train_rows(config, bad, rows)
     targets = "required" if config.run.recipe == "sft" else "none"
-    train = _load("train", config, tokenizer, eos_id, tables, rows, targets, bad)
+    train = _load("train", config, tokenizer, eos_id, tables, numbers, targets, bad)
     if data.eval_fraction:
         train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout)
     return train
 
 
-def _train_rows(config, bad):
-    """(tables of data.path, rows to train on, held-out rows)."""
+def _train_rows(config, bad, rows=None):
+    """(tables of data.path or of rows given, numbers of the rows to train on, of the held-out ones)."""
     data = config.data
-    tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
-                  limit=data.max_rows)
+    if rows is not None:
+        tables = from_memory(rows, bad, field="data", limit=data.max_rows)
+    else:
+        tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
+                      limit=data.max_rows)
     if not data.eval_fraction:
         return tables, range(len(tables)), []
     return tables, *_carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
@@ -232,23 +236,33 @@ def _load_heldout(config, tokenizer, eos_id, tables, rows) -> Dataset:
     return _load("heldout", config, tokenizer, eos_id, tables, rows, targets, BadRows(config.data.bad_rows))
 
 
-def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None) -> dict[str, Dataset]:
-    """The sets of `eval.sets`, and 'heldout' if `data.eval_fraction` > 0 (`train.heldout`, or read again).
+def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None, sets=None, rows=None
+                   ) -> dict[str, Dataset]:
+    """The sets of `eval.sets`, then those of `sets` (name -> rows, as for load_train), and 'heldout' if
+    `data.eval_fraction` > 0 (`train.heldout`, or carved out again, of `rows` where the training rows were given).
 
     Rows keep their order and none is left out or repeated, except as `data.overlong_prompt` says (counted and
     reported). In SFT a set's completion column is read where there is one.
     """
     out: dict[str, Dataset] = {}
     targets = "optional" if config.run.recipe == "sft" else "none"
+
+    def load(name, bad, tables):
+        out[name] = _load(name, config, tokenizer, eos_id, tables, range(len(tables)), targets, bad)
+
     for name, path, split in _eval_sources(config):
         bad = BadRows(config.data.bad_rows)
-        tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=config.data.subset,
-                      revision=config.data.revision, limit=config.eval.max_rows)
-        out[name] = _load(name, config, tokenizer, eos_id, tables, range(len(tables)), targets, bad)
+        load(name, bad, read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=config.data.subset,
+                             revision=config.data.revision, limit=config.eval.max_rows))
+    for name, given in (sets or {}).items():
+        if name in out or (name == "heldout" and config.data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"eval: the set's name {name!r} is taken, or is not made of letters, digits, '_', '.' and '-'")
+        bad = BadRows(config.data.bad_rows)
+        load(name, bad, from_memory(given, bad, field=f"eval {name}", limit=config.eval.max_rows))
     if config.data.eval_fraction and train is not None:
         out["heldout"] = train.heldout
     elif config.data.eval_fraction:
-        tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows))
+        tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows), rows)
         out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout)
     return out
 

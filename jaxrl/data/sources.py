@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import csv
 import io
+import itertools
 import json
 import logging
 import os
@@ -185,6 +186,28 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
         why = "".join(f"\n  {m}" for m in bad.messages[:3])
         shown = paths if isinstance(paths, str) else ", ".join(paths)
         raise DataError(f"{field}={shown}: no rows that can be read; put at least one into it{why}")
+    return Tables(parts)
+
+
+def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
+    """Rows that a caller holds: a list (or another iterable) of dicts, or a `datasets.Dataset`. `limit` > 0 keeps the first.
+
+    Values without a JSON form become text. `field` names the argument; a row's place is "<field>[3]", from 0.
+    """
+    if hasattr(rows, "keys") or isinstance(rows, str | bytes):
+        remedy = f"; give one of its splits: {', '.join(map(str, rows.keys()))}" if hasattr(rows, "keys") else ""
+        raise DataError(f"{field} is a {type(rows).__name__}: expected rows, a list of dicts or a datasets.Dataset{remedy}")
+    if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are left out
+        parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
+    else:
+        try:
+            values = ((row, f"{field}[{i}]") for i, row in enumerate(rows))
+        except TypeError:
+            raise DataError(f"{field} is a {type(rows).__name__}: expected rows, a list of dicts or a datasets.Dataset") from None
+        values = itertools.islice(values, limit or None)
+        parts = [_objects(((_plain(row) if isinstance(row, dict) else row, where) for row, where in values), bad, sys.maxsize)]
+    if not len(parts[0]):
+        raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)
 
 
