@@ -1,5 +1,6 @@
 """Telemetry: what is written, shown and said, and that none of it can end a run."""
 
+import errno
 import io
 import json
 import logging
@@ -146,7 +147,7 @@ def test_a_new_run_drops_lines_and_never_moves_an_earlier_run_away(tmp_path):
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_a_disk_that_fills_up_and_empties_leaves_whole_lines(tmp_path):
+def test_lines_that_a_full_disk_refuses_are_written_later_or_the_run_hears_of_it(tmp_path):
     code = """
 import resource, sys
 from jaxrl.config import default_config
@@ -157,17 +158,26 @@ limit = lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_IN
 t.step(1, {"reward/mean": 0.5})
 size = (t.run_dir / "metrics.jsonl").stat().st_size
 limit(size + 20)
-t.step(2, {"reward/mean": 0.5})
+t.step(2, {"reward/mean": 0.25})
 t.step(3, {"reward/mean": 0.5})
 assert (t.run_dir / "metrics.jsonl").stat().st_size == size
+try:
+    t.flush()
+    print("counted")
+except OSError as e:
+    print(e.strerror)
 limit(resource.RLIM_INFINITY)
 t.step(4, {"reward/mean": 0.5})
+t.flush()
+limit((t.run_dir / "metrics.jsonl").stat().st_size)
+t.step(5, {"reward/mean": 0.5})
 t.close()
 """
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert out.returncode == 0, out.stderr
-    assert [r["step"] for r in lines(tmp_path)] == [1, 4]
-    assert out.stderr.count("metrics.jsonl failed; training goes on") == 1
+    assert out.stdout == "No space left on device\n"  # no checkpoint counts while a line is not on disk
+    assert [(r["step"], r["reward/mean"]) for r in lines(tmp_path)] == [(1, 0.5), (2, 0.25), (3, 0.5), (4, 0.5)]  # none is lost
+    assert out.stderr.count("metrics.jsonl is not written: No space left on device") == 1
+    assert out.returncode == 1 and "OSError" in out.stderr  # nor does the run end as if all were well
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
@@ -276,27 +286,50 @@ def test_sinks_of_the_users_and_their_failures(tmp_path, monkeypatch, caplog):
     Telemetry(tmp_path / "c", config(tensorboard=False), 10).close()  # the failed tries hold no lock
 
 
-def test_a_sink_that_hangs_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+def test_a_sink_that_hangs_costs_one_wait_and_no_other_sink(tmp_path, monkeypatch, caplog):
+    """Two hang, each in its own thread: TensorBoard has everything, rollouts are on disk, and only the first flush waits."""
     (tmp_path / "slow_sink.py").write_text(textwrap.dedent("""
-        import time
+        import threading
         class Slow:
             def __init__(self, run_dir, config): pass
-            def write(self, step, scalars): time.sleep(1000)
+            def write(self, step, scalars): threading.Event().wait()
             def close(self): pass
+        class Slower(Slow): pass
     """))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(telemetry_module, "FLUSH_SECONDS", 0.2)
-    t = Telemetry(tmp_path / "run", config(sinks=("slow_sink:Slow",), tensorboard=False), 10)
-    for step in (1, 2):
-        t.step(step, metrics(step))
-    t.close()
-    assert [r["step"] for r in lines(tmp_path / "run")] == [1, 2]
-    assert caplog.text.count("a sink has not finished") == 1
+    monkeypatch.setattr(telemetry_module, "FLUSH_SECONDS", 1.0)
+    t = Telemetry(tmp_path / "run", config(sinks=("slow_sink:Slow", "slow_sink:Slower")), 10)
+    t.step(1, metrics(1))
+    t.rollouts(1, [{"group": 1}])
+    assert t.read_rollouts(1) == [{"group": 1}] and "has not finished" not in caplog.text  # a step never waits for a sink
+    t.flush()
     monkeypatch.setattr(telemetry_module, "FLUSH_SECONDS", 1000.0)
-    late = threading.Thread(target=t.flush, daemon=True)  # a checkpoint that commits after close must not wait
-    late.start()
-    late.join(10)
-    assert not late.is_alive()
+    for step in (2, 3):
+        t.step(step, metrics(step))
+        t.rollouts(step, [{"group": step}])
+        t.flush()
+        assert t.read_rollouts(step) == [{"group": step}]
+    t.close()
+    assert [r["step"] for r in lines(tmp_path / "run")] == [1, 2, 3]
+    assert [e.step for e in events(tmp_path / "run").Scalars("reward/mean")] == [1, 2, 3]
+    assert caplog.text.count("has not finished") == 2 and caplog.text.count("slow_sink:Slower has not finished") == 1
+    t.flush()  # a checkpoint that commits after close must not wait
+
+
+def test_rollouts_that_the_disk_does_not_take_are_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(telemetry_module, "FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr(telemetry_module, "write_atomic", lambda path, text: hangs.wait())
+    t = Telemetry(tmp_path, config(tensorboard=False), 10)
+    t.step(1, metrics(1))
+    t.rollouts(1, [{"group": 1}])
+    assert t.read_rollouts(2) == []  # those of an earlier process: nothing to wait for
+    with pytest.raises(OSError, match="has not taken the rollouts") as caught:
+        t.flush()
+    assert caught.value.errno == errno.EIO  # what the checkpointer takes for trouble of the disk
+    hangs.set()
+    t.flush()
+    t.close()
 
 
 # ---- files

@@ -502,6 +502,7 @@ class Run:
         if not stopped and c.checkpoint.export_at_end:
             self.export(self.job.run_dir / "export")
             out["export"] = str(self.job.run_dir / "export")
+        self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
         if stopped:
             self.say(

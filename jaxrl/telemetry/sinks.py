@@ -1,7 +1,7 @@
 """Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, classes of the user's.
 
 A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`. `scalars` is a flat dict of
-floats by metric name (see names.py). All but metrics.jsonl run in the writer thread.
+floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -34,7 +35,8 @@ class JsonLines:
 
     Everything measured with a clock (time/name as "name", perf/name by its whole name) lives under "time", so that two runs can be
     compared without it. A line is one
-    system call, so a killed process leaves whole lines. Writing to the newest step again merges into its line.
+    system call, so a killed process leaves whole lines. Writing to the newest step again merges into its line. Lines that the disk
+    refuses are kept, and written before the next one.
 
     Args:
       last_step: lines of later steps, and a broken last line, are dropped first (a resumed run writes them again);
@@ -42,15 +44,17 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, last_step: int):
-        self._path = path
+        self.path = path
         self.kept = self._drop_after(last_step)
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115  (held until close)
+        self._lock = threading.Lock()  # a checkpoint flushes in its own thread
         self._end = self._file.seek(0, os.SEEK_END)
-        self._start = self._end - len(self.kept[-1][0]) if self.kept else self._end
+        self._lines = [line for line, _ in self.kept[-1:]]  # the newest one, and before it those that are not on disk
+        self._start = self._end - sum(map(len, self._lines))  # where the first of them begins
         self._row: dict = self.kept[-1][1] if self.kept else {"step": -1}
 
     def _drop_after(self, last_step: int) -> list[tuple[bytes, dict]]:
-        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         kept = []
         for line in lines:
             try:
@@ -61,11 +65,21 @@ class JsonLines:
                 break
             kept.append((line, row))
         if len(kept) < len(lines):
-            write_atomic(self._path, b"".join(line for line, _ in kept).decode())
+            write_atomic(self.path, b"".join(line for line, _ in kept).decode())
         return kept
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Raises ValueError when `step` is older than the newest line; OSError when the disk is full."""
+        """Raises ValueError when `step` is older than the newest line; OSError when the disk does not take it, which is kept."""
+        with self._lock:
+            self._add(step, scalars)
+            self._put()
+
+    def flush(self) -> None:
+        """Raises OSError while a line is not in the file."""
+        with self._lock:
+            self._put()
+
+    def _add(self, step: int, scalars: dict[str, float]) -> None:
         if step < self._row["step"]:
             raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
         again = step == self._row["step"]
@@ -77,17 +91,25 @@ class JsonLines:
                 key = name.removeprefix("time/")
                 clock[key] = value + (clock.get(key, 0.0) if again and adds_up(name) else 0.0)
         row["time"] = clock
-        at = self._start if again else self._end
-        line = (dumps(row) + "\n").encode()
-        before = os.pread(self._file.fileno(), self._end - at, at)
+        self._row = row
+        self._lines[len(self._lines) - again:] = [(dumps(row) + "\n").encode()]
+
+    def _put(self) -> None:
+        """Writes the lines that are kept where they belong; all, or none and raises OSError."""
+        text = b"".join(self._lines)
+        there = os.pread(self._file.fileno(), self._end - self._start, self._start)
+        if text == there:
+            return
         try:
-            if os.pwrite(self._file.fileno(), line, at) < len(line):
+            if os.pwrite(self._file.fileno(), text, self._start) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            os.pwrite(self._file.fileno(), before, at)
+        except OSError as e:
+            os.pwrite(self._file.fileno(), there, self._start)
             self._file.truncate(self._end)
-            raise
-        self._row, self._start, self._end = row, at, at + len(line)
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
+        self._end = self._start + len(text)
+        self._file.truncate(self._end)  # a line that is written anew may be shorter
+        self._start, self._lines = self._end - len(self._lines[-1]), self._lines[-1:]
 
     def close(self) -> None:
         self._file.close()

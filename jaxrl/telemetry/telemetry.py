@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-import queue
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,16 +14,20 @@ from jaxrl.telemetry.console import SilentConsole, make_console, setup_logging, 
 from jaxrl.telemetry.health import Health
 from jaxrl.telemetry.run_dir import Lock, dumps, merge_json, set_aside, write_atomic
 from jaxrl.telemetry.sinks import JsonLines, TensorBoard, Wandb, load_sink, time_scalars
+from jaxrl.telemetry.writer import Writer
 
 log = logging.getLogger("jaxrl")
-FLUSH_SECONDS = 60.0  # longest wait for slow sinks; training goes on without them
+FLUSH_SECONDS = 60.0  # longest wait for a slow sink; training goes on without it
+WAITING = 1000        # actions that may wait for a sink
+WAITING_STEPS = 8     # steps whose rollouts may wait for the disk
 
 
 class Telemetry:
     """Console, metrics.jsonl, rollouts, summary.json, TensorBoard, W&B and the user's sinks of one run.
 
-    metrics.jsonl is written at once; everything slower goes through one writer thread, in order. A sink that fails is
-    said once and tried again at the next step; it never ends the run.
+    metrics.jsonl is written at once; rollouts and each sink have a thread of their own, so that none waits for another. A sink
+    that fails is said once and tried again at the next step; one that hangs for FLUSH_SECONDS is left out from then on. No
+    sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises while there are any.
 
     Args:
       run_dir: created if need be; locked against a second run until `close`.
@@ -48,16 +52,17 @@ class Telemetry:
         self._health = Health(config, self.run_dir)
         self._failed: set[str] = set()
         self._sinks: dict[str, object] = {}
+        self._writers: dict[str, Writer] = {}
         self._lock = self._lines = None
+        self._closed, self._newest_rollouts = False, -1
         if not read_only:
             try:
                 self._open_files(config, resume_step)
             except BaseException:
                 self._release()
                 raise
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._work, name="telemetry", daemon=True)
-        self._writer.start()
+        self._rollouts = Writer("rollouts", WAITING_STEPS)
+        self._writers = {name: Writer(name, WAITING) for name in self._sinks}
         if not read_only:
             self.text("config", f"```\n{dumps(redacted(config), indent=1)}\n```", max(0, resume_step or 0))
 
@@ -76,8 +81,8 @@ class Telemetry:
 
     # ---- what recipes call
 
-    def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> None:
-        """The metrics of a step (see names.py). A second call for the newest step merges into its line.
+    def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> dict[str, float]:
+        """The metrics of a step (see names.py), returned with time/*. A second call for the newest step merges into its line.
 
         Args:
           phases: seconds by phase with their sum as `step`, from `Phases.take()`.
@@ -87,12 +92,22 @@ class Telemetry:
         values = {name: float(v) for name, v in scalars.items()}
         values |= time_scalars(phases or {}, values.get("rollout/tokens"))
         if self._lines is not None:
-            self._try("metrics.jsonl", lambda: self._lines.write(step, values))
+            self._write_line(step, values)
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
         for warning in self._health.check(step, values) if not self._silent else ():
             log.warning(warning)
+        return values
+
+    def _write_line(self, step: int, values: dict[str, float]) -> None:
+        try:
+            self._lines.write(step, values)
+        except OSError as e:
+            if "metrics.jsonl" not in self._failed:
+                self._failed.add("metrics.jsonl")
+                log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no checkpoint counts before"
+                          " they are on disk", step, self._lines.path, e.strerror)
 
     def phase(self, name: str) -> None:
         """Tells the live table what is going on; `Phases(watch=telemetry.phase)` does it by itself."""
@@ -101,12 +116,19 @@ class Telemetry:
     def rollouts(self, step: int, records: list[dict]) -> None:
         """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off."""
         if self._log.rollouts and not self._silent:
+            self._newest_rollouts = max(self._newest_rollouts, step)
             text = lambda: "".join(dumps(r) + "\n" for r in records)  # noqa: E731
-            self._later("rollouts", lambda: write_atomic(self._rollout_file(step), text()))
+            write = lambda: self._try("rollouts", lambda: write_atomic(self._rollout_file(step), text()))  # noqa: E731
+            if not self._rollouts.put(write, FLUSH_SECONDS):
+                raise self._stuck()
+
+    def _stuck(self) -> OSError:
+        return OSError(errno.EIO, f"the disk has not taken the rollouts within {FLUSH_SECONDS:.0f} s", str(self.run_dir / "rollouts"))
 
     def read_rollouts(self, step: int) -> list[dict]:
         """The records written for a step, also by an earlier process; [] where there are none."""
-        self.flush()
+        if step <= self._newest_rollouts and not self._rollouts.mark(time.monotonic() + FLUSH_SECONDS)():
+            raise self._stuck()
         path = self._rollout_file(step)
         try:
             return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
@@ -141,60 +163,69 @@ class Telemetry:
         return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:
-        """Waits until everything said so far is written (at most FLUSH_SECONDS). Called before each commit."""
-        if self._writer is None:  # closed: a checkpoint may still be committing in its thread
-            return
-        done = threading.Event()
-        self._queue.put(self._flush_sinks)
-        self._queue.put(done.set)
-        if not done.wait(FLUSH_SECONDS) and "flush" not in self._failed:
-            self._failed.add("flush")
-            log.warning("telemetry: a sink has not finished within %.0f s; training goes on without it", FLUSH_SECONDS)
+        """Waits until what was said so far is written. Called before each commit, also from its thread.
 
-    def close(self) -> None:
-        """Flushes, closes every sink, releases the run directory. May be called twice."""
-        if self._writer is None:
+        A sink that is not done within FLUSH_SECONDS is left out from now on. Raises OSError where metrics.jsonl or the rollouts
+        are not on disk.
+        """
+        if self._closed:  # a checkpoint may still be committing in its thread
             return
         for name, sink in self._sinks.items():
+            if hasattr(sink, "flush"):
+                self._later(name, sink.flush)
+        self._wait()
+        if self._lines is not None:
+            self._lines.flush()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + FLUSH_SECONDS
+        waits = {name: writer.mark(deadline) for name, writer in list(self._writers.items())}
+        rollouts = self._rollouts.mark(deadline)
+        for name, wait in waits.items():
+            if not wait():
+                self._leave_out(name)
+        if not rollouts():
+            raise self._stuck()
+
+    def _leave_out(self, name: str) -> None:
+        if self._writers.pop(name, None) is not None:
+            log.warning("telemetry: %s has not finished within %.0f s; training goes on without it, and it gets nothing more", name,
+                        FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Flushes, closes every sink, releases the run directory. May be called twice. Raises as `flush` does."""
+        if self._closed:
+            return
+        self._closed = True
+        for name, sink in self._sinks.items():
             self._later(name, sink.close)
-        self.flush()
-        self._queue.put(None)
-        self._writer = None
-        self._try("console", self.console.close)
-        self._release()
+        try:
+            self._wait()
+            if self._lines is not None:
+                self._lines.flush()
+        finally:
+            for writer in (self._rollouts, *self._writers.values()):
+                writer.end()
+            self._try("console", self.console.close)
+            self._release()
 
     def _release(self) -> None:
         for held in (self._lines, self._lock):
             if held is not None:
                 held.close()
 
-    # ---- the writer thread
+    # ---- the sinks' threads
 
     def _later(self, name: str, action: Callable[[], object]) -> None:
-        self._queue.put(lambda: self._try(name, action))
-
-    def _work(self) -> None:
-        while (action := self._queue.get()) is not None:
-            action()
-
-    def _flush_sinks(self) -> None:
-        for name, sink in self._sinks.items():
-            if hasattr(sink, "flush"):
-                self._try(name, sink.flush)
+        writer = self._writers.get(name)
+        if writer is not None and not writer.put(lambda: self._try(name, action), FLUSH_SECONDS):
+            self._leave_out(name)
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
         """Runs an action of a sink; its first failure is said, and none is passed on."""
         try:
             action()
-        except ValueError:
-            if name == "metrics.jsonl":
-                raise  # steps out of order are a mistake of the recipe, not of a disk
-            self._say_failed(name)
         except Exception:
-            self._say_failed(name)
-
-    def _say_failed(self, name: str) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
-            log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name,
-                        exc_info=True)
+            if name not in self._failed:
+                self._failed.add(name)
+                log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name, exc_info=True)
