@@ -49,6 +49,7 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
+    score_shapes: Any  # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
 
     def mesh_of(self, role: str):
@@ -199,20 +200,20 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
 
     model = build_model(config, hf_config, compute_dtype)
     config = decided(config, mesh.devices.flat[0].platform)
-    shapes = training.row_shapes(
-        config.train.row_lengths,
-        longest_sequence(config),
-        config.train.tokens_per_microbatch,
-        math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes)))),
-        config.train.row_counts,
-    )
+    shards = math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes))))
+
+    def shapes_of(tokens):
+        return training.row_shapes(config.train.row_lengths, longest_sequence(config), tokens, shards, config.train.row_counts)
+
+    shapes = shapes_of(config.train.tokens_per_microbatch)
+    scored = shapes_of(config.train.score_tokens_per_microbatch) if config.train.score_tokens_per_microbatch else shapes
     if config.train.tokens_per_microbatch < shapes.lengths[-1]:
         log.warning(
             "train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
             config.train.tokens_per_microbatch,
             shapes.lengths[-1],
         )
-    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, meshes)
+    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, scored, meshes)
 
 
 def check_roles(config) -> None:
