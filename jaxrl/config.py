@@ -55,6 +55,7 @@ O = Option
 INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
             "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
+CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
 
@@ -65,6 +66,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
+        "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
+                                f" {', '.join(CHANGEABLE)}; else a resume is refused"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
                             " model.path; empty = none"),
         "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
@@ -75,6 +78,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "model": {
         "path": O("", "HF folder or hub id: weights, config and tokenizer"),
         "revision": O(None, "hub revision", str),
+        "tokenizer_revision": O(None, "hub revision of the tokenizer; None = model.revision where model.tokenizer is empty", str),
         "init": O("pretrained", "pretrained: load weights; random: initialise from run.seed",
                   choices=("pretrained", "random")),
         "config": O({}, "HF config entries (model_type, hidden_size, ...) for init=random without a folder, or to override it"),
@@ -294,6 +298,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "critic": {
         "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
+        "revision": O(None, "hub revision of critic.path", str),
         "shared": O(False, "a value head on the policy's own trunk instead of a model of its own"),
         "coef": O(0.5, "shared: weight of the value loss beside the policy's"),
         "lr": O(5e-6, "peak learning rate; the rest is as in optimizer.*"),
@@ -305,6 +310,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "reference": {
         "path": O("", "HF folder or hub id; empty = the policy as it starts"),
+        "revision": O(None, "hub revision of reference.path", str),
         "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
         "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never"),
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never"),

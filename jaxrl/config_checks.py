@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
-from jaxrl.config import ConfigError, element_kind, get, imported, options
+from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
 from jaxrl.rollout.select import server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
@@ -676,6 +676,11 @@ def _misc(cfg):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
         out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set log.wandb=false")
+    if unknown := set(cfg.run.accept_changed) - set(CHANGEABLE):
+        out.append(f"run.accept_changed={cfg.run.accept_changed}: {', '.join(sorted(unknown))} unknown; choose from {', '.join(CHANGEABLE)}")
+    for name in ("reference", "critic"):
+        if cfg[name].revision and not cfg[name].path:
+            out.append(_no_effect(f"{name}.revision", cfg[name].revision, f"without {name}.path", f"set {name}.path, or model.revision"))
     if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():
         out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")
     return out

@@ -100,7 +100,7 @@ class Critic:
         shardings = setup.param_shardings(job, tree=self.tree, role=self.role)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
-            revision = None if self.options.path else job.config.model.revision
+            revision = self.options.revision if self.options.path else job.config.model.revision
             params = hf.load_critic(job.model, setup.source_of(source), revision, shardings, dtype)
         else:
             init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731

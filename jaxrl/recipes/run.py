@@ -20,6 +20,7 @@ from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.inputs import compared
 from jaxrl.recipes.operations import Speed
 from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
@@ -117,6 +118,7 @@ class Run:
         elif c.run.mode == "train":
             self._refuse_other_past(chosen)
         train_set, self.eval_sets = self._load_data(inputs)
+        self.read = compared(c, self.peers, inputs, train_set, self.eval_sets, chosen)
         self.stream, self.total_steps = None, c.train.steps
         if train_set is not None:
             self.stream = self.own(data_room.Stream.from_config(c, train_set))
@@ -445,6 +447,7 @@ class Run:
                 "eval_before": self.eval_before,
                 "last_eval": self.last_eval,
                 "config": redacted(self.config),
+                "read": self.read,
                 "triggers": {name: due.state() for name, due in self.due.items()},
                 "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
             }

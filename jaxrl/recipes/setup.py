@@ -159,11 +159,10 @@ def check_weights(config, inputs: Inputs) -> None:
     """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
     if config.model.init == "pretrained":
         hf.check_weights(inputs.table, source_of(config.model.path), config.model.revision)
-    for name, path, check in (("reference.path", config.reference.path, hf.check_weights),
-                              ("critic.path", config.critic.path, hf.check_critic)):
-        if path:
+    for name, given, check in (("reference.path", config.reference, hf.check_weights), ("critic.path", config.critic, hf.check_critic)):
+        if path := given.path:
             try:
-                check(inputs.table, source_of(path))
+                check(inputs.table, source_of(path), given.revision)
             except ConfigError as e:
                 raise ConfigError(f"{name}={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 
@@ -287,15 +286,15 @@ def without_value(params):
     return {name: node for name, node in params.items() if name != "value"}
 
 
-def initial_params(job: Job, path: str = "", dtype=None, role="policy"):
-    """The language model the run starts from (nested tree, sharded): from `path` or model.path, or random from run.seed."""
+def initial_params(job: Job, path: str = "", dtype=None, role="policy", revision=None):
+    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or model.path, or random
+    from run.seed."""
     c = job.config.model
     dtype = dtype or DTYPES[job.config.train.param_dtype]
     shardings = param_shardings(job, tree=job.model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
-        revision = c.revision if not path else None
-        return hf.load_params(job.model, source_of(source), revision, shardings, dtype)
+        return hf.load_params(job.model, source_of(source), revision if path else c.revision, shardings, dtype)
     init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 
