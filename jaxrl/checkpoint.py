@@ -224,7 +224,7 @@ class Checkpointer:
         (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(name + LEFTOVER)]
         self._faults.fire("checkpoint", self._saving, "tensors")
         self._before_commit()
-        (folder / MANIFEST).write_text(json.dumps(_manifest(folder), indent=1))
+        (folder / MANIFEST).write_text(json.dumps(_manifest(folder), indent=1), "utf-8")
         self._faults.fire("checkpoint", self._saving, "commit")
 
     def _finish(self, step: int) -> None:
@@ -277,7 +277,7 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Deletes the oldest checkpoints. Renamed first: a killed deletion must not leave half a visible one."""
-        for path in _checkpoints(self.directory)[:-self._options.keep] if self._options.keep > 0 else ():
+        for path in _checkpoints(self.directory)[:-self._options.keep]:
             doomed = path.with_name(path.name + DELETING)
             os.rename(path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -460,7 +460,7 @@ def _crc(path: Path) -> int:
 def verify(path: Path) -> None:
     """Compares every file of a checkpoint with its manifest. Raises Damaged saying what is wrong."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError) as e:
         raise Damaged(f"{MANIFEST} cannot be read ({_first_line(e)})") from None
     for name, (size, crc) in manifest.items():

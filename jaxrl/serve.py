@@ -102,7 +102,7 @@ def announce(folder: Path, name: str, url: str) -> None:
     """A file of its own for a URL; whole or not there."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{name}"
-    temporary.write_text(url + "\n")
+    temporary.write_text(url + "\n", "utf-8")
     temporary.rename(folder / name)
 
 

@@ -89,7 +89,7 @@ def named_options(text):
 @functools.cache
 def definitions(path):
     """Name -> source of all that a test file or a helper module defines at its top or imports from helper modules."""
-    source = path.read_text()
+    source = path.read_text("utf-8")
     out = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -105,7 +105,7 @@ def definitions(path):
         elif isinstance(node, ast.Import):
             for a in node.names:
                 if (HERE / f"{a.name}.py").is_file():
-                    out[a.asname or a.name] = (HERE / f"{a.name}.py").read_text()
+                    out[a.asname or a.name] = (HERE / f"{a.name}.py").read_text("utf-8")
     return out
 
 
@@ -169,7 +169,7 @@ def test_every_covered_parameter_names_an_option_or_a_documented_behaviour():
 @pytest.mark.parametrize("text", BEHAVIOURS)
 def test_behaviours_are_documented_where_they_are(text):
     file, phrase = BEHAVIOURS[text]
-    assert phrase in (Path(jaxrl.__file__).parent / file).read_text()
+    assert phrase in (Path(jaxrl.__file__).parent / file).read_text("utf-8")
 
 
 @pytest.mark.parametrize("table", ["coverage", "options"])
@@ -205,7 +205,7 @@ def test_every_option_is_read_where_it_acts():
     for path in root.rglob("*.py"):
         file = str(path.relative_to(root))
         if file not in ("config.py", "config_checks.py", "resume.py"):
-            tree = ast.parse(path.read_text())
+            tree = ast.parse(path.read_text("utf-8"))
             seen |= _reads(tree, ALIASES.get(file, {}))
             for node in tree.body:
                 group = BY_NAME.get((file, getattr(node.targets[0], "id", ""))) if isinstance(node, ast.Assign) else None

@@ -83,7 +83,7 @@ def test_every_source_gives_the_same_rows(plain, tmp_path, kind, monkeypatch):
 
 
 def test_places_are_file_and_line(plain, tmp_path):
-    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a", "answer": 1}\n\n{"prompt": "b\u2028c", "answer": 2}\n')
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a", "answer": 1}\n\n{"prompt": "b\u2028c", "answer": 2}\n', "utf-8")
     (tmp_path / "b.json").write_text('[\n {"prompt": "a",\n  "answer": 1},\n {"prompt": "b", "answer": 2}]')
     (tmp_path / "c.csv").write_text('prompt,answer\n"two\nlines",1\nx,2\n')
     ds = train(plain, *(tmp_path / n for n in ("a.jsonl", "b.json", "c.csv")))

@@ -100,7 +100,7 @@ def test_the_slurm_script_queues_itself_again(tmp_path):
     script = (ROOT / "launch" / "slurm.sbatch").read_text()
     for line in ("--requeue", "--signal=TERM@300", "--cpus-per-task=64", "--mem=0"):
         assert f"#SBATCH {line}\n" in script
-    stand_ins = {"srun": f"echo \"$@\" >> {tmp_path}/ran; exit $(cat {tmp_path}/status)", "scontrol": f"echo $* >> {tmp_path}/asked"}
+    stand_ins = {"srun": f"echo \"$@\" >> '{tmp_path}/ran'; exit $(cat '{tmp_path}/status')", "scontrol": f"echo $* >> '{tmp_path}/asked'"}
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -128,7 +128,7 @@ def test_a_process_that_leaves_others_behind_ends_and_so_do_they(tmp_path):
     """As vLLM does: the pipe's other end would stay open for as long as they live."""
     pid = tmp_path / "pid"
     begin = time.monotonic()
-    said = run.run_alone(["bash", "-c", f"sleep 100 & echo $! > {pid}; echo done"], dict(os.environ), 60)
+    said = run.run_alone(["bash", "-c", f"sleep 100 & echo $! > '{pid}'; echo done"], dict(os.environ), 60)
     assert said == "done\n" and time.monotonic() - begin < 50
     while Path(f"/proc/{pid.read_text().strip()}").exists() and "Z" not in Path(f"/proc/{pid.read_text().strip()}/stat").read_text():
         assert time.monotonic() - begin < 50
@@ -173,3 +173,18 @@ def test_the_torch_loop_makes_the_same_update(envs):
     ours = update("jaxrl", sys.executable, "gradient")
     assert same_update.distance(ours, update("torch_loop", torch, "gradient"))["relative"] < same_update.CASES["gradient"][1]
     assert same_update.distance(ours, update("torch_loop", torch, "own_scale"))["relative"] > 0.01
+
+
+def test_an_interpreter_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
+    """pyenv puts a name on the PATH for every version; for one that is not chosen it runs nothing."""
+    shims, versions = tmp_path / "shims", tmp_path / "versions" / "3.99.1" / "bin"
+    for folder, text in ((shims, "exit 127"), (versions, "echo 3.99")):
+        folder.mkdir(parents=True)
+        name = folder / ("python3.99" if folder == shims else "python")
+        name.write_text(f"#!/bin/sh\n{text}\n")
+        name.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{shims}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert run.python_of("3.99") == str(versions / "python")
+    with pytest.raises(SystemExit, match="no Python 3.98"):
+        run.python_of("3.98")

@@ -342,8 +342,8 @@ def test_rollouts_are_written_whole_and_read_back(tmp_path):
     assert t.read_rollouts(3) == [records[0] | {"reward": 0.5}]
     assert t.read_rollouts(4) == []
     assert os.listdir(tmp_path / "rollouts") == ["step_00000003.jsonl"]
-    assert len((tmp_path / "rollouts" / "step_00000003.jsonl").read_text().splitlines()) == 1
-    assert "naïve" in (tmp_path / "rollouts" / "step_00000003.jsonl").read_text()
+    assert len((tmp_path / "rollouts" / "step_00000003.jsonl").read_text("utf-8").splitlines()) == 1
+    assert "naïve" in (tmp_path / "rollouts" / "step_00000003.jsonl").read_text("utf-8")
     t.close()
     off = Telemetry(tmp_path / "off", config(tensorboard=False, rollouts=False), 10)
     off.rollouts(3, records)

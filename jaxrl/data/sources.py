@@ -93,8 +93,6 @@ class BadRows:
 class Table:
     """Rows held as Python dicts (JSON and CSV)."""
 
-    commits = ()
-
     def __init__(self, rows: list[dict], wheres: list[str]):
         self._rows, self._wheres = rows, wheres
 
@@ -114,8 +112,7 @@ class ArrowTable:
     Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out.
     """
 
-    def __init__(self, table: pa.Table, name: str, commits=()):
-        self.commits = commits
+    def __init__(self, table: pa.Table, name: str):
         binary = [f.name for f in table.schema if _holds_binary(f.type)]
         if binary:
             log.warning("%s: binary columns are left out: %s", name, ", ".join(binary))
@@ -155,11 +152,6 @@ class Tables:
         self._starts = [0]
         for part in parts:
             self._starts.append(self._starts[-1] + len(part))
-
-    @property
-    def commits(self) -> list[str]:
-        """Hub commits behind the rows, each once."""
-        return list(dict.fromkeys(commit for part in self._parts for commit in part.commits))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -390,7 +382,6 @@ def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
             loaded = loaded[split]
         name = f"{shown}[{split}]" if len(splits) > 1 or split != "train" else shown
         table = loaded.with_format("arrow")[:]
-        sources = " ".join(map(str, loaded.info.download_checksums or ()))  # hf://datasets/NAME@COMMIT/FILE
-        parts.append(ArrowTable(table.slice(0, limit), name, re.findall(r"@([0-9a-f]{40})/", sources)))
+        parts.append(ArrowTable(table.slice(0, limit), name))
         limit -= len(parts[-1])
     return Tables(parts)

@@ -86,7 +86,7 @@ def _read_json(file: Path) -> dict:
     if not file.is_file():
         raise ConfigError(f"{file.parent}: no {file.name}; give a folder with an HF checkpoint")
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text("utf-8"))
     except ValueError as e:
         raise ConfigError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(value, dict):
@@ -323,7 +323,7 @@ def _generation_config(hf_config):
 
 
 def _write_json(file, value):
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    file.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
 def _replace(temporary: Path, directory: Path) -> None:

@@ -75,7 +75,7 @@ def list_folder(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         return read_header(folder / SINGLE) if (folder / SINGLE).is_file() else {}
     try:
-        where = json.loads(index.read_text())["weight_map"]
+        where = json.loads(index.read_text("utf-8"))["weight_map"]
         files = sorted(set(where.values()))
     except (ValueError, KeyError, AttributeError, TypeError) as e:
         raise ConfigError(f"{index}: no weight_map that can be read ({e}); fetch it again") from None
@@ -135,7 +135,7 @@ def write_folder(folder: Path | None, tensors: list[Planned], shard_bytes: float
     if folder is not None and len(shards) > 1:
         where = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
 def _write_file(file: Path, tensors: list[Planned]) -> None:

@@ -14,7 +14,6 @@ from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import setup
 from jaxrl.sharding import memory
-from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.score import make_value_score
 
 
@@ -59,12 +58,14 @@ class Critic:
         if self.shared:
             return
         self.tree = ValueModel(self.job.model)
-        config = critics_optimizer(r.config)
+        config = r.config.optimizer.copy_and_resolve_references()
+        with config.unlocked():
+            config.lr, config.groups = self.options.lr, {}
         total = max(1, r.total_steps * self.epochs * self.num_minibatches)
         axes = setup.flat_axes(self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, axes)
         loss = dataclasses.replace(loss, kind="value", value_clip=self.options.value_clip, early_stop_ratio=0.0,
-                                   early_stop_kl=0.0, entropy_target=0.0, max_grad_norm=config.max_grad_norm)
+                                   early_stop_kl=0.0, entropy_target=0.0)
         self.update = training.make_update(self.job.model, self.optimizer, schedule, loss)
 
     # ---- a part of the run
@@ -100,7 +101,7 @@ class Critic:
         shardings = setup.param_shardings(job, tree=self.tree, role=self.role)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
-            revision = self.options.revision if self.options.path else job.config.model.revision
+            revision = None if self.options.path else job.config.model.revision
             params = hf.load_critic(job.model, setup.source_of(source), revision, shardings, dtype)
         else:
             init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731

@@ -34,7 +34,7 @@ def run(config, rewards=None) -> dict:
     if config.plan.json:
         path = Path(config.plan.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plan, indent=1) + "\n")
+        path.write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
     if not plan["fits"]:
         raise ConfigError(f"plan.target={config.plan.target}: {plan['reason']}. {' '.join(plan['advice'])}")
     return plan

@@ -22,7 +22,7 @@ def server_folder(servers) -> Path | None:
 def listed(folder: Path) -> list[str]:
     """The URLs in the files of a folder, in the files' order; files that begin with a dot are not ready yet."""
     files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
-    return [url.rstrip("/") for file in files for url in file.read_text().split()]
+    return [url.rstrip("/") for file in files for url in file.read_text("utf-8").split()]
 
 
 def chosen_engine(config) -> str:

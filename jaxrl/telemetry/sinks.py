@@ -169,7 +169,7 @@ class Wandb:
         self._run = wandb.init(
             project=log_config.wandb_project, group=log_config.wandb_group or None, mode=log_config.wandb_mode,
             name=log_config.wandb_name or run_dir.resolve().name, dir=str(run_dir), config=config, resume="allow",
-            id=path.read_text(), settings=wandb.Settings(silent=True))
+            id=path.read_text("utf-8"), settings=wandb.Settings(silent=True))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -203,7 +203,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>",
               "unk_token": "<unk>", "clean_up_tokenization_spaces": False, "model_max_length": 256}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         made = rows(name, getattr(args, name), args.seed)
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
     write_tokenizer(args.out / "tokenizer")
 
 

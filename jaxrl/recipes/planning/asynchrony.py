@@ -183,8 +183,8 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     """
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text())["config"]
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        config = json.loads((folder / "config.json").read_text("utf-8"))["config"]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"plan.run={str(folder)!r}: no config.json and metrics.jsonl of a run there ({e})") from None
     roll, data = config["rollout"], config["data"]
@@ -194,7 +194,7 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     for line in lines:
         path = folder / "rollouts" / f"step_{line['step']:08d}.jsonl"
         if "rollout/tokens" in line and path.is_file():
-            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in path.read_text().split("\n") if row]))
+            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in path.read_text("utf-8").split("\n") if row]))
             times.append(line["time"])
     lengths, times = lengths[steps], times[steps]
     if len(lengths) < 2:

@@ -46,13 +46,13 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     job = {"config": json.loads(config.to_json_best_effort()), "hf_config": hf_config, "platform": platform, "name": target.name,
            "topology": target.topology, "count": target.count, "per_host": target.per_host, "mesh": mesh,
            "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}
-    (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str))
+    (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str), "utf-8")
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
            "TF_CPP_MIN_LOG_LEVEL": "1", "XLA_FLAGS": FAST}
     if fast:
         env["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1"
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    log = open(Path(folder.name) / "log", "w")  # noqa: SIM115 (read by finish)
+    log = open(Path(folder.name) / "log", "w", encoding="utf-8")  # noqa: SIM115 (read by finish)
     process = subprocess.Popen([sys.executable, "-m", "jaxrl.recipes.planning.compiling", "job.json", "result.json"],
                                cwd=folder.name, env=env, stdout=log, stderr=subprocess.STDOUT)
     return process, folder, time.monotonic()
@@ -76,10 +76,10 @@ def finish(started, what: str, limit: float) -> dict:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        said = (place / "log").read_text(errors="replace")
+        said = (place / "log").read_text("utf-8", errors="replace")
         if process.returncode or not (place / "result.json").is_file():
             raise ConfigError(f"plan: compiling for {what} failed: {_last_words(said)}")
-        result = json.loads((place / "result.json").read_text())
+        result = json.loads((place / "result.json").read_text("utf-8"))
     if "problem" in result:
         raise ConfigError(result["problem"])
     return {**result, "rematerialised": said.count(REMATERIALISED)}
@@ -118,13 +118,13 @@ def config_of(plain: dict):
 
 
 def main(job_file: str, result_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text("utf-8"))
     since = time.monotonic()
     try:
         result = _compile(job)
     except ConfigError as e:
         result = {"problem": str(e)}
-    Path(result_file).write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}))
+    Path(result_file).write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}), "utf-8")
 
 
 def _compile(job: dict) -> dict:

@@ -83,7 +83,7 @@ class VllmEngine:
         if config.log.trace_requests:
             Path(config.run.dir).mkdir(parents=True, exist_ok=True)
             number = "" if group.count == 1 else f"_{group.index}"
-            self._trace_file = (Path(config.run.dir) / f"requests{number}.jsonl").open("a")
+            self._trace_file = (Path(config.run.dir) / f"requests{number}.jsonl").open("a", encoding="utf-8")
             self.router.trace = lambda row: print(json.dumps(row), file=self._trace_file, flush=True)
 
     # ---- the protocol -------------------------------------------------------------------------------------------------
