@@ -64,6 +64,23 @@ def test_auto_is_a_table_on_a_terminal_only(monkeypatch):
     assert type(make_console("off", 1, "", Terminal())) is SilentConsole
 
 
+@pytest.mark.parametrize("mode", ["auto", "plain", "table"])
+def test_a_terminal_without_utf8_shows_what_it_can(mode, monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal(io.BytesIO(), "iso-8859-9")
+    console = make_console(mode, 10, "t", stream)
+    assert type(console) is (TableConsole if mode == "table" else PlainConsole)
+    console.step(1, STEP)
+    console.print("a prompt: \u4f60 \u2192 \xfc")
+    console.close()
+    stream.flush()
+    assert b"a prompt: ? ? \xfc" in stream.buffer.getvalue() and b"0.512" in stream.buffer.getvalue()
+
+
 def test_a_kill_cannot_leave_the_cursor_hidden():
     stream = io.StringIO()
     console = make_console("table", 100, "t", stream)

@@ -33,11 +33,25 @@ RANGES = {  # a value outside its range is shown in yellow
 
 
 def make_console(mode: str, total_steps: int, title: str, stream=None):
-    """Console for `log.console`: auto is the table on a terminal and plain lines elsewhere (notebooks included)."""
+    """Console for `log.console`: auto is the table on a terminal that can show it and plain lines elsewhere (notebooks included).
+
+    What the stream's encoding lacks is shown as a question mark there, instead of ending the run.
+    """
     stream = stream or sys.stdout
     if mode == "auto":
-        mode = "table" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+        mode = "table" if stream.isatty() and os.environ.get("TERM") != "dumb" and encodes(stream, SPARKS) else "plain"
+    if not encodes(stream, SPARKS) and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
     return {"table": TableConsole, "plain": PlainConsole, "off": SilentConsole}[mode](total_steps, title, stream)
+
+
+def encodes(stream, text: str) -> bool:
+    """Whether a stream can show a text: it cannot where a locale has another encoding than UTF-8."""
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Progress:
