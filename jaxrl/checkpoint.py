@@ -277,7 +277,7 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Deletes the oldest checkpoints. Renamed first: a killed deletion must not leave half a visible one."""
-        for path in _checkpoints(self.directory)[:-self._options.keep]:
+        for path in _checkpoints(self.directory)[:-self._options.keep] if self._options.keep > 0 else ():
             doomed = path.with_name(path.name + DELETING)
             os.rename(path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)

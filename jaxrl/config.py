@@ -55,6 +55,7 @@ O = Option
 INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
             "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
+CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
 
@@ -65,6 +66,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
+        "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
+                                f" {', '.join(CHANGEABLE)}; else a resume is refused"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
                             " model.path; empty = none"),
         "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
@@ -75,6 +78,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "model": {
         "path": O("", "HF folder or hub id: weights, config and tokenizer"),
         "revision": O(None, "hub revision", str),
+        "tokenizer_revision": O(None, "hub revision of the tokenizer; None = model.revision where model.tokenizer is empty", str),
         "init": O("pretrained", "pretrained: load weights; random: initialise from run.seed",
                   choices=("pretrained", "random")),
         "config": O({}, "HF config entries (model_type, hidden_size, ...) for init=random without a folder, or to override it"),
@@ -249,8 +253,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "sapo_tau_neg": O(None, "temperature of sapo's gate for the others", float),
         "dppo_low": O(None, "dppo leaves out a token with A <= 0 whose probability fell by more than this", float),
         "dppo_high": O(None, "dppo leaves out a token with A > 0 whose probability rose by more than this", float),
-        "aggregation": O(None, "how token losses become one number; constant: by max_new_tokens", str,
+        "aggregation": O(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
                          ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
+        "aggregation_constant": O(0.0, "what aggregation=constant divides an answer's sum by; 0 = rollout.max_new_tokens"),
         "kl": {
             "coef": O(None, "weight of the KL to the reference; 0 loads no reference", float),
             "estimator": O(None, "KL estimator; k1 in the reward only, k3_unbiased in the loss only", str,
@@ -293,9 +298,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "critic": {
         "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
+        "revision": O(None, "hub revision of critic.path", str),
         "shared": O(False, "a value head on the policy's own trunk instead of a model of its own"),
         "coef": O(0.5, "shared: weight of the value loss beside the policy's"),
         "lr": O(5e-6, "peak learning rate; the rest is as in optimizer.*"),
+        "optimizer": O({}, "entries of optimizer.* that the critic has its own: {'b2': 0.95, 'schedule': 'cosine', 'max_grad_norm': 0.5}"),
         "value_clip": O(0.2, "a value moves by at most this per step before its loss stops counting; 0 = off"),
         "num_minibatches": O(0, "optimizer steps of the critic per pass; 0 = as the policy"),
         "warmup_steps": O(0, "first steps in which only the critic learns"),
@@ -303,6 +310,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "reference": {
         "path": O("", "HF folder or hub id; empty = the policy as it starts"),
+        "revision": O(None, "hub revision of reference.path", str),
         "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
         "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never"),
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never"),
@@ -321,6 +329,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "warmup_fraction": O(0.0, "the same as a share of all updates; wins over warmup_steps when > 0"),
         "warmup_start": O(0.0, "learning rate at update 0 as a share of lr"),
         "decay_steps": O(0, "updates of decay (wsd: at the end); 0 = all after warm-up (wsd: the last tenth)"),
+        "decay_shape": O("linear", "of wsd's decay; sqrt: falls by the root of the share that has passed",
+                         choices=("linear", "cosine", "sqrt")),
         "floor": O(0.0, "lowest learning rate as a share of lr"),
         "offload": O(False, "keep the optimizer's state (the critic's too) in host memory while no update is applied"),
         "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
@@ -330,6 +340,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "steps": O(100, "steps of the job (RL steps, or SFT updates)"),
         "max_samples": O(0, "end after this many samples; 0 = no limit"),
         "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048"),
+        "score_tokens_per_microbatch": O(0, "the same where nothing is learnt: old and reference log-probs, values; 0 = the update's own"
+                                            " rows, so that a policy that has not moved has ratios of exactly 1 (on the CPU)"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"
                               " for more of its group"),
         "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
@@ -366,7 +378,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "every_minutes": O(30.0, f"save every this many minutes; {TRIGGER}"),
         "every_epochs": O(0.0, f"save every this many epochs; {TRIGGER}"),
         "at_end": O(True, "save after the last step"),
-        "keep": O(3, "newest checkpoints kept"),
+        "keep": O(3, "newest checkpoints kept; -1 = all"),
         "asynchronous": O(True, "write in the background"),
         "export_every_steps": O(0, f"HF export every this many steps; {TRIGGER}"),
         "export_every_epochs": O(0.0, f"HF export every this many epochs; {TRIGGER}"),

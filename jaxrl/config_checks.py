@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
-from jaxrl.config import ConfigError, element_kind, get, imported, options
+from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
 from jaxrl.rollout.select import server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
@@ -63,7 +63,6 @@ POSITIVE = (
     "reward.workers",
     "train.steps",
     "eval.samples",
-    "checkpoint.keep",
     "checkpoint.shard_gb",
     "optimizer.lr",
     "algorithm.dynamic_sampling_rounds",
@@ -88,6 +87,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "launch.wait_seconds",
+    "algorithm.aggregation_constant",
     "algorithm.entropy_rate",
     "algorithm.entropy_max",
     "algorithm.shared_prefix_tokens",
@@ -111,6 +111,7 @@ NOT_NEGATIVE = (
     "rollout.max_staleness",
     "rollout.slots",
     "train.tokens_per_microbatch",
+    "train.score_tokens_per_microbatch",
     "train.logprob_chunk",
     "eval.temperature",
     "eval.every_steps",
@@ -154,6 +155,8 @@ def _ranges(cfg):
     out = [f"{n}={get(cfg, n)}: must be above 0" for n in POSITIVE if get(cfg, n) <= 0]
     out += [f"{n}={get(cfg, n)}: must not be negative" for n in NOT_NEGATIVE if get(cfg, n) < 0]
     out += [f"{n}={get(cfg, n)}: must lie in 0..1" for n in FRACTIONS if not 0 <= get(cfg, n) <= 1]
+    if cfg.checkpoint.keep == 0 or cfg.checkpoint.keep < -1:
+        out.append(f"checkpoint.keep={cfg.checkpoint.keep}: must be above 0, or -1 for all")
     for group in ("rollout", "eval"):
         top_p, top_k = cfg[group].top_p, cfg[group].top_k
         if not 0 < top_p <= 1:
@@ -485,7 +488,7 @@ def _estimators(cfg, v):
         out += [_no_effect(f"algorithm.{n}", v[n], kind, "set gae") for n in ("lam", "lam_alpha", "critic_lam") if given(n)]
         defaults = options()
         out += [_no_effect(f"critic.{n}", cfg.critic[n], kind, "set gae, or algorithm.preset=ppo") for n in cfg.critic
-                if cfg.critic[n] != defaults[f"critic.{n}"].default]
+                if cfg.critic[n] != type(cfg.critic[n])(defaults[f"critic.{n}"].default)]
     if v["advantage"] not in ("returns", "gae") and given("gamma"):
         out.append(_no_effect("algorithm.gamma", v["gamma"], kind, "set returns or gae"))
     low, high = v["advantage_low"], v["advantage_high"]
@@ -493,10 +496,13 @@ def _estimators(cfg, v):
         out.append(f"algorithm.advantage_low={low}: must be below algorithm.advantage_high={high}")
     if cfg.critic.shared and v["advantage"] == "gae":
         out += [_no_effect(f"critic.{n}", cfg.critic[n], "with critic.shared", "it belongs to a critic of its own")
-                for n in ("path", "num_minibatches", "warmup_steps") if cfg.critic[n]]
+                for n in ("path", "optimizer", "num_minibatches", "warmup_steps") if cfg.critic[n]]
     if v["advantage_mean"] == "greedy" and (cfg.reward.norm_mean, cfg.reward.norm_std) != ("none", "none"):
         out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
                    "algorithm.advantage_mean=greedy: the greedy answers' scores are not normalised; set both to none")
+    if a.aggregation_constant and v["aggregation"] != "constant":
+        out.append(_no_effect("algorithm.aggregation_constant", a.aggregation_constant, f"with algorithm.aggregation={v['aggregation']}",
+                              "set constant"))
     if v["positive_nll_coef"] and not cfg.reward.functions:
         out.append("algorithm.positive_nll_coef needs a reward that says which answers are right")
     return out
@@ -597,6 +603,9 @@ def _optimizer(cfg):
     for name in ("b1", "b2"):
         if not 0 <= o[name] < 1:
             out.append(f"optimizer.{name}={o[name]}: must lie in [0, 1)")
+    if o.decay_shape != "linear" and o.schedule != "wsd":
+        out.append(_no_effect("optimizer.decay_shape", o.decay_shape, f"with optimizer.schedule={o.schedule}", "set wsd"))
+    out += _critics_optimizer(cfg)
     out += _regexes("optimizer.groups", tuple(o.groups.keys()))
     for pattern, group in o.groups.items():
         if not hasattr(group, "items"):
@@ -606,6 +615,23 @@ def _optimizer(cfg):
     except ConfigError as e:
         out.append(str(e))
     return out
+
+
+def _critics_optimizer(cfg):
+    """What is wrong with critic.optimizer, named as the user wrote it."""
+    own = cfg.critic.optimizer
+    known = optimizer.CRITICS_OWN
+    out = [f"critic.optimizer.{name}: the critic has of its own {', '.join(known)}" for name in own if name not in known]
+    if out or not own:
+        return out
+    plain = cfg.copy_and_resolve_references()
+    plain.critic.optimizer = {}
+    try:
+        plain.optimizer = optimizer.critics_optimizer(cfg)
+    except ConfigError as e:
+        return [str(e).replace("optimizer.", "critic.optimizer.", 1)]
+    found = [p for rule in (_types, _ranges, _optimizer) for p in rule(plain) if p.startswith("optimizer.")]
+    return ["critic." + p for p in found if p not in (q for rule in (_types, _ranges) for q in rule(cfg))]
 
 
 def _eval(cfg):
@@ -650,6 +676,11 @@ def _misc(cfg):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
         out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set log.wandb=false")
+    if unknown := set(cfg.run.accept_changed) - set(CHANGEABLE):
+        out.append(f"run.accept_changed={cfg.run.accept_changed}: {', '.join(sorted(unknown))} unknown; choose from {', '.join(CHANGEABLE)}")
+    for name in ("reference", "critic"):
+        if cfg[name].revision and not cfg[name].path:
+            out.append(_no_effect(f"{name}.revision", cfg[name].revision, f"without {name}.path", f"set {name}.path, or model.revision"))
     if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():
         out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")
     return out

@@ -13,7 +13,7 @@ from jaxrl.config import options
 # An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides.
 FUTURE: tuple[str, ...] = (
     # how and where it runs
-    "run.mode", "run.dir", "run.resume", "run.compile_cache", "run.deterministic", "run.matmul_precision",
+    "run.mode", "run.dir", "run.resume", "run.accept_changed", "run.compile_cache", "run.deterministic", "run.matmul_precision",
     "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "checkpoint.*", "user.*",
     # how the model is computed, not what it is
     "model.remat", "model.remat_every", "model.attention", "model.trust_remote_code",
@@ -34,7 +34,9 @@ PAST: dict[str, str] = {
     "model.*": "it decides the parameters, their names or how text becomes tokens",
     "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
     "reference.path": "the KL term would pull towards another model",
+    "reference.revision": "the KL term would pull towards another model",
     "critic.path": "the critic's parameters began there",
+    "critic.revision": "the critic's parameters began there",
     "critic.shared": "the value head lies elsewhere",
     "optimizer.name": "its state has another form",
     "optimizer.groups": "its state may have another form",
@@ -79,6 +81,33 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
             refused.append(f"{text} ({why})")
         else:
             taken.append(text)
+    return refused, taken
+
+
+# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (recipes.inputs).
+READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
+        "reference": ("weights of the reference",)}
+
+
+def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> tuple[list[str], list[str]]:
+    """Compares fingerprints of what is read (name -> hash) with a checkpoint's.
+
+    accepted: run.accept_changed. asked: options that differ and may (texts of config_changes); an eval set that differs because
+    other ones were asked for is no news. What only one side has is not compared.
+
+    Returns (refused, taken), one text each.
+    """
+    refused, taken = [], []
+    other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in asked)
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] == new[name]:
+            continue
+        entry = next(entry for entry, begins in READ.items() if name.startswith(begins))
+        text = f"{name}: {old[name]} -> {new[name]}"
+        if entry in accepted or (entry == "eval" and other_sets):
+            taken.append(text)
+        else:
+            refused.append(f"{text} (run.accept_changed={entry} goes on with it)")
     return refused, taken
 
 

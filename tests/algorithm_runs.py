@@ -69,12 +69,19 @@ def watched(config):
                 return found
 
             algorithm.critic.learn = look_at_critic
+        columns = type(algorithm).columns
+
+        def look_at_score(r, traj, layout):
+            now.scored = layout
+            return columns(algorithm, r, traj, layout)
+
+        algorithm.columns = look_at_score
         metrics = one_step(r, algorithm)
         steps.append(SimpleNamespace(**vars(now), after=photo(r, algorithm), metrics=metrics))
         return metrics
 
     def look_at_update(r, algorithm, batch, layout, columns, seed):
-        now.batch, now.columns = batch, columns
+        now.batch, now.columns, now.layout = batch, columns, layout
         return update_all(r, algorithm, batch, layout, columns, seed)
 
     def look_at_policy(*args):

@@ -18,8 +18,9 @@ import optax
 import pytest
 from checkpoint_worker import host, state
 
+from jaxrl import config_checks
 from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, Damaged, _crc, flatten, verify
-from jaxrl.config import default_config
+from jaxrl.config import ConfigError, default_config
 from jaxrl.faults import FaultError, Faults
 
 WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
@@ -129,6 +130,15 @@ def test_the_newest_are_kept_and_a_step_is_saved_once(tmp_path):
     assert checkpointer.steps() == [4, 5]
     assert not checkpointer.save(5, state(6), {})
     assert same(make(tmp_path).restore(state(0)).arrays, state(5))
+
+
+def test_minus_one_keeps_all_checkpoints(tmp_path):
+    assert saved(tmp_path, range(1, 6), keep=-1).steps() == [1, 2, 3, 4, 5]
+    config = default_config()
+    for keep in (0, -2):
+        config.checkpoint.keep = keep
+        with pytest.raises(ConfigError, match=f"checkpoint.keep={keep}: must be above 0, or -1 for all"):
+            config_checks.check(config)
 
 
 def test_resume_policies(tmp_path):

@@ -37,6 +37,7 @@ from jaxrl.recipes.supply import Supply
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.rollout import Result
 from jaxrl.sharding.distributed import Peers
+from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import find_policy_loss, loss_and_metrics, make_apply
 from jaxrl.types import Trajectories
 
@@ -602,6 +603,28 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     assert still.after_step(run) == {} and still.arrays() == {} and still.abstract() == {}
 
 
+def test_constant_aggregation_divides_by_a_constant_of_choice():
+    """algorithm.aggregation_constant, else rollout.max_new_tokens=12; and the four answers."""
+    traj, columns = batch_of_groups(groups=2, size=2)
+    shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
+    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
+    batch = SimpleNamespace(traj=traj, dropped=np.zeros(4, bool), scores=None, result=None)
+
+    def weights(constant):
+        c, seen = config({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": constant}), []
+
+        def update(state, batches):
+            seen.extend(np.unique(np.asarray(b.weights["policy"])).tolist() for b in batches)
+            return state, {}
+
+        r = SimpleNamespace(config=c, state=None, update=update, job=SimpleNamespace(put=lambda batch: batch),
+                            supply=SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None)))
+        rl.policy_steps(r, config_checks.resolved_algorithm(c), batch, layout, columns)
+        return seen
+
+    assert weights(0.0) == [pytest.approx([0, 1 / (4 * 12)])] and weights(500.0) == [pytest.approx([0, 1 / (4 * 500)])]
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -719,7 +742,7 @@ def shared(tmp_path_factory):
         "algorithm.preset": "ppo", "algorithm.ppo_epochs": 3,
         "critic.shared": True, "critic.coef": 0.7, "critic.value_clip": 0.0,
         "algorithm.early_stop_kl": 1e-6, "algorithm.entropy_target": 9.0, "algorithm.entropy_rate": 0.01,
-        "algorithm.entropy_max": 0.015}))
+        "algorithm.entropy_max": 0.015, "train.score_tokens_per_microbatch": 144}))
     return SimpleNamespace(folder=folder, summary=summary, steps=steps, published=published)
 
 
@@ -730,6 +753,15 @@ def test_a_shared_value_head_stays_in_the_training_state(shared):
     assert set(shared.published) == {0, 1, 2} and not any("value" in names for names in shared.published.values())
     assert not any("value" in name or "score" in name for name in list_folder(shared.folder / "export"))
     assert "value" not in shared.steps[0].after.policy_tree
+
+
+def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
+    """One row at a time where the update has three: more microbatches, the same log-probs but for rounding. Else the update's own."""
+    assert all(step.scored is step.layout for step in ppo.steps)
+    for step in shared.steps:
+        (scored,), (updated,) = step.scored.minibatches, step.layout.minibatches
+        assert len(scored.microbatches) > len(updated.microbatches)
+        assert 0 < step.updates[0]["old_gap/max"] < 1e-4
 
 
 def test_coef_weighs_the_shared_value_loss(shared):
@@ -838,9 +870,28 @@ def test_but_for_its_rate_the_critics_optimizer_is_the_policys(open_job):
     assert not same(updates(critic_of({"critic.lr": 0.1}, open_job).optimizer), updates(training.make_optimizer(c, 5, axes)[0]))
 
 
-def test_the_critics_gradient_is_clipped_too(open_job):
-    """By optimizer.max_grad_norm: plain SGD at rate 1 moves exactly that far."""
-    critic = critic_of({"optimizer.name": "optax:sgd", "critic.lr": 1.0, "optimizer.max_grad_norm": 0.01}, open_job)
+def test_the_critic_has_entries_of_the_optimizer_of_its_own(open_job):
+    """critic.optimizer wins over optimizer.*, for the critic only; what cannot work is named as it was written."""
+    own = {"b1": 0.5, "b2": 0.6, "eps": 0.1, "weight_decay": 0.3, "schedule": "wsd", "decay_shape": "cosine", "decay_steps": 3,
+           "warmup_steps": 0, "floor": 0.1}
+    changes = {"algorithm.preset": "ppo", "critic.lr": 0.1, "optimizer.groups": {"embed": {"lr": 0.0}}}
+    theirs = critics_optimizer(config({**changes, "critic.optimizer": own}))
+    assert {name: theirs[name] for name in own} == own and theirs.lr == 0.1 and not theirs.groups
+    assert config({**changes, "critic.optimizer": own}).optimizer.b1 == 0.9
+    for entry, message in (({"lr": 1.0}, "critic.optimizer.lr: the critic has of its own name, b1"),
+                           ({"b1": 1.5}, r"critic.optimizer.b1=1.5: must lie in \[0, 1\)"),
+                           ({"b1": "x"}, "critic.optimizer.b1='x': expected float, got str"),
+                           ({"eps": -1}, "critic.optimizer.eps=-1.0: must not be negative"),
+                           ({"schedule": "sine"}, "critic.optimizer.schedule='sine': choose one of"),
+                           ({"decay_shape": "sqrt"}, "critic.optimizer.decay_shape='sqrt' has no effect with")):
+        with pytest.raises(ConfigError, match=message):
+            config({**changes, "critic.optimizer": entry})
+
+
+@pytest.mark.parametrize("whose", ["optimizer.max_grad_norm", "critic.optimizer.max_grad_norm"])
+def test_the_critics_gradient_is_clipped_too(open_job, whose):
+    """By optimizer.max_grad_norm, or its own: plain SGD at rate 1 moves exactly that far."""
+    critic = critic_of({"optimizer.name": "optax:sgd", "critic.lr": 1.0, whose: 0.01}, open_job)
     traj, _ = batch_of_groups(groups=2, size=2)
     before = {name: np.array(x) for name, x in critic.state.trainable.items()}
     target = traj.loss_mask.astype(np.float32)
@@ -905,6 +956,12 @@ REFUSED = [
     *(({f"algorithm.{n}": 0}, f"algorithm.{n}=0: must be at least 1") for n in ("ppo_epochs", "num_minibatches")),
     ({"algorithm.dynamic_sampling_rounds": 0}, "algorithm.dynamic_sampling_rounds=0: must be above 0"),
     ({"critic.lr": 0.0}, "critic.lr=0.0: must be above 0"),
+    ({"algorithm.aggregation_constant": 9.0}, "algorithm.aggregation_constant=9.0 has no effect with algorithm.aggregation=token_mean; "
+     "set constant"),
+    ({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": -1.0}, "aggregation_constant=-1.0: must not be negative"),
+    ({"optimizer.decay_shape": "sqrt"}, "optimizer.decay_shape='sqrt' has no effect with optimizer.schedule=constant; set wsd"),
+    ({"train.score_tokens_per_microbatch": -1}, "train.score_tokens_per_microbatch=-1: must not be negative"),
+    ({**GAE, "critic.shared": True, "critic.optimizer": {"b1": 0.5}}, "has no effect with critic.shared; it belongs to a critic of its"),
     ({"algorithm.dual_clip": 0.9}, "algorithm.dual_clip=0.9: must be above 1, or 0 for off"),
     ({"algorithm.delta": 1.1}, "algorithm.delta=1.1: must be at least 1 + clip_high = 1.2, or 0 for off"),
     ({"algorithm.advantage": "gea"}, "algorithm.advantage='gea': outcome, returns, gae, "),

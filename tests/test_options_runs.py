@@ -194,6 +194,7 @@ def test_recipe_and_warm_start(first):
     """The SFT job ran first, into its own folder, and its export is the policy at the start."""
     sft = lines(first.run / "warm_start" / "metrics.jsonl")
     assert [line["step"] for line in sft] == [2, 4]  # log.every_steps=2 of train.steps=4
+    assert [line["data/samples"] for line in sft] == [8, 16] and all(0 < line["rollout/tokens"] <= 4 * 136 for line in sft)
     assert sft[-1]["loss"] < sft[0]["loss"] and "policy/ratio_mean" not in sft[0]
     assert all("policy/ratio_mean" in line for line in first.metrics[1:])
     config = json.loads((first.run / "config.json").read_text())["config"]

@@ -237,8 +237,14 @@ def test_one_config_on_four_devices_is_the_same_run(tmp_path, unbroken):
 
 def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
     summary = jaxrl.train(config(tmp_path, "sft", train__steps=30, log__every_steps=10))
-    losses = [line["loss"] for line in lines(tmp_path / "run")]
+    got = lines(tmp_path / "run")
+    losses = [line["loss"] for line in got]
     assert losses[-1] < losses[0] - 0.5 and summary["steps"] == 30
+    for phase in ("update", "data"):  # a line is about ten steps, and says what one of them took
+        assert sum(10 * line["time"][phase] for line in got) == pytest.approx(summary["seconds"][phase])
+    for line in got:
+        clock = line["time"]
+        assert clock["tokens_per_second"] == pytest.approx(line["rollout/tokens"] / (clock["step"] - clock.get("checkpoint", 0)))
 
 
 def test_a_python_reward_replaces_the_configs(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxrl.config import default_config
-from jaxrl.telemetry import Every, Phases, Telemetry
+from jaxrl.telemetry import Every, Phases, Telemetry, per_step
 from jaxrl.telemetry.console import (
     PlainConsole,
     Progress,
@@ -313,6 +313,11 @@ def test_phases_add_up_to_the_step_and_nest():
         clock.now += 1
         assert phases.totals() == {"other": 22, "rollout": 11, "reward": 36}
     assert phases.current == ""
+
+
+def test_a_line_about_several_steps_says_what_one_took():
+    spent = per_step({"update": 8.0, "data": 1.0, "eval": 5.0, "checkpoint": 2.0, "other": 1.0, "step": 17.0}, 10)
+    assert spent == pytest.approx({"update": 0.8, "data": 0.1, "eval": 5.0, "checkpoint": 2.0, "other": 0.1, "step": 8.0})
 
 
 def test_an_exception_ends_its_phase():

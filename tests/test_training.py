@@ -377,6 +377,29 @@ def test_schedules(name):
     )
 
 
+@pytest.mark.parametrize("name, halfway", [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - 0.5**0.5)])
+def test_shapes_of_the_decay_after_a_stable_phase(name, halfway):
+    """Ten of twenty updates of decay from 1 to 0.1; a quarter of the way tells cosine from linear."""
+    c = default_config().optimizer
+    c.lr, c.schedule, c.warmup_steps, c.floor, c.decay_steps, c.decay_shape = 1.0, "wsd", 0, 0.1, 8, name
+    f = make_schedule(c, 20)
+    quarter = {"linear": 0.75, "cosine": (1 + np.cos(np.pi / 4)) / 2, "sqrt": 0.5}[name]
+    assert [float(f(i)) for i in (0, 12, 14, 16, 20, 30)] == pytest.approx(
+        [1, 1, *(0.1 + 0.9 * x for x in (quarter, halfway)), 0.1, 0.1])
+
+
+def test_the_decay_has_a_length_of_its_own():
+    """optimizer.decay_steps is not what the schedule would take: all of the rest, or wsd's last tenth."""
+    def at(i, schedule, steps):
+        c = default_config().optimizer
+        c.lr, c.schedule, c.warmup_steps, c.decay_steps = 1.0, schedule, 0, steps
+        return float(make_schedule(c, 40)(i))
+
+    assert [at(10, "linear", n) for n in (0, 20)] == pytest.approx([0.75, 0.5])
+    assert [at(10, "cosine", n) for n in (0, 20)] == pytest.approx([(1 + np.cos(np.pi / 4)) / 2, 0.5])
+    assert [at(30, "wsd", n) for n in (0, 20)] == pytest.approx([1.0, 0.5])
+
+
 def test_optimizer_groups_and_decay_spare_vectors():
     c = default_config().optimizer
     c.lr, c.warmup_steps, c.weight_decay, c.name = 0.1, 0, 0.5, "adamw"

@@ -127,12 +127,13 @@ class Dataset:
 
     name; bad: BadRows of what could not be read; filtered: places ("file:line") left out for their length;
     filtered_rows: their row numbers; truncated: how many prompts were cut on the left; heldout: the carved-out eval
-    set or None; fingerprint: hash of all ids in order (equal data and options <=> equal fingerprint).
+    set or None; fingerprint: hash of what the rows say, in order (prompt, completion, answer and the columns that rewards
+    receive), and their count. It depends neither on the file's name, kind and time nor on tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: _Reader, bad: BadRows):
         self.name, self.bad, self.heldout = name, bad, None
-        self._tables, self._reader = tables, reader
+        self._tables, self._reader, self._content = tables, reader, hashlib.sha256()
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
         self.truncated = 0
@@ -157,10 +158,15 @@ class Dataset:
         targets = [t for _, _, t in kept]
         none = np.zeros(0, np.int32)
         self._targets = _Ragged([none if t is None else t for t in targets], [t is None for t in targets])
-        digest = hashlib.sha256(self._rows.tobytes())
-        for part in (self._prompts, self._targets):
-            digest.update(part.ids.tobytes() + part.offsets.tobytes())
-        self.fingerprint = digest.hexdigest()[:16]
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
+
+    @property
+    def commits(self) -> list[str]:
+        """Hub commits that the rows came from; none for files, folders and rows in memory."""
+        return self._tables.commits
 
     @property
     def prompt_lengths(self) -> np.ndarray:
@@ -348,7 +354,9 @@ def _chunk(ds: Dataset, limits: _Limits, numbers: list[int], eos_id) -> list:
     read_rows = []
     for i in numbers:
         try:
-            read_rows.append((i, ds._reader(ds._tables.row(i))))
+            row = ds._reader(ds._tables.row(i))
+            ds._content.update(json.dumps([row.prompt, row.completion, row.answer, row.columns], sort_keys=True).encode())
+            read_rows.append((i, row))
         except PromptError as e:
             ds.bad.add(ds._tables.where(i), str(e))
     template = ds._reader.template

@@ -93,6 +93,8 @@ class BadRows:
 class Table:
     """Rows held as Python dicts (JSON and CSV)."""
 
+    commits = ()
+
     def __init__(self, rows: list[dict], wheres: list[str]):
         self._rows, self._wheres = rows, wheres
 
@@ -112,7 +114,8 @@ class ArrowTable:
     Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out.
     """
 
-    def __init__(self, table: pa.Table, name: str):
+    def __init__(self, table: pa.Table, name: str, commits=()):
+        self.commits = commits
         binary = [f.name for f in table.schema if _holds_binary(f.type)]
         if binary:
             log.warning("%s: binary columns are left out: %s", name, ", ".join(binary))
@@ -152,6 +155,11 @@ class Tables:
         self._starts = [0]
         for part in parts:
             self._starts.append(self._starts[-1] + len(part))
+
+    @property
+    def commits(self) -> list[str]:
+        """Hub commits behind the rows, each once."""
+        return list(dict.fromkeys(commit for part in self._parts for commit in part.commits))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -382,6 +390,7 @@ def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
             loaded = loaded[split]
         name = f"{shown}[{split}]" if len(splits) > 1 or split != "train" else shown
         table = loaded.with_format("arrow")[:]
-        parts.append(ArrowTable(table.slice(0, limit), name))
+        sources = " ".join(map(str, loaded.info.download_checksums or ()))  # hf://datasets/NAME@COMMIT/FILE
+        parts.append(ArrowTable(table.slice(0, limit), name, re.findall(r"@([0-9a-f]{40})/", sources)))
         limit -= len(parts[-1])
     return Tables(parts)

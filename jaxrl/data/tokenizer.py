@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -25,7 +26,7 @@ def load_tokenizer(config):
         raise ConfigError("model.tokenizer and model.path are empty: name a folder or hub id that holds a tokenizer")
     if not Path(resolve(shown)).is_dir():
         offline_if_unreachable()
-    revision = None if config.model.tokenizer else config.model.revision
+    revision = tokenizer_revision(config)
     try:
         tokenizer = reader_of(resolve(shown)).from_pretrained(resolve(shown), revision=revision or "main",
                                                               trust_remote_code=config.model.trust_remote_code)
@@ -42,6 +43,24 @@ def load_tokenizer(config):
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     _override_tokens(config, tokenizer)
     return tokenizer
+
+
+def tokenizer_revision(config) -> str | None:
+    """The hub revision of the tokenizer: its own, or the model's where it lies with the model."""
+    return config.model.tokenizer_revision or (None if config.model.tokenizer else config.model.revision)
+
+
+PROBE = ("The quick brown fox, 3.14159 x 2026-01-02T03:04:05Z\n\tdef f(x): return x**2  # naïve café Größe\n\n"
+         "Привет мир, 你好世界, こんにちは, مرحبا, नमस्ते 🙂 \\boxed{42} <|im_start|>user</s>")
+
+
+def fingerprint(tokenizer) -> dict[str, str]:
+    """Hashes of what decides how messages become ids: 'tokenizer' (vocabulary, special tokens, the ids of a text of many
+    scripts) and 'chat template'."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
+    found = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]], "chat template": tokenizer.chat_template}
+    return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16] for name, value in found.items()}
 
 
 def reader_of(source: str):

@@ -178,7 +178,8 @@ class Reference:
             self.params, self.epochs = arrays, host["epochs"]
         else:
             with self.run.job.on("reference"):
-                self.params = cast_params(setup.initial_params(self.run.job, self.options.path, role="reference"), self.dtype)
+                self.params = cast_params(setup.initial_params(self.run.job, self.options.path, role="reference",
+                                                               revision=self.options.revision), self.dtype)
         self._rest()
 
     def _place(self):

@@ -14,6 +14,7 @@ from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import setup
 from jaxrl.sharding import memory
+from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.score import make_value_score
 
 
@@ -58,14 +59,12 @@ class Critic:
         if self.shared:
             return
         self.tree = ValueModel(self.job.model)
-        config = r.config.optimizer.copy_and_resolve_references()
-        with config.unlocked():
-            config.lr, config.groups = self.options.lr, {}
+        config = critics_optimizer(r.config)
         total = max(1, r.total_steps * self.epochs * self.num_minibatches)
         axes = setup.flat_axes(self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, axes)
         loss = dataclasses.replace(loss, kind="value", value_clip=self.options.value_clip, early_stop_ratio=0.0,
-                                   early_stop_kl=0.0, entropy_target=0.0)
+                                   early_stop_kl=0.0, entropy_target=0.0, max_grad_norm=config.max_grad_norm)
         self.update = training.make_update(self.job.model, self.optimizer, schedule, loss)
 
     # ---- a part of the run
@@ -101,7 +100,7 @@ class Critic:
         shardings = setup.param_shardings(job, tree=self.tree, role=self.role)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
-            revision = None if self.options.path else job.config.model.revision
+            revision = self.options.revision if self.options.path else job.config.model.revision
             params = hf.load_critic(job.model, setup.source_of(source), revision, shardings, dtype)
         else:
             init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731

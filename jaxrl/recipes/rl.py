@@ -86,11 +86,15 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         num_minibatches=min(v["num_minibatches"], len(np.unique(traj.group))),  # a last step may be short
         seed=seed,
     )
+    scored = layout
+    if job.score_shapes is not job.row_shapes:
+        scored = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.score_shapes,
+                                      share_prompts=c.train.share_prompts)
     with r.phase("score"):
-        columns = algorithm.columns(r, traj, layout)
+        columns = algorithm.columns(r, traj, scored)
         critic, values = algorithm.critic, None
         if critic is not None:
-            values, raw = critic.values(r.state, traj, layout)
+            values, raw = critic.values(r.state, traj, scored)
         stale = r.supply.staleness(traj)
         if r.supply.on:
             columns["staleness"] = stale
@@ -167,10 +171,11 @@ def policy_steps(r: Run, v: dict, batch, layout, columns) -> list:
         positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
     if c.algorithm.early_stop_ratio or c.algorithm.early_stop_kl:
         r.state = start_of_step(r.state)
+    constant = c.algorithm.aggregation_constant or c.rollout.max_new_tokens
     for _ in range(v["ppo_epochs"]):
         for minibatch in layout.minibatches:
-            weights = training.loss_weights(traj, minibatch.sequences, v["aggregation"], max_tokens=c.rollout.max_new_tokens,
-                                            dropped=dropped, keep=keep, positive=positive)
+            weights = training.loss_weights(traj, minibatch.sequences, v["aggregation"], max_tokens=constant, dropped=dropped, keep=keep,
+                                            positive=positive)
             batches = (r.job.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
             r.state, metrics = r.update(r.state, batches)
             if keep is not None:

@@ -20,6 +20,7 @@ from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.inputs import compared
 from jaxrl.recipes.operations import Speed
 from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
@@ -29,7 +30,7 @@ from jaxrl.rollout import EngineLost, make_engine
 from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
 from jaxrl.sharding.distributed import peers
-from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, write_config
+from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.names import duration
@@ -117,6 +118,7 @@ class Run:
         elif c.run.mode == "train":
             self._refuse_other_past(chosen)
         train_set, self.eval_sets = self._load_data(inputs)
+        self.read = compared(c, self.peers, inputs, train_set, self.eval_sets, chosen)
         self.stream, self.total_steps = None, c.train.steps
         if train_set is not None:
             self.stream = self.own(data_room.Stream.from_config(c, train_set))
@@ -400,20 +402,21 @@ class Run:
             self.eval_before = summary(metrics)
             self.telemetry.step(0, metrics, self.phases.take())
 
-    def after_step(self, metrics: dict, evaluate) -> None:
-        """Evaluates, logs and saves as the triggers say. One line of metrics per step, written before its checkpoint."""
+    def after_step(self, metrics: dict, evaluate, steps: int = 1) -> None:
+        """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics` are per step,
+        of the last `steps` steps."""
         epoch = self.stream.epoch(self.cursor)
         last = self.step >= self.total_steps
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         if self.eval_sets and self.engine and (due("eval") or (last and self.config.eval.after)):
             with self.phase("eval"):
                 metrics = metrics | self._evaluate(evaluate)
-        spent = self.phases.take()
-        compiled = self.compilations.take()
+        together = self.phases.take()
+        spent, compiled = per_step(together, steps), self.compilations.take()
         metrics = metrics | self.speed.rates(metrics, spent) | {
             "time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
         self.telemetry.step(self.step, metrics, spent)
-        self.beside.add(self.step, spent)
+        self.beside.add(self.step, together)
         for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
             log.warning(warning)
         self.checkpointer.check()
@@ -445,6 +448,7 @@ class Run:
                 "eval_before": self.eval_before,
                 "last_eval": self.last_eval,
                 "config": redacted(self.config),
+                "read": self.read,
                 "triggers": {name: due.state() for name, due in self.due.items()},
                 "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
             }

@@ -49,6 +49,7 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
+    score_shapes: Any  # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
 
     def mesh_of(self, role: str):
@@ -158,11 +159,10 @@ def check_weights(config, inputs: Inputs) -> None:
     """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
     if config.model.init == "pretrained":
         hf.check_weights(inputs.table, source_of(config.model.path), config.model.revision)
-    for name, path, check in (("reference.path", config.reference.path, hf.check_weights),
-                              ("critic.path", config.critic.path, hf.check_critic)):
-        if path:
+    for name, given, check in (("reference.path", config.reference, hf.check_weights), ("critic.path", config.critic, hf.check_critic)):
+        if path := given.path:
             try:
-                check(inputs.table, source_of(path))
+                check(inputs.table, source_of(path), given.revision)
             except ConfigError as e:
                 raise ConfigError(f"{name}={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 
@@ -199,20 +199,20 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
 
     model = build_model(config, hf_config, compute_dtype)
     config = decided(config, mesh.devices.flat[0].platform)
-    shapes = training.row_shapes(
-        config.train.row_lengths,
-        longest_sequence(config),
-        config.train.tokens_per_microbatch,
-        math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes)))),
-        config.train.row_counts,
-    )
+    shards = math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes))))
+
+    def shapes_of(tokens):
+        return training.row_shapes(config.train.row_lengths, longest_sequence(config), tokens, shards, config.train.row_counts)
+
+    shapes = shapes_of(config.train.tokens_per_microbatch)
+    scored = shapes_of(config.train.score_tokens_per_microbatch) if config.train.score_tokens_per_microbatch else shapes
     if config.train.tokens_per_microbatch < shapes.lengths[-1]:
         log.warning(
             "train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
             config.train.tokens_per_microbatch,
             shapes.lengths[-1],
         )
-    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, meshes)
+    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, scored, meshes)
 
 
 def check_roles(config) -> None:
@@ -286,15 +286,15 @@ def without_value(params):
     return {name: node for name, node in params.items() if name != "value"}
 
 
-def initial_params(job: Job, path: str = "", dtype=None, role="policy"):
-    """The language model the run starts from (nested tree, sharded): from `path` or model.path, or random from run.seed."""
+def initial_params(job: Job, path: str = "", dtype=None, role="policy", revision=None):
+    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or model.path, or random
+    from run.seed."""
     c = job.config.model
     dtype = dtype or DTYPES[job.config.train.param_dtype]
     shardings = param_shardings(job, tree=job.model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
-        revision = c.revision if not path else None
-        return hf.load_params(job.model, source_of(source), revision, shardings, dtype)
+        return hf.load_params(job.model, source_of(source), revision if path else c.revision, shardings, dtype)
     init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 

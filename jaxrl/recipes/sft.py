@@ -42,7 +42,7 @@ def run(config, rewards=None) -> dict:
                 with r.phase("update"):
                     line = averaged(pending)
                     r.check_finite()
-                r.after_step(line | r.stream_metrics(), publish_and_answer)
+                r.after_step(line | r.stream_metrics(), publish_and_answer, steps=len(pending))
                 pending = []
         return r.close_run(publish_and_answer)
 
@@ -84,17 +84,17 @@ def one_update(r: Run, traj: Trajectories):
 
 
 def averaged(pending) -> dict[str, float]:
-    """Means over the updates since the last line; one transfer per update."""
+    """Means over the updates since the last line, counts of tokens and operations too; one transfer per update."""
     steps = [host_scalars(m) for m, *_ in pending]
     out = {k: float(np.mean([s[k] for s in steps])) for k in steps[0]}
     lengths = np.concatenate([t.answer_lengths for _, t, *_ in pending])
     return out | {
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
-        "rollout/tokens": float(lengths.sum()),
-        "rollout/prompt_tokens": float(sum(t.prompt_lengths.sum() for _, t, *_ in pending)),
+        "rollout/tokens": float(lengths.sum()) / len(pending),
+        "rollout/prompt_tokens": float(np.mean([t.prompt_lengths.sum() for _, t, *_ in pending])),
         "packing/efficiency": float(np.mean([e for _, _, e, _ in pending])),
-        "flops/update": sum(flops for *_, flops in pending),
+        "flops/update": float(np.mean([flops for *_, flops in pending])),
     }
 
 

@@ -18,8 +18,8 @@ from jaxrl.telemetry.names import COLUMNS, METRICS, NAMES, describe, metrics_tab
 from jaxrl.telemetry.run_dir import merge_json, read_json, require_free, write_atomic, write_config
 from jaxrl.telemetry.sinks import find_sink
 from jaxrl.telemetry.telemetry import Telemetry
-from jaxrl.telemetry.timing import Every, Phases
+from jaxrl.telemetry.timing import Every, Phases, per_step
 
 __doc__ += "\n" + metrics_table()
 __all__ = ["COLUMNS", "METRICS", "NAMES", "Every", "Health", "Phases", "Telemetry", "describe", "find_sink",
-           "make_console", "merge_json", "metrics_table", "read_json", "require_free", "setup_logging", "write_atomic", "write_config"]
+           "make_console", "merge_json", "metrics_table", "per_step", "read_json", "require_free", "setup_logging", "write_atomic", "write_config"]

@@ -1,7 +1,8 @@
 """Every metric jaxrl writes: name, meaning, and how the console shows it.
 
 Names are `group/name`. `<...>` stands for one or more further parts of a name. Averages are over the step's data, or
-over the optimizer steps of one RL step where the value comes from the update (maxima for `gap/max`).
+over the optimizer steps of one RL step where the value comes from the update (maxima for `gap/max`). A line of SFT is about
+log.every_steps steps and says what one of them came to on average, seconds, tokens and operations included.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
     Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also reward, length, truncation"),
     # time, and what belongs to one process: everything below lives under the key "time" of a metrics.jsonl line
-    Metric("time/step", "seconds of the step, saving and evaluating included", "s/step", "seconds"),
+    Metric("time/step", "seconds of the step (SFT: of a mean one of the line), saving and evaluating included", "s/step", "seconds"),
     Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step"),
     Metric("time/tokens_per_second", "rollout/tokens per second of the step less its eval, checkpoint and export",
            "tok/s", "count"),

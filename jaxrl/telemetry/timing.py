@@ -70,9 +70,19 @@ class Phases:
         return {n: self._totals.get(n, 0.0) + self._spent.get(n, 0.0) for n in names}
 
 
+ONCE = ("eval", "checkpoint", "export")  # phases that belong to one step, however many a line of metrics is about
+
+
 def working(phases: dict[str, float]) -> float:
     """Seconds of a step without its evaluation, checkpoint and export."""
-    return phases.get("step", 0.0) - sum(phases.get(name, 0.0) for name in ("eval", "checkpoint", "export"))
+    return phases.get("step", 0.0) - sum(phases.get(name, 0.0) for name in ONCE)
+
+
+def per_step(phases: dict[str, float], steps: int) -> dict[str, float]:
+    """What `Phases.take` said after so many steps -> seconds by phase of a mean one of them; evaluation, checkpoint and export whole,
+    as of the last one. They still add up to `step`."""
+    out = {name: seconds / (1 if name in ONCE else steps) for name, seconds in phases.items()}
+    return out | {"step": sum(seconds for name, seconds in out.items() if name != "step")}
 
 
 class Every:

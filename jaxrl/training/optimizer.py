@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib
 import re
 
+import jax.numpy as jnp
 import optax
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, put
 
 
 def make_schedule(config, total_updates: int):
     """Learning rate as a function of the number of updates applied.
 
     Linear warm-up from warmup_start * lr to lr, then constant, linear, cosine (to floor * lr over decay_steps, by
-    default all remaining updates), or wsd: constant and a linear decay over the last decay_steps.
+    default all remaining updates), or wsd: constant and a decay over the last decay_steps, shaped by decay_shape.
     """
     c = config
     warmup = round(c.warmup_fraction * total_updates) if c.warmup_fraction > 0 else c.warmup_steps
@@ -28,7 +29,8 @@ def make_schedule(config, total_updates: int):
         after = optax.cosine_decay_schedule(c.lr, c.decay_steps or rest, alpha=c.floor)
     else:
         decay = c.decay_steps or max(total_updates // 10, 1)
-        after = optax.linear_schedule(c.lr, floor, decay, transition_begin=max(rest - decay, 0))
+        begin, shape = max(rest - decay, 0), _SHAPES[c.decay_shape]
+        after = lambda i: floor + (c.lr - floor) * shape(jnp.clip((i - begin) / decay, 0, 1))  # noqa: E731
     if not warmup:
         return after
     # The first update already moves: update i of the warm-up uses (i + 1) / warmup of the way.
@@ -37,6 +39,12 @@ def make_schedule(config, total_updates: int):
     return optax.join_schedules([ramp, after], [warmup])
 
 
+# What is left of the way from lr to the floor after a share x of wsd's decay.
+_SHAPES = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + jnp.cos(jnp.pi * x)) / 2,
+    "sqrt": lambda x: 1 - jnp.sqrt(x),  # Hägele et al., arXiv 2405.18392
+}
 _NAMED = {
     "adamw": lambda c: optax.scale_by_adam(c.b1, c.b2, c.eps),
     "adam": lambda c: optax.scale_by_adam(c.b1, c.b2, c.eps),
@@ -90,6 +98,21 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
         return next((p for p, _ in groups if re.search(p, name)), "default")
 
     return optax.partition(transforms, lambda params: {k: label(k) for k in params}), schedule
+
+
+CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_fraction", "warmup_start",
+               "decay_steps", "decay_shape", "floor")
+
+
+def critics_optimizer(config):
+    """config.optimizer as the critic has it: critic.lr and the entries of critic.optimizer instead of the policy's."""
+    c = config.copy_and_resolve_references()
+    for name, value in config.critic.optimizer.items():
+        put(c, f"optimizer.{name}", value)
+    c.optimizer.lr = config.critic.lr
+    with c.optimizer.unlocked():
+        c.optimizer.groups = {}  # patterns of the policy's names
+    return c.optimizer
 
 
 def _decays(axes) -> bool:

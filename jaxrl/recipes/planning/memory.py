@@ -215,12 +215,13 @@ def layer_weights(model) -> float:
 def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dict]:
     """{"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
     shape = rows(config, data_shards(mesh)).shape
+    scored = rows(config, data_shards(mesh), config.train.score_tokens_per_microbatch).shape
     inner, shapes, width = rollout or (None, None, 0)
     out = {}
     for name in names:
         extra = temp = 0.0
         if name in ("update", "critic", "score", "score_reference", "value"):
-            temp = temporaries(config, model, mesh, shape, name)
+            temp = temporaries(config, model, mesh, shape if name in ("update", "critic") else scored, name)
         elif name == "publish":
             extra = weight_bytes(model, inner, ROLLOUT_RULES, width)
             temp = 2 * layer_weights(model) * 4

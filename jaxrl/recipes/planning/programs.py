@@ -85,7 +85,7 @@ def _reinforcement(out: Lowering, job, keep):
         reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, dtype, sharding=w), tree,
                                  setup.param_shardings(job, tree=job.model))
         out.live["reference"] = reference
-    batch = _batch(job, max_rows(job), _support(c), ("scored",))
+    batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",))
     if algorithm.old_source == "recompute" and keep("score"):
         out.programs["score"] = algorithm.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
@@ -133,9 +133,9 @@ def _support(c):
     return {"support": (jnp.int32, (c.rollout.top_k,))} if c.algorithm.sampled_support else {}
 
 
-def max_rows(job) -> tuple[int, int]:
+def max_rows(shapes) -> tuple[int, int]:
     """(rows, row length) of the microbatch with the most tokens."""
-    return max(((counts[0], length) for length, counts in zip(job.row_shapes.lengths, job.row_shapes.counts, strict=True)),
+    return max(((counts[0], length) for length, counts in zip(shapes.lengths, shapes.counts, strict=True)),
                key=lambda shape: shape[0] * shape[1])
 
 
@@ -158,7 +158,7 @@ def _update(out: Lowering, job, name, update, state, columns, weights, keep):
     state = state.replace(opt_state=jax.tree.map(on_devices, state.opt_state))
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     empty, accumulate, apply = update.compiled(state)
-    batch = _batch(job, max_rows(job), columns, weights)
+    batch = _batch(job, max_rows(job.row_shapes), columns, weights)
     everywhere = sharding.replicated(job.mesh)
     grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, batch)
     grads = _shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable))

@@ -71,10 +71,10 @@ def updates(config) -> tuple[int, int]:
     return v["ppo_epochs"], v["num_minibatches"]
 
 
-def rows(config, shards: int) -> Rows:
-    """Lays out one optimizer step of longest sequences, as the run does it."""
+def rows(config, shards: int, tokens: int = 0) -> Rows:
+    """Lays out one optimizer step of longest sequences, as the run does it; `tokens` instead of train.tokens_per_microbatch."""
     prompt, answer = lengths(config)
-    shapes = row_shapes(config.train.row_lengths, prompt + answer, config.train.tokens_per_microbatch, shards,
+    shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
                                  config.train.row_counts)
     group = config.rollout.group_size if config.run.recipe == "rl" else 1
     groups = max(1, config.data.prompts_per_step // updates(config)[1])

@@ -1,0 +1,193 @@
+"""What a run reads is the same on all its hosts, and the same as when its checkpoint was written."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from run_tools import ROOT, environment
+from tiny_job import MODEL
+
+from jaxrl.checkpoint import Checkpointer
+from jaxrl.config import ConfigError, put, redacted
+from jaxrl.data import fingerprint, load_tokenizer, load_train
+from jaxrl.models import hf
+from jaxrl.recipes import inputs, setup
+from jaxrl.recipes.run import Run
+from jaxrl.resume import READ
+from jaxrl.sharding.distributed import Peers
+
+HOST = """
+import os, sys
+os.chdir(f"{sys.argv[1]}/{os.environ['JAXRL_PROCESS']}")
+from jaxrl.main import main, peers
+status = main(sys.argv[2:])
+peers().leave(status)
+sys.exit(status)
+"""
+
+
+def host(folder, rows, template=TEMPLATE):
+    """What a host holds under the same relative names."""
+    folder.mkdir(exist_ok=True)
+    make_tokenizer(folder / "tokenizer", template=template)
+    for name, part in (("train", rows[:12]), ("test", rows[12:])):
+        write_jsonl(folder / f"{name}.jsonl", [{**row, "completion": "4"} for row in part])
+
+
+@pytest.mark.slow
+def test_hosts_with_other_files_are_named_before_the_first_step(tmp_path):
+    """Two processes of one command whose working directories hold other rows and another template under the same names."""
+    host(tmp_path / "0", questions(16))
+    other = questions(16)
+    other[3]["answer"], other[13]["answer"] = "5", "15"
+    host(tmp_path / "1", other, template="{{ messages[0].content }}")
+    (tmp_path / "host.py").write_text(HOST)
+    flags = {"data.path": "train.jsonl,", "eval.sets": "test=test.jsonl,", "model.tokenizer": "tokenizer", "model.config.vocab_size": 264,
+             "train.steps": 1, "data.prompts_per_step": 2, "eval.before": "false", "eval.after": "false", "log.console": "plain",
+             "checkpoint.export_at_end": "false", "data.max_rows": 0, "run.dir": tmp_path / "run"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--", str(tmp_path / "host.py"), str(tmp_path),
+         f"--config={ROOT}/tests/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
+        capture_output=True, text=True, timeout=120, env=environment())
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "the processes of this run are not alike" in said, said
+    for name in ("training data", "eval set test", "chat template"):
+        assert re.search(rf"- {name}: \w+(, \d+ rows)? on process 1 on .*, \w+(, \d+ rows)? on process 0 on ", said), said
+    assert "- tokenizer:" not in said and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+class Two(Peers):
+    """Process 0 of two; what the other one says is made of what this one does."""
+
+    def __init__(self, other):
+        super().__init__(0, 2, names=("a", "b"))
+        self.other = other
+
+    def meet(self, what, value=None):
+        return [value, "" if isinstance(value, str) else self.other(value)]
+
+
+def test_a_host_that_reads_something_else_is_named(job):
+    run = Run(job(), with_engine=False)
+    for name in ("training data", "eval set test", "tokenizer", "chat template", "model config"):
+        run.peers = Two(lambda facts, name=name: facts | {name: "else"})
+        with pytest.raises(ConfigError, match=rf"not alike:\n  - {name}: else on process 1 on b, [^\n]+ on process 0 on a$"):
+            inputs.compared(run.config, run.peers, *read(run), None)
+
+
+def read(run):
+    found = setup.read_inputs(run.config)
+    return found, *run._load_data(found)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """make(name=value, ...) -> an SFT config with a checkpoint of its step 1 (no arrays in it) beside rows, eval set, tokenizer."""
+    host(tmp_path, questions(16))
+
+    def make(**options):
+        c = make_config(tmp_path / "tokenizer", tmp_path / "train.jsonl", data__prompts_per_step=2,
+                        eval__sets=(f"test={tmp_path / 'test.jsonl'}",))
+        c.run.recipe, c.run.dir, c.model.init, c.model.config = "sft", str(tmp_path / "run"), "random", {**MODEL, "vocab_size": 264}
+        for name, value in options.items():
+            put(c, name.replace("__", "."), value)
+        return c
+
+    run = Run(make(), with_engine=False)
+    run.check()
+    saved = Checkpointer(run.config.run.dir, run.config)
+    saved.save(1, {}, {"config": redacted(run.config), "read": run.read, "parts": {}})
+    saved.close()
+    return make
+
+
+def change_rows(folder, name):
+    rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    rows[1]["answer"] = "another"
+    write_jsonl(folder / f"{name}.jsonl", rows)
+
+
+def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path, job, caplog):
+    Run(job(), with_engine=False).check()
+    os.utime(tmp_path / "train.jsonl", (0, 0))
+    Run(job(), with_engine=False).check()  # content counts, not time
+    changes = {"data": lambda: change_rows(tmp_path, "train"), "eval": lambda: change_rows(tmp_path, "test"),
+               "tokenizer": lambda: make_tokenizer(tmp_path / "tokenizer", template=TEMPLATE + " ")}
+    named = {"data": "training data: ", "eval": "eval set test: ", "tokenizer": "chat template: "}
+    for accepted, change in changes.items():
+        change()
+        with pytest.raises(ConfigError, match=f"resuming .*00000001: .*{named[accepted]}.*run.accept_changed={accepted}"):
+            Run(job(), with_engine=False).check()
+        caplog.clear()
+        Run(job(run__accept_changed=(accepted,)), with_engine=False).check()
+        assert any(f"other than when the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
+        host(tmp_path, questions(16))
+    Run(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_engine=False).check()  # asked for by an option
+
+
+def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, caplog):
+    c = job(run__dir=str(tmp_path / "old"))
+    old = Checkpointer(c.run.dir, c)
+    old.save(1, {}, {"config": redacted(c), "parts": {}})
+    old.close()
+    with caplog.at_level(logging.WARNING):
+        Run(c, with_engine=False).check()
+    assert any("was written by an older jaxrl: nobody can tell whether data" in m for m in caplog.messages)
+
+
+def test_what_a_fingerprint_sees(tmp_path):
+    """Content in its order; not the kind of file, its name, the tokenizer or a limit."""
+    rows = questions(6)
+    plain, begin = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b", begin=True)
+
+    def of(rows, name="x.jsonl", tokenizer=plain, **options):
+        file = tmp_path / name
+        write_jsonl(file, rows) if name.endswith("l") else file.write_text(json.dumps(rows))
+        config = make_config(tokenizer, file, **options)
+        return load_train(config, load_tokenizer(config)).fingerprint
+
+    same = of(rows)
+    assert same == of(rows, "y.json") == of(rows, tokenizer=begin) == of([{k: row[k] for k in reversed(row)} for row in rows])
+    assert re.fullmatch(r"[0-9a-f]{16}, 6 rows", same)
+    for i, (column, value) in enumerate((("prompt", "other"), ("answer", "7"), ("id", 9))):
+        assert of([*rows[:i], {**rows[i], column: value}, *rows[i + 1:]]) != same
+    assert len({same, of(rows[::-1]), of(rows[:5])}) == 3
+    a, b = (fingerprint(load_tokenizer(make_config(t))) for t in (plain, begin))
+    assert a["tokenizer"] != b["tokenizer"] and a["chat template"] == b["chat template"]
+
+
+def test_weights_are_told_apart_and_commits_of_the_hub_are_kept(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repo, prints = tmp_path / "models--somebody--tiny", {}
+    for name, commit, last in (("main", "a" * 40, 0), ("v2", "b" * 40, 1)):
+        (repo / "refs").mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / name).write_text(commit)
+        folder = repo / "snapshots" / commit
+        make_tokenizer(folder, template=name)
+        (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 264}))
+        head = json.dumps({"w": {"dtype": "F32", "shape": [99999], "data_offsets": [0, 399996]}}).encode()
+        (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(399995) + bytes([last]))  # the last byte tells
+        prints[name] = inputs.weights_print("somebody/tiny", name)
+        assert inputs.weights_print(str(folder), None) == prints[name]
+        c = make_config("somebody/tiny", model__path="jaxrl://arith/tokenizer", model__tokenizer_revision=name, reference__revision=name)
+        c.reference.path = "somebody/tiny"
+        assert inputs.commits(c, None, {}) == {"tokenizer": [commit], "reference": [commit]}
+        c.algorithm.kl.coef = 0.1
+        tokenizer, asked = load_tokenizer(c), []
+        assert tokenizer.chat_template == name
+        found = setup.Inputs(tokenizer, {**MODEL, hf.SOURCE: {}}, (2,), None)
+        assert inputs.fingerprints(c, found, None, {})["weights of the reference"] == prints[name]
+        c.critic.path, c.critic.revision, c.model.init = "somebody/tiny", name, "random"
+        for check in ("check_weights", "check_critic"):
+            monkeypatch.setattr(hf, check, lambda table, path, revision: asked.append(revision))  # noqa: B023
+        setup.check_weights(c, found)
+        assert asked == [name, name]
+    assert prints["main"] != prints["v2"]
+    assert {e for begins in READ.values() for e in begins} >= {"weights of the reference"}
+
