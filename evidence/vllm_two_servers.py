@@ -39,7 +39,7 @@ NICE = ["nice", "-n", "19"]
 def server(folder: Path, port: int, patient: bool = True) -> ServerProcess:
     """On two cores a server that starts gets no turn beside a busy trainer and a busy server: those are `patient`. One thread
     each: vLLM's threads wait for each other busily, and three servers' on the same two cores never meet."""
-    command, env = adapter.launch(tiny_job.get_config(), str(folder / "model"), "float32", 128, port, cpu=True)
+    command, env = adapter.launch(tiny_job.get_config(), str(folder / "model"), "float32", 128, port, cpu=True, key="")
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return ServerProcess([*NICE * patient, *command], env, folder / f"server_{port}.log")
 

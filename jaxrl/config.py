@@ -184,9 +184,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "engine_kwargs": O({}, "further vLLM options by their names, e.g. {'quantization': 'fp8'}; they win over jaxrl's"),
             "env": O({}, "further environment variables of the servers"),
             "python": O("", "interpreter of the servers' own environment; empty = this one"),
-            "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs an api_key"),
+            "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs $VLLM_API_KEY"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones"),
-            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers of ours one made for the run"),
             "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
                                    " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
                                    " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),

@@ -352,7 +352,10 @@ def _engine(cfg):
     if len(set(r.servers)) < len(r.servers):
         out.append(f"rollout.servers={r.servers}: a server is named twice")
     if not LOOPBACK.fullmatch(v.host) and not key:
-        out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need rollout.vllm.api_key")
+        out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need a key: set VLLM_API_KEY in the environment")
+    if {"api_key", "api-key"} & set(v.engine_kwargs) or "VLLM_API_KEY" in v.env:
+        out.append("rollout.vllm.engine_kwargs.api_key, rollout.vllm.env.VLLM_API_KEY: the trainer would not know it, and a command line is "
+                   "read by every user of the machine; set VLLM_API_KEY in the environment of jaxrl")
     if v.devices and len(v.devices) != v.replicas:
         out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")
     longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)

@@ -5,8 +5,9 @@ the trainers give them theirs. Every server that answers is announced by a file 
 content; trainers read the folder at every publish. A server that dies is started again at the same URL (`rollout.vllm.restarts` times).
 Ends on SIGTERM or Ctrl-C with status 0, with 1 when no server is left, with 2 for a config that cannot work.
 
-Servers ask for rollout.vllm.api_key, or $VLLM_API_KEY, and are announced under this host's name, or $JAXRL_SERVE_HOST. They listen
-on all addresses unless rollout.vllm.host names another than loopback. Touches no device itself.
+Servers ask for the key in $VLLM_API_KEY (or rollout.vllm.api_key), everywhere but at /health. They listen on rollout.vllm.host: by
+default on loopback, for trainers of this host; for others name this host's address in the cluster's network. They are announced under
+$JAXRL_SERVE_HOST, else under the address they listen on, else (listening on all) under this host's name. Touches no device itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 from jaxrl.config import ConfigError, load_config, parse_flags
+from jaxrl.config_checks import LOOPBACK
 from jaxrl.launch import visible_gpus
 from jaxrl.models import hf
 from jaxrl.rollout.select import server_folder
@@ -38,24 +40,33 @@ def shares(gpus: list[str], replicas: int, each: int) -> tuple[str, ...]:
     return tuple(",".join(gpus[i * each:(i + 1) * each]) for i in range(replicas)) if gpus else ()
 
 
+def reached_at(host: str) -> tuple[str, str]:
+    """(name in URLs, name for this process) of servers that listen on `host`."""
+    everywhere = host in ("0.0.0.0", "::")
+    here = "127.0.0.1" if everywhere else f"[{host}]" if ":" in host else host
+    return os.environ.get("JAXRL_SERVE_HOST") or (socket.gethostname() if everywhere else here), here
+
+
 class Host:
     """The servers of this host. `folder`: where they are announced; `own`: for logs and the model's description."""
 
     def __init__(self, config, folder: Path, own: Path):
         v = config.rollout.vllm
         if not adapter.key_of(v):
-            raise ConfigError("rollout.vllm.api_key is empty and VLLM_API_KEY is not set: servers that listen beyond this machine need a key")
+            raise ConfigError("VLLM_API_KEY is not set in the environment: servers need a key that trainers know")
         self.config, self.folder, self.own, self.processes = config, folder, own, {}
         self.cpu = adapter.installed(v.python).cpu
         v.devices = v.devices or shares(visible_gpus(os.environ), v.replicas, v.tensor_parallel)
-        v.host = "0.0.0.0" if v.host == "127.0.0.1" else v.host
-        self.ports = [v.port + i if v.port else free_port("0.0.0.0") for i in range(v.replicas)]
+        self.ports = [v.port + i if v.port else free_port(v.host) for i in range(v.replicas)]
         self.restarts, self.announced = dict.fromkeys(range(v.replicas), 0), set()
-        self.urls = [f"http://{os.environ.get('JAXRL_SERVE_HOST') or socket.gethostname()}:{port}" for port in self.ports]
+        name, here = reached_at(v.host)
+        if LOOPBACK.fullmatch(v.host):
+            log.info("servers listen on loopback: trainers of other hosts need --config.rollout.vllm.host=<this host's address>")
+        self.urls = [f"http://{name}:{port}" for port in self.ports]
         self.names = [f"{socket.gethostname()}_{i}" for i in range(v.replicas)]
         for name in self.names:  # what an earlier serve of this host announced
             (folder / name).unlink(missing_ok=True)
-        self.controls = [adapter.Control(f"http://127.0.0.1:{port}", adapter.key_of(v), 5.0) for port in self.ports]
+        self.controls = [adapter.Control(f"http://{here}:{port}", adapter.key_of(v), 5.0) for port in self.ports]
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
         self.dtype = DTYPES.get(config.rollout.dtype) or DTYPES.get(config.train.compute_dtype) or ("float32" if self.cpu else "bfloat16")
@@ -66,7 +77,8 @@ class Host:
     def start(self, i: int) -> None:
         v = self.config.rollout.vllm
         length = v.max_model_len or max(longest(self.config), PROBE_PROMPT + 1)
-        command, env = adapter.launch(self.config, str(self.own / "model"), self.dtype, length, self.ports[i], self.cpu)
+        command, env = adapter.launch(self.config, str(self.own / "model"), self.dtype, length, self.ports[i], self.cpu,
+                                      adapter.key_of(v))
         if v.devices:
             env["CUDA_VISIBLE_DEVICES"] = v.devices[i]
         self.processes[i] = ServerProcess(command, env, self.own / f"server_{i}.log")

@@ -4,6 +4,7 @@ It imports the standard library, and torch and vllm inside functions, nothing el
 engine's own environment is enough. It
 
 - registers the weight transfer backend `jaxrl`, which takes tensors from a file in shared memory, over HTTP or by NCCL,
+- has the middleware that asks for a key at every door of the server (`Guard`),
 - adds worker methods that tell what is loaded (`jaxrl_info`) and its checksums per HF tensor (`jaxrl_digests`),
 - keeps vLLM from packing linear weights on the CPU, after which no reload would reach them,
 - ends the process when the trainer that started it is gone.
@@ -14,18 +15,20 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import hmac
 import http.client
 import importlib.util
 import json
 import mmap
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 BACKEND = "jaxrl"
-PROTOCOL = 2  # of the payloads below; the trainer refuses another one
+PROTOCOL = 3  # of the payloads below; the trainer refuses another one
 OWNER = "JAXRL_OWNER"  # environment: "pid:start time" of the trainer that started this server
 
 
@@ -92,23 +95,59 @@ def _add_worker_methods() -> None:
     WorkerBase.jaxrl_digests = digests
 
 
+# ---- the doors --------------------------------------------------------------------------------------------------------
+
+KEY = "VLLM_API_KEY"  # environment: what requests have to show; vLLM itself reads it too
+
+
+class Guard:
+    """ASGI middleware, for vLLM's --middleware: whoever does not show `Authorization: Bearer <$VLLM_API_KEY>` reaches /health alone.
+
+    vLLM's own key covers the paths of requests; weights, sleep and remote calls in the workers stay open beside it. Raises RuntimeError
+    without a key, so that such a server does not start.
+    """
+
+    def __init__(self, app):
+        key = os.environ.get(KEY, "")
+        if not key:
+            raise RuntimeError(f"jaxrl's guard needs a key in the environment variable {KEY}")
+        self.app, self._wanted = app, hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._shows_key(scope["headers"]):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = b'{"error": "Unauthorized"}'
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _shows_key(self, headers) -> bool:
+        kind, _, given = dict(headers).get(b"authorization", b"").partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._wanted)
+
+
 # ---- receiving weights ------------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
 class InitInfo:
-    """`names`: every tensor a publish must bring. `key` opens the trainer's HTTP server. `nccl`: id, size and rank of this
-    server's first worker in a new communicator, where there is one to join."""
+    """The trainer announces itself. `names`: every tensor a publish must bring. `folder`: its folder's name in /dev/shm. `address`,
+    `key`: of its HTTP server, host:port. `nccl`: id, size and rank of this server's first worker in a new communicator."""
 
     protocol: int
     names: list[str]
+    folder: str = ""
+    address: str = ""
     key: str = ""
     nccl: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class UpdateInfo:
-    """One chunk. `source`: "file:/dev/shm/...", "http://host:port/path" or "nccl:". `tensors`: [name, dtype, shape, offset, bytes,
-    SHA-256 or empty] each."""
+    """One chunk. `source`: "shm:<number>", "http:<number>" or "nccl:"; numbers are of the announced trainer. `tensors`: [name, dtype,
+    shape, offset, bytes, SHA-256 or empty] each."""
 
     source: str
     size: int
@@ -138,7 +177,7 @@ def _transfer_engine():
             if init_info.protocol != PROTOCOL:
                 raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin {PROTOCOL}; "
                                  "install the same jaxrl on both sides")
-            self.names, self.reader = set(init_info.names), Reader(init_info.key)
+            self.names, self.reader = set(init_info.names), Reader(init_info.folder, init_info.address, init_info.key)
             self.received = set()
             if init_info.nccl:
                 here = self.parallel_config
@@ -246,22 +285,32 @@ class Nccl:
 
 
 class Reader:
-    """Chunks as memoryviews, from shared memory or over one kept connection."""
+    """Chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its address.
 
-    def __init__(self, key: str):
-        self.key, self.connection = key, None
+    Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server is not to read other files or
+    call other hosts because somebody asks it to.
+    """
+
+    FOLDER, ADDRESS = r"jaxrl-\w+", r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
+
+    def __init__(self, folder: str = "", address: str = "", key: str = ""):
+        for value, pattern in ((folder, self.FOLDER), (address, self.ADDRESS)):
+            if value and not re.fullmatch(pattern, value, re.ASCII):
+                raise ValueError(f"jaxrl: {value!r} is no place from which weights are taken")
+        self.folder, self.address, self.key, self.connection = folder, address, key, None
 
     def open(self, source: str, size: int):
-        kind, _, rest = source.partition(":")
-        return _Mapped(rest, size) if kind == "file" else memoryview(self._download(rest.removeprefix("//"), size))
+        kind, _, number = source.partition(":")
+        if not {"shm": self.folder, "http": self.address}.get(kind) or not re.fullmatch(r"\d+", number, re.ASCII):
+            raise ValueError(f"jaxrl: weights from {source!r} were not announced")
+        return _Mapped(self.folder, number, size) if kind == "shm" else memoryview(self._download(number, size))
 
-    def _download(self, rest: str, size: int) -> bytearray:
-        address, _, path = rest.partition("/")
+    def _download(self, number: str, size: int) -> bytearray:
         for fresh in (False, True):
             try:
                 if self.connection is None or fresh:
-                    self.connection = http.client.HTTPConnection(address, timeout=600)
-                self.connection.request("GET", "/" + path, headers={"Authorization": f"Bearer {self.key}"})
+                    self.connection = http.client.HTTPConnection(self.address, timeout=600)
+                self.connection.request("GET", "/" + number, headers={"Authorization": f"Bearer {self.key}"})
                 answer = self.connection.getresponse()
                 break
             except (http.client.HTTPException, ConnectionError):
@@ -269,7 +318,7 @@ class Reader:
                     raise
         if answer.status != 200:
             answer.read()
-            raise ConnectionError(f"jaxrl: the trainer answered {answer.status} to {path}")
+            raise ConnectionError(f"jaxrl: the trainer answered {answer.status} to {number}")
         out = bytearray(size)
         view, at = memoryview(out), 0
         while at < size:
@@ -282,9 +331,18 @@ class Reader:
 
 
 class _Mapped:
-    def __init__(self, path: str, size: int):
-        with open(path, "rb") as f:
-            self.map = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ)
+    """A file of a folder in /dev/shm; links are not followed, in neither place."""
+
+    def __init__(self, folder: str, name: str, size: int):
+        there = os.open(f"/dev/shm/{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=there)
+        finally:
+            os.close(there)
+        try:
+            self.map = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
         self.view = memoryview(self.map)
 
     def __enter__(self):

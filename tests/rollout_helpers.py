@@ -87,7 +87,7 @@ def vllm_server():
     folder = Path(tempfile.mkdtemp(prefix="vllm-server-"))
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **HF}))
     port = free_port("127.0.0.1")
-    command, env = adapter.launch(config(), str(folder), "float32", 64, port, cpu=True)
+    command, env = adapter.launch(config(), str(folder), "float32", 64, port, cpu=True, key="")
     process = ServerProcess(command, env, folder / "server.log")
     atexit.register(lambda: (process.stop(), shutil.rmtree(folder)))
     return f"http://127.0.0.1:{port}"

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_helpers import END, log_softmax, params, requests, support, teacher_logits, vllm_server
+from rollout_helpers import END, config, log_softmax, params, requests, support, teacher_logits, vllm_server
 from vllm_cases import CASES, many, on_url, own_servers
 
 from jaxrl.config import ConfigError
 from jaxrl.rollout import generate
+from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import free_port
 
 pytestmark = pytest.mark.vllm
@@ -107,6 +108,28 @@ def test_a_servers_own_options_are_checked_by_vllm():
     with pytest.raises(ConfigError, match="did not start.*no-such-flag"):
         with own_servers(engine_kwargs={"no_such_flag": 1}, env={"MINE": "1"}):
             pass
+
+
+PARSED = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+args = make_arg_parser(FlexibleArgumentParser()).parse_args(json.loads(sys.argv[1]))
+names = "cudagraph_capture_sizes allowed_origins served_model_name middleware max_num_seqs enable_log_requests hf_overrides"
+print("parsed", json.dumps({name: getattr(args, name) for name in names.split()}))
+"""
+
+
+def test_options_mean_to_vllm_what_they_mean_in_the_config():
+    """Lists, JSON, tables and switches through vLLM's own parser."""
+    c, given = config(), {"cudagraph_capture_sizes": [1, 2, 4], "allowed_origins": ["http://a", "http://b"], "served_model_name": ["a", "b"],
+                          "middleware": ["one.One", "two.Two"], "max_num_seqs": 7, "enable_log_requests": True, "hf_overrides": {"a": [1]}}
+    c.rollout.vllm.engine_kwargs = given
+    command, env = adapter.launch(c, "m", "float32", 64, 1, cpu=True, key="k")
+    done = subprocess.run([sys.executable, "-c", PARSED, json.dumps(command[3:])], capture_output=True, text=True, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("parsed"))[7:])
+    assert found == given | {"middleware": ["one.One", "two.Two", adapter.GUARD]}
 
 
 def test_deadlines_are_the_configs(tmp_path):

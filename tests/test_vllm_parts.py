@@ -1,10 +1,12 @@
 """The parts of the vLLM path that need no vLLM: config, payloads, weights on their way, the plugin's readers."""
 
+import asyncio
 import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -46,7 +48,9 @@ BAD = [
     (dict(rollout__servers=("127.0.0.1:8000",)), "expected http://host:port"),
     (dict(rollout__servers=("http://gpu7:8000",)), "set rollout.vllm.api_key"),
     (dict(rollout__servers=("http://127.0.0.1:1", "http://127.0.0.1:1")), "named twice"),
-    (dict(rollout__vllm__host="0.0.0.0"), "need rollout.vllm.api_key"),
+    (dict(rollout__vllm__host="0.0.0.0"), "need a key: set VLLM_API_KEY in the environment"),
+    (dict(rollout__vllm__engine_kwargs={"api_key": "k"}), "rollout.vllm.engine_kwargs.api_key"),
+    (dict(rollout__vllm__env={"VLLM_API_KEY": "k"}), "rollout.vllm.env.VLLM_API_KEY: the trainer would not know it"),
     (dict(rollout__vllm__devices=("0", "1")), "2 entries for rollout.vllm.replicas=1"),
     (dict(rollout__vllm__max_model_len=100), "may have 1536 tokens"),
     (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network",
@@ -111,7 +115,7 @@ def test_the_gap_warns_and_stops(caplog):
 
 
 def launch(**changes):
-    return adapter.launch(runnable(**changes), "/models/m", "bfloat16", 640, 8123, cpu=changes.pop("cpu", False))
+    return adapter.launch(runnable(**changes), "/models/m", "bfloat16", 640, 8123, cpu=False, key="k")
 
 
 def flag(command, name):
@@ -122,8 +126,9 @@ def test_options_reach_the_command_line():
     command, env = launch(
         rollout__vllm__tensor_parallel=4, rollout__vllm__memory_fraction=0.5, rollout__vllm__max_running=64,
         rollout__vllm__prefix_caching=False, rollout__vllm__chunked_prefill=False, rollout__vllm__host="::1",
-        rollout__vllm__engine_kwargs={"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 7, "compilation_config": {"a": 1}},
-        rollout__vllm__env={"MINE": 3}, rollout__vllm__log_level="debug", rollout__vllm__api_key="k",
+        rollout__vllm__engine_kwargs={"quantization": "fp8", "enforce_eager": True, "max_num_seqs": 7, "compilation_config": {"a": 1},
+                                       "cudagraph_capture_sizes": [1, 2, 4], "middleware": ["mine.One"]},
+        rollout__vllm__env={"MINE": 3}, rollout__vllm__log_level="debug",
         rollout__vllm__python="/opt/engine/bin/python", run__deterministic=True, run__seed=5)
     assert command[0] == "/opt/engine/bin/python"
     for name, value in {"--tensor-parallel-size": "4", "--gpu-memory-utilization": "0.5", "--host": "::1", "--port": "8123",
@@ -134,15 +139,19 @@ def test_options_reach_the_command_line():
     assert json.loads(flag(command, "--weight-transfer-config")) == {"backend": "jaxrl"}
     for name in ("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--enforce-eager", "--tokens-only"):
         assert name in command
+    at = command.index("--cudagraph-capture-sizes")
+    assert command[at + 1:at + 4] == ["1", "2", "4"] and command[at + 4].startswith("--")
+    guards = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
+    assert guards == ["mine.One", "jaxrl.vllm_plugin.Guard"]  # vLLM asks the last one first
     assert env["MINE"] == "3" and env["VLLM_LOGGING_LEVEL"] == "DEBUG" and env["VLLM_API_KEY"] == "k"
     assert "VLLM_TARGET_DEVICE" not in env
     assert env["VLLM_BATCH_INVARIANT"] == "1" and env["VLLM_SERVER_DEV_MODE"] == "1" and "k" not in command
 
 
 def test_memory_is_shared_where_devices_are():
-    command, _ = adapter.launch(runnable(), "m", "bfloat16", 64, 1, cpu=False)
+    command, _ = adapter.launch(runnable(), "m", "bfloat16", 64, 1, cpu=False, key="k")
     assert flag(command, "--gpu-memory-utilization") == "0.45"
-    command, _ = adapter.launch(runnable(rollout__vllm__devices=("1",)), "m", "bfloat16", 64, 1, cpu=False)
+    command, _ = adapter.launch(runnable(rollout__vllm__devices=("1",)), "m", "bfloat16", 64, 1, cpu=False, key="k")
     assert flag(command, "--gpu-memory-utilization") == "0.85"
 
 
@@ -277,7 +286,7 @@ def carrier(request):
 
 
 def test_readers_get_what_was_sent(carrier):
-    reader = vllm_plugin.Reader(carrier.key)
+    reader = vllm_plugin.Reader(**carrier.announcement())
     rng = np.random.default_rng(0)
     for size in (3, 1000, 7):  # a shorter chunk after a longer one, in the place of the first
         tensors = [("a", rng.normal(size=(size, 5)).astype(np.float32)), ("b", np.asarray(jnp.ones((size,), jnp.bfloat16))),
@@ -296,19 +305,86 @@ def test_the_network_asks_for_its_key():
     carrier = transport.Network("127.0.0.1")
     source = carrier.payload([("a", np.zeros(4, np.float32))], verify=False)["source"]
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(source)
+        urllib.request.urlopen(f"http://{carrier.address}/1")
     with pytest.raises(ConnectionError, match="403"):
-        vllm_plugin.Reader("guess").open(source, 16)
+        vllm_plugin.Reader(address=carrier.address, key="guess").open(source, 16)
     with pytest.raises(ConnectionError, match="404"):
-        vllm_plugin.Reader(carrier.key).open(source + "9", 16)
+        vllm_plugin.Reader(**carrier.announcement()).open(source + "9", 16)
     carrier.close()
 
 
-def test_shared_memory_is_private_and_goes_away():
+def test_weights_come_from_the_announced_trainer_only(tmp_path):
+    """No file, no host and no folder that a request names itself, and no link out of the folder."""
+    carrier, secret = transport.SharedMemory(), tmp_path / "secret"
+    secret.write_bytes(b"x" * 16)
+    (carrier.folder / "7").symlink_to(secret)
+    here = carrier.folder.name
+    reader = vllm_plugin.Reader(folder=here)
+    for source in ("file:/etc/passwd", "shm:/etc/passwd", "shm:../../etc/passwd", "shm:", "http:1", "http://127.0.0.1:1/1", "nccl:"):
+        with pytest.raises(ValueError, match="were not announced"):
+            reader.open(source, 16)
+    with pytest.raises(OSError, match="symbolic link"):
+        reader.open("shm:7", 16)
+    for place in (dict(folder="../etc"), dict(folder=f"{here}/.."), dict(folder="other"), dict(address="10.0.0.1:80/path"),
+                  dict(address="user@host:80"), dict(address="host"), dict(address="host:80\n")):
+        with pytest.raises(ValueError, match="is no place from which weights are taken"):
+            vllm_plugin.Reader(**place)
+    vllm_plugin.Reader(address="[fe80::1]:80"), vllm_plugin.Reader(address="gpu-7.cluster:8123")
+    carrier.close()
+
+
+OTHERS = """
+import os, signal, sys
+from jaxrl.rollout.vllm import transport
+carrier = transport.SharedMemory()
+print(carrier.folder, flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_shared_memory_is_private_and_goes_with_its_owner():
+    """Another trainer's folder stays as long as that trainer lives, whatever process ids say, and goes once it was killed."""
     carrier = transport.SharedMemory()
-    assert carrier.folder.stat().st_mode & 0o777 == 0o700
+    assert carrier.folder.stat().st_mode & 0o777 == 0o700 and (carrier.folder / "lock").stat().st_mode & 0o777 == 0o600
     carrier.close()
     assert not carrier.folder.exists()
+    other = subprocess.Popen([sys.executable, "-c", OTHERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = Path(other.stdout.readline().strip())
+    renamed = folder.rename(folder.with_name("jaxrl-999999999-1-" + folder.name.rpartition("-")[2]))  # as of a process that is not here
+    transport.SharedMemory().close()
+    assert renamed.exists()
+    other.communicate("")
+    transport.SharedMemory().close()
+    assert not renamed.exists()
+
+
+def guarded(headers=(), path="/sleep", kind="http", method="POST"):
+    """What the guard says to one request: the status it answers itself, or "in"."""
+    sent = []
+
+    async def app(scope, receive, send):
+        sent.append("in")
+
+    async def send(message):
+        sent.append(message.get("status") or message.get("code"))
+
+    scope = {"type": kind, "path": path, "method": method, "headers": [(b"authorization", h.encode()) for h in headers]}
+    asyncio.run(vllm_plugin.Guard(app)(scope, None, send))
+    return sent[0]
+
+
+def test_the_guard_asks_for_the_key_everywhere_but_at_health(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(RuntimeError, match="needs a key in the environment variable VLLM_API_KEY"):
+        vllm_plugin.Guard(None)
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    assert guarded(["Bearer right"]) == guarded(["bearer right"]) == guarded(path="/health") == guarded(kind="lifespan") == "in"
+    for header in ("", "right", "Bearer", "Bearer ", "Bearer wrong", "Bearer right ", "Bearer righ", "Basic right", "Bearer right, Bearer x"):
+        assert guarded([header]) == 401
+    for path in ("/", "/health/", "/healthz", "/health/../sleep", "//health", "/ping", "/metrics", "/v1/models", "/collective_rpc"):
+        assert guarded(path=path) == guarded(path=path, method="OPTIONS") == 401
+    assert guarded(kind="websocket") == 1008
 
 
 def test_a_full_disk_is_named_with_its_remedy(monkeypatch):

@@ -151,10 +151,10 @@ def test_memory_shares_follow_the_placement():
     assert shares(vllm__devices=("1",)) == (0.85, {}) and shares(servers=("http://127.0.0.1:1",))[1] == {}
     for devices in ((), ("0",)):
         assert shares(placement="colocated", vllm__devices=devices) == (0.45, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"})
-    command, _ = adapter.launch(runnable(rollout__placement="colocated"), "m", "bfloat16", 64, 1, cpu=False)
+    command, _ = adapter.launch(runnable(rollout__placement="colocated"), "m", "bfloat16", 64, 1, cpu=False, key="k")
     assert "--enable-sleep-mode" in command and flag(command, "--gpu-memory-utilization") == "0.45"
     for cpu, placement in ((True, "colocated"), (False, "auto")):
-        assert "--enable-sleep-mode" not in adapter.launch(runnable(rollout__placement=placement), "m", "float32", 64, 1, cpu=cpu)[0]
+        assert "--enable-sleep-mode" not in adapter.launch(runnable(rollout__placement=placement), "m", "float32", 64, 1, cpu=cpu, key="k")[0]
 
 
 # ---- the real server ------------------------------------------------------------------------------------------------------------

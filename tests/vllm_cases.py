@@ -293,7 +293,7 @@ def extra_server(folder: Path, plugins=True, **changes):
     own = random_params(m, 9, 0.15)  # weights of its own
     hf.export(m, own, folder / "model", {**HF, **changes, hf.SOURCE: {}}, "float32")
     port = free_port("127.0.0.1")
-    command, env = adapter.launch(config(), str(folder / "model"), "float32", 64, port, cpu=True)
+    command, env = adapter.launch(config(), str(folder / "model"), "float32", 64, port, cpu=True, key="")
     command[command.index("--load-format") + 1] = "auto"
     if not plugins:
         at = command.index("--weight-transfer-config")

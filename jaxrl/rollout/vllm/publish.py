@@ -143,7 +143,7 @@ class Publisher:
             greetings = self.transport.greet({self.controls[r.index].url: len(self.infos[r.index]) for r in replicas})
             try:
                 self.transport.meet(self._sender.submit(
-                    each, lambda c: c.init_transfer(names, self.transport.key, greetings[c.url])))
+                    each, lambda c: c.init_transfer(names, self.transport.announcement(), greetings[c.url])))
                 each(lambda c: c.start_update())
                 self._stream(each, errors, report, verify)
             except adapter.ServerError as e:  # of what all take part in together

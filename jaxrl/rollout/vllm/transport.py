@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import fcntl
 import hmac
 import http.server
 import os
@@ -28,7 +29,7 @@ import numpy as np
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.rollout.vllm.adapter import ServerError
 from jaxrl.rollout.vllm.weights import digest
-from jaxrl.vllm_plugin import Nccl, start_time
+from jaxrl.vllm_plugin import Nccl
 
 SHARED = Path("/dev/shm")
 ALIGN = 64
@@ -56,7 +57,10 @@ class Stream:
     """A transport that sends chunk after chunk. Where workers fetch what they are pointed to, `payload` is all there is."""
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
-    key = ""
+
+    def announcement(self) -> dict[str, str]:
+        """Where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers take them from nowhere else."""
+        return {}
 
     def greet(self, servers: dict[str, int]) -> dict[str, dict]:
         """What each server (url -> number of its workers) has to know before the first chunk."""
@@ -73,19 +77,24 @@ class Stream:
         """Something failed: the next greeting starts from nothing."""
 
 
+LOCK = "lock"
+
+
 class SharedMemory(Stream):
-    """Two files in /dev/shm, only for servers on this machine. The folder is private and goes with the transport."""
+    """Two files in /dev/shm, only for servers on this machine. The folder is private and goes with the transport.
+
+    It belongs to whoever holds the lock of the file in it: a process id says nothing where another one counts from 1 again."""
 
     name = "shm"
 
     def __init__(self):
         if not SHARED.is_dir():
             raise ConfigError("rollout.vllm.transport=shm: there is no /dev/shm here; choose network")
-        for left in SHARED.glob("jaxrl-*"):  # by trainers that were killed
-            pid, _, started = left.name.removeprefix("jaxrl-").rpartition("-")[0].partition("-")
-            if pid.isdigit() and start_time(int(pid)) != started:
-                shutil.rmtree(left, ignore_errors=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"jaxrl-{os.getpid()}-{start_time(os.getpid())}-", dir=SHARED))
+        for left in SHARED.glob("jaxrl-*"):
+            remove_unowned(left)
+        made = Path(tempfile.mkdtemp(prefix=".jaxrl-", dir=SHARED))
+        self._lock = locked(made / LOCK, os.O_CREAT)
+        self.folder = made.rename(SHARED / made.name[1:])  # only now others see it, and its lock
         self._turn = 0
         self._maps: dict[Path, np.memmap] = {}  # kept: mapping a file anew costs as much as filling it
 
@@ -94,7 +103,10 @@ class SharedMemory(Stream):
         path = self.folder / str(self._turn)
         self._turn = 1 - self._turn
         fill(self._mapped(path, max(size, 1)), tensors, rows)
-        return {"source": f"file:{path}", "size": max(size, 1), "tensors": rows}
+        return {"source": f"shm:{path.name}", "size": max(size, 1), "tensors": rows}
+
+    def announcement(self) -> dict[str, str]:
+        return {"folder": self.folder.name}
 
     def _mapped(self, path: Path, size: int) -> np.memmap:
         if path not in self._maps or len(self._maps[path]) < size:
@@ -113,6 +125,32 @@ class SharedMemory(Stream):
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def locked(path: Path, flags: int = 0) -> int | None:
+    """A descriptor that holds the lock of a file until it is closed or the process ends; None where another one has it, or where
+    there is no such file of ours."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+def remove_unowned(folder: Path) -> None:
+    """Removes what a trainer that was killed has left."""
+    lock = locked(folder / LOCK)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def address_towards(url: str) -> str:
@@ -162,7 +200,10 @@ class Network(Stream):
         self._count += 1
         self._chunks[str(self._count)] = buffer
         self._chunks.pop(str(self._count - 2), None)
-        return {"source": f"http://{self.address}/{self._count}", "size": size, "tensors": rows}
+        return {"source": f"http:{self._count}", "size": size, "tensors": rows}
+
+    def announcement(self) -> dict[str, str]:
+        return {"address": self.address, "key": self.key}
 
     def close(self) -> None:
         self._server.shutdown()
