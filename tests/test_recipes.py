@@ -208,6 +208,24 @@ def test_killed_and_resumed_is_bitwise_an_unbroken_run(plan, tmp_path, unbroken)
     assert fingerprint(tmp_path / "killed") == fingerprint(unbroken)
 
 
+@pytest.mark.slow
+def test_an_edited_reward_scores_anew_after_a_crash(tmp_path):
+    """Killed before its first checkpoint: the same command samples the same answers, and the reward of now scores them."""
+    def attempt(value, *overrides):
+        (tmp_path / "mine.py").write_text(f"def score(prompt, completion):\n    return {value}\n")
+        status, text = run(tmp_path / "run", f"reward.functions={tmp_path}/mine.py:score", "checkpoint.every_steps=0",
+                           "eval.before=false", "eval.after=false", "eval.every_steps=0", *overrides)
+        file = tmp_path / "run" / "rollouts" / "step_00000001.jsonl"
+        return status, text, [json.loads(line) for line in file.read_text().splitlines()]
+
+    status, _, before = attempt(1.0, "faults.plan='update.kill9@step=2',")
+    assert status == -signal.SIGKILL and {row["score"] for row in before} == {1.0}
+    status, text, after = attempt(2.0, "train.steps=1")
+    assert status == 0 and "no checkpoint to go on from" in text and {row["score"] for row in after} == {2.0}
+    assert [row["tokens"] for row in after] == [row["tokens"] for row in before]
+    assert (tmp_path / "run" / "previous-1" / "rollouts" / "step_00000001.jsonl").exists()
+
+
 def test_sigterm_saves_and_leaves_cleanly_and_the_same_command_goes_on(tmp_path):
     status, text = run(tmp_path / "run", "faults.plan='rollout.term@step=4',", "checkpoint.every_steps=0")
     assert status == 0 and "stopped at step 3 of 8" in text, text

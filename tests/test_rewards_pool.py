@@ -15,7 +15,7 @@ from jaxrl.config import ConfigError, default_config
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 
 FUNCTIONS = textwrap.dedent('''
-    import asyncio, collections, itertools, os, subprocess, sys, time
+    import asyncio, collections, itertools, multiprocessing, os, subprocess, sys, time
 
     def imports(prompt, completion):
         heavy = [m for m in ("jax", "jaxlib", "flax", "numpy", "pytest", "ml_collections") if m in sys.modules]
@@ -97,6 +97,37 @@ FUNCTIONS = textwrap.dedent('''
         with open(pidfile, "w") as f:
             f.write(str(subprocess.Popen(["sleep", "600"]).pid))
         time.sleep(60)
+
+    def forks(prompt, completion, n):
+        os.fork()
+        return float(n)
+
+    def shares_out(prompt, completion, n):
+        with multiprocessing.get_context("fork").Pool(2) as workers:
+            return float(max(workers.map(abs, [n, n])))
+
+    def intrudes(prompt, completion, n):
+        """Writes to descriptors that it did not open, as careless clean-up code does."""
+        for fd in range(3, 12) if n else ():
+            try:
+                os.write(fd, b'{"value": 1.0, "outcome": "ok", "metrics": {}}\\n' if n == 1 else b"x" * 10 + bytes(10) + b"\\n")
+            except OSError:
+                pass
+        if n == 3:
+            os.closerange(3, 40)
+        return float(n)
+
+    def strange(prompt, completion, n):
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        class Shy:
+            def __str__(self): raise ValueError("no")
+        return {"huge": 10**5000, "hugelist": [10**5000], "deep": deep, "shy": Shy(), "half": "a\\ud800",
+                "name": (1.0, {"\\ud800": 2.0}), "metric": (1.0, {"m": 10**5000})}[n]
+
+    def strange_batch(prompts, completions, n):
+        return [strange("", "", k) for k in n]
 
     def needs(prompt, completion, target):
         return 1.0
@@ -255,6 +286,33 @@ def test_async_timeouts_hit_the_guilty_one_only(pool):
     for name in ("waits", "blocks"):
         assert [o[name] for o in result.outcomes] == ["ok", "timeout", "ok", "ok", "ok", "ok"], name
         np.testing.assert_array_equal(result.parts[name], [0, np.nan, 2, 3, 4, 5])
+
+
+def test_a_reward_that_forks_scores_its_own_answers(pool):
+    """The children come back from the function, too; and a worker's tasks and replies are not theirs."""
+    p = pool("forks", "shares_out", timeout_seconds=20.0)
+    for _ in range(2):
+        result = p.score(items(*range(7)))
+        for name in ("forks", "shares_out"):
+            np.testing.assert_array_equal(result.parts[name], np.arange(7.0))
+
+
+def test_foreign_text_among_the_replies_is_no_score(pool):
+    result = pool("intrudes").score(items(0, 1, 0, 2, 0, 3, 0))
+    outcomes = [o["intrudes"] for o in result.outcomes]
+    assert [o == "ok" for o in outcomes] == [True, False] * 3 + [True]
+    assert all("file descriptors that it did not open" in o for o in outcomes if o != "ok")
+    np.testing.assert_array_equal(result.parts["intrudes"][::2], [0.0] * 4)
+
+
+def test_results_that_cannot_be_sent_are_errors_of_their_item(pool):
+    kinds = ["huge", "hugelist", "deep", "shy", "half", "name", "metric"]
+    result = pool("strange", "strange_batch").score(items(*kinds))
+    for name in ("strange", "strange_batch"):
+        outcome = {k: o[name] for k, o in zip(kinds, result.outcomes, strict=True)}
+        assert [k for k in kinds if outcome[k] == "ok"] == ["name"]
+        assert "too large" in outcome["huge"] and "too large" in outcome["metric"] and "returned list" in outcome["deep"]
+        assert "ud800" in outcome["half"] and all(str(o).isascii() for o in outcome.values())
 
 
 def test_weights_absent_parts_and_column(pool):

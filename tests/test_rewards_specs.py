@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError, default_config
+from jaxrl.recipes.trajectories import recorded_outcomes
 from jaxrl.rewards import RewardItem, RewardPool, register_reward
 from jaxrl.rewards.builtin import exact_reward
 from jaxrl.rewards.specs import FunctionFolder, to_spec
@@ -209,3 +211,42 @@ def test_columns_without_json_form_are_named():
     config.reward.functions = ("exact",)
     with RewardPool(config) as pool, pytest.raises(ConfigError, match="item 0: .*object.*columns: answer, thing"):
         pool.score([RewardItem("q", "c", {"answer": "a", "thing": object()})])
+
+
+def test_a_key_says_which_code_and_options_scored(tmp_path):
+    """Of two places of the same files it is the same; of other code, a neighbour's code and other options not."""
+
+    def key(folder, functions=("mine.py:f",), **options):
+        config = default_config()
+        config.reward.functions = tuple(f"{folder}/{f}" if ".py" in f else f for f in functions)
+        for name, value in options.items():
+            config[name.split("__")[0]][name.split("__")[1]] = value
+        with RewardPool(config) as pool:
+            return pool.key()
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("def f(prompt, completion):\n    import helper\n    return helper.VALUE\n")
+        (tmp_path / name / "helper.py").write_text("VALUE = 1.0\n")
+    first = key(tmp_path / "a")
+    assert key(tmp_path / "b") == first != key(tmp_path / "a", reward__timeout_seconds=3.0)
+    assert first != key(tmp_path / "a", user__bonus=1)
+    (tmp_path / "a" / "helper.py").write_text("VALUE = 2.0\n")  # imported when the function is called
+    (tmp_path / "b" / "mine.py").write_text("def f(prompt, completion):\n    return 3.0\n")
+    assert len({first, key(tmp_path / "a"), key(tmp_path / "b"), key("", ("exact",)), key("", ("boxed",))}) == 5
+
+
+def test_only_outcomes_of_the_same_answer_and_code_are_taken_again():
+    """What an earlier try at a step recorded, row by row: the second differs in code, the third in its tokens, then its text and
+    its reference answer; the last is of a version without `by`."""
+    n = 7
+    traj = SimpleNamespace(group=np.arange(n), sample=np.zeros(n, int), offsets=3 * np.arange(n + 1), prompt_lengths=np.ones(n, int),
+                           tokens=np.arange(3 * n))
+    examples, texts = [SimpleNamespace(prompt_text="q", answer=7)] * n, ["a"] * n
+    rows = [{"group": i, "sample": 0, "prompt": "q", "completion": "a", "answer": 7, "tokens": [3 * i + 1, 3 * i + 2],
+             "reward": {"outcomes": {"f": "ok"}, "parts": {"f": 1.0}, "by": "code"}} for i in range(n)]
+    rows[1]["reward"]["by"] = "other code"
+    rows[2]["tokens"], rows[3]["completion"], rows[4]["answer"] = [0, 0], "b", 8
+    del rows[5]["reward"]["by"]
+    taken = recorded_outcomes([*rows[:6], {"something": "else"}], traj, examples, texts, "code")
+    assert [t is not None for t in taken] == [True] + [False] * 6 and taken[0] == rows[0]["reward"]

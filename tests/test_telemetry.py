@@ -125,23 +125,24 @@ def test_a_killed_and_resumed_file_equals_an_unbroken_one(tmp_path):
     assert runs[0] == runs[1] and len(runs[0]) == 60
 
 
-def test_a_new_run_drops_lines_and_never_moves_an_earlier_run_away(tmp_path):
+def test_a_new_run_moves_an_earlier_run_away(tmp_path):
     c = config(tensorboard=False)
     t = Telemetry(tmp_path, c, 10)
     t.step(1, metrics(1))
     t.rollouts(1, [{"group": 0}])
     t.summary({"steps": 1})
     t.close()
-    t = Telemetry(tmp_path, c, 10)  # killed before its first checkpoint: starts over, its reward record stays
-    assert lines(tmp_path) == [] and t.read_rollouts(1) == [{"group": 0}]
-    t.step(1, metrics(1))
+    t = Telemetry(tmp_path, c, 10)  # killed before its first checkpoint: starts over, and no reward of that try is taken
+    assert lines(tmp_path) == [] and t.read_rollouts(1) == []
     t.close()
+    Telemetry(tmp_path, c, 10).close()
+    assert not (tmp_path / "previous-2").exists()  # there was nothing to move
     c.run.resume = "never"
-    for n in (1, 2):
+    for n in (2, 3):
         t = Telemetry(tmp_path, c, 10)
         t.step(1, metrics(n))
         t.close()
-        assert len(lines(tmp_path / f"previous-{n}")) == 1
+    assert len(lines(tmp_path / "previous-1")) == len(lines(tmp_path / "previous-3")) == 1
     assert lines(tmp_path / "previous-1", "rollouts/step_00000001.jsonl") == [{"group": 0}]
     assert json.loads((tmp_path / "previous-1" / "summary.json").read_text()) == {"steps": 1}
     assert not (tmp_path / "rollouts").exists()
@@ -334,7 +335,7 @@ def test_rollouts_that_the_disk_does_not_take_are_an_error_of_the_checkpoint(tmp
 
 # ---- files
 
-def test_rollouts_are_written_whole_and_read_back(tmp_path):
+def test_rollouts_are_written_whole_and_read_back(tmp_path, caplog):
     t = Telemetry(tmp_path, config(tensorboard=False), 10)
     records = [{"group": 1, "completion": "naïve \n \u2028 \x85 \x1b \ud800 text", "score": None, "tokens": [1, 2],
                 "reward": np.float64(0.5)}]
@@ -344,6 +345,10 @@ def test_rollouts_are_written_whole_and_read_back(tmp_path):
     assert os.listdir(tmp_path / "rollouts") == ["step_00000003.jsonl"]
     assert len((tmp_path / "rollouts" / "step_00000003.jsonl").read_text("utf-8").splitlines()) == 1
     assert "naïve" in (tmp_path / "rollouts" / "step_00000003.jsonl").read_text("utf-8")
+    for damage in (bytes(400), b'{"group": 1}\n[1]\n', b'{"group": 1, "comp', b"\xff\n"):  # after a loss of power
+        (tmp_path / "rollouts" / "step_00000003.jsonl").write_bytes(damage)
+        assert t.read_rollouts(3) == []
+    assert "step_00000003.jsonl is damaged" in caplog.text
     t.close()
     off = Telemetry(tmp_path / "off", config(tensorboard=False, rollouts=False), 10)
     off.rollouts(3, records)

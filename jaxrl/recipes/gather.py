@@ -145,10 +145,12 @@ def score(r: Run, requests, results, groups, recorded=None, texts=None):
     again. groups: that of each request."""
     traj = collect(requests, results, longest_sequence(r.config))
     texts = answers(traj, r.job.tokenizer) if texts is None else texts
+    examples = [g.example for g in groups]
     if recorded is None:
-        earlier = recorded_outcomes(r.telemetry.read_rollouts(r.step + 1), traj)
+        old = r.telemetry.read_rollouts(r.step + 1)
+        earlier = recorded_outcomes(old, traj, examples, texts, r.rewards.key()) if old else [None] * len(requests)
         recorded = [g.outcomes.get(q.id, old) for q, g, old in zip(requests, groups, earlier, strict=True)]
-    items = reward_items(traj, [g.example for g in groups], texts, r.config.data.response_prefix)
+    items = reward_items(traj, examples, texts, r.config.data.response_prefix)
     return traj, texts, r.rewards.score(items, recorded=recorded)
 
 

@@ -130,7 +130,8 @@ class Supply:
         """From a checkpoint, or with nothing (None)."""
         if host:
             parts = [results_from_bytes(arrays[str(i)].tobytes()) for i in range(len(host["sizes"]))]
-            outcomes = {name: record for _, meta in parts for name, record in meta.items()}
+            by = self.run.rewards.key()  # what other code or options scored is scored anew
+            outcomes = {name: record for _, meta in parts for name, record in meta.items() if record.get("by") == by}
             self.ahead.restore(host["state"], [x for results, _ in parts for x in results], self.run.step, self.run.cursor, outcomes)
 
     def host(self) -> dict | None:

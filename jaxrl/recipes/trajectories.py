@@ -7,6 +7,7 @@ import numpy as np
 from jaxrl.rewards import RewardItem
 from jaxrl.rollout import Request, Result, SamplingParams, request_seed
 from jaxrl.sharding.exchange import decode, encode
+from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import FINISH, Trajectories
 
 
@@ -184,15 +185,20 @@ def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
     return out, meta
 
 
-def recorded_outcomes(old: list[dict], traj: Trajectories) -> list[dict | None]:
-    """Outcomes of an earlier try at the same step, where prompt, sample and sampled tokens are the same; else None."""
-    known = {(r["group"], r["sample"]): r for r in old}
+def recorded_outcomes(old: list[dict], traj: Trajectories, examples, texts, by: str) -> list[dict | None]:
+    """Outcomes of an earlier try at the same step: where prompt, sample, sampled tokens, their text and the reference answer are
+    the same, and the same code scored them under the same options (`by`: RewardPool.key()); else None. old: rows of `records`,
+    of whatever version of jaxrl."""
+    known = {(r.get("group"), r.get("sample")): r for r in old}
     out = []
-    for i in range(traj.num_sequences):
-        r = known.get((int(traj.group[i]), int(traj.sample[i])))
+    for i, (example, text) in enumerate(zip(examples, texts, strict=True)):
+        r = known.get((int(traj.group[i]), int(traj.sample[i])), {})
         start = traj.offsets[i] + traj.prompt_lengths[i]
-        same = r is not None and r["tokens"] == traj.tokens[start : traj.offsets[i + 1]].tolist()
-        out.append(r["reward"] if same else None)
+        now = {"prompt": example.prompt_text, "completion": text, "answer": jsonable(example.answer),
+               "tokens": traj.tokens[start : traj.offsets[i + 1]].tolist()}
+        reward = r.get("reward") or {}
+        same = all(name in r and r[name] == value for name, value in now.items()) and reward.get("by") == by
+        out.append(reward if same else None)
     return out
 
 

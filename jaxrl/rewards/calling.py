@@ -128,12 +128,19 @@ class Call:
 def outcome(value) -> dict:
     """What a function returned for one item, as {value, outcome, metrics}. value is None unless outcome is 'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number -> 'error: ...'.
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number -> 'error: ...'. Raises nothing, whatever it is.
     """
+    try:
+        return _outcome(value)
+    except Exception as e:  # an integer beyond every float, an object that cannot be shown
+        return failure(e)
+
+
+def _outcome(value) -> dict:
     metrics = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
-        metrics = {str(k): _number(v) for k, v in metrics.items()}
+        metrics = {_plain(str(k)): _number(v) for k, v in metrics.items()}
         wrong = [k for k, v in metrics.items() if v is None]
         if wrong:
             return {"value": None, "outcome": f"error: metric {wrong[0]!r} is not a number", "metrics": {}}
@@ -141,7 +148,7 @@ def outcome(value) -> dict:
         return {"value": None, "outcome": "none", "metrics": metrics}
     number = _number(value)
     if number is None:
-        text = f"error: returned {type(value).__name__} {str(value)[:80]!r}, expected a number or None"
+        text = f"error: returned {type(value).__name__} {_shown(value)[:80]!r}, expected a number or None"
         return {"value": None, "outcome": text, "metrics": {}}
     if not math.isfinite(number):
         return {"value": None, "outcome": "nan", "metrics": metrics}
@@ -154,13 +161,26 @@ def _number(value) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _shown(value) -> str:
+    """str(value), or nothing where that is impossible (integers of too many digits, lists nested too deep)."""
+    try:
+        return _plain(str(value))
+    except Exception:
+        return ""
+
+
+def _plain(text: str) -> str:
+    """Without halves of characters, which no file and no console takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def failure(error: BaseException) -> dict:
     return {"value": None, "outcome": f"error: {describe(error)}", "metrics": {}}
 
 
 def describe(error: BaseException) -> str:
     """'ValueError: text (file.py:12 in score)': kind, text and the innermost place outside this file."""
-    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    text = f"{type(error).__name__}: {_shown(error)}".replace("\n", " ")
     if len(text) > 300:
         text = text[:300] + "..."
     own = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))

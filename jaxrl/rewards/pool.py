@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import hashlib
+import itertools
 import json
 import logging
 import os
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
-from jaxrl.rewards.process import Died, Late, WorkerProcess
+from jaxrl.rewards.process import Died, Garbled, Late, WorkerProcess, shown
 from jaxrl.rewards.shaping import weighted_sum
 from jaxrl.rewards.specs import FunctionFolder, check_specs, short_names, to_spec
 
@@ -65,7 +67,7 @@ class RewardResult:
 
     total: [N] float64, weighted sum of the present parts, NaN = absent (unshaped: see `shape`). parts: name -> [N]
     float64. outcomes: per answer {name: outcome}, only functions that apply to the row. item_metrics: per answer
-    {name: {metric: value}}. metrics: means and shares over the step, no times.
+    {name: {metric: value}}. metrics: means and shares over the step, no times. by: the pool's `key()`.
     """
 
     total: np.ndarray
@@ -73,11 +75,12 @@ class RewardResult:
     outcomes: list[dict[str, str]]
     item_metrics: list[dict[str, dict[str, float]]]
     metrics: dict[str, float]
+    by: str = ""
 
     def records(self) -> list[dict]:
-        """Per answer a JSON-able {parts, outcomes, metrics}: what `RewardPool.score(recorded=...)` takes."""
+        """Per answer a JSON-able {parts, outcomes, metrics, by}: what `RewardPool.score(recorded=...)` takes."""
         return [{"parts": {n: float(self.parts[n][i]) if o == "ok" else None for n, o in outcomes.items()},
-                 "outcomes": outcomes, "metrics": self.item_metrics[i]} for i, outcomes in enumerate(self.outcomes)]
+                 "outcomes": outcomes, "metrics": self.item_metrics[i], "by": self.by} for i, outcomes in enumerate(self.outcomes)]
 
 
 @dataclasses.dataclass
@@ -121,7 +124,9 @@ class RewardPool:
         self._failed: set[int] = set()          # items with a failed part
         self._most_failed = 0.0
         self._round = 0
+        self._numbers = itertools.count(1)      # of the tasks handed to workers
         self._kinds: list[dict] | None = None   # of each function, told by the first worker that is ready
+        self._sources = ""                      # digest of their code, too
         self._ready = 0
         self._fatal: Exception | None = None
         self._closing = False
@@ -144,6 +149,16 @@ class RewardPool:
             if self._fatal is not None:
                 raise self._fatal
 
+    def key(self) -> str:
+        """What decides scores beside the answers: the functions' code and the options that reach them. Equal on all machines
+        where these are. Waits for the first worker, which tells the code."""
+        if not self.specs:
+            return ""
+        self._wait_for_one()
+        named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
+        setup = {**json.loads(self._setup), "functions": named, "column": self._reward.column, "sources": self._sources}
+        return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:16]
+
     def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False) -> RewardResult:
         """Scores items. Results are in the order of the items whatever finishes first. One call at a time has the workers;
         one whose items are all recorded needs none.
@@ -151,7 +166,7 @@ class RewardPool:
         Args:
           items: answers.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not called again
-            and their outcome is taken as it was, a timeout included.
+            and their outcome is taken as it was, a timeout included. (Whose `by` is another key was given by other code.)
           part: they are a part of a step's answers, to which reward.max_failed_fraction is not applied yet.
 
         Raises:
@@ -326,7 +341,8 @@ class RewardPool:
                 if r["metrics"]:
                     item_metrics[i][name] = r["metrics"]
         total = weighted_sum(parts, self.weights, n)
-        return RewardResult(total, parts, outcomes, item_metrics, _metrics(total, outcomes, item_metrics))
+        by = self.key() if results else ""
+        return RewardResult(total, parts, outcomes, item_metrics, _metrics(total, outcomes, item_metrics), by)
 
     def _forward_output(self) -> None:
         """What reward functions printed goes to the log, 20 lines per step."""
@@ -395,7 +411,10 @@ class RewardPool:
             worker.kill()
             raise ConfigError(reply["fatal"])
         with self._state:
-            self._kinds = reply["ready"]
+            if self._sources not in ("", reply["sources"]):
+                log.warning("a reward worker was started anew and found other code than the run began with (%s): from here on "
+                            "answers are scored by the code of now", ", ".join(self.specs))
+            self._kinds, self._sources = reply["ready"], reply["sources"]
             self._ready += 1
             self._state.notify_all()
         return worker
@@ -423,17 +442,21 @@ class RewardPool:
         local = list(dict.fromkeys(i for i, _ in task.jobs))
         place = {i: k for k, i in enumerate(local)}
         jobs = json.dumps([(place[i], f) for i, f in task.jobs])
-        message = f'{{"mode": "{task.mode}", "jobs": {jobs}, "items": [{", ".join(items[i] for i in local)}]}}'
+        asked = next(self._numbers)
+        message = (f'{{"task": {asked}, "mode": "{task.mode}", "jobs": {jobs}, '
+                   f'"items": [{", ".join(items[i] for i in local)}]}}')
         try:
             started = time.monotonic()
             worker.send(message, started + self._limit + grace)
             deadline = time.monotonic() + self._limit + grace
             while left:
-                reply = worker.receive(deadline)
+                reply = worker.receive(deadline, asked)
                 if task.mode == "batch":
                     self._batch_reply(task, reply, number)
                     return True
-                k = reply.pop("job", next(iter(left)))
+                k = reply.get("job")
+                if k not in left or not _is_result(reply):
+                    raise Garbled(shown(json.dumps(reply).encode()))
                 self._record(number, {left.pop(k): reply})
                 if task.mode == "each":
                     deadline = time.monotonic() + self._limit
@@ -445,6 +468,9 @@ class RewardPool:
         except Died as e:
             if not self._closing:
                 self._blame(task, left, number, f"error: the worker process died: {e}")
+        except Garbled as e:
+            self._blame(task, left, number, f"error: instead of a reply came {e}: a reward must not write to file descriptors "
+                                            "that it did not open")
         return False
 
     def _blame(self, task: _Task, left: dict, number: int, outcome: str) -> None:
@@ -473,7 +499,10 @@ class RewardPool:
                                                 "(or None) per completion, in their order")
                     self._state.notify_all()
             return
-        self._record(number, dict(zip(task.jobs, reply["results"], strict=True)))
+        results = reply.get("results", ())
+        if len(results) != len(task.jobs) or not all(map(_is_result, results)):
+            raise Garbled(shown(json.dumps(reply).encode()))
+        self._record(number, dict(zip(task.jobs, results, strict=True)))
 
     def _record(self, number: int, results: dict) -> None:
         with self._state:
@@ -486,6 +515,12 @@ class RewardPool:
 
 def failed_items(results: dict) -> set[int]:
     return {i for (i, _), r in results.items() if is_failure(r["outcome"])}
+
+
+def _is_result(reply) -> bool:
+    if not isinstance(reply, dict) or not isinstance(reply.get("metrics"), dict):
+        return False
+    return isinstance(reply.get("value"), float) if reply.get("outcome") == "ok" else isinstance(reply.get("outcome"), str)
 
 
 def is_failure(outcome: str) -> bool:

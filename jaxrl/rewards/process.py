@@ -10,6 +10,9 @@ import subprocess
 import sys
 import time
 
+from jaxrl.rewards.worker import CHANNEL_LOST
+
+LONGEST = 1 << 28  # bytes of a reply
 # The worker gets this process's import path instead of its own: what can be imported here can be imported there.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.worker import main; main()"
 
@@ -20,6 +23,14 @@ class Died(Exception):
 
 class Late(Exception):
     """Nothing came before the deadline."""
+
+
+class Garbled(Exception):
+    """What came is no reply to what was asked; the text shows it."""
+
+
+def shown(data: bytes) -> str:
+    return repr(data[:60].decode("utf-8", "replace")) + "..." * (len(data) > 60)
 
 
 class WorkerProcess:
@@ -51,8 +62,8 @@ class WorkerProcess:
             except OSError:
                 raise Died(self._how()) from None
 
-    def receive(self, deadline: float) -> dict:
-        """The next message. A message that is there is taken even if it is late."""
+    def receive(self, deadline: float, task: int | None = None) -> dict:
+        """The next message, which must be a reply to the task of this number. One that is there is taken even if it is late."""
         while b"\n" not in self._buffer:
             try:
                 data = os.read(self._out, 1 << 16)
@@ -62,8 +73,16 @@ class WorkerProcess:
             if not data:
                 raise Died(self._how())
             self._buffer += data
+            if len(self._buffer) > LONGEST:
+                raise Garbled(shown(self._buffer))
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            raise Garbled(shown(line)) from None
+        if not isinstance(reply, dict) or reply.get("task") != task:
+            raise Garbled(shown(line))
+        return reply
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
         with selectors.DefaultSelector() as selector:
@@ -79,6 +98,9 @@ class WorkerProcess:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "it closed its streams"
+        if code == CHANNEL_LOST:
+            return ("its streams to the trainer were closed: a reward must not close or write to file descriptors that it did "
+                    "not open")
         if code >= 0:
             return f"it exited with status {code}"
         return f"it was ended by {signal.Signals(-code).name}"

@@ -34,7 +34,7 @@ class Telemetry:
       config: the whole config.
       total_steps: what the run aims at, for progress and time left.
       resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run writes them
-        again), TensorBoard hides its later events. None: a new run; what run.resume=never finds is moved to
+        again), TensorBoard hides its later events. None: a new run; what an earlier one left is moved to
         <run_dir>/previous-<n>.
       read_only: evaluation of a run that may be training elsewhere: no lock, no metrics, only messages, samples and
         summary.
@@ -68,8 +68,8 @@ class Telemetry:
 
     def _open_files(self, config, resume_step: int | None) -> None:
         self._lock = Lock(self.run_dir)
-        if resume_step is None and config.run.resume == "never" and (moved := set_aside(self.run_dir)):
-            log.warning("run.resume=never: the earlier run's files are now in %s", moved)
+        if resume_step is None:
+            self._set_aside(config.run.resume)
         last = -1 if resume_step is None else resume_step
         self._lines = JsonLines(self.run_dir / "metrics.jsonl", last)
         if self._log.tensorboard:
@@ -78,6 +78,14 @@ class Telemetry:
             self._sinks["wandb"] = Wandb(self.run_dir, self._log, redacted(config))
         for spec in self._log.sinks:
             self._sinks[spec] = load_sink(spec, self.run_dir, redacted(config))
+
+    def _set_aside(self, resume: str) -> None:
+        """What an earlier run left that nothing goes on from; its steps would be taken for those of this one."""
+        lines, rollouts = self.run_dir / "metrics.jsonl", self.run_dir / "rollouts"
+        began = lines.exists() and lines.stat().st_size or any(rollouts.glob("*.jsonl"))
+        if (resume == "never" or began) and (moved := set_aside(self.run_dir)):
+            why = "run.resume=never" if resume == "never" else "there is no checkpoint to go on from"
+            log.warning("%s: the earlier run's files are now in %s", why, moved)
 
     # ---- what recipes call
 
@@ -126,13 +134,19 @@ class Telemetry:
         return OSError(errno.EIO, f"the disk has not taken the rollouts within {FLUSH_SECONDS:.0f} s", str(self.run_dir / "rollouts"))
 
     def read_rollouts(self, step: int) -> list[dict]:
-        """The records written for a step, also by an earlier process; [] where there are none."""
+        """The records written for a step, also by an earlier process; [] where there are none, or the file is damaged."""
         if step <= self._newest_rollouts and not self._rollouts.mark(time.monotonic() + FLUSH_SECONDS)():
             raise self._stuck()
         path = self._rollout_file(step)
         try:
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+            if all(isinstance(row, dict) for row in rows):
+                return rows
+            raise ValueError("a line is no record")
         except FileNotFoundError:
+            return []
+        except (ValueError, RecursionError) as e:  # zeros after a loss of power
+            log.warning("%s is damaged (%s): its rewards are computed anew, and the step writes it again", path, e)
             return []
 
     def _rollout_file(self, step: int) -> Path:
