@@ -398,7 +398,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
                        " has write(step, scalars) and close()"),
         "every_steps": O(1, "SFT: steps per line of metrics (RL writes a line every step)"),
-        "print_samples": O(1, "sampled conversations shown at each evaluation"),
+        "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
+                              " training every tenth step"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
         "level": O("info", "log level", choices=("debug", "info", "warning", "error")),

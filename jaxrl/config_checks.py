@@ -491,7 +491,7 @@ def _estimators(cfg, v):
         out += [_no_effect(f"algorithm.{n}", v[n], kind, "set gae") for n in ("lam", "lam_alpha", "critic_lam") if given(n)]
         defaults = options()
         out += [_no_effect(f"critic.{n}", cfg.critic[n], kind, "set gae, or algorithm.preset=ppo") for n in cfg.critic
-                if cfg.critic[n] != type(cfg.critic[n])(defaults[f"critic.{n}"].default)]
+                if cfg.critic[n] is not None and cfg.critic[n] != type(cfg.critic[n])(defaults[f"critic.{n}"].default)]
     if v["advantage"] not in ("returns", "gae") and given("gamma"):
         out.append(_no_effect("algorithm.gamma", v["gamma"], kind, "set returns or gae"))
     low, high = v["advantage_low"], v["advantage_high"]

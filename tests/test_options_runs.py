@@ -269,6 +269,17 @@ def test_accuracy_is_the_share_that_reaches_the_pass_mark(first, evaluated, fold
     assert evaluated.summary["eval"]["accuracy"] == pytest.approx(np.mean(hits))
 
 
+def test_an_evaluation_tells_the_scores_of_each_reward(evaluated, folder):
+    """Of both of eval.rewards: each row by name, and their means beside the accuracy."""
+    rows = lines(folder / "run" / "eval" / "step_00000002_one.jsonl")
+    scores = {name: [r["reward"]["parts"][name] for r in rows] for name in ("variety", "length")}
+    assert scores["length"] == [len("So" + r["completion"]) for r in rows]
+    means = evaluated.summary["eval"]["sets"]["one"]
+    for name, own in scores.items():
+        assert means[f"reward/{name}"] == pytest.approx(np.mean(own))
+    assert means["reward/error_fraction"] == 0.0 and "accuracy" in means
+
+
 def test_mode_eval_trains_nothing(first, evaluated):
     assert evaluated.before == evaluated.after
     assert "checkpoints" in evaluated.summary["evaluated"] and "steps" not in evaluated.summary

@@ -212,6 +212,9 @@ def test_tensorboard_has_scalars_samples_and_config_and_hides_what_a_resume_repe
     for step in (1, 2, 3):
         t.step(step, metrics(step))
     t.samples(2, {"test": [{"prompt": "2 + 2?", "completion": "It is 4.", "score": 1.0, "accurate": True}]})
+    record = {"prompt": "3 + 3?", "completion": "Six.", "score": 0.5, "reward": {"parts": {"math": 1.0, "tone": 0.0}}, "advantage": -0.25}
+    t.rollouts(1, [record])
+    t.rollouts(2, [record])
     t.close()
     time.sleep(1.1)  # event files are named by the second
     t = Telemetry(tmp_path, config(), 10, resume_step=2)
@@ -220,6 +223,8 @@ def test_tensorboard_has_scalars_samples_and_config_and_hides_what_a_resume_repe
     accumulator = events(tmp_path)
     assert [(e.step, round(e.value, 4)) for e in accumulator.Scalars("reward/mean")] == [(1, 0.1), (2, 0.2), (3, 7.0)]
     assert '"group_size": 8' in text_of(accumulator, "config")
+    assert all(part in text_of(accumulator, "sample/train/0") for part in ("3 + 3?", "Six.", '"math": 1.0', '"advantage": -0.25'))
+    assert [e.step for e in accumulator.Tensors("sample/train/0/text_summary")] == [1]  # then every tenth
     assert "2 + 2?" in text_of(accumulator, "sample/test/0") and "It is 4." in text_of(accumulator, "sample/test/0")
 
 

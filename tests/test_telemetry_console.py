@@ -49,6 +49,7 @@ def test_a_plain_line_holds_everything_a_person_asks_for():
     console.step(13, {"eval/accuracy": 0.531, "eval/test/accuracy": 0.5, "eval/hard/accuracy": 0.61,
                       "eval/pass@4": 0.7})
     assert "eval accuracy 53.1% (test 50.0%, hard 61.0%)  pass@4 70.0%" in stream.getvalue()
+    assert evaluation_line({"eval/accuracy": 0.5, "eval/test/accuracy": 0.5, "eval/test/reward/accuracy": 0.9}) == "accuracy 50.0%"
 
 
 def test_auto_is_a_table_on_a_terminal_only(monkeypatch):
@@ -148,17 +149,22 @@ def test_off_shows_nothing(capsys, tmp_path):
     assert capsys.readouterr() == ("", "")
 
 
-def test_as_many_samples_as_asked_for(capsys, tmp_path):
+def test_as_many_samples_as_asked_for_of_different_prompts_others_each_time(capsys, tmp_path):
     config = default_config()
     config.log.console, config.log.tensorboard, config.log.print_samples = "plain", False, 2
     t = Telemetry(tmp_path, config, 10)
-    rows = [{"prompt": f"p{i}", "completion": "x" * 5000, "score": 1.0, "accurate": True, "finish": "length"}
-            for i in range(5)]
-    t.samples(3, {"a": rows, "b": rows[:1]})
+    rows = [{"prompt": f"p{i // 8}", "completion": "x" * 5000, "score": 1.0, "accurate": True, "finish": "length"}
+            for i in range(40)]  # eight answers to each prompt
+    shown = set()
+    for step in range(3, 9):
+        t.samples(step, {"a": rows, "b": rows[:8]})
+        out = capsys.readouterr().out
+        assert re.findall(rf"sample of (\w) at step {step}", out) == ["a", "a", "b"]
+        first, second, third = re.findall(r"    (p\d)\n", out)
+        assert first != second and third == "p0"
+        shown |= {first, second}
     t.close()
-    out = capsys.readouterr().out
-    assert re.findall(r"sample of (\w) at step 3", out) == ["a", "a", "b"]
-    assert "p0" in out and "p1" in out and "p2" not in out
+    assert len(shown) > 2
     assert "score 1, right, cut by the length limit" in out and "[... 4300 characters ...]" in out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -19,7 +18,7 @@ from jaxrl.recipes.trajectories import (
 )
 from jaxrl.rollout import generate
 from jaxrl.sharding.exchange import gather, owner
-from jaxrl.telemetry import write_atomic
+from jaxrl.telemetry import dumps, write_atomic
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -63,6 +62,7 @@ def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
         metrics[f"eval/{name}/reward_mean"] = (
             float(np.nanmean(result.total)) if np.isfinite(result.total).any() else 0.0
         )
+        metrics |= {f"eval/{name}/reward/{k}": v for k, v in _rewards(result).items()}
         rows[name] = records(traj, examples, texts, result)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
@@ -120,11 +120,18 @@ def _scores(hits):
     return out
 
 
+def _rewards(result) -> dict[str, float]:
+    """Mean raw score of each reward function where it gave one, shares of what is missing, and the functions' own metrics; named as
+    in training, without its "reward/"."""
+    means = {name: float(np.nanmean(part)) for name, part in result.parts.items() if np.isfinite(part).any()}
+    return means | {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
+
+
 def write_rows(run_dir, step: int, rows: dict[str, list[dict]]) -> None:
     """Answers and scores per row in <run_dir>/eval/step_<step>_<set>.jsonl, each file written whole or not at all."""
     folder = run_dir / "eval"
     for name, records_ in rows.items():
-        text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records_)
+        text = "".join(dumps(r) + "\n" for r in records_)
         write_atomic(folder / f"step_{step:08d}_{name}.jsonl", text)
 
 
@@ -132,9 +139,9 @@ def summary(metrics: dict[str, float]) -> dict:
     """The entry `eval_before` / `eval_after` of summary.json: accuracy over all and per set, with the other scores."""
     out: dict = {"sets": {}}
     for key, value in metrics.items():
-        parts = key.split("/")[1:]
-        if len(parts) == 1:
-            out[parts[0]] = value
+        name, _, of_set = key.removeprefix("eval/").partition("/")
+        if of_set:
+            out["sets"].setdefault(name, {})[of_set] = value
         else:
-            out["sets"].setdefault(parts[0], {})[parts[1]] = value
+            out[name] = value
     return out

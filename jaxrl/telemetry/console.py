@@ -97,7 +97,7 @@ def evaluation_line(scalars: dict[str, float]) -> str:
         return ""
     parts = {k[5:]: v for k, v in scalars.items() if k.startswith("eval/")}
     line = f"accuracy {100 * parts['accuracy']:.1f}%"
-    sets = {k.split("/")[0]: v for k, v in parts.items() if k.endswith("/accuracy")}
+    sets = {k.split("/")[0]: v for k, v in parts.items() if k.count("/") == 1 and k.endswith("/accuracy")}
     if len(sets) > 1:
         line += " (" + ", ".join(f"{k} {100 * v:.1f}%" for k, v in sets.items()) + ")"
     return line + "".join(f"  {k} {100 * v:.1f}%" for k, v in parts.items() if k.startswith(("pass@", "mean@")))

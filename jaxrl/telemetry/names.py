@@ -95,7 +95,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("data/bad_rows", "rows that could not be read and were skipped"),
     # evaluation
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
-    Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also reward, length, truncation"),
+    Metric("eval/<set>/reward/<name>", "as reward/<name>, over one held-out set: each reward function's mean raw score, its own metrics"),
+    Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also length, truncation, failures and the "
+           "rewards' total"),
     # time, and what belongs to one process: everything below lives under the key "time" of a metrics.jsonl line
     Metric("time/step", "seconds of the step (SFT: of a mean one of the line), saving and evaluating included", "s/step", "seconds"),
     Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ log = logging.getLogger("jaxrl")
 FLUSH_SECONDS = 60.0  # longest wait for a slow sink; training goes on without it
 WAITING = 1000        # actions that may wait for a sink
 WAITING_STEPS = 8     # steps whose rollouts may wait for the disk
+SAMPLES_EVERY = 10    # steps between two samples of training
 
 
 class Telemetry:
@@ -44,7 +46,7 @@ class Telemetry:
     def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False,
                  silent: bool = False):
         self.run_dir = Path(run_dir)
-        self._log = config.log
+        self._log, self._seed = config.log, config.run.seed
         setup_logging(config.log.level)
         self._silent, read_only = silent, read_only or silent
         title = f"jaxrl {config.run.recipe} {self.run_dir}"
@@ -122,7 +124,10 @@ class Telemetry:
         self.console.phase(name)
 
     def rollouts(self, step: int, records: list[dict]) -> None:
-        """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off."""
+        """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off; now and then some as text."""
+        if step == 1 or step % SAMPLES_EVERY == 0:
+            for i, record in enumerate(chosen(records, self._log.print_samples, self._seed, step)):
+                self.text(f"sample/train/{i}", sample_text(record), step)
         if self._log.rollouts and not self._silent:
             self._newest_rollouts = max(self._newest_rollouts, step)
             text = lambda: "".join(dumps(r) + "\n" for r in records)  # noqa: E731
@@ -153,14 +158,11 @@ class Telemetry:
         return self.run_dir / "rollouts" / f"step_{step:08d}.jsonl"
 
     def samples(self, step: int, rows: dict[str, list[dict]]) -> None:
-        """Shows the first log.print_samples rows of each set, the same ones every time, and passes them on as text."""
+        """Shows log.print_samples rows of each set (see `chosen`), and passes them on as text."""
         for name, records in rows.items():
-            for i, record in enumerate(records[:self._log.print_samples]):
+            for i, record in enumerate(chosen(records, self._log.print_samples, self._seed, step)):
                 self._try("console", lambda n=name, r=record: self.console.sample(step, n, r))
-                verdict = {k: record[k] for k in ("score", "accurate", "finish", "answer") if k in record}
-                body = "\n\n".join(f"**{k}**\n\n```\n{shortened(str(record.get(k, '')), 20_000)}\n```"
-                                   for k in ("prompt", "completion"))
-                self.text(f"sample/{name}/{i}", f"{body}\n\n{verdict}", step)
+                self.text(f"sample/{name}/{i}", sample_text(record), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Text for the sinks that show text."""
@@ -243,3 +245,19 @@ class Telemetry:
             if name not in self._failed:
                 self._failed.add(name)
                 log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name, exc_info=True)
+
+
+def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
+    """At most `count` records of different prompts; others at every step, the same in every run with this seed."""
+    draw = random.Random(f"{seed} {step}")
+    of: dict[str, list[dict]] = {}
+    for record in records:
+        of.setdefault(str(record.get("prompt", "")), []).append(record)
+    return [draw.choice(of[prompt]) for prompt in draw.sample(list(of), min(count, len(of)))]
+
+
+def sample_text(record: dict) -> str:
+    """A conversation and what became of it as Markdown."""
+    body = "".join(f"**{k}**\n\n```\n{shortened(str(record.get(k, '')), 20_000)}\n```\n\n" for k in ("prompt", "completion"))
+    verdict = {k: record[k] for k in ("score", "accurate", "advantage", "finish", "answer") if k in record}
+    return body + f"```\n{dumps({'rewards': record.get('reward', {}).get('parts', {}), **verdict}, indent=1)}\n```"
