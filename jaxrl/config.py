@@ -120,7 +120,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_prompt_tokens": O(512, "longest prompt in tokens"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
                              choices=("filter", "truncate_left", "error")),
-        "epochs": O(0, "passes over the data; 0 = as many as train.steps need"),
+        "epochs": O(0, "end after this many passes over the data; 0 = no limit"),
         "shuffle": O(True, "global shuffle, anew in each epoch"),
         "seed": O(None, "seed of the shuffle; None = run.seed", int),
         "max_rows": O(0, "use only the first rows; 0 = all"),
@@ -337,7 +337,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_nonfinite": O(5, "a non-finite update is skipped; stop after this many in a row"),
     },
     "train": {
-        "steps": O(100, "steps of the job (RL steps, or SFT updates)"),
+        "steps": O(None, "end after this many steps (RL steps, or SFT updates); None = 100, or no limit where data.epochs or"
+                         " train.max_samples is set. A run ends at the first of the three that is set", int),
         "max_samples": O(0, "end after this many samples; 0 = no limit"),
         "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048"),
         "score_tokens_per_microbatch": O(0, "the same where nothing is learnt: old and reference log-probs, values; 0 = the update's own"

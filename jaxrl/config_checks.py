@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
+from jaxrl.limits import ends
 from jaxrl.rollout.select import server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
@@ -152,7 +153,7 @@ FRACTIONS = (
 
 
 def _ranges(cfg):
-    out = [f"{n}={get(cfg, n)}: must be above 0" for n in POSITIVE if get(cfg, n) <= 0]
+    out = [f"{n}={get(cfg, n)}: must be above 0" for n in POSITIVE if get(cfg, n) is not None and get(cfg, n) <= 0]
     out += [f"{n}={get(cfg, n)}: must not be negative" for n in NOT_NEGATIVE if get(cfg, n) < 0]
     out += [f"{n}={get(cfg, n)}: must lie in 0..1" for n in FRACTIONS if not 0 <= get(cfg, n) <= 1]
     if cfg.checkpoint.keep == 0 or cfg.checkpoint.keep < -1:
@@ -728,7 +729,8 @@ def derived(cfg) -> dict[str, float]:
         out["longest sequence"] = longest_sequence(cfg)
     if cfg.train.tokens_per_microbatch:
         out["tokens per microbatch (per data shard)"] = max(cfg.train.tokens_per_microbatch, out["longest sequence"])
-    out["optimizer updates in all"] = cfg.train.steps * out.get("optimizer steps per step", 1)
+    if known := ends(cfg):
+        out["optimizer updates in all"] = min(known.values()) * out.get("optimizer steps per step", 1)
     return out
 
 

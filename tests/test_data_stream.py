@@ -4,10 +4,12 @@ import threading
 import time
 
 import pytest
+import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, put
 from jaxrl.data import Stream, load_tokenizer, load_train
+from jaxrl.recipes.run import Run
 
 
 class Numbers:
@@ -111,6 +113,24 @@ def test_fewer_rows_than_a_step():
     assert len(walk(Stream(Numbers(3), 9, 0, epochs=1, drop_last=False))[0]) == 3
     with pytest.raises(ConfigError, match="data.prompts_per_step=9 is more than data.epochs=2 x 3 rows"):
         Stream(Numbers(3), 9, 0, epochs=2)
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({}, (100, "train.steps=100 (default)")),
+    ({"data.epochs": 60}, (360, "data.epochs=60 (config)")),  # 24 rows, 4 a step
+    ({"data.epochs": 60, "train.steps": 7}, (7, "train.steps=7 (config)")),
+    ({"data.epochs": 1, "train.steps": 7}, (6, "data.epochs=1 (config)")),
+    ({"train.max_samples": 801}, (201, "train.max_samples=801 (config)")),
+    ({"train.max_samples": 801, "data.epochs": 2, "train.steps": 300}, (12, "data.epochs=2 (config)")),
+])
+def test_a_run_ends_at_the_first_limit_that_is_set(tmp_path, options, expected):
+    c = tiny_job.get_config("sft")
+    c.train.steps, c.run.dir = None, str(tmp_path)
+    for name, value in options.items():
+        put(c, name, value)
+    run = Run(c, with_engine=False)
+    run.check()
+    assert (run.total_steps, run.ending) == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])

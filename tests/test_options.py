@@ -691,8 +691,8 @@ def test_loss_on_prompt():
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         r = SimpleNamespace(
-            config=tiny("train.max_samples", limit), stopping=lambda: False, step=step, total_steps=9, samples=samples, peers=Peers(),
-                cursor=0, stream=SimpleNamespace(exhausted=lambda cursor: False),
+            config=tiny("train.max_samples", limit, "train.steps", 9), stopping=lambda: False, step=step, samples=samples, peers=Peers(),
+            cursor=0, stream=SimpleNamespace(exhausted=lambda cursor: False), ended=lambda: Run.ended(r),
         )
         return Run.finished(r)
 

@@ -13,9 +13,10 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import training
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import ConfigError, RunStopped, redacted
+from jaxrl.config import ConfigError, RunStopped, get, redacted
 from jaxrl.config_checks import chosen, derived
 from jaxrl.faults import Faults, GracefulStop
+from jaxrl.limits import end, ends
 from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
@@ -119,10 +120,10 @@ class Run:
             self._refuse_other_past(chosen)
         train_set, self.eval_sets = self._load_data(inputs)
         self.read = compared(c, self.peers, inputs, train_set, self.eval_sets, chosen)
-        self.stream, self.total_steps = None, c.train.steps
+        self.stream = None
         if train_set is not None:
             self.stream = self.own(data_room.Stream.from_config(c, train_set))
-            self.total_steps = min(c.train.steps, self.stream.total_steps or c.train.steps)
+        self.total_steps, self.ending = end(c, self.stream and self.stream.total_steps)
         if self._with_engine:
             self._try_rewards(inputs.tokenizer, train_set)
         return inputs
@@ -199,7 +200,7 @@ class Run:
             write_config(job.run_dir, c, derived(job.config))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
         self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
-        self.say(setup.describe(job, self._data_numbers()))
+        self.say(setup.describe(job, self._data_numbers()) + f"\nends      after {self.total_steps} steps: {self.ending}")
         if restored is not None:
             new = [part.name for part in parts if part.name not in held and part.host() is not None]
             self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))
@@ -318,15 +319,14 @@ class Run:
 
     def finished(self) -> bool:
         """Asked before every step. A stop that reached any process since is agreed here."""
-        c = self.config
         if self.peers.count > 1:
             self._stop_agreed |= any(self.peers.meet(f"{self.place}: go on?", self.interrupted()))
-        return (
-            self.stopping()
-            or self.step >= self.total_steps
-            or self.stream.exhausted(self.cursor)
-            or bool(c.train.max_samples and self.samples >= c.train.max_samples)
-        )
+        return self.stopping() or self.ended()
+
+    def ended(self) -> bool:
+        """Whether one of train.steps, data.epochs and train.max_samples is reached, the same on all processes."""
+        steps, samples = ends(self.config).get("train.steps"), self.config.train.max_samples
+        return bool((steps and self.step >= steps) or (samples and self.samples >= samples)) or self.stream.exhausted(self.cursor)
 
     @contextlib.contextmanager
     def policy_at_rest(self):
@@ -387,11 +387,13 @@ class Run:
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
-        if self.step >= self.total_steps:
-            asked = "" if self.step == self.total_steps else f" ({self.total_steps} are asked for)"
+        if self.ended():
+            name = self.ending.partition("=")[0]
+            further = 2 * (self.step if name == "train.steps" else get(self.config, name))
+            asked = "" if self.step <= self.total_steps else f" ({self.total_steps} are asked for)"
             self.say(
-                f"this run has finished its {self.step} steps{asked}; extend it with --config.train.steps="
-                f"{2 * self.step}, or start another with --config.run.dir=..."
+                f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or start another with"
+                " --config.run.dir=..."
             )
             return
         if self.step == 0 and self.config.eval.before and self.eval_sets and self.engine:
@@ -406,7 +408,7 @@ class Run:
         """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics` are per step,
         of the last `steps` steps."""
         epoch = self.stream.epoch(self.cursor)
-        last = self.step >= self.total_steps
+        last = self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         if self.eval_sets and self.engine and (due("eval") or (last and self.config.eval.after)):
             with self.phase("eval"):
@@ -472,7 +474,7 @@ class Run:
     def close_run(self, evaluate) -> dict:
         """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint."""
         c = self.config
-        stopped = self.stopping() and self.step < self.total_steps
+        stopped = self.stopping() and not self.ended()
         if (
             not stopped
             and c.eval.after

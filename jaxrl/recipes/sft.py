@@ -38,7 +38,7 @@ def run(config, rewards=None) -> dict:
                 metrics, efficiency = one_update(r, traj)
             r.advance(cursor, samples=traj.num_sequences)
             pending.append((metrics, traj, efficiency, r.speed.operations.update(traj, shared=False)))
-            if r.step % config.log.every_steps == 0 or r.step >= r.total_steps:
+            if r.step % config.log.every_steps == 0 or r.ended():
                 with r.phase("update"):
                     line = averaged(pending)
                     r.check_finite()

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl import sharding, training
 from jaxrl.kernels.attention import shares_prompts
+from jaxrl.limits import end
 from jaxrl.recipes import setup
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.rollout.embedded import DTYPES, _empty_table
@@ -69,10 +70,10 @@ def _shaped(tree, sharding_of):
 def _reinforcement(out: Lowering, job, keep):
     """Scoring and updates of policy and critic. Returns the policy's parameters."""
     c = job.config
-    run = SimpleNamespace(config=c, job=job, total_steps=c.train.steps)
+    run = SimpleNamespace(config=c, job=job, total_steps=end(c)[0])
     algorithm = Algorithm(run)
     optimizer, schedule = training.make_optimizer(
-        c.optimizer, c.train.steps * algorithm.updates_per_step, setup.flat_axes(job.tree))
+        c.optimizer, run.total_steps * algorithm.updates_per_step, setup.flat_axes(job.tree))
     update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
     state = setup.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)
@@ -107,7 +108,7 @@ def _supervised(out: Lowering, job, keep):
     c = job.config
     loss = training.LossConfig(kind="nll", chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm,
                                fp16=job.compute_dtype == jnp.float16)
-    optimizer, schedule = training.make_optimizer(c.optimizer, c.train.steps, setup.flat_axes(job.tree))
+    optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], setup.flat_axes(job.tree))
     update = training.make_update(job.model, optimizer, schedule, loss)
     state = setup.abstract_state(job, optimizer)
     _update(out, job, "update", update, state, {}, ("policy", "token"), keep)
