@@ -56,8 +56,8 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be written or used. The message names the path and the remedy."""
 
 
-class SavesFail(CheckpointError, RunStopped):
-    """The disk refused MAX_FAILURES saves in a row."""
+class SavesFail(RunStopped):
+    """The disk refused MAX_FAILURES saves in a row, or the last save of a run. What is there stays good."""
 
 
 class Damaged(Exception):
@@ -98,7 +98,10 @@ class Checkpointer:
         self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.committed: int | None = None  # the newest step of this run that is known to be on disk, whole
         self._failures = 0
+        self._told = 0      # of them, those that take_refused() has told
+        self._refused = ""  # what the disk said to the newest save that failed
         self._saving = -1
         self._chosen: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
         self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
@@ -135,13 +138,14 @@ class Checkpointer:
           arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
           host: JSON-able dict with string keys. Tuples come back as lists.
         Raises:
-          CheckpointError: the third failed save in a row. TypeError: a leaf that cannot be saved, by name.
+          SavesFail: the third failed save in a row. TypeError: a leaf that cannot be saved, by name.
           Whatever else went wrong in the background since the last call.
         """
         self.wait()
         if self._peers.first:
             self._set_aside_stale()
         if self._peers.decide(f"checkpoint {step}: is it there?", lambda: step in self.steps()):
+            self.committed = step
             return False
         leaves = flatten(arrays)
         _check_json(host, "host")
@@ -190,6 +194,18 @@ class Checkpointer:
             self._thread = None
         self.check()
 
+    def require(self, step: int) -> None:
+        """Returns once the checkpoint of `step` is committed. Raises SavesFail where it is not, or as `save` does."""
+        self.wait()
+        if not self._peers.decide(f"checkpoint {step}: is it committed?", lambda: self.committed == step):
+            raise SavesFail(f"checkpoint of step {step} not written ({self._refused or 'it was never begun'}); {self._newest()}. Free "
+                            f"space in {self.directory} and start again: the run goes on from there")
+
+    def take_refused(self) -> bool:
+        """Whether the disk has refused a save since this was last asked."""
+        refused, self._told = self._failures > self._told, self._failures
+        return refused
+
     def close(self) -> None:
         """Waits for a running save and frees Orbax's threads. Raises as `save` does."""
         try:
@@ -231,8 +247,8 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
             if self._peers.first and step not in self.steps():
-                raise CheckpointError(f"{self.directory}: the checkpoint of step {step} did not become visible")
-            self._failures = 0
+                raise SavesFail(f"{self.directory}: the checkpoint of step {step} did not become visible")
+            self.committed, self._failures, self._told = step, 0, 0
             self._after(step)
         except BaseException as e:  # noqa: B036  (handed to the main thread by wait())
             self._failed(step, e)
@@ -258,13 +274,16 @@ class Checkpointer:
             self._error = error
             return
         self._failures += 1
-        kept = f"the newest one is of step {self.steps()[-1]}" if self.steps() else "there is none yet"
-        text = f"checkpoint of step {step} not written ({reason}); {kept}"
+        self._refused = reason
+        text = f"checkpoint of step {step} not written ({reason}); {self._newest()}"
         if self._failures < MAX_FAILURES:
             log.error("%s; training goes on, failure %d of %d", text, self._failures, MAX_FAILURES)
         else:
             self._error = SavesFail(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
                                           f"{self.directory} and start again: the run resumes from there")
+
+    def _newest(self) -> str:
+        return f"the newest one is of step {self.steps()[-1]}" if self.steps() else "there is none yet"
 
     def _drop_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -362,6 +381,8 @@ class Checkpointer:
         restored = _read(chosen.path, abstract, partial)
         self._faults.fire("resume", restored.step, "arrays")
         self._stale = self._later_than(chosen.path)
+        if chosen.path.parent == self.directory:
+            self.committed = restored.step
         return restored
 
     def _later_than(self, path: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import traceback
 
 from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
 
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 USAGE = """usage: python -m jaxrl.main --config=FILE[:ARG] [--config.group.option=value ...]
 
 FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).

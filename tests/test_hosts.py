@@ -19,7 +19,7 @@ import yaml
 from run_tools import ROOT, environment
 
 from jaxrl import config_checks, launch
-from jaxrl.config import ConfigError, default_config, put
+from jaxrl.config import ConfigError, RunStopped, default_config, put
 from jaxrl.faults import Faults
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
@@ -93,6 +93,9 @@ def test_the_jobset_gives_what_a_process_reads():
     assert place(environ) == place(environ, hosts="kubernetes") == ("kubernetes", coordinator, count, 3, hosts)
     assert "--config.launch.hosts=kubernetes" in container["args"]
     assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    (rule,) = spec["podFailurePolicy"]["rules"]  # a config that cannot work is not tried again
+    assert rule["action"] == "FailJob" and rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert job["spec"]["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
 
 
 def test_the_slurm_script_queues_itself_again(tmp_path):
@@ -143,9 +146,9 @@ def test_what_cannot_be_meant_is_refused(changes, complaint):
 def test_a_missing_process_is_named():
     port = launch_port()
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"2 of 3 processes did not come within launch.connect_seconds=1: 1 \(b\), 2 \(c\)"):
+    with pytest.raises(RunStopped, match=r"2 of 3 processes did not come within launch.connect_seconds=1: 1 \(b\), 2 \(c\)"):
         distributed.meet_first(Place("slurm", f"127.0.0.1:{port}", 3, 0, ("a", "b", "c")), 1.0)
-    with pytest.raises(ConfigError, match=f"process 0 does not answer at 127.0.0.1:{port} within launch.connect_seconds=1"):
+    with pytest.raises(RunStopped, match=f"process 0 does not answer at 127.0.0.1:{port} within launch.connect_seconds=1"):
         distributed.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
     assert time.monotonic() - began < 5
 

@@ -31,7 +31,6 @@ from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import host_scalars
 from jaxrl.recipes.supply import Supply
 from jaxrl.recipes.trajectories import records
-from jaxrl.rollout import EngineLost
 
 log = logging.getLogger("jaxrl")
 
@@ -54,12 +53,7 @@ def run(config, rewards=None) -> dict:
         algorithm.begin(r)
         r.before_first_step(algorithm.evaluate)
         while not r.finished():
-            try:
-                metrics = one_step(r, algorithm)
-            except EngineLost:  # the policy is intact: keep it
-                r.save()
-                r.checkpointer.wait()
-                raise
+            metrics = one_step(r, algorithm)
             if metrics is None:  # asked to stop in the middle of a step: nothing of it is kept
                 break
             r.after_step(metrics, algorithm.evaluate)
@@ -107,12 +101,13 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     per_answer = by_answer(found.tokens, traj)
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_answer)
     r.telemetry.rollouts(r.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
-    with r.phase("update"):
-        r.fault("update")
-        metrics = update_all(r, algorithm, batch, layout, columns, seed)
-    r.advance(batch.cursor, samples=traj.num_sequences)
-    metrics |= r.supply.metrics(traj, stale)
-    metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
+    with r.changing():
+        with r.phase("update"):
+            r.fault("update")
+            metrics = update_all(r, algorithm, batch, layout, columns, seed)
+        r.advance(batch.cursor, samples=traj.num_sequences)
+        metrics |= r.supply.metrics(traj, stale)
+        metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
     if r.step % c.rollout.sync_every == 0:
         with r.phase("publish"):
             r.publish()

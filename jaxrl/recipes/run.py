@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl import data as data_room
 from jaxrl import training
-from jaxrl.checkpoint import Checkpointer
+from jaxrl.checkpoint import Checkpointer, SavesFail
 from jaxrl.config import ConfigError, RunStopped, get, redacted
 from jaxrl.config_checks import chosen, derived
 from jaxrl.faults import Faults, GracefulStop
@@ -20,6 +20,7 @@ from jaxrl.limits import end, ends
 from jaxrl.models import hf
 from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
+from jaxrl.recipes.closing import Closers, closing
 from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.inputs import compared
 from jaxrl.recipes.operations import Speed
@@ -27,18 +28,18 @@ from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
-from jaxrl.rollout import EngineLost, make_engine
+from jaxrl.rollout import make_engine
 from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
-from jaxrl.sharding.distributed import peers
+from jaxrl.sharding.distributed import PeerLost, peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Idle
-from jaxrl.telemetry.names import duration
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
+SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save
 
 
 class NothingFinite(RunStopped):
@@ -51,6 +52,9 @@ class Run:
 
     With several processes all walk through the same calls. What depends on time or on what happened to one of them is
     agreed at stamped meetings (`together`, `decide`, `finished`), so that none can act on a decision the others lack.
+
+    Leaving by an error saves first, where the state is that of a whole step (`changing`) and all processes know of the error;
+    the error itself goes on. summary.json then has it as `error`.
     """
 
     def __init__(self, config, rewards=None, with_engine=True):
@@ -65,19 +69,21 @@ class Run:
         self.stop = GracefulStop()
         self.peers = peers()
         self.faults = Faults(config.faults.plan, self.peers.index)
-        self._stop_agreed = False
+        self._stop_agreed = self._error_agreed = False
+        self._whole = False  # the state is that of self.step
+        self.telemetry = None
         self._rewards_given = rewards
         self._with_engine = with_engine
-        self._saved_step = None
-        self._closers = []
+        self._closers = Closers()
+        self.own = self._closers.own
 
     # -- start ---------------------------------------------------------------------------------------------------
 
     def __enter__(self):
         try:
             return self._open()
-        except BaseException:
-            self.__exit__()
+        except BaseException as e:
+            self._closers.close(e)
             raise
 
     def _open(self):
@@ -85,7 +91,7 @@ class Run:
         self.phases = Phases()
         self._starting = self.phases("start")
         self._starting.__enter__()
-        self._enter(self.stop)
+        self._closers.enter(self.stop)
         inputs = self._read_inputs()
         self.job = setup.open_job(c, inputs)
         self.engine = None
@@ -145,24 +151,33 @@ class Run:
             if c.reward.trial and dataset is not None:
                 pool.trial(trial_items(dataset, tokenizer, c.data.response_prefix))
 
-    def own(self, thing):
-        self._closers.append(thing.close)
-        return thing
-
-    def _enter(self, context):
-        context.__enter__()
-        self._closers.append(lambda: context.__exit__(None, None, None))
-
     def check(self) -> None:
         """Reads and checks all inputs and closes them again. Raises ConfigError; touches no device."""
         try:
             self._read_inputs()
-        finally:
-            self.__exit__()
+        except BaseException as e:
+            self._closers.close(e)
+            raise
+        self._closers.close()
 
-    def __exit__(self, *exc):
-        while self._closers:
-            self._closers.pop()()
+    def __exit__(self, kind, error, trace):
+        if error is not None and self.telemetry is not None and self.config.run.mode == "train":
+            self._keep(error)
+        self._closers.close(error)
+
+    def _keep(self, error: BaseException) -> None:
+        """What can be kept of a run that ends by an error. Raises nothing: the user is to see the error."""
+        known = self.peers.count == 1 or self._error_agreed  # saving is a thing of all processes
+        try:
+            if self._whole and known and self.step > 0 and not isinstance(error, SavesFail):
+                self.save_for_good()
+                log.error("the run ends by an error; step %d is saved, the same command goes on from it", self.step)
+        except Exception as e:
+            log.error("the run ends by an error, and step %d could not be saved: %s", self.step, e)
+        try:
+            self.telemetry.summary({"finished": False, "error": f"{type(error).__name__}: {error}", "steps": self.step})
+        except Exception as e:
+            log.error("summary.json could not be written: %s", e)
 
     def prepare(self, updates_per_step: int, loss, parts=()) -> None:
         """Optimizer, state (restored or new), update program, telemetry; publishes the first weights.
@@ -215,6 +230,9 @@ class Run:
             self.publish()
             self._show_first_prompt()
         self.profiler.at(self.step)
+        self._whole = True
+        if not self.ended():  # whatever an earlier run said, and however this one ends
+            self.telemetry.summary({"finished": False, "error": None})
         self._starting.__exit__(None, None, None)
         self.phases.take()  # start-up is not part of the first step
 
@@ -225,11 +243,8 @@ class Run:
     def _refuse_other_past(self, chosen):
         refused, taken = config_changes(chosen.host["config"], redacted(self.config))
         if refused:
-            raise ConfigError(
-                f"resuming {chosen.path}: these options would change the past: "
-                + "; ".join(refused)
-                + ". Use another run.dir, or run.resume=never"
-            )
+            raise ConfigError(f"resuming {chosen.path}: these options would change the past: {'; '.join(refused)}. Use another run.dir,"
+                              " or run.resume=never")
         for change in taken:
             log.info("changed since the checkpoint: %s", change)
 
@@ -238,7 +253,6 @@ class Run:
         self.state = TrainState(**{f.name: restored.arrays[f.name] for f in dataclasses.fields(TrainState)})
         self.step, self.cursor, self.samples = host["step"], host["cursor"], host["samples"]
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
-        self._saved_step = self.step
 
     def _data_numbers(self):
         return {"training rows": len(self.stream.dataset)}
@@ -295,21 +309,24 @@ class Run:
     def together(self, what: str, work):
         """What work() returns, or None on every process where a stop reached one of them before it was done (work() is None).
 
-        An engine that is lost anywhere is lost for all: each raises EngineLost, and can still save together.
+        What stops one of them (an engine that is lost, rewards that fail, an answer that never came) stops all: each raises
+        it, and they can still save together.
         """
-        done, lost = None, ""
+        if self.peers.count == 1:
+            return work()
+        done, error = None, None
         try:
             done = work()
-        except EngineLost as e:
-            if self.peers.count == 1:
-                raise
-            lost = str(e)
-        if self.peers.count == 1:
-            return done
+        except PeerLost:
+            raise
+        except (RunStopped, TimeoutError) as e:
+            error = e
         with self.phase("wait"):
-            states = self.peers.meet(f"{self.place}: {what}", [done is not None, lost])
+            states = self.peers.meet(f"{self.place}: {what}", [done is not None, str(error or "")])
         if any(text for _, text in states):
-            raise EngineLost("; ".join(f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text))
+            self._error_agreed = True
+            kind = RunStopped if error is None else type(error)
+            raise kind("; ".join(f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text)) from error
         self._stop_agreed |= not all(fine for fine, _ in states)
         return None if self._stop_agreed else done
 
@@ -354,6 +371,13 @@ class Run:
         self.together("new weights", lambda: give(setup.policy_params(self.state), self.step) or True)
         self.published = self.step
 
+    @contextlib.contextmanager
+    def changing(self):
+        """Around what turns the state of one step into that of the next. An error in here leaves a state of no step."""
+        self._whole = False
+        yield
+        self._whole = True
+
     def advance(self, cursor: int, samples: int) -> None:
         """The update of this step is done: the step counts."""
         self.step += 1
@@ -396,13 +420,14 @@ class Run:
                 " --config.run.dir=..."
             )
             return
-        if self.step == 0 and self.config.eval.before and self.eval_sets and self.engine:
+        first = self.step == 0 and self.config.eval.before
+        if (first or self.due["eval"].missed) and self.eval_sets and self.engine:
             with self.phase("eval"):
                 metrics = self._evaluate(evaluate)
             if not metrics:  # a stop was asked for
                 return
-            self.eval_before = summary(metrics)
-            self.telemetry.step(0, metrics, self.phases.take())
+            self.eval_before = summary(metrics) if first else self.eval_before
+            self.telemetry.step(self.step, metrics, self.phases.take())
 
     def after_step(self, metrics: dict, evaluate, steps: int = 1) -> None:
         """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics` are per step,
@@ -410,9 +435,21 @@ class Run:
         epoch = self.stream.epoch(self.cursor)
         last = self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
-        if self.eval_sets and self.engine and (due("eval") or (last and self.config.eval.after)):
-            with self.phase("eval"):
-                metrics = metrics | self._evaluate(evaluate)
+        try:
+            if self.eval_sets and self.engine and (due("eval") or (last and self.config.eval.after)):
+                with self.phase("eval"):
+                    metrics = metrics | self._evaluate(evaluate)
+        finally:  # the step itself is done
+            self._log_step(metrics, steps)
+        self.checkpointer.check()
+        if self.checkpointer.take_refused():
+            self.due["save"].again(SAVE_AGAIN_SECONDS)
+        if due("save"):
+            self.save()
+        if due("export"):
+            self.export(self.job.run_dir / f"export_{self.step:08d}")
+
+    def _log_step(self, metrics: dict, steps: int) -> None:
         together = self.phases.take()
         spent, compiled = per_step(together, steps), self.compilations.take()
         metrics = metrics | self.speed.rates(metrics, spent) | {
@@ -421,13 +458,10 @@ class Run:
         self.beside.add(self.step, together)
         for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
             log.warning(warning)
-        self.checkpointer.check()
-        if due("save"):
-            self.save()
-        if due("export"):
-            self.export(self.job.run_dir / f"export_{self.step:08d}")
 
     def _evaluate(self, evaluate) -> dict:
+        """Metrics of the held-out sets; {} when a stop came on the way. What is not finished is due again."""
+        self.due["eval"].missed = True
         if self.published != self.step:  # rollout.sync_every is above 1; the accuracy of a step is that of its weights
             self.publish()
         metrics, rows = evaluate(self)
@@ -435,12 +469,13 @@ class Run:
             return {}
         if self.peers.first:
             write_rows(self.job.run_dir, self.step, rows)
+        self.due["eval"].missed = False
         self.last_eval = {"step": self.step, **summary(metrics)}
         self.telemetry.samples(self.step, rows)
         return metrics
 
     def save(self) -> None:
-        if self._saved_step == self.step:
+        if self.checkpointer.committed == self.step:
             return
         with self.phase("checkpoint"):
             host = {
@@ -456,7 +491,12 @@ class Run:
             }
             arrays = {**vars(self.state), **{part.name: part.arrays() for part in self.parts if part.name in host["parts"]}}
             self.checkpointer.save(self.step, arrays, host)
-        self._saved_step = self.step
+
+    def save_for_good(self) -> None:
+        """Returns once this step is on disk, whole. Raises SavesFail where that cannot be."""
+        self.checkpointer.wait()  # a save of this step may be under way, and may fail
+        self.save()
+        self.checkpointer.require(self.step)
 
     def export(self, folder) -> None:
         c = self.config
@@ -475,22 +515,25 @@ class Run:
         """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint."""
         c = self.config
         stopped = self.stopping() and not self.ended()
-        if (
-            not stopped
-            and c.eval.after
-            and self.eval_sets
-            and self.engine
-            and (self.last_eval or {}).get("step") != self.step
-        ):
+        evaluated = (self.last_eval or {}).get("step") == self.step
+        if not stopped and not evaluated and c.eval.after and self.eval_sets and self.engine:
             with self.phase("eval"):
                 self.telemetry.step(self.step, self._evaluate(evaluate), self.phases.take())
-        if (stopped or c.checkpoint.at_end) and self.step > 0:
-            self.save()
-        self.checkpointer.wait()
+            stopped = self.stopping() and self.due["eval"].missed
+        unsaved = None
+        try:
+            if (stopped or c.checkpoint.at_end) and self.step > 0:
+                self.save_for_good()
+            self.checkpointer.wait()
+        except SavesFail as e:
+            if stopped or not c.checkpoint.export_at_end:
+                raise
+            unsaved = e  # an export is smaller, and may lie elsewhere
         self.phases.take()
         out = {
             "steps": self.step,
             "finished": not stopped,
+            "error": None,
             "samples": self.samples,
             "seconds": self.phases.totals(),
             "wall_seconds": time.monotonic() - self.started,
@@ -508,16 +551,18 @@ class Run:
         if not stopped and c.checkpoint.export_at_end:
             self.export(self.job.run_dir / "export")
             out["export"] = str(self.job.run_dir / "export")
+        if unsaved is not None:
+            log.error("the model of step %d is in %s", self.step, out["export"])
+            raise unsaved
         self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
         if stopped:
-            self.say(
-                f"stopped at step {self.step} of {self.total_steps}; everything is saved, the same command goes on from here"
-            )
+            saved = "everything is saved, the same command goes on from here" if self.step else "no step was done, nothing was saved"
+            self.say(f"stopped at step {self.step} of {self.total_steps}; {saved}")
         else:
             if compared := self.beside.end():
                 self.say(compared)
-            self.say(_closing(out))
+            self.say(closing(out))
         return out
 
     def publish_newest(self):
@@ -526,9 +571,7 @@ class Run:
         c, job = self.config, self.job
         optimizer, _ = training.make_optimizer(c.optimizer, 1, setup.flat_axes(job.tree))
         state = setup.abstract_state(job, optimizer)
-        restored = self.checkpointer.restore(
-            {"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True
-        )
+        restored = self.checkpointer.restore({"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True)
         params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
         self.step = 0 if restored is None else restored.host["step"]
         self.telemetry = self.own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True,
@@ -550,13 +593,3 @@ class Run:
         out = {"evaluated": str(where), "eval": summary(metrics)}
         self.telemetry.summary(out)
         return out
-
-
-def _closing(out: dict) -> str:
-    """The last line of a run: what became of it and where it lies."""
-    held_out = [f"{100 * out[k]['accuracy']:.1f}% {when}" for k, when in (("eval_before", "before"), ("eval_after", "after"))
-                if "accuracy" in out.get(k, {})]
-    parts = [f"done at step {out['steps']} after {duration(out['wall_seconds'])}"]
-    parts += ["held-out accuracy " + ", ".join(held_out)] if held_out else []
-    parts += [f"model in {out['export']}"] if "export" in out else []
-    return "; ".join(parts + [f"summary in {out['run_dir']}/summary.json"])

@@ -33,10 +33,11 @@ def run(config, rewards=None) -> dict:
             with r.phase("data"):
                 batch, cursor = r.stream.take(r.cursor)
                 traj = demonstrations([e for _, e in batch], [p for p, _ in batch], config.train.loss_on_prompt)
-            r.fault("update")
-            with r.phase("update"):
-                metrics, efficiency = one_update(r, traj)
-            r.advance(cursor, samples=traj.num_sequences)
+            with r.changing():
+                r.fault("update")
+                with r.phase("update"):
+                    metrics, efficiency = one_update(r, traj)
+                r.advance(cursor, samples=traj.num_sequences)
             pending.append((metrics, traj, efficiency, r.speed.operations.update(traj, shared=False)))
             if r.step % config.log.every_steps == 0 or r.ended():
                 with r.phase("update"):

@@ -405,11 +405,10 @@ class RewardPool:
             if self._closing:
                 raise ConfigError("the reward pool was closed while it started") from None
             why = f"{e}" if isinstance(e, Died) else f"not ready after {START_SECONDS:g} s"
-            raise ConfigError(f"a reward worker cannot start: {why} while importing {', '.join(self.specs)}"
-                              f"{self._tail()}") from None
+            raise self._unstartable(f"a reward worker cannot start: {why} while importing {', '.join(self.specs)}{self._tail()}") from None
         if "fatal" in reply:
             worker.kill()
-            raise ConfigError(reply["fatal"])
+            raise self._unstartable(reply["fatal"])
         with self._state:
             if self._sources not in ("", reply["sources"]):
                 log.warning("a reward worker was started anew and found other code than the run began with (%s): from here on "
@@ -418,6 +417,10 @@ class RewardPool:
             self._ready += 1
             self._state.notify_all()
         return worker
+
+    def _unstartable(self, why: str) -> Exception:
+        """A mistake in the config, unless workers could start before."""
+        return ConfigError(why) if self._kinds is None else RewardFailure(f"{why}\nReward workers of this run could start before")
 
     def _next(self):
         """(task, its round, the round's items); (None, ...) when closing. A long 'each' task is cut to a chunk."""

@@ -123,7 +123,7 @@ def meet_first(place: Place, seconds: float) -> None:
 
     (jax itself ends the process when somebody is missing, and does not say who.)
 
-    Raises ConfigError naming who did not come within `seconds`.
+    Raises PeerLost naming who did not come within `seconds`.
     """
     host, _, port = place.coordinator.rpartition(":")
     end = time.monotonic() + seconds
@@ -153,7 +153,7 @@ def meet_first(place: Place, seconds: float) -> None:
                 pass
             connection.close()
     if missing:
-        raise ConfigError(_absent(place, missing, seconds))
+        raise PeerLost(_absent(place, missing, seconds))
 
 
 def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> None:
@@ -161,8 +161,8 @@ def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> No
     while not answer:
         left = end - time.monotonic()
         if left <= 0:
-            raise ConfigError(f"process 0 does not answer at {place.coordinator} within launch.connect_seconds={seconds:g}: it is "
-                              "not running, or this host cannot reach it (name, firewall, launch.coordinator)")
+            raise PeerLost(f"process 0 does not answer at {place.coordinator} within launch.connect_seconds={seconds:g}: it is "
+                           "not running, or this host cannot reach it (name, firewall, launch.coordinator)")
         try:
             with socket.create_connection((host, port), timeout=min(left, 5.0)) as connection:
                 connection.sendall(f"{GREETING} {place.process} {place.processes}".encode())
@@ -171,7 +171,7 @@ def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> No
         except OSError:
             time.sleep(0.2)
     if answer.startswith("missing "):
-        raise ConfigError(_absent(place, [int(i) for i in answer[8:].split(",")], seconds))
+        raise PeerLost(_absent(place, [int(i) for i in answer[8:].split(",")], seconds))
 
 
 def _absent(place: Place, missing: list[int], seconds: float) -> str:
@@ -392,7 +392,7 @@ def peers() -> Peers:
 def start(config) -> None:
     """Joins the processes of a run, before the first device use; does nothing where this one is alone, or has joined.
 
-    Raises ConfigError naming who is missing after launch.connect_seconds.
+    Raises PeerLost naming who is missing after launch.connect_seconds.
     """
     global _peers
     options = config.launch

@@ -107,6 +107,8 @@ class Every:
         self._step: int | None = state.get("step")
         self._epoch: float | None = state.get("epoch")
         self._since = clock() - state.get("elapsed", 0.0)
+        self.missed = state.get("missed", False)  # it was due, and was not done
+        self._not_before = 0.0
 
     def __call__(self, step: int, epoch: float = 0.0) -> bool:
         now = self._clock()
@@ -117,11 +119,16 @@ class Every:
         due |= bool(self.epochs) and self._epoch is not None and reached(epoch) > reached(self._epoch)
         due |= bool(self.epochs) and self._epoch is None and reached(epoch) > 0 and step <= 1
         due |= bool(self.seconds) and now - self._since >= self.seconds
+        due |= self.missed and now >= self._not_before
         self._step, self._epoch = step, epoch
         if due:
-            self._since = now
+            self._since, self.missed = now, False
         return due
+
+    def again(self, seconds: float = 0.0) -> None:
+        """What was due could not be done: it is due again, `seconds` from now at the earliest."""
+        self.missed, self._not_before = True, self._clock() + seconds
 
     def state(self) -> dict:
         """JSON-able; belongs into the checkpoint where a resumed run must be due at the same steps."""
-        return {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since}
+        return {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since} | ({"missed": True} if self.missed else {})

@@ -293,8 +293,8 @@ class VllmEngine:
 
         self._known = self.group.decide("the first servers", found)
         if not self._known:
-            raise ConfigError(f"rollout.servers={str(self._folder)!r}: no server was announced there within rollout.vllm.setup_seconds="
-                              f"{self.options.setup_seconds:g}; python -m jaxrl.serve starts and announces them")
+            raise EngineLost(f"rollout.servers={str(self._folder)!r}: no server was announced there within rollout.vllm.setup_seconds="
+                             f"{self.options.setup_seconds:g}; python -m jaxrl.serve starts and announces them")
         return self._known
 
     def _take_newcomers(self) -> None:
@@ -325,7 +325,7 @@ class VllmEngine:
                 log.warning("vLLM server %s is not there: %s; it may join later", replica.url, why)
                 self.router.set_state(replica, "dead", why)
         if all(found):
-            raise ConfigError("rollout.servers: none of them answers: " + "; ".join(
+            raise EngineLost("rollout.servers: none of them answers: " + "; ".join(
                 f"{r.url}: {why}" for r, why in zip(waiting, found, strict=True)))
         for replica, why in zip(waiting, found, strict=True):
             if not why:

@@ -1,0 +1,201 @@
+"""How runs end: what is kept, what is said, and with which exit status. Small supervised runs, real faults where they can be had."""
+
+import errno
+import json
+import logging
+import resource
+
+import pytest
+import tiny_job
+
+import jaxrl
+from jaxrl.config import RunStopped
+from jaxrl.models import hf
+from jaxrl.recipes import evaluate
+from jaxrl.recipes.run import Run
+from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rewards.pool import RewardFailure
+from jaxrl.rollout import EngineLost
+
+
+def config(tmp_path, arg="sft", **changes):
+    c = tiny_job.get_config(arg)
+    c.run.dir, c.log.console, c.log.tensorboard = str(tmp_path / "run"), "off", False
+    c.train.steps, c.checkpoint.export_at_end, c.eval.after, c.eval.before = 4, False, False, False
+    for name, value in changes.items():
+        group, option = name.split("__")
+        c[group][option] = value
+    return c
+
+
+def checkpoints(tmp_path):
+    return sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def told(tmp_path):
+    return json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def metrics(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- saved means: on disk
+
+
+def test_a_save_that_failed_in_the_background_is_made_again_at_the_end(tmp_path):
+    c = config(tmp_path, faults__plan=("checkpoint.enospc@step=4,phase=tensors",))
+    assert jaxrl.train(c)["finished"] and checkpoints(tmp_path) == ["00000002", "00000004"]
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_last_save_that_fails_is_no_finished_run(tmp_path, stopped):
+    """The disk refuses the last step's save twice: in its turn (where it had one), and at the end."""
+    plan = ("checkpoint.enospc@step=4,phase=tensors", "checkpoint.enospc@step=4,phase=commit") if not stopped else (
+        "update.term@step=3", "checkpoint.enospc@step=3,phase=before")
+    c = config(tmp_path, faults__plan=plan, checkpoint__export_at_end=True)
+    with pytest.raises(RunStopped, match="checkpoint of step [34] not written .*; the newest one is of step 2"):
+        jaxrl.train(c)
+    assert checkpoints(tmp_path) == ["00000002"]
+    summary = told(tmp_path)
+    assert summary["finished"] is False and "not written" in summary["error"]
+    assert (tmp_path / "run" / "export").exists() is not stopped  # the model is smaller, and may lie elsewhere
+    c.faults.plan = ()
+    assert jaxrl.train(c)["finished"] and told(tmp_path)["error"] is None  # the same command goes on
+    assert checkpoints(tmp_path) == ["00000002", "00000004"]
+
+
+def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, capsys, monkeypatch):
+    """Real, and for root too: the kernel writes no file beyond RLIMIT_FSIZE."""
+    from jaxrl import main as command
+
+    flags = ["--config=tests/tiny_job.py:sft", f"--config.run.dir={tmp_path / 'run'}", "--config.train.steps=2",
+             "--config.log.console=plain", "--config.checkpoint.export_at_end=False"]
+    monkeypatch.chdir(str(tiny_job.__file__).rsplit("/", 2)[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        assert command.main(flags) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr()
+    assert "stopped: checkpoint of step 2 not written (File too large); there is none yet" in said.err
+    assert "everything is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
+
+
+def test_a_refused_save_is_tried_again_before_its_next_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrl.recipes.run.SAVE_AGAIN_SECONDS", 0.0)
+    c = config(tmp_path, faults__plan=("checkpoint.enospc@step=2,phase=before",), log__every_steps=1, checkpoint__at_end=False,
+               train__steps=3)
+    jaxrl.train(c)
+    assert checkpoints(tmp_path) == ["00000003"]
+
+
+# ---- whatever ends a run, a whole state is kept
+
+
+def fails(monkeypatch, room, name, error):
+    def function(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(room, name, function)
+
+
+@pytest.mark.parametrize("how", ["timeout", *(pytest.param(x, marks=pytest.mark.slow) for x in ("engine", "reward", "disk", "export"))])
+def test_the_state_is_saved_whatever_ends_the_run(tmp_path, monkeypatch, how, caplog):
+    """The checkpoint of step 2 is written by the error alone; then the run goes on, and makes up the evaluation that it missed."""
+    c = config(tmp_path, checkpoint__every_steps=0)
+    expected: type[BaseException] = OSError
+    if how == "export":
+        c.checkpoint.export_every_steps = 2
+    else:
+        c.eval.sets, c.eval.max_rows, c.eval.every_steps = ("test=jaxrl://arith/test.jsonl",), 2, 2
+    with monkeypatch.context() as m:
+        if how in ("engine", "timeout"):
+            expected = EngineLost if how == "engine" else TimeoutError
+            fails(m, evaluate, "generate", expected("planned"))
+        elif how == "export":
+            fails(m, hf, "export", OSError(errno.ENOSPC, "no space left on device"))
+        elif how == "reward":
+            expected = RewardFailure
+            bad = tmp_path / "bad.py"
+            bad.write_text("def broken(prompt, completion, **columns):\n    raise KeyError(completion)\n")
+            c.reward.functions, c.reward.trial = (f"{bad}:broken",), False
+        elif how == "disk":
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "eval").write_text("in the way")
+        with pytest.raises(expected):
+            jaxrl.train(c)
+    assert checkpoints(tmp_path) == ["00000002"]
+    summary = told(tmp_path)
+    assert summary["finished"] is False and summary["error"].split(":")[0] in (expected.__name__, "FileExistsError")
+    assert "step 2 is saved" in caplog.text
+    if how == "disk":
+        (tmp_path / "run" / "eval").unlink()
+    c.reward.functions = (f"{tiny_job.__file__}:digits",)
+    assert jaxrl.train(c)["finished"]
+    found = metrics(tmp_path)
+    assert [line["step"] for line in found] == [2, 4]
+    assert how == "export" or all("eval/accuracy" in line for line in found)
+
+
+def test_an_error_inside_an_update_leaves_the_last_checkpoint(tmp_path):
+    """A state between two steps is none: it must not be saved under either's number."""
+    c = config(tmp_path, faults__plan=("update.raise@step=4",))
+    with pytest.raises(RuntimeError, match="planned fault"):
+        jaxrl.train(c)
+    assert checkpoints(tmp_path) == ["00000002"] and "planned fault" in told(tmp_path)["error"]
+
+
+# ---- closing
+
+
+class Thing:
+    def __init__(self, closed, error=None):
+        self.closed, self.error = closed, error
+
+    def close(self):
+        self.closed.append(self)
+        if self.error:
+            raise self.error
+
+
+def test_a_closer_that_fails_does_not_skip_the_rest(tmp_path, caplog):
+    """The first error is raised and the others are logged; none hides the error of the run."""
+    closed = []
+    run = Run(config(tmp_path))
+    things = [run.own(Thing(closed)), run.own(Thing(closed, OSError("second"))), run.own(Thing(closed, OSError("first")))]
+    with pytest.raises(OSError, match="first"):
+        run.__exit__(None, None, None)
+    assert closed == things[::-1] and "second" in caplog.text
+
+    run.own(Thing(closed, OSError("third")))
+    with caplog.at_level(logging.ERROR, "jaxrl"):
+        run.__exit__(ValueError, ValueError("of the run"), None)  # raises nothing: the caller's error goes on
+    assert "third" in caplog.text
+
+
+# ---- exit status
+
+
+def test_a_worker_that_cannot_start_again_is_no_mistake_in_the_config(tmp_path):
+    """Status 2 would keep schedulers from trying again."""
+    c = config(tmp_path)
+    (tmp_path / "once.py").write_text(f"""
+import os, pathlib
+flag = pathlib.Path({str(tmp_path / 'flag')!r})
+if flag.exists():
+    raise MemoryError("no memory for it now")
+def score(prompt, completion, **columns):
+    flag.touch()
+    os._exit(7)
+""")
+    c.reward.functions, c.reward.trial, c.reward.workers = (f"{tmp_path / 'once.py'}:score",), False, 1
+    c.reward.max_failed_fraction = 1.0
+    pool = RewardPool(c)
+    try:
+        pool.wait()
+        with pytest.raises(RunStopped, match="no memory for it now"):
+            pool.score([RewardItem("p", "c", {"answer": ""}, "stop", [1])] * 3)
+    finally:
+        pool.close()
