@@ -24,7 +24,7 @@ FUTURE: tuple[str, ...] = (
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",
-    "optimizer.decay_steps", "optimizer.floor", "optimizer.max_nonfinite", "optimizer.offload",
+    "optimizer.decay_steps", "optimizer.decay_shape", "optimizer.floor", "optimizer.max_nonfinite", "optimizer.offload",
     "train.*",
 )
 PAST: dict[str, str] = {
