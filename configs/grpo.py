@@ -25,6 +25,7 @@ def get_config(arg=None):
     c.data.prompts_per_step = 16
     c.data.max_prompt_tokens = 40
 
+    c.rollout.engine = "jax"  # for a model this small
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 72
     c.rollout.prompt_lengths = (40,)  # one length: every further one is compiled

@@ -36,7 +36,6 @@ def get_config(arg=None):
 
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 1024
-    c.rollout.cache_lengths = (512, 1024, 1536)  # most prompts and answers are short: decoding looks at what is used
 
     c.reward.functions = ("math",)
     c.algorithm.kl.coef = 0.001

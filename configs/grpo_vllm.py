@@ -21,6 +21,7 @@ def get_config(arg=None):
     c = load_config("grpo")
     c.run.dir = ""  # runs/grpo_vllm
     c.rollout.engine = "vllm"
+    c.rollout.slots, c.rollout.prompt_lengths, c.rollout.compaction = 0, (), True  # of the embedded sampler
     if arg == "tiny":
         c.train.steps = 12
         c.eval.every_steps = 0

@@ -25,8 +25,9 @@ from common import commit, record, table  # noqa: E402
 from run_tools import environment, ledger  # noqa: E402
 
 STEPS, KILL, K = 20, 6, 2
-OPTIONS = ("mesh.fsdp=2", "mesh.dp=2", "model.config.hidden_size=128", "rollout.engine=vllm", f"train.steps={STEPS}", "eval.before=False",
-           "eval.every_steps=0", "eval.after=False", "rollout.timeout_seconds=900", f"rollout.max_staleness={K}", "rollout.partial=True",
+OPTIONS = ("mesh.fsdp=2", "mesh.dp=2", "model.config.hidden_size=128", "rollout.engine=vllm", "rollout.prompt_lengths=", f"train.steps={STEPS}",
+           "eval.before=False", "eval.every_steps=0", "eval.after=False",
+           "rollout.timeout_seconds=900", f"rollout.max_staleness={K}", "rollout.partial=True",
            "checkpoint.export_at_end=False", "checkpoint.every_steps=100", "launch.heartbeat_seconds=120", "rollout.vllm.restarts=3",
            "rollout.vllm.env={'OMP_NUM_THREADS': '1', 'VLLM_CPU_OMP_THREADS_BIND': 'nobind'}")
 

@@ -31,7 +31,7 @@ TRAIN, PAUSE = 2.5, 0.05
 OPTIONS = {
     "embedded": {"mesh.roles": {"policy": {"devices": "0"}, "sampler": {"devices": "1"}}, "rollout.slots": 8, "rollout.decode_steps": 4,
                  "rollout.compaction": False},
-    "vllm": {"rollout.engine": "vllm", "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1,
+    "vllm": {"rollout.engine": "vllm", "rollout.prompt_lengths": (), "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1,
              "rollout.vllm.max_requests": 1},
 }
 

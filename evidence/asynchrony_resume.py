@@ -40,7 +40,8 @@ CASES = [*((f"{phase}.kill9@step=4",) for phase in ("rollout", "reward", "update
          *(("update.kill9@step=5", f"resume.kill9@step=4,phase={phase}") for phase in ("before", "arrays"))]
 
 EMBEDDED = ("rollout.slots=12",)
-VLLM = ("rollout.engine=vllm", "model.config.num_attention_heads=1", "model.config.num_key_value_heads=1", "rollout.vllm.max_requests=4")
+VLLM = ("rollout.engine=vllm", "rollout.prompt_lengths=", "model.config.num_attention_heads=1", "model.config.num_key_value_heads=1",
+        "rollout.vllm.max_requests=4")
 ENGINES = {"embedded": (OPTIONS + EMBEDDED, CASES), "vllm": (OPTIONS + VLLM, [CASES[i] for i in (0, 1, 2, 4, 8)])}
 
 

@@ -79,7 +79,7 @@ def main() -> int:
     job = subprocess.Popen(
         [*NICE, sys.executable, "-m", "jaxrl.main", f"--config={HERE.parent}/tests/tiny_job.py", f"--config.run.dir={run}",
          "--config.log.console=plain", "--config.model.config.num_attention_heads=1",
-         "--config.model.config.num_key_value_heads=1", f"--config.rollout.servers={urls}",
+         "--config.model.config.num_key_value_heads=1", "--config.rollout.prompt_lengths=", f"--config.rollout.servers={urls}",
          "--config.rollout.vllm.transport=network", "--config.log.trace_requests=true", f"--config.train.steps={STEPS}",
          "--config.optimizer.lr=3e-3", "--config.eval.every_steps=0", "--config.rollout.vllm.setup_seconds=200"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})

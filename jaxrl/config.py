@@ -147,7 +147,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "stop": O((), "strings that end an answer"),
         "keep_stop": O(True, "keep the tokens of the stop string in the answer"),
         "stop_token_ids": O((), "token ids that end an answer besides the end-of-text tokens"),
-        "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process"),
+        "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process (this and the next four: embedded"
+                      " sampler only)"),
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer, and where XLA decodes long answers also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
@@ -194,7 +195,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                   " the first server"),
             "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)"),
             "setup_seconds": O(600.0, "longest start of a server"),
-            "request_seconds": O(3600.0, "longest answer; after it a request is tried again"),
+            "request_seconds": O(0.0, "longest answer; after it a request is tried again; 0 = half of rollout.timeout_seconds"),
             "sync_seconds": O(600.0, "longest call of a weight update"),
             "health_seconds": O(10.0, "a server silent for this long, twice, is given up"),
             "retries": O(3, "further tries of a failed request or publish"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
 from jaxrl.limits import ends
-from jaxrl.rollout.select import server_folder
+from jaxrl.rollout.select import chosen_engine, server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 
@@ -74,7 +74,6 @@ POSITIVE = (
     "rollout.vllm.max_requests",
     "rollout.vllm.chunk_mb",
     "rollout.vllm.setup_seconds",
-    "rollout.vllm.request_seconds",
     "rollout.vllm.sync_seconds",
     "rollout.vllm.health_seconds",
     "optimizer.max_nonfinite",
@@ -107,6 +106,7 @@ NOT_NEGATIVE = (
     "rollout.vllm.retries",
     "rollout.vllm.restarts",
     "rollout.vllm.probe_bound",
+    "rollout.vllm.request_seconds",
     "rollout.temperature",
     "rollout.min_new_tokens",
     "rollout.max_staleness",
@@ -334,11 +334,21 @@ def _ahead(cfg):
     return out
 
 
+EMBEDDED_ONLY = {  # what only the embedded sampler reads -> what to do with vLLM
+    "slots": "set rollout.vllm.max_running", "cache_lengths": "set rollout.vllm.max_model_len", "prompt_lengths": "leave it out",
+    "compaction": "leave it out", "decode_steps": "leave it out",
+}
 LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 
 
 def _engine(cfg):
-    r, v, out = cfg.rollout, cfg.rollout.vllm, []
+    r, v, out, known = cfg.rollout, cfg.rollout.vllm, [], options()
+    if cfg.run.recipe != "sft" and chosen_engine(cfg) == "vllm":
+        out += [_no_effect(f"rollout.{name}", r[name], f"with vLLM (rollout.engine={r.engine})", f"{instead}, or rollout.engine=jax")
+                for name, instead in EMBEDDED_ONLY.items() if r[name] != known[f"rollout.{name}"].default]
+    if v.retries and v.request_seconds >= r.timeout_seconds:
+        out.append(f"rollout.vllm.request_seconds={v.request_seconds:g}: not below rollout.timeout_seconds={r.timeout_seconds:g}, so that none "
+                   f"of rollout.vllm.retries={v.retries} further tries can happen; lower it (0: half of that), or set retries=0")
     if r.engine not in ("auto", "jax", "vllm") and ":" not in r.engine:
         out.append(f"rollout.engine={r.engine!r}: auto, jax, vllm, or an import path (module:function, ./file.py:function)")
     if r.servers and r.engine == "jax":

@@ -2,7 +2,8 @@
 
 Takes the trainers' own command line. Starts `rollout.vllm.replicas` servers, each with its share of the GPUs, with dummy weights;
 the trainers give them theirs. Every server that answers is announced by a file in the folder that rollout.servers names, its URL as
-content; trainers read the folder at every publish. A server that dies is started again at the same URL (`rollout.vllm.restarts` times).
+content; trainers read the folder at every publish. A server that dies, hangs (twice no answer to /health within
+`rollout.vllm.health_seconds`) or does not come up is started again at the same URL (`rollout.vllm.restarts` times).
 Ends on SIGTERM or Ctrl-C with status 0, with 1 when no server is left, with 2 for a config that cannot work.
 
 Servers ask for the key in $VLLM_API_KEY (or rollout.vllm.api_key), everywhere but at /health. They listen on rollout.vllm.host: by
@@ -12,6 +13,7 @@ $JAXRL_SERVE_HOST, else under the address they listen on, else (listening on all
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import signal
@@ -24,6 +26,7 @@ from jaxrl.config import ConfigError, load_config, parse_flags
 from jaxrl.config_checks import LOOPBACK
 from jaxrl.launch import visible_gpus
 from jaxrl.models import hf
+from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.select import server_folder
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.engine import DTYPES, longest, write_model_folder
@@ -66,7 +69,9 @@ class Host:
         self.names = [f"{socket.gethostname()}_{i}" for i in range(v.replicas)]
         for name in self.names:  # what an earlier serve of this host announced
             (folder / name).unlink(missing_ok=True)
-        self.controls = [adapter.Control(f"http://{here}:{port}", adapter.key_of(v), 5.0) for port in self.ports]
+        self.controls = [adapter.Control(f"http://{here}:{port}", adapter.key_of(v), v.health_seconds) for port in self.ports]
+        self.began, self.silent, self.up = {}, {}, {}
+        self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=v.replicas)
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
         self.dtype = DTYPES.get(config.rollout.dtype) or DTYPES.get(config.train.compute_dtype) or ("float32" if self.cpu else "bfloat16")
@@ -82,30 +87,45 @@ class Host:
         if v.devices:
             env["CUDA_VISIBLE_DEVICES"] = v.devices[i]
         self.processes[i] = ServerProcess(command, env, self.own / f"server_{i}.log")
+        self.began[i], self.silent[i], self.up[i] = time.monotonic(), 0, False
 
     def look(self) -> bool:
-        """Announces servers that have come up, starts those that died again; False when none is left."""
-        for i, process in self.processes.items():
-            if process.exit_status() is not None:
-                if self.restarts[i] < self.config.rollout.vllm.restarts:
-                    self.restarts[i] += 1
-                    log.warning("%s %s: %s; it is started again", self.urls[i], process.ended(), process.complaint())
-                    process.kill()
-                    self.start(i)
-            elif i not in self.announced and self._up(i):
+        """Announces servers that have come up, starts those that died or hang again; False when none is left."""
+        for i, why in zip(self.processes, self.pool.map(self._examined, list(self.processes)), strict=True):
+            process = self.processes[i]
+            process.bound_log()
+            if why and self.restarts[i] < self.config.rollout.vllm.restarts:
+                self.restarts[i] += 1
+                log.warning("%s %s; it is started again", self.urls[i], why)
+                process.kill()
+                self.start(i)
+            elif why:
+                process.kill()
+            elif self.up[i] and i not in self.announced:
                 self.announced.add(i)
                 announce(self.folder, self.names[i], self.urls[i])
                 log.info("%s is announced in %s", self.urls[i], self.folder)
         return any(p.exit_status() is None for p in self.processes.values())
 
-    def _up(self, i: int) -> bool:
+    def _examined(self, i: int) -> str:
+        """Empty while a server is well or is being started, else what is wrong."""
+        process, v = self.processes[i], self.config.rollout.vllm
+        if process.exit_status() is not None:
+            return f"{process.ended()}: {process.complaint()}"
         try:
-            self.controls[i].healthy(5.0)
-        except (adapter.ServerError, adapter.Refused):
-            return False
-        return True
+            self.controls[i].healthy(v.health_seconds)
+            self.up[i], self.silent[i] = True, 0
+            return ""
+        except (adapter.ServerError, adapter.Refused) as e:
+            why = str(e)
+        if not self.up[i]:
+            late = time.monotonic() - self.began[i] > v.setup_seconds
+            return f"is not up within rollout.vllm.setup_seconds={v.setup_seconds:g}: {why}" if late else ""
+        self.silent[i] += 1
+        return f"hangs: {why}" if self.silent[i] > 1 else ""
 
     def stop(self) -> None:
+        self.pool.shutdown(wait=False)
         for process in self.processes.values():
             process.stop()
 
@@ -133,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as e:
         log.error("%s", e)
         return 2
-    stopping = []
+    stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: stopping.append(number))
     try:
@@ -143,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
                 return 1
             time.sleep(1.0)
         return 0
+    except EngineLost as e:
+        log.error("%s", e)
+        return 1
     finally:
         host.stop()
 

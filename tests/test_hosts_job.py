@@ -33,7 +33,7 @@ def rows(folder):
 def test_two_processes_drive_their_own_vllm_servers(tmp_path):
     """Each gives its server a copy of a policy that is spread over both, and the checksums are those of the trainer."""
     flags = ("mesh.fsdp=2", "mesh.tp=2", "model.config.hidden_size=128", "rollout.engine=vllm", "train.steps=2", "eval.before=false",
-             "rollout.verify_weights=always", "rollout.timeout_seconds=600")
+             "rollout.verify_weights=always", "rollout.timeout_seconds=600", "rollout.prompt_lengths=")
     job(tmp_path / "run", 2, *[f"--config.{f}" for f in flags])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in lines] == [1, 2] and all(r["gap/mean"] < 1e-3 and r["publish/probe"] < 1e-3 for r in lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rollout_helpers import HF, params, vllm_server
-from test_vllm_parts import runnable
+from test_vllm_parts import interpreter, runnable  # noqa: F401  (a fixture)
 from vllm_cases import many, on_url, wait_until_ready
 
 from jaxrl import serve
@@ -38,7 +38,7 @@ def test_a_folder_names_servers(tmp_path, monkeypatch):
         check(far)
     monkeypatch.setenv("VLLM_API_KEY", "k")
     check(far)
-    assert adapter.key_of(far.rollout.vllm) == "k"
+    assert adapter.key_of(far.rollout.vllm) == "k" and adapter.key_of(runnable(rollout__vllm__api_key="mine").rollout.vllm) == "mine"
 
 
 def test_gpus_are_dealt_out():
@@ -49,6 +49,53 @@ def test_gpus_are_dealt_out():
 
 def test_the_address_of_this_host_is_the_one_on_the_way():
     assert transport.address_towards("http://127.0.0.1:80") == "127.0.0.1"
+
+
+SERVER = """
+import http.server, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+flag = lambda name: sys.argv[sys.argv.index(name) + 1]
+http.server.ThreadingHTTPServer((flag("--host"), int(flag("--port"))), Healthy).serve_forever()
+"""
+
+
+def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch, caplog, interpreter):  # noqa: F811
+    """A process that answers /health as vLLM does, stopped by SIGSTOP. By default it listens on loopback, and is announced so."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    (tmp_path / "server.py").write_text(SERVER)
+    python = Path(interpreter("vllm==0.33.0+cpu"))
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec {sys.executable} {tmp_path}/server.py "$@"\n{python.read_text().split(chr(10), 1)[1]}')
+    c = runnable(rollout__vllm__python=str(python), rollout__vllm__health_seconds=0.5, rollout__vllm__restarts=1)
+    host = serve.Host(c, tmp_path / "servers", tmp_path / "own")
+    try:
+        def until(done, goes_on=True):
+            end = time.monotonic() + 60
+            while not done():
+                assert host.look() is goes_on or done()
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+        until(lambda: host.announced)
+        assert listed(tmp_path / "servers") == [f"http://127.0.0.1:{host.ports[0]}"] and "servers listen on loopback" in caplog.text
+        first = host.processes[0]
+        os.kill(first.pid, signal.SIGSTOP)
+        until(lambda: host.processes[0] is not first and host.up[0])
+        assert first.exit_status() == -signal.SIGKILL and "hangs: " in caplog.text and "it is started again" in caplog.text
+        os.kill(host.processes[0].pid, signal.SIGSTOP)
+        until(lambda: host.processes[0].exit_status() is not None)
+        assert not host.look()  # none is left: jaxrl.serve ends with 1
+    finally:
+        host.stop()
 
 
 def test_what_serve_cannot_do_ends_with_2(caplog):

@@ -13,7 +13,7 @@ from rollout_helpers import END, config, log_softmax, params, requests, support,
 from vllm_cases import CASES, many, on_url, own_servers
 
 from jaxrl.config import ConfigError
-from jaxrl.rollout import generate
+from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import free_port
 
@@ -136,7 +136,7 @@ def test_deadlines_are_the_configs(tmp_path):
     """A server that is not there is waited for setup_seconds, a weight update that hangs for sync_seconds."""
     said, _ = CASES["a port that refuses"]()
     assert "rollout.vllm.setup_seconds=3" in said
-    with pytest.raises(ConfigError, match="no answer within 1e-05 s.*rollout.vllm.sync_seconds=1e-05"):
+    with pytest.raises(EngineLost, match="no answer within 1e-05 s.*rollout.vllm.sync_seconds=1e-05"):
         with on_url(sync_seconds=1e-5):
             pass
 
@@ -191,7 +191,8 @@ def test_pause_holds_and_abort_ends():
 
 
 def run_tiny(folder, *overrides):
-    one_head = ("model.config.num_attention_heads=1", "model.config.num_key_value_heads=1")  # of 32, which vLLM's CPU build serves
+    one_head = ("model.config.num_attention_heads=1", "model.config.num_key_value_heads=1",  # of 32, which vLLM's CPU build serves
+                "rollout.prompt_lengths=")
     command = [sys.executable, "-m", "jaxrl.main", f"--config={TINY}", f"--config.run.dir={folder}", "--config.log.console=plain",
                *[f"--config.{o}" for o in (*one_head, *overrides)]]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}

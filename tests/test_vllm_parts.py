@@ -24,8 +24,9 @@ from jaxrl.config import ConfigError, RunStopped, default_config
 from jaxrl.config_checks import check
 from jaxrl.models import hf
 from jaxrl.recipes import parity, rl
-from jaxrl.rollout import chosen_engine, make_engine
-from jaxrl.rollout.vllm import adapter, transport, weights
+from jaxrl.rollout import EngineLost, chosen_engine, make_engine
+from jaxrl.rollout.vllm import adapter, process, transport, weights
+from jaxrl.rollout.vllm.engine import VllmEngine
 
 # ---- config ---------------------------------------------------------------------------------------------------------------
 
@@ -52,6 +53,13 @@ BAD = [
     (dict(rollout__vllm__engine_kwargs={"api_key": "k"}), "rollout.vllm.engine_kwargs.api_key"),
     (dict(rollout__vllm__env={"VLLM_API_KEY": "k"}), "rollout.vllm.env.VLLM_API_KEY: the trainer would not know it"),
     (dict(rollout__vllm__devices=("0", "1")), "2 entries for rollout.vllm.replicas=1"),
+    (dict(rollout__engine="vllm", rollout__slots=8), "rollout.slots=8 has no effect with vLLM (rollout.engine=vllm); set rollout.vllm.max_running"),
+    (dict(rollout__servers=("http://127.0.0.1:1",), rollout__cache_lengths=(1536,)),
+     "rollout.cache_lengths=(1536,) has no effect with vLLM (rollout.engine=auto); set rollout.vllm.max_model_len, or rollout.engine=jax"),
+    (dict(rollout__engine="vllm", rollout__decode_steps=4), "rollout.decode_steps=4 has no effect with vLLM"),
+    (dict(rollout__engine="vllm", rollout__compaction=False), "rollout.compaction=False has no effect with vLLM"),
+    (dict(rollout__engine="vllm", rollout__prompt_lengths=(512,)), "rollout.prompt_lengths=(512,) has no effect with vLLM"),
+    (dict(rollout__vllm__request_seconds=3600.0), "rollout.vllm.request_seconds=3600: not below rollout.timeout_seconds=3600"),
     (dict(rollout__vllm__max_model_len=100), "may have 1536 tokens"),
     (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network",
           rollout__vllm__weights_host="127.0.0.1"),
@@ -192,6 +200,40 @@ def test_an_interpreter_without_vllm_is_refused(interpreter):
         adapter.installed(interpreter("libtpu==0.0.42"))
     with pytest.raises(ConfigError, match="rollout.vllm.python='/no/python' does not run"):
         adapter.installed("/no/python")
+
+
+@pytest.mark.parametrize("status,kind", [(2, ConfigError), (1, EngineLost)])
+def test_a_server_that_does_not_start_is_a_config_only_where_vllm_says_so(interpreter, tmp_path, status, kind):
+    """vLLM ends with 2 for options that it does not know; after anything else the same command may work (exit status 1)."""
+    python = Path(interpreter("vllm==0.33.0+cpu"))
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "OSError: no room" && exit {status}\n{python.read_text().partition(chr(10))[2]}')
+    c = runnable(run__dir=str(tmp_path / "run"), rollout__engine="vllm", rollout__vllm__python=str(python))
+    engine = VllmEngine(c, SimpleNamespace(), None, (1,), HF, "float32")
+    with pytest.raises((ConfigError, RunStopped), match=f"did not start: exited with status {status}: OSError: no room") as error:
+        engine.publish({}, 0)
+    assert type(error.value) is kind
+    engine.close()
+
+
+def test_a_servers_log_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "LOG_BYTES", 100)
+    go, log = tmp_path / "go", tmp_path / "server_0.log"
+    code = f"""
+import os, time
+print("x" * 200, flush=True)
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+print("OSError: at the end", flush=True)
+"""
+    server = process.ServerProcess([sys.executable, "-c", code], {}, log)
+    while log.stat().st_size < 200:
+        assert server.exit_status() is None
+    server.bound_log()
+    go.touch()
+    while server.exit_status() is None:
+        server.bound_log()
+    assert log.read_text() == "OSError: at the end\n" and server.complaint() == "OSError: at the end"
+    assert (tmp_path / "server_0.old.log").read_text() == "x" * 200 + "\n"
 
 
 def test_a_request_becomes_vllms():

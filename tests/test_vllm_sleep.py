@@ -1,6 +1,7 @@
 """rollout.placement with vLLM: the state machine of a server's memory, against a small HTTP server that answers as vLLM's documentation
 says and against the real one, whose CPU build goes through the same states and frees nothing."""
 
+import dataclasses
 import http.server
 import json
 import os
@@ -10,14 +11,16 @@ import urllib.parse
 
 import numpy as np
 import pytest
-from rollout_helpers import log_softmax, params, requests, teacher_logits
+from rollout_helpers import HF, config, log_softmax, model, params, requests, teacher_logits
 from vllm_cases import Said, on_url, own_servers, wait_until_ready
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, default_config
 from jaxrl.recipes.setup import share_gpus
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm import router as router_module
+from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.sleeping import Memory
 
 
@@ -155,6 +158,61 @@ def test_memory_shares_follow_the_placement():
     assert "--enable-sleep-mode" in command and flag(command, "--gpu-memory-utilization") == "0.45"
     for cpu, placement in ((True, "colocated"), (False, "auto")):
         assert "--enable-sleep-mode" not in adapter.launch(runnable(rollout__placement=placement), "m", "float32", 64, 1, cpu=cpu, key="k")[0]
+
+
+# ---- requests on their way ------------------------------------------------------------------------------------------------------
+
+
+class Answering(Documented):
+    """/inference/v1/generate as well: the first try of each request gets no answer while the server is `slow`."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tries = self.server.calls.count(body["request_id"])
+        self.server.calls.append(body["request_id"])
+        if self.server.slow and not tries:
+            self.server.slow.wait(60)
+            return
+        spans = [{"start": 0, "end": 1, "version": self.server.version}]
+        self.answer(200, {"choices": [{"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "length",
+                                       "weight_versions": spans}]})
+
+
+@pytest.fixture
+def answering():
+    """(server, router of an engine that was given this server alone)"""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.daemon_threads, server.asleep, server.calls, server.slow = True, set(), [], None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=2.0)
+    engine = VllmEngine(cfg, model(), None, (1,), HF, "float32")
+    server.version = f"{engine.run_id}-0"
+    engine.router.set_state(engine.router.replicas[0], "ready")
+    yield server, engine.router
+    if server.slow:
+        server.slow.set()
+    engine.router.close()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_request_is_tried_again_within_the_wait_for_its_batch(answering):
+    """By default half of rollout.timeout_seconds goes by before a request without an answer is sent again."""
+    server, router = answering
+    assert router.request_seconds == 1.0 and default_config().rollout.vllm.request_seconds == 0
+    server.slow = threading.Event()
+    router.submit(requests(1))
+    assert router.results.get(timeout=30).tokens.tolist() == [5] and server.calls.count("r0") == 2
+    assert router.counts["request_failures"] == 1 and not router.counts["given_up"]
+
+
+def test_the_servers_of_old_groups_are_forgotten(answering, monkeypatch):
+    monkeypatch.setattr(router_module, "HOMES", 4)
+    _, router = answering
+    for group in range(12):
+        router.submit([dataclasses.replace(requests(1)[0], id=f"g{group}", group=group)])
+        assert router.results.get(timeout=30).finish == "length"
+    assert list(router._homes) == [8, 9, 10, 11]
 
 
 # ---- the real server ------------------------------------------------------------------------------------------------------------

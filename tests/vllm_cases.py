@@ -172,7 +172,7 @@ def refused_port():
     try:
         with on_url(url, setup_seconds=3.0):
             pass
-    except ConfigError as e:
+    except EngineLost as e:
         return str(e), "stops before the first step"
     raise AssertionError("nothing was raised")
 

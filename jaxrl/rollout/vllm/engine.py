@@ -33,6 +33,7 @@ from jaxrl.vllm_plugin import PROTOCOL, machine
 log = logging.getLogger("jaxrl")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LATECOMERS = 30.0  # seconds
+USAGE = 2  # status of a server that does not know an option
 ROUTER_COUNTS = ("reissued", "request_failures", "given_up", "servers_lost")
 
 
@@ -77,7 +78,8 @@ class VllmEngine:
         decode = text_decoder(tokenizer) if tokenizer is not None else None
         self.controls = [adapter.Control(u, self.key, self.options.sync_seconds) for u in urls]
         self.memories = {c.url: Memory(c) for c in self.controls}
-        self.router = Router(urls, self.key, self.options, seeded, eos_ids, decode, self._parse_version)
+        seconds = self.options.request_seconds or config.rollout.timeout_seconds / 2
+        self.router = Router(urls, self.key, self.options, seconds, seeded, eos_ids, decode, self._parse_version)
         self.publisher = Publisher(config, model, hf_config, dtype, self.folder, self.length, self.controls, self.router,
                                    self.memories, self.run_id)
         if config.log.trace_requests:
@@ -147,6 +149,8 @@ class VllmEngine:
 
     def publish(self, params, version: int) -> None:
         self._check_open()
+        for process in self._processes.values():
+            process.bound_log()
         self._params, self._version = self._own_copy(params), int(version)
         self._meet_servers()
         self._take_newcomers()
@@ -311,7 +315,9 @@ class VllmEngine:
             self.router.add(url)
 
     def _meet_servers(self) -> None:
-        """Once: waits until the servers answer, and checks what they are. At least one must; others may join later."""
+        """Once: waits until the servers answer, and checks what they are. At least one must; others may join later.
+
+        Raises ConfigError for what another start would not change, EngineLost for the rest."""
         if self.publisher.transport is not None:
             return
         end = time.monotonic() + self.options.setup_seconds
@@ -321,7 +327,8 @@ class VllmEngine:
         for replica, why in zip(waiting, found, strict=True):
             if why:
                 if self.own:
-                    raise ConfigError(f"vLLM server {replica.url} did not start: {why}")
+                    wrong = self._processes[replica.index].exit_status() == USAGE
+                    raise (ConfigError if wrong else EngineLost)(f"vLLM server {replica.url} did not start: {why}")
                 log.warning("vLLM server %s is not there: %s; it may join later", replica.url, why)
                 self.router.set_state(replica, "dead", why)
         if all(found):
@@ -332,9 +339,10 @@ class VllmEngine:
                 try:
                     self._examine(replica)
                 except (adapter.ServerError, adapter.Refused) as e:
-                    raise ConfigError(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1 and with the key of this run "
-                                      "(VLLM_API_KEY in both environments), and rollout.vllm.sync_seconds="
-                                      f"{self.options.sync_seconds:g} long enough?") from None
+                    kind = ConfigError if isinstance(e, adapter.Refused) else EngineLost
+                    raise kind(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1 and with the key of this run "
+                               "(VLLM_API_KEY in both environments), and rollout.vllm.sync_seconds="
+                               f"{self.options.sync_seconds:g} long enough?") from None
                 self.router.set_state(replica, "unsynced")
         self.publisher.choose_transport()
         log.info("vLLM: %d of %d servers, weights by %s", len(waiting) - sum(map(bool, found)), len(waiting),

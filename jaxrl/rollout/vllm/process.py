@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
+from jaxrl.rollout.protocol import EngineLost
 from jaxrl.vllm_plugin import OWNER, start_time
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
+LOG_BYTES = 64_000_000  # of a log, and of the part before it
 
 
 def free_port(host: str) -> int:
@@ -52,6 +55,13 @@ class ServerProcess:
         errors = [line for line in lines if "rror:" in line or "rror while" in line]
         return " | ".join((errors or lines)[-2:])[-800:]
 
+    def bound_log(self) -> None:
+        """Puts a log that has grown too long aside, in the place of the one before. (The server appends: it goes on at the start.)"""
+        if self.log_file.stat().st_size > LOG_BYTES:
+            shutil.copyfile(self.log_file, self.log_file.with_suffix(".old.log"))
+            os.truncate(self.log_file, 0)
+            self._from = 0
+
     def stop(self) -> None:
         """SIGTERM to the whole session, SIGKILL to what is left after GRACE_SECONDS. Stopped processes end too."""
         for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
@@ -64,8 +74,13 @@ class ServerProcess:
         self._process.wait(timeout=GRACE_SECONDS)
 
     def kill(self) -> None:
+        """Raises EngineLost for a process that does not end even so."""
         self._signal(signal.SIGKILL)
-        self._process.wait(timeout=GRACE_SECONDS)
+        try:
+            self._process.wait(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineLost(f"vLLM server process {self.pid} does not end within {GRACE_SECONDS:g} s of SIGKILL: its device or disk hangs"
+                             ) from None
 
     def _signal(self, sig) -> None:
         try:

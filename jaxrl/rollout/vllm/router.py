@@ -24,6 +24,7 @@ from jaxrl.rollout.vllm import adapter
 
 log = logging.getLogger("jaxrl")
 PATIENCE = 20  # lost connections that count as one failed try
+HOMES = 10_000  # groups whose servers are remembered, the last ones
 SLACK = 4  # requests by which a group's own server may be busier than another before the group is split
 
 
@@ -58,17 +59,18 @@ class Router:
       replicas: urls.
       key: bearer key, or empty.
       options: config.rollout.vllm.
+      request_seconds: longest try of one request.
       seeded: whether requests carry their seeds.
       end_ids: end-of-text token ids.
       decode: token ids -> text, or None without stop strings.
       parse_version: weight version string -> number; raises ServerError for one that is not ours.
     """
 
-    def __init__(self, urls, key, options, seeded, end_ids, decode, parse_version):
+    def __init__(self, urls, key, options, request_seconds, seeded, end_ids, decode, parse_version):
         self.replicas = [Replica(i, url) for i, url in enumerate(urls)]
         self.results: queue.Queue = queue.Queue()  # Result, or an exception that ends the run
         self.options, self.seeded, self.end_ids, self.decode = options, seeded, tuple(end_ids), decode
-        self.parse_version = parse_version
+        self.parse_version, self.request_seconds = parse_version, request_seconds
         self.counts = collections.Counter()
         self.trace = None  # callable(dict) for log.trace_requests
         self._waiting: collections.deque[Job] = collections.deque()
@@ -178,7 +180,10 @@ class Router:
             if replica is None:
                 return
             job = self._waiting.popleft()
+            self._homes.pop(job.request.group, None)  # the last one in use is the last in order
             self._homes[job.request.group] = replica
+            if len(self._homes) > HOMES:
+                del self._homes[next(iter(self._homes))]
             self._note(job, "sent", replica)
             replica.running[job] = self._loop.create_task(self._serve(job, replica))
 
@@ -192,7 +197,7 @@ class Router:
 
     async def _serve(self, job: Job, replica: Replica):
         try:
-            result = await asyncio.wait_for(self._ask(job.request, replica), self.options.request_seconds)
+            result = await asyncio.wait_for(self._ask(job.request, replica), self.request_seconds)
         except asyncio.CancelledError:
             raise
         except adapter.Refused as e:
@@ -212,7 +217,7 @@ class Router:
         """One try of one request failed while its server lives: again, here or elsewhere, at most `retries` times."""
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, TimeoutError):
-            why = f"no answer within rollout.vllm.request_seconds={self.options.request_seconds:g}"
+            why = f"no answer within rollout.vllm.request_seconds={self.request_seconds:g}"
         self.counts["request_failures"] += 1
         self._note(job, "failed", replica)
         if isinstance(error, httpx.TransportError):  # the server's fault: the watcher soon says whether it is gone
