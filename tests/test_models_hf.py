@@ -13,7 +13,8 @@ import model_cases
 import numpy as np
 import pytest
 from safetensors import safe_open
-from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
+from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from jaxrl.config import ConfigError
 from jaxrl.models import build, hf
@@ -132,6 +133,34 @@ def test_random_model_exports_without_a_source(tmp_path):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["Qwen2ForCausalLM"] and written["dtype"] == "float32"
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
+
+
+@pytest.mark.parametrize("source_names", ["nothing", "another end"])
+def test_exported_model_stops_where_it_stopped_here(tmp_path, source_names):
+    """transformers' generate ends at the tokens that ended answers in the run, whatever the family's default is (llama: 2)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    make_tokenizer(tmp_path / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    named = {"eos_token_id": 9, "pad_token_id": 0} if source_names == "another end" else {}
+    sizes = {k: v for k, v in SIZES.items() if not k.endswith("token_id")}
+    config = hf.load_config("", overrides={**sizes, "model_type": "llama", **named})
+    model = build(config, compute_dtype=jnp.float32, scan_layers=False)
+    params = jax.jit(model.init, compiler_options=model_cases.QUICK)(jax.random.key(0))
+    hf.export(model, params, tmp_path / "plain", config, tokenizer=tokenizer)
+    prompt = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+
+    def generated(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return model.generate(**prompt, do_sample=False, max_new_tokens=12)[0, 2:].tolist()
+
+    tokens = generated(tmp_path / "plain")
+    end = next(t for i, t in enumerate(tokens) if i > 2 and t not in tokens[:i])  # what it says anyhow is now the end
+    hf.export(model, params, tmp_path / "out", config, tokenizer=tokenizer, eos_ids=(end,))
+    assert generated(tmp_path / "out") == tokens[:tokens.index(end) + 1]
+    written, generation = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert written["pad_token_id"] == 0 and generation["eos_token_id"] == ([9, end] if named else end)
+    assert written["eos_token_id"] == named.get("eos_token_id", end)
 
 
 def test_export_appears_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -312,6 +341,24 @@ def test_overrides_of_rotary_scaling_reach_new_and_old_spellings(tmp_path):
     assert config["rope_parameters"] == {**ARCHITECTURES["llama"][1]["rope_parameters"], **scaling}
     assert "rope_scaling" not in config and config["max_position_embeddings"] == 128
     assert build(config, compute_dtype=jnp.float32, scan_layers=False).config.layers[0].rope.theta == 700.0
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 500.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize("file, overrides, want", [
+    ({"rope_scaling": YARN}, {"rope_parameters": {**LINEAR, "rope_theta": 9.0}}, ("linear", 9.0, 2.0)),
+    ({"rope_scaling": YARN}, {"rope_theta": 9.0}, ("yarn", 9.0, 4.0)),
+    ({"rope_parameters": YARN}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("linear", 500.0, 2.0)),
+    ({"rope_parameters": YARN}, {"rope_scaling": None}, ("default", 500.0, 1.0)),
+    ({"rope_parameters": LINEAR, "original_max_position_embeddings": 8}, {"rope_scaling": YARN}, ("yarn", 500.0, 4.0)),
+])
+def test_no_entry_of_the_file_hides_a_rotary_override(tmp_path, file, overrides, want):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama", "rope_theta": 7.0, **file}))
+    config = hf.load_config(tmp_path, overrides=overrides, weights=False)
+    rope = build(config, compute_dtype=jnp.float32, scan_layers=False).config.layers[0].rope
+    assert (rope.kind, rope.theta, rope.factor) == want and rope.original_max in (0, 32, 128)
 
 
 def test_hub_ids_resolve_through_the_cache(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxrl.config import ConfigError
 from jaxrl.models.rope import KINDS, Rope
@@ -64,49 +65,80 @@ class Family:
     final_softcap: str = ""
     windows: str = "none"                # none | all | from_layer | pattern
     local_rope: bool = False             # windowed layers have a rotary embedding of their own
+    divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
 
 
 _SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False,
            "max_position_embeddings": 32768, "rope_theta": 10000.0}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "initializer_range": 0.02,
           "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-          "attention_bias": False}
+          "attention_bias": False, "num_key_value_heads": 4}
 
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM", {**_SHARED, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
-        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", divides=True),
     "mistral": Family(
         "MistralForCausalLM", {**_SHARED, "max_position_embeddings": 131072, "sliding_window": 4096,
                                "num_key_value_heads": 8}, windows="all"),
     "qwen2": Family(
-        "Qwen2ForCausalLM", {**_SHARED, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+        "Qwen2ForCausalLM", {**_SHARED, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+                             "num_key_value_heads": 32},
         qkv_bias=True, windows="from_layer"),
     "qwen3": Family(
         "Qwen3ForCausalLM", {**_SHARED, "head_dim": 128, "attention_bias": False, "use_sliding_window": False,
-                             "sliding_window": 4096, "max_window_layers": 28},
+                             "sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="from_layer"),
     "gemma2": Family(
-        "Gemma2ForCausalLM", {**_GEMMA, "max_position_embeddings": 8192, "rope_theta": 10000.0,
-                              "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
+        "Gemma2ForCausalLM", {**_GEMMA, "max_position_embeddings": 8192, "rope_theta": 10000.0, "final_logit_softcapping": 30.0,
                               "attn_logit_softcapping": 50.0},
         qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activation="hidden_activation",
         query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
-        final_softcap="final_logit_softcapping", windows="pattern"),
+        final_softcap="final_logit_softcapping", windows="pattern", divides=True),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                               "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
                               "final_logit_softcapping": None},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, gemma=True,
         activation="hidden_activation", query_scalar="query_pre_attn_scalar",
-        final_softcap="final_logit_softcapping", windows="pattern", local_rope=True),
+        final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
+        divides=True),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Fields of other architectures: a config that uses one means a function that no family here computes, and transformers may
+# read over it in silence. They pass where they say "not used": null, false, zero, empty, and 1 where the field is a factor.
+FOREIGN = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
+                "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
+                "num_experts_per_tok", "num_experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block"),
+    "latent attention": ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    "another attention": ("attention_sinks", "attention_sink", "use_attention_sinks", "num_sink_tokens", "attention_chunk_size",
+                          "use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm", "clip_qkv", "attn_scale",
+                          "attn_temperature_tuning", "attn_output_gate", "use_gated_attention", "index_topk", "nsa_config",
+                          "sparse_attention_config", "parallel_attn", "use_parallel_residual", "parallel_residual",
+                          "num_kv_shared_layers", "attention_k_eq_v", "cross_attention_layers", "add_cross_attention",
+                          "use_differential_attention", "window_size", "local_attention"),
+    "other positions": ("alibi", "use_alibi", "rotary_pct", "rotary_percent", "rope_interleaved", "rope_interleave",
+                        "rotary_interleaved", "no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "mrope_section",
+                        "use_mrope", "learnable_position_embeddings"),
+    "other layers": ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "layer_group_size", "full_attention_interval",
+                     "hidden_size_per_layer_input", "vocab_size_per_layer_input", "altup_num_inputs", "laurel_rank",
+                     "activation_sparsity_pattern", "num_nextn_predict_layers", "per_layer_config", "block_configs",
+                     "use_double_wide_mlp", "layer_scale", "use_layer_scale", "is_encoder_decoder"),
+    "a factor": ("logit_scale", "logits_scaling", "logits_scale", "output_multiplier_scale", "lm_head_multiplier",
+                 "embedding_multiplier", "embedding_multiplier_scale", "embedding_scale", "scale_emb", "residual_multiplier",
+                 "scale_depth", "dim_model_base", "attention_multiplier", "mup_width_scale", "width_multiplier",
+                 "mlp_multipliers", "key_multiplier", "attention_out_multiplier", "attention_in_multiplier"),
+    "a soft-cap": ("logits_soft_cap", "attn_logit_softcap", "final_logit_softcap", "attn_logit_softcapping",
+                   "final_logit_softcapping", "query_pre_attn_scalar"),
+}
+UNSCALED = ("rotary_pct", "rotary_percent", *FOREIGN["a factor"])  # 1 is as good as none
 
 
 def model_config(hf_config: dict) -> ModelConfig:
-    """Reads an HF config (a config.json, old or new spelling). Keys left out take the family's defaults.
+    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out take the family's
+    defaults.
 
     Raises ConfigError, naming the key and its value, for what no family here serves.
     """
@@ -118,20 +150,23 @@ def model_config(hf_config: dict) -> ModelConfig:
     layers = _layers(hf, family)
 
     def flag(rule):
-        return rule if isinstance(rule, bool) else bool(hf[rule])
+        return rule if isinstance(rule, bool) else hf[rule]
+
+    def softcap(rule):
+        return 0.0 if not rule or hf[rule] is None else float(_number(hf, rule, above=0))
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
         mlp_size=hf["intermediate_size"], num_heads=heads, num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim, layers=layers, period=_period(layers), tied=bool(hf["tie_word_embeddings"]),
+        head_dim=head_dim, layers=layers, period=_period(layers), tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
         qk_norm=family.qk_norm, post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
-        norm_eps=hf["rms_norm_eps"], activation=hf[family.activation],
+        norm_eps=_number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
-        query_scale=float(hf[family.query_scalar] if family.query_scalar else head_dim) ** -0.5,
-        attention_softcap=float(hf[family.attention_softcap] or 0) if family.attention_softcap else 0.0,
-        final_softcap=float(hf[family.final_softcap] or 0) if family.final_softcap else 0.0,
-        max_positions=hf["max_position_embeddings"], init_std=hf["initializer_range"])
+        query_scale=float(_number(hf, family.query_scalar, above=0) if family.query_scalar else head_dim) ** -0.5,
+        attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
+        max_positions=_number(hf, "max_position_embeddings", least=1, kind=int),
+        init_std=_number(hf, "initializer_range", least=0))
 
 
 def family_of(hf_config: dict) -> Family:
@@ -148,62 +183,117 @@ def family_of(hf_config: dict) -> Family:
     return family
 
 
+def _number(table, key, least=None, above=None, kind=float):
+    """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
+    value = table[key]
+    fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or (least is not None and value < least) or (above is not None and value <= above):
+        bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
+        raise ConfigError(f"model config: {key}={value!r}; give {'an integer' if kind is int else 'a number'}{bound}")
+    return value
+
+
 def _check(hf, family):
     missing = [key for key in REQUIRED if hf.get(key) is None]
     if missing:
         raise ConfigError(f"model config: {', '.join(missing)} missing; a {hf['model_type']} config needs them")
     for key in REQUIRED:
-        if not isinstance(hf[key], int) or hf[key] < 1:
+        if not isinstance(hf[key], int) or isinstance(hf[key], bool) or hf[key] < 1:
             raise ConfigError(f"model config: {key}={hf[key]!r}; give a positive integer")
-    heads, groups = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
-    if heads % groups:
-        raise ConfigError(f"model config: num_attention_heads={heads} is not a multiple of num_key_value_heads="
-                          f"{groups}; change one of them")
-    if not hf.get("head_dim") and hf["hidden_size"] % heads:
-        raise ConfigError(f"model config: hidden_size={hf['hidden_size']} is not a multiple of num_attention_heads="
-                          f"{heads}; change one of them or give head_dim")
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    if head_dim % 2:
-        raise ConfigError(f"model config: head_dim={head_dim}; rotary embeddings need an even head size")
     for key, default in family.defaults.items():
-        number = isinstance(default, int | float) and not isinstance(default, bool)
-        if number and not isinstance(hf[key], int | float | None):
-            raise ConfigError(f"model config: {key}={hf[key]!r}; give a number")
+        if isinstance(default, bool) and not isinstance(hf[key], bool):
+            raise ConfigError(f"model config: {key}={hf[key]!r}; give true or false")
+    _check_heads(hf, family)
     activation = hf[family.activation]
     if activation not in ACTIVATIONS:
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
-    if hf.get("use_bidirectional_attention"):
-        raise ConfigError("model config: use_bidirectional_attention=True; only causal models can generate")
+    if hf.get("use_bidirectional_attention") or hf.get("is_causal") is False:
+        key = "use_bidirectional_attention" if hf.get("use_bidirectional_attention") else "is_causal"
+        raise ConfigError(f"model config: {key}={hf[key]}; only causal models can generate")
     if hf.get("quantization_config"):
         raise ConfigError("model config: quantization_config is set; take the unquantized checkpoint, or dequantize it")
+    _refuse_foreign(hf, family)
+
+
+def _check_heads(hf, family):
+    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+    if hf.get("num_key_value_heads") is not None:
+        groups = _number(hf, "num_key_value_heads", least=1, kind=int)
+        if heads % groups:
+            raise ConfigError(f"model config: num_attention_heads={heads} is not a multiple of num_key_value_heads="
+                              f"{groups}; change one of them (left out, the second is the family's default)")
+    if hf.get("head_dim") is not None or "head_dim" in family.defaults:
+        head_dim = _number(hf, "head_dim", least=2, kind=int)
+    else:
+        head_dim = hidden // heads
+    if hidden % heads and (family.divides or hf.get("head_dim") is None):
+        remedy = "" if family.divides else " or give head_dim"
+        raise ConfigError(f"model config: hidden_size={hidden} is not a multiple of num_attention_heads={heads}; "
+                          f"change one of them{remedy}")
+    if head_dim % 2:
+        raise ConfigError(f"model config: head_dim={head_dim}; rotary embeddings need an even head size")
+
+
+def _refuse_foreign(hf, family):
+    own = {family.query_scalar, family.attention_softcap, family.final_softcap}
+    own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"} if family.qk_norm else set()
+    for what, keys in FOREIGN.items():
+        for key in keys:
+            if hf.get(key) and key not in own and not (key in UNSCALED and hf[key] == 1):
+                raise ConfigError(f"model config: {key}={hf[key]!r} ({what}) is not supported for model_type="
+                                  f"{hf['model_type']}; leave it out if the checkpoint does not need it")
+    if hf.get("position_embedding_type") not in (None, "rope", "rotary"):
+        raise ConfigError(f"model config: position_embedding_type={hf['position_embedding_type']!r} is not supported; "
+                          "the families here have rotary embeddings")
 
 
 def _layers(hf, family) -> tuple[Layer, ...]:
-    windows = _windows(hf, family)
-    full = _rope(hf, "full_attention" if family.local_rope else "")
-    local = _local_rope(hf) if family.local_rope else full
-    return tuple(Layer(local if sliding else full, hf["sliding_window"] if sliding else 0) for sliding in windows)
+    sliding, window = _windows(hf, family)
+    full, local = _ropes(hf, family)
+    return tuple(Layer(local, window) if windowed else Layer(full) for windowed in sliding)
 
 
-def _windows(hf, family) -> list[bool]:
-    """Which layers have a sliding window: by `layer_types` where given, else by the family's older keys."""
-    count = hf["num_hidden_layers"]
-    if family.windows == "none" or not hf.get("sliding_window"):
-        return [False] * count
-    if family.windows == "all":
-        return [True] * count
-    if family.windows == "from_layer" and not hf["use_sliding_window"]:
-        return [False] * count
-    kinds = hf.get("layer_types")
-    if kinds:
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        if len(kinds) != count or unknown:
-            raise ConfigError(f"model config: layer_types={kinds!r}; give {count} entries, each full_attention or "
-                              "sliding_attention")
-        return [kind == "sliding_attention" for kind in kinds]
-    if family.windows == "from_layer":
-        return [i >= hf["max_window_layers"] for i in range(count)]
-    return [(i + 1) % hf["sliding_window_pattern"] != 0 for i in range(count)]
+def _windows(hf, family) -> tuple[list[bool], int]:
+    """(which layers have a sliding window, its size): by `layer_types` where given, else by the family's older keys."""
+    count, kinds, window = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("sliding_window")
+    if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) != count
+                              or set(kinds) - {"full_attention", "sliding_attention"}):
+        raise ConfigError(f"model config: layer_types={kinds!r}; give {count} entries, each full_attention or "
+                          "sliding_attention")
+    if family.windows == "none" and window is not None and hf.get("use_sliding_window") is not False:
+        raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; leave it out")
+    if family.windows == "none" or (family.windows == "from_layer" and not hf["use_sliding_window"]):
+        window = None
+    given = kinds and [kind == "sliding_attention" for kind in kinds]
+    if family.windows in ("none", "all"):
+        sliding = [window is not None] * count
+        if given and given != sliding:
+            raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are alike, here "
+                              f"{'sliding' if sliding[0] else 'full'}_attention; leave it out")
+    elif given:
+        sliding = given
+    elif family.windows == "from_layer":
+        first = _number(hf, "max_window_layers", kind=int)
+        sliding = [window is not None and i >= first for i in range(count)]
+    else:
+        sliding = [(i + 1) % _pattern(hf) != 0 for i in range(count)]
+    if not any(sliding) and family.windows != "pattern":  # whose models ask for a window even where no layer uses it
+        return sliding, 0
+    if window is None and any(sliding):
+        why = "use_sliding_window=False" if hf.get("use_sliding_window") is False else "sliding_window=None"
+        raise ConfigError(f"model config: {'layer_types has' if given else 'the model has'} sliding_attention while {why}; give a "
+                          "window, or make all entries of layer_types full_attention")
+    return sliding, _number(hf, "sliding_window", least=1, kind=int)
+
+
+def _pattern(hf) -> int:
+    """Every how many layers one sees everything."""
+    if hf["model_type"] == "gemma3_text":
+        return _number(hf, "sliding_window_pattern", least=1, kind=int)
+    if hf.get("sliding_window_pattern", 2) != 2:
+        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: transformers reads every second "
+                          f"layer of a {hf['model_type']} model as windowed, whatever it says; say it with layer_types")
+    return 2
 
 
 def _period(layers) -> int:
@@ -214,36 +304,71 @@ def _period(layers) -> int:
     return len(layers)
 
 
-def _rope(hf, key) -> Rope:
-    """The rotary embedding from `rope_parameters` (whole, or its entry `key`), or `rope_theta` and `rope_scaling`."""
-    given = hf.get("rope_parameters") or {}
-    given = given.get(key) or given
-    if hf.get("rope_scaling"):
-        given = {**(given if key else {}), **hf["rope_scaling"]}
-    given = {"rope_theta": hf["rope_theta"], **given}
-    kind = given.get("rope_type") or given.get("type") or "default"
+def _ropes(hf, family) -> tuple[Rope, Rope]:
+    """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
+    scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
+    for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"model config: {key}={value!r}; give a table")
+    if not family.local_rope:
+        table = {"rope_theta": hf["rope_theta"], **(scaling or tables or {})}
+        if "original_max_position_embeddings" in hf:  # beside the table, it wins
+            table["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
+        rope = _rope(hf, table, table.get("truncate", True))
+        return rope, rope
+    tables = tables or {}
+    flat = sorted(set(tables) - {"full_attention", "sliding_attention", "truncate"})
+    if flat:
+        raise ConfigError(f"model config: rope_parameters has {', '.join(flat)} outside the tables full_attention and "
+                          f"sliding_attention, where transformers does not look for a {hf['model_type']} model; put them there")
+    full = {"rope_theta": hf["rope_theta"], **(tables.get("full_attention") or {"rope_type": "default"}), **(scaling or {})}
+    local = tables.get("sliding_attention") or {}
+    if "rope_theta" not in local:
+        local = {"rope_theta": _number(hf, "rope_local_base_freq", above=0), **local}
+    truncate = tables.get("truncate", True)  # transformers looks for it beside the tables, not in them
+    return _rope(hf, full, truncate), _rope(hf, local, truncate)
+
+
+def _rope(hf, table, truncate) -> Rope:
+    """The rotary embedding of one flat table."""
+    nested = [key for key, value in table.items() if isinstance(value, dict)]
+    if nested:
+        raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a {hf['model_type']} model "
+                          "does not read; write one flat table")
+    kinds = [table[key] for key in ("rope_type", "type") if table.get(key) is not None] or ["default"]
+    if len(set(kinds)) > 1:
+        raise ConfigError(f"model config: rope_type={kinds[0]!r} beside type={kinds[1]!r} in the rotary table, and transformers "
+                          "reads the first; leave type out")
+    kind = kinds[0]
     if kind not in KINDS:
         raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(KINDS)}")
-    if given.get("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor") not in (None, 1.0):
+    if {table.get("partial_rotary_factor"), hf.get("partial_rotary_factor")} - {None, 1.0}:
         raise ConfigError("model config: partial_rotary_factor is not supported for this family; leave it at 1.0")
-    window = given.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+    table = {"original_max_position_embeddings": hf["max_position_embeddings"], **table}
+    theta = float(_number(table, "rope_theta", above=0))
     if kind == "default":
-        return Rope(theta=float(given["rope_theta"]))
-    factor = given.get("factor") or (hf["max_position_embeddings"] / window if kind == "yarn" else None)
-    needed = {"factor": factor}
-    if kind == "llama3":
-        needed |= {name: given.get(name) for name in ("low_freq_factor", "high_freq_factor")}
-    missing = [name for name, value in needed.items() if value is None]
+        return Rope(theta=theta)
+    if kind == "dynamic":  # its window is always the model's
+        table["original_max_position_embeddings"] = hf["max_position_embeddings"]
+    window = _number(table, "original_max_position_embeddings", least=1, kind=int)
+    if kind == "yarn" and table.get("factor") is None:
+        table["factor"] = hf["max_position_embeddings"] / window
+    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    missing = [name for name in needed if table.get(name) is None]
     if missing:
         raise ConfigError(f"model config: rope_type={kind} needs {', '.join(missing)} beside it")
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor",
-                "mscale", "mscale_all_dim")
-    fields = {name: given[name] for name in optional if given.get(name) is not None}
-    return Rope(kind=kind, theta=float(given["rope_theta"]), factor=float(factor), original_max=int(window), **fields)
+    fields = {name: float(_number(table, name, above=0)) for name in needed}
+    if kind == "yarn":
+        fields |= _yarn_fields({**table, "rope_theta": theta}, truncate)
+    return Rope(kind=kind, theta=theta, original_max=window, **fields)
 
 
-def _local_rope(hf) -> Rope:
-    if "sliding_attention" in (hf.get("rope_parameters") or {}):
-        hf = {**hf, "rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
-        return _rope(hf, "sliding_attention")
-    return Rope(theta=float(hf["rope_local_base_freq"]))
+def _yarn_fields(table, truncate) -> dict:
+    if table["rope_theta"] == 1:
+        raise ConfigError("model config: rope_theta=1 has no wavelengths for rope_type=yarn; give a larger one")
+    found = {name: table[name] for name in ("beta_fast", "beta_slow") if table.get(name)}  # 0 means the default there too
+    fields = {name: float(_number(found, name, above=0)) for name in found}
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        if table.get(name) is not None:
+            fields[name] = float(_number(table, name))
+    return {**fields, "truncate": bool(truncate)}

@@ -95,17 +95,30 @@ def _read_json(file: Path) -> dict:
 
 
 def _override(config: dict, overrides: dict) -> dict:
-    """Overrides win. `rope_scaling` is merged into a config that spells it `rope_parameters`, which would hide it."""
-    overrides = dict(overrides)
+    """Overrides win, and nothing of the config hides one: a rotary entry goes into the table that transformers would read."""
+    config, overrides = dict(config), dict(overrides)
+    scaling = overrides.get("rope_scaling")
+    if "rope_parameters" in overrides and "rope_scaling" not in overrides:
+        config.pop("rope_scaling", None)
+    if any("original_max_position_embeddings" in (overrides.get(name) or {}) for name in ("rope_scaling", "rope_parameters")):
+        config.pop("original_max_position_embeddings", None)
     ropes = config.get("rope_parameters")
     if ropes and "rope_parameters" not in overrides and ("rope_scaling" in overrides or "rope_theta" in overrides):
-        new = dict(overrides.pop("rope_scaling", None) or {})
+        layered = "full_attention" in ropes or "sliding_attention" in ropes
+        table = dict((ropes.get("full_attention") if layered else ropes) or {})
+        if "rope_scaling" in overrides:
+            overrides.pop("rope_scaling")
+            config.pop("rope_scaling", None)
+            new = dict(scaling or {})
+            if "type" in new:
+                new.setdefault("rope_type", new.pop("type"))
+            kept = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}  # null takes a scaling away
+            table = {**kept, **new}
         if "rope_theta" in overrides:
-            new["rope_theta"] = overrides.pop("rope_theta")
-        if "full_attention" in ropes:
-            overrides["rope_parameters"] = {**ropes, "full_attention": {**ropes["full_attention"], **new}}
-        else:
-            overrides["rope_parameters"] = {**ropes, **new}
+            table["rope_theta"] = overrides.pop("rope_theta")
+        overrides["rope_parameters"] = {**ropes, "full_attention": table} if layered else table
+    elif "rope_theta" in overrides and "rope_theta" in (config.get("rope_scaling") or {}) and "rope_scaling" not in overrides:
+        overrides["rope_scaling"] = {**config["rope_scaling"], "rope_theta": overrides["rope_theta"]}
     return {**config, **overrides}
 
 
@@ -235,7 +248,7 @@ def _match(model, stored, folder, head=True):
             stored[name].read()
 
 
-def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0) -> None:
+def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0, eos_ids=()) -> None:
     """Writes a folder that transformers opens: weights, config, generation config and tokenizer.
 
     The folder appears at once: it is written beside its place and renamed; what stood there is replaced. Every process
@@ -249,6 +262,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         fp16.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes).
+      eos_ids: token ids that end an answer; those the source did not name are written too, so that a generation stops there.
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
@@ -264,8 +278,10 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         config = {"architectures": [FAMILIES[model.config.family].architecture], **hf_config}
         config.pop(SOURCE, None)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+        if config.get("eos_token_id") is None:  # left out, it and its like mean tokens of the family's own vocabulary
+            config |= {k: v for k, v in _special_ids(eos_ids, tokenizer).items() if config.get(k) is None}
         _write_json(temporary / "config.json", config)
-        _write_json(temporary / "generation_config.json", _generation_config(hf_config))
+        _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _replace(temporary, directory)
@@ -314,12 +330,26 @@ def _host(entry, array, i, dtype):
     return entry.to_hf(np.asarray(part).astype(dtype))
 
 
-def _generation_config(hf_config):
+def _special_ids(eos_ids, tokenizer) -> dict:
+    """The special tokens as a config.json spells them; {} where no end token is known. A tokenizer without padding pads with the end."""
+    if not eos_ids:
+        return {}
+    pad, bos = (getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id"))
+    ends = [int(i) for i in eos_ids]
+    return {"eos_token_id": ends if ends[1:] else ends[0], "bos_token_id": bos, "pad_token_id": ends[0] if pad is None else pad}
+
+
+def _generation_config(hf_config, config, eos_ids):
+    """The source's own where there is one, with the end tokens that it does not name."""
     given = hf_config.get(SOURCE, {}).get("generation_config")
-    if given:
-        return given
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {"_from_model_config": True, **{k: hf_config[k] for k in keys if hf_config.get(k) is not None}}
+    values = given or {"_from_model_config": True, **{k: config[k] for k in keys if config.get(k) is not None}}
+    known = values.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    more = [int(i) for i in eos_ids if i not in known]
+    if not more:
+        return values
+    return {**{k: v for k, v in values.items() if k != "_from_model_config"}, "eos_token_id": known + more}
 
 
 def _write_json(file, value):

@@ -50,9 +50,11 @@ def _linear(rope, head_dim, plain):
 def _llama3(rope, head_dim, plain):
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
     turns = rope.original_max * plain / np.float32(2 * math.pi)  # rotations over the original window
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)
-    return (1 - blend) * plain / np.float32(rope.factor) + blend * plain
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal factors: a step, and nothing is between them
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        stretched = plain / np.float32(rope.factor)
+        between = np.where(turns <= rope.high_freq_factor, (1 - blend) * stretched + blend * plain, plain)
+    return np.where(turns < rope.low_freq_factor, stretched, between)
 
 
 def _yarn(rope, head_dim, plain):
@@ -64,7 +66,7 @@ def _yarn(rope, head_dim, plain):
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / ((high - low) or 0.001)
     ramp = np.clip(ramp, 0.0, 1.0)
     return plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)
 

@@ -509,6 +509,7 @@ class Run:
                 c.checkpoint.export_dtype,
                 tokenizer=self.job.tokenizer,
                 shard_gb=c.checkpoint.shard_gb,
+                eos_ids=self.job.eos_ids,
             )
 
     def close_run(self, evaluate) -> dict:

@@ -1,0 +1,185 @@
+"""Config files of Hugging Face checkpoints as nobody's default has them: each mathematical field of each family, flipped.
+
+BASE is a plain config per family. Over it, an entry of
+  MOVES    changes what transformers computes, and we go with it;
+  IGNORED  is there and changes nothing in transformers, nor here;
+  REFUSED  has a name that our ConfigError must say: transformers crashes on it, or its meaning is not one of ours.
+"""
+
+from __future__ import annotations
+
+LAYERS = 4
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2, pad_token_id=0,
+             bos_token_id=1, eos_token_id=2)
+GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=5)
+BASE = {
+    "llama": {},
+    "mistral": {"sliding_window": 6, "head_dim": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": {**GEMMA, "sliding_window_pattern": 2},
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+THETA = {"rope_theta": 300.0}
+
+
+def old(table, **beside):
+    return {"rope_scaling": table, **THETA, **beside}
+
+
+def new(table, **beside):
+    return {"rope_parameters": {**THETA, **table}, **beside}
+
+
+def layered(full=None, sliding=None, **beside):
+    tables = {FULL: full, SLIDING: sliding}
+    return {"rope_parameters": {k: v for k, v in tables.items() if v is not None} | beside}
+
+
+# What every family with one rotary embedding does alike; tested in llama, and in turns in the others.
+ROPES = [
+    {"rope_theta": 77.0}, new({}), new({"rope_type": "default"}), new(LINEAR), old(LINEAR), old({"type": "linear", "factor": 2}),
+    old({**LINEAR, "rope_theta": 50.0}),                                      # the table's theta wins
+    {**new({"rope_theta": 20.0}), "rope_theta": 9.0},
+    {**new(YARN), "rope_scaling": {**LINEAR, **THETA}},                        # rope_scaling hides rope_parameters
+    {**new(LINEAR), "rope_scaling": {}},
+    new({**LLAMA3, "original_max_position_embeddings": 16}),
+    new(LLAMA3),                                                              # its window is then the model's
+    new(LLAMA3, original_max_position_embeddings=16),
+    new({**LLAMA3, "original_max_position_embeddings": 48}, original_max_position_embeddings=16),   # in both places
+    old({**LLAMA3, "original_max_position_embeddings": 48}, original_max_position_embeddings=16),
+    new({**LLAMA3, "high_freq_factor": 1.0, "original_max_position_embeddings": 16}),                # a step
+    new({**LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 16}),
+    new(YARN), old(YARN), new({**YARN, "original_max_position_embeddings": None} | {"original_max_position_embeddings": 8}),
+    new({"rope_type": "yarn", "factor": 4.0}),                                # no window named: the model's
+    new({"rope_type": "yarn", "factor": 4.0}, original_max_position_embeddings=16),
+    old({"rope_type": "yarn", "factor": 4.0}, original_max_position_embeddings=16),
+    new(YARN, original_max_position_embeddings=32),
+    new({**YARN, "factor": None}), new({**YARN, "factor": 0.5}), new({**YARN, "factor": 1}),
+    new({**YARN, "beta_fast": 0}), new({**YARN, "beta_fast": None}), new({**YARN, "beta_slow": 0}), new({**YARN, "beta_slow": None}),
+    new({**YARN, "beta_fast": 3.0}), new({**YARN, "beta_fast": 0.3, "beta_slow": 2.0}), new({**YARN, "beta_slow": 0.01}),
+    new({**YARN, "beta_fast": 1.0, "truncate": False}),                       # both ends of the ramp in one place
+    new({**YARN, "truncate": False}), old({**YARN, "truncate": False}), new({**YARN, "truncate": None}), new({**YARN, "truncate": 0}),
+    new({**YARN, "attention_factor": 1.7}), new({**YARN, "attention_factor": 0.0}), new({**YARN, "attention_factor": None}),
+    new({**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}), new({**YARN, "mscale": 0.7}), new({**YARN, "mscale": 0.7, "mscale_all_dim": 0}),
+    new({"rope_type": "dynamic", "factor": 3.0}),
+    new({"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 8}),             # not its window
+]
+ROPES_REFUSED = [
+    ({"rope_theta": None}, "rope_theta=None"), (new({"rope_theta": None}), "rope_theta=None"), ({"rope_theta": 0}, "rope_theta=0"),
+    ({"rope_theta": "10000"}, "rope_theta='10000'"), ({"rope_theta": float("nan")}, "rope_theta=nan"),
+    (new({**YARN, "rope_theta": 1}), "rope_theta=1"), (new({**YARN, "beta_fast": -1}), "beta_fast=-1"),
+    (new({**YARN, "factor": 0}), "factor=0"), (new({**LINEAR, "factor": "8"}), "factor='8'"), (new({**LINEAR, "factor": None}), "factor"),
+    (new({**YARN, "attention_factor": "1"}), "attention_factor='1'"), (new({**YARN, "mscale": True}), "mscale=True"),
+    (new({**YARN, "original_max_position_embeddings": None}), "original_max_position_embeddings=None"),
+    (new(YARN, original_max_position_embeddings=None), "original_max_position_embeddings=None"),
+    (new({**LLAMA3, "low_freq_factor": 0}), "low_freq_factor=0"), (new({**LLAMA3, "high_freq_factor": None}), "high_freq_factor"),
+    (new({**LINEAR, "type": "yarn"}), "type='yarn'"), (new({"rope_type": "longrope"}), "rope_type='longrope'"),
+    (new({"rope_type": "proportional"}), "rope_type='proportional'"), (new({"rope_type": "mrope"}), "rope_type='mrope'"),
+    (new({**LINEAR, "partial_rotary_factor": 0.5}), "partial_rotary_factor"), ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    (layered({**LINEAR, **THETA}), FULL), ({"rope_parameters": [1]}, "rope_parameters"), ({"rope_scaling": "linear"}, "rope_scaling"),
+]
+MOVES = {
+    "llama": [
+        *ROPES, {"head_dim": 12}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": None}, {"num_key_value_heads": 1},
+        {"tie_word_embeddings": True}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}, {"rms_norm_eps": 0.5},
+        {"rms_norm_eps": 0.0}, {"num_attention_heads": 2},
+    ],
+    "mistral": [*ROPES[0::4], {"sliding_window": 3}, {"sliding_window": 1}, {"sliding_window": None}, {"head_dim": 12}, {"hidden_act": "gelu"},
+                {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}],
+    "qwen2": [
+        *ROPES[1::4], {"use_sliding_window": False}, {"sliding_window": None}, {"sliding_window": 3}, {"max_window_layers": 0},
+        {"max_window_layers": 1}, {"max_window_layers": 9}, {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+        {"layer_types": [FULL] * LAYERS}, {"use_sliding_window": False, "layer_types": [FULL] * LAYERS},
+        {"use_sliding_window": False, "sliding_window": 0}, {"head_dim": 12}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+        {"tie_word_embeddings": True}, {"num_key_value_heads": None}, {"max_window_layers": 28},
+    ],
+    "qwen3": [
+        *ROPES[2::4], {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "gelu_pytorch_tanh"}, {"rms_norm_eps": 0.5},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, {"tie_word_embeddings": True},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": [SLIDING] * LAYERS}, {"num_key_value_heads": 4},
+    ],
+    "gemma2": [
+        *ROPES[3::4], {"layer_types": [FULL, SLIDING, SLIDING, FULL]}, {"layer_types": [SLIDING] * LAYERS, "sliding_window": 2},
+        {"layer_types": [FULL] * LAYERS}, {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window_pattern": 4},
+        {"sliding_window": 3}, {"attn_logit_softcapping": None}, {"attn_logit_softcapping": 1.0}, {"final_logit_softcapping": None},
+        {"final_logit_softcapping": 1.0}, {"query_pre_attn_scalar": 40}, {"head_dim": 12}, {"attention_bias": True},
+        {"hidden_activation": "silu"}, {"hidden_activation": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": False},
+    ],
+    "gemma3_text": [
+        {"rope_theta": 77.0}, {"rope_local_base_freq": 30.0}, old(LINEAR), old(YARN), old({**YARN, "truncate": False}),
+        old({**LLAMA3, "original_max_position_embeddings": 16}), old({**LINEAR, "rope_theta": 20.0}),
+        layered({**YARN, **THETA}), layered({**YARN, **THETA, "truncate": False}), layered({**YARN, **THETA}, truncate=False),
+        layered({**YARN, **THETA}, {**YARN, **THETA, "beta_fast": 0}, truncate=None), layered({"rope_type": "yarn", "factor": 4.0, **THETA}),
+        layered({**LINEAR, **THETA}, {**LINEAR, "rope_theta": 70.0}), layered({"type": "linear", "factor": 2.0}, rope_theta=None)
+        | {"rope_parameters": {FULL: {"type": "linear", "factor": 2.0}}}, layered(sliding={"rope_theta": 40.0}),
+        layered({"rope_type": "dynamic", "factor": 2.0, **THETA}), {**layered({**THETA}), "rope_theta": 5.0, "rope_local_base_freq": 60.0},
+        {**layered({**LINEAR, **THETA}), "rope_scaling": {"factor": 7.0}}, {**layered({}, {}), "rope_theta": 30.0},
+        {"sliding_window_pattern": 3}, {"sliding_window_pattern": 1}, {"sliding_window_pattern": 6},
+        {"layer_types": [FULL, SLIDING, SLIDING, FULL]}, {"layer_types": [FULL] * LAYERS}, {"sliding_window": 2},
+        {"final_logit_softcapping": 2.0}, {"query_pre_attn_scalar": 40}, {"head_dim": 12}, {"attention_bias": True},
+        {"hidden_activation": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": False},
+    ],
+}
+UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
+          {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
+          {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
+IGNORED = {
+    "llama": [*UNUSED, {"sliding_window": 4, "use_sliding_window": False}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
+    "mistral": [*UNUSED, {"attention_bias": True}, {"layer_types": [SLIDING] * LAYERS}, {"max_window_layers": 1}],
+    "qwen2": [*UNUSED, {"attention_bias": False}, {"query_pre_attn_scalar": None}],
+    "qwen3": [*UNUSED, {"sliding_window": 0}, {"max_window_layers": 0}, {"use_qk_norm": True}],
+    "gemma2": [*UNUSED, {"hidden_act": "silu"}, {"sliding_window_pattern": 2}, {"use_bidirectional_attention": False}],
+    "gemma3_text": [*UNUSED, {"attn_logit_softcapping": None}, {"rope_parameters": {FULL: None, SLIDING: None}}],
+}
+FOREIGN = [
+    {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
+    {"q_lora_rank": 8}, {"attention_sinks": True}, {"attention_chunk_size": 8}, {"clip_qkv": 6.0}, {"use_parallel_residual": True},
+    {"no_rope_layers": [1, 0, 1, 0]}, {"alibi": True}, {"rotary_pct": 0.5}, {"rope_interleaved": True}, {"logit_scale": 0.25},
+    {"logits_scaling": 8.0}, {"embedding_multiplier": 12.0}, {"residual_multiplier": 0.22}, {"attention_multiplier": 0.1},
+    {"scale_emb": 12}, {"scale_depth": 1.4}, {"dim_model_base": 256}, {"num_kv_shared_layers": 2}, {"full_attention_interval": 4},
+    {"position_embedding_type": "nope"}, {"is_causal": False}, {"quantization_config": {"bits": 4}}, {"is_encoder_decoder": True},
+    {"per_layer_config": {"0": {"sliding_window": 3}}}, {"layer_types": ["chunked_attention"] * LAYERS},
+    {"layer_types": ["linear_attention"] * LAYERS}, {"layer_types": [FULL]}, {"hidden_size": True}, {"rms_norm_eps": None},
+    {"rms_norm_eps": -1.0}, {"max_position_embeddings": None}, {"tie_word_embeddings": None}, {"tie_word_embeddings": "false"},
+    {"head_dim": 0}, {"num_key_value_heads": 0}, {"initializer_range": None},
+]
+NO_CAPS = [{"attn_logit_softcapping": 50.0}, {"final_logit_softcapping": 30.0}, {"query_pre_attn_scalar": 100}]
+REFUSED = {
+    "llama": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"hidden_act": "relu"}, {"mlp_bias": 1},
+              {"attention_bias": "false"}, {"use_qk_norm": True}, {"hidden_size": 34, "head_dim": 8}],
+    "mistral": [*FOREIGN, *NO_CAPS, {"sliding_window": 0}, {"layer_types": [FULL] * LAYERS}, {"sliding_window": 4.5}],
+    "qwen2": [*FOREIGN, *NO_CAPS, {"sliding_window": 0}, {"layer_types": [SLIDING] * LAYERS, "use_sliding_window": False},
+              {"layer_types": [SLIDING] * LAYERS, "sliding_window": None}, {"max_window_layers": None}, {"use_sliding_window": 1}],
+    "qwen3": [*FOREIGN, *NO_CAPS, {"head_dim": None}, {"layer_types": [FULL, FULL, FULL, SLIDING]}],
+    "gemma2": [*FOREIGN, {"sliding_window_pattern": 3}, {"sliding_window": None}, {"sliding_window": 0},
+               {"sliding_window": None, "layer_types": [FULL] * LAYERS}, {"attn_logit_softcapping": 0},
+               {"final_logit_softcapping": 0.0}, {"query_pre_attn_scalar": 0}, {"hidden_activation": None}, {"head_dim": None},
+               {"use_bidirectional_attention": True}],
+    "gemma3_text": [*FOREIGN, NO_CAPS[0], {"sliding_window_pattern": 0}, {"sliding_window_pattern": None}, {"sliding_window": None},
+                    {"final_logit_softcapping": 0}, {"rope_local_base_freq": None}, {"use_bidirectional_attention": True}],
+}
+GEMMA3_ROPES_REFUSED = [
+    ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),
+    (old({"type": "linear", "factor": 8.0}), "type='linear'"), (layered({**LINEAR, "factor": 0}), "factor=0"),
+    (layered({"rope_type": "longrope"}), "rope_type='longrope'"), (old({FULL: LINEAR}), FULL),
+    (layered(sliding={"rope_theta": None}), "rope_theta=None"),
+]
+
+
+def config(family, entries):
+    """The content of a config.json."""
+    return {"model_type": family, **SIZES, **BASE[family], **entries}
+
+
+def refused():
+    """(family, entries, what the error must name)."""
+    for family, cases in REFUSED.items():
+        ropes = GEMMA3_ROPES_REFUSED if family == "gemma3_text" else ROPES_REFUSED
+        yield from ((family, entries, name) for entries, name in ropes)
+        yield from ((family, entries, next(iter(entries))) for entries in cases)

@@ -1,0 +1,145 @@
+"""Odd config files: read as transformers reads them, or refused by the field's name."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import model_cases
+import model_odd_configs as odd
+import numpy as np
+import pytest
+
+from jaxrl.config import ConfigError
+from jaxrl.models import FAMILIES, build, hf
+from jaxrl.models.config import model_config
+
+pytestmark = pytest.mark.torch  # the models to compare with are transformers'
+TOKENS = np.random.default_rng(5).integers(3, odd.SIZES["vocab_size"], 40)  # longer than every window, none the padding
+LIMIT = 1e-4  # of logits up to 10 in fp32; a misread field moves them by 1e-3 and more
+
+
+def theirs(config, folder):
+    """transformers' model of a config.json, eager and in fp32, with nothing left at a value that hides a mistake."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
+            if "norm" in name and "gemma" not in config["model_type"]:
+                weight.add_(1.0)
+    return model.eval()
+
+
+def logits_of(model):
+    import torch
+    return model(torch.tensor(TOKENS)[None], use_cache=False).logits[0]
+
+
+def ours(config, model):
+    """Our model of the same config.json, and transformers' weights as its parameters."""
+    own = build(hf._override(config, {}), compute_dtype=jnp.float32, scan_layers=False)
+    return own, converted(own, {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()})
+
+
+def converted(own, tensors):
+    return own.tree(lambda entry: jnp.asarray(entry.from_hf(tensors[entry.hf_names[0]])))
+
+
+def forward(own, params):
+    row = jnp.asarray(TOKENS, jnp.int32)[None]
+    positions = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
+    return own.logits(params, own.hidden(params, row, positions, jnp.ones_like(row), jnp.zeros_like(row)))[0]
+
+
+def compare(family, entries, folder):
+    """(largest difference of our logits from transformers', theirs)."""
+    config = odd.config(family, entries)
+    model = theirs(config, folder)
+    want = logits_of(model).detach().numpy()
+    own, params = ours(config, model)
+    got = jax.jit(forward, static_argnums=0, compiler_options=model_cases.QUICK)(own, params)
+    return float(np.abs(np.asarray(got) - want).max()), want
+
+
+def name_of(case):
+    return case if isinstance(case, str) else json.dumps(case)
+
+
+TABLE = [(family, kind, entries) for family in FAMILIES for kind, cases in (("moves", odd.MOVES), ("ignored", odd.IGNORED))
+         for entries in cases[family]]
+FOUND = [  # read in silence as something else once: logits were off by 0.1 to 6
+    ("qwen2", odd.new({"rope_type": "yarn", "factor": 4.0}, original_max_position_embeddings=16)),
+    ("llama", odd.new({**odd.LLAMA3, "original_max_position_embeddings": 48}, original_max_position_embeddings=16)),
+    ("llama", odd.new({**odd.LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 16})),
+    ("gemma3_text", odd.layered({**odd.YARN, **odd.THETA, "truncate": False})),
+    ("qwen3", odd.new({**odd.YARN, "beta_fast": 0, "truncate": None})),
+]
+
+
+@pytest.mark.parametrize("family, entries", FOUND, ids=name_of)
+def test_once_misread(family, entries, tmp_path):
+    assert compare(family, entries, tmp_path)[0] < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_read_as_transformers_reads_it(family, tmp_path):
+    """Logits in fp32, for the whole table: what should move them does, what should not does not."""
+    _, plain = compare(family, {}, tmp_path)
+    wrong = []
+    for _, kind, entries in (case for case in TABLE if case[0] == family):
+        difference, want = compare(family, entries, tmp_path)
+        moved = np.abs(want - plain).max() > 1e-3
+        if not difference < LIMIT or moved != (kind == "moves"):
+            wrong.append((kind, entries, difference, moved))
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, entries", [
+    ("llama", {**odd.new(odd.LLAMA3, original_max_position_embeddings=16), "attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    ("mistral", {**odd.new(odd.YARN, original_max_position_embeddings=32), "tie_word_embeddings": True, "rms_norm_eps": 0.5}),
+    ("qwen2", {**odd.new({**odd.YARN, "truncate": None}), "layer_types": [odd.SLIDING, odd.FULL, odd.FULL, odd.SLIDING]}),
+    ("qwen3", {**odd.old(odd.LINEAR), "attention_bias": True, "hidden_act": "gelu", "num_key_value_heads": 1}),
+    ("gemma2", {"layer_types": [odd.FULL, odd.SLIDING, odd.SLIDING, odd.FULL], "attn_logit_softcapping": 1.0, "head_dim": 12}),
+    ("gemma3_text", {**odd.layered({**odd.YARN, **odd.THETA}, odd.LINEAR, truncate=False), "final_logit_softcapping": 2.0}),
+], ids=name_of)
+def test_gradients(family, entries, tmp_path):
+    """Of the log-probability of the next tokens, by every parameter."""
+    import torch
+    config = odd.config(family, entries)
+    model = theirs(config, tmp_path)
+    own, params = ours(config, model)
+    targets = np.roll(TOKENS, -1)
+    torch.log_softmax(logits_of(model), -1)[range(len(targets)), targets].sum().backward()
+    want = converted(own, {name: weight.grad.numpy() for name, weight in model.named_parameters()})
+    loss = lambda p: jnp.sum(jax.nn.log_softmax(forward(own, p))[np.arange(len(targets)), targets])  # noqa: E731
+    got = jax.jit(jax.grad(loss), compiler_options=model_cases.QUICK)(params)
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(want))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * scale), got, want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_refused_by_name(family):
+    for _, entries, name in (case for case in odd.refused() if case[0] == family):
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            model_config(odd.config(family, entries))
+            pytest.fail(f"{family} takes {entries}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_has_every_field_of_the_configuration(family):
+    """Each field of transformers' configuration class is in the table, or is none of the function's."""
+    from transformers import AutoConfig
+    cases = [*odd.MOVES[family], *odd.IGNORED[family], *odd.REFUSED[family]]
+    tested = {key for entries in cases for key in entries}
+    plain = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+             "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"}  # in every config of the table
+    fields = set(type(AutoConfig.for_model(family)).__annotations__)
+    assert len(fields) > 15 and fields - tested - plain == set()
