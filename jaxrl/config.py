@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import importlib.util
 import json
 import re
+import sys
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +24,31 @@ from ml_collections import config_dict
 
 
 def imported(path: str):
-    """What an import path names: package.module:name, or ./file.py:name. Raises whatever the import raises."""
+    """What an import path names: package.module:name, or ./file.py:name. Raises whatever the import raises.
+
+    A file is executed once in a process, as a module is; once more only where it was edited since (in a notebook, say), and then
+    its state begins anew.
+    """
     where, _, name = path.rpartition(":")
     if not where.endswith(".py"):
         return getattr(importlib.import_module(where), name)
     file = Path(where).absolute()
-    spec = importlib.util.spec_from_file_location(f"jaxrl_user_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    code = file.read_bytes()
+    known, module = _FILES.get(file, (None, None))
+    if known != code:
+        alias = f"jaxrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+        spec = importlib.util.spec_from_file_location(alias, file)
+        module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+        try:  # not from cached bytecode, which knows an edit by its second
+            exec(compile(code, str(file), "exec", dont_inherit=True), vars(module))
+        except BaseException:
+            del sys.modules[alias]
+            raise
+        _FILES[file] = code, module
     return getattr(module, name)
+
+
+_FILES: dict[Path, tuple] = {}  # path -> (its content, the module)
 
 
 class ConfigError(ValueError):
@@ -68,6 +86,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
         "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
                                 f" {', '.join(CHANGEABLE)}; else a resume is refused"),
+        "stop_seconds": O(30.0, "after a stop was asked for: longest wait for the rewards of an evaluation, which are kept; a training"
+                                " step's, which are not, are left at once"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
                             " model.path; empty = none"),
         "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
@@ -212,6 +232,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "format_pattern": O("", "regex the whole answer must match (reward `format`)"),
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes"),
+        "env": O((), "names of environment variables that the workers get, beside those that Python needs (PATH, HOME, LANG, ...)"),
         "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
                          " stop if it fails on both"),
         "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed"),

@@ -86,6 +86,7 @@ POSITIVE = (
     "model.remat_every",
 )
 NOT_NEGATIVE = (
+    "run.stop_seconds",
     "launch.wait_seconds",
     "algorithm.aggregation_constant",
     "algorithm.entropy_rate",
@@ -422,6 +423,8 @@ def _rewards(cfg):
             f"reward.functions={r.functions}: reward.format_pattern is empty; `format` needs a regular expression"
         )
     out += _regexes("reward.format_pattern", (r.format_pattern,))
+    if wrong := [name for name in r.env if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+        out.append(f"reward.env={r.env}: {wrong[0]!r} is no name; give names only, their values come from this process")
     if r.overlong_buffer > cfg.rollout.max_new_tokens:
         out.append(
             f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"

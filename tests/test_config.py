@@ -13,6 +13,7 @@ from jaxrl.config import (
     find_config,
     get,
     help_text,
+    imported,
     load_config,
     options,
     parse_flags,
@@ -144,6 +145,8 @@ BAD = [
     ("reward.weights", (1.0, 2.0), "2 weights for 1 functions"),
     ("reward.functions", ("format",), "reward.format_pattern is empty"),
     ("reward.format_pattern", "(", "not a regular expression"),
+    ("reward.env", ("API_KEY=abc",), "give names only"),
+    ("run.stop_seconds", -1.0, "must not be negative"),
     ("reward.overlong_buffer", 4096, "above rollout.max_new_tokens"),
     ("reward.clip", -1.0, "must be above 0"),
     ("algorithm.kl.coef", -0.1, "must not be negative"),
@@ -192,6 +195,18 @@ def test_presets_and_origins():
     row = config_checks.origins(c)
     assert row["aggregation"] == ("sequence_mean", "preset grpo_paper") and row["kl.coef"] == (0.01, "config")
     assert config_checks.derived(c)["sequences per step"] == 64 * 8
+
+
+def test_a_users_file_is_executed_once_until_it_is_edited(tmp_path, monkeypatch):
+    """Two functions of one file share its state, wherever the path is written from."""
+    code = ("from __future__ import annotations\nimport dataclasses\nSEEN = []\n@dataclasses.dataclass\nclass D:\n    x: int = 1\n"
+            "def add(x):\n    SEEN.append(x)\ndef seen():\n    return SEEN\n")
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    imported("./mine.py:add")(1)
+    assert imported(f"{tmp_path}/mine.py:seen")() == [1] and imported("mine.py:add") is imported("./mine.py:add")
+    (tmp_path / "mine.py").write_text(code + "SEEN.append(2)\n")
+    assert imported("./mine.py:seen")() == [2]
 
 
 def test_secrets_are_redacted():

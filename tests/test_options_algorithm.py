@@ -304,7 +304,7 @@ class Scores:
     def __init__(self, **functions):
         self.functions, self.called = functions, 0
 
-    def score(self, items, recorded):
+    def score(self, items, recorded, stop):
         self.called += sum(r is None for r in recorded)
         parts = {n: np.array([float(f(i.token_ids)) for i in items]) for n, f in self.functions.items()}
         ok = {n: "ok" for n in parts}

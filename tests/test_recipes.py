@@ -226,6 +226,16 @@ def test_an_edited_reward_scores_anew_after_a_crash(tmp_path):
     assert (tmp_path / "run" / "previous-1" / "rollouts" / "step_00000001.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_sigterm_does_not_wait_for_rewards(tmp_path):
+    """They would take 288 s from the second step on."""
+    (tmp_path / "mine.py").write_text("import time\ncalls = 0\ndef score(prompt, completion):\n    global calls\n    calls += 1\n"
+                                      "    time.sleep(9 if calls > 34 else 0)\n    return 1.0\n")
+    status, text = run(tmp_path / "run", f"reward.functions={tmp_path}/mine.py:score", "faults.plan='reward.term@step=2',",
+                       "eval.before=false", "eval.every_steps=0", "checkpoint.every_steps=0", timeout=200)
+    assert status == 0 and "stopped at step 1 of 8" in text, text
+
+
 def test_sigterm_saves_and_leaves_cleanly_and_the_same_command_goes_on(tmp_path):
     status, text = run(tmp_path / "run", "faults.plan='rollout.term@step=4',", "checkpoint.every_steps=0")
     assert status == 0 and "stopped at step 3 of 8" in text, text

@@ -7,12 +7,15 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import ConfigError, RunStopped, default_config
+from jaxrl.recipes.evaluate import out_of_patience
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
+from jaxrl.rewards import pool as pool_module
 
 FUNCTIONS = textwrap.dedent('''
     import asyncio, collections, itertools, multiprocessing, os, subprocess, sys, time
@@ -128,6 +131,13 @@ FUNCTIONS = textwrap.dedent('''
 
     def strange_batch(prompts, completions, n):
         return [strange("", "", k) for k in n]
+
+    def sees(prompt, completion, n):
+        return float(os.environ.get(n, -1))
+
+    def vanishes(prompt, completion):
+        os.unlink(__file__)
+        os._exit(1)
 
     def needs(prompt, completion, target):
         return 1.0
@@ -365,9 +375,54 @@ def test_too_many_failures_stop_the_run(pool):
 
 
 def test_prints_go_to_the_log(pool, caplog):
+    """Step after step, and without the zeros of a file that was emptied while a worker held its place in it."""
+    p = pool("odd", workers=1)
     with caplog.at_level("INFO", logger="jaxrl.rewards"):
-        pool("odd").score(items("print"))
-    assert "hello from a worker" in caplog.text
+        for _ in range(3):
+            p.score(items("print"))
+    assert caplog.text.count("hello from a worker") == 3 and caplog.text.count("\0") == 0
+
+
+def test_slow_rewards_and_timeouts_are_said_and_prints_are_bounded(pool, caplog, monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "PRINTED_BYTES", 4)
+    p, sizes = pool("odd", "naps", timeout_seconds=1.0), []
+    with caplog.at_level("INFO", logger="jaxrl.rewards"):
+        for _ in range(2):
+            p.score([RewardItem("q", "c", {"n": "print"}), RewardItem("q", "c", {"n": 60.0})],
+                    stop=lambda: sizes.append(os.fstat(p._stderr.fileno()).st_size))
+    assert "rewards: " in caplog.text and " done after " in caplog.text and set(sizes) == {0}
+    assert caplog.text.count("calls ran into reward.timeout_seconds=1 (naps)") == 1
+
+
+def test_a_stop_leaves_rewards_alone(pool):
+    """A training step's at once; an evaluation's after run.stop_seconds."""
+    asked = []
+    assert pool("naps", timeout_seconds=300.0).score(items(200.0), stop=lambda: asked.append(1) or len(asked) > 1) is None
+    run = SimpleNamespace(config=default_config(), interrupted=lambda: stopped)
+    stopped, run.config.run.stop_seconds = False, 0.0
+    over = out_of_patience(run)
+    assert not over()
+    stopped = True
+    assert over()
+    run.config.run.stop_seconds = 1e6
+    assert not over() and not out_of_patience(run)()
+
+
+def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, caplog):
+    for name in ("A_SECRET", "A_NUMBER", "LC_NUMBER"):
+        monkeypatch.setenv(name, "3")
+    names = items("A_SECRET", "A_NUMBER", "LC_NUMBER", "PATH")
+    p = pool("sees", env=("A_NUMBER", "NOT_SET"))
+    np.testing.assert_array_equal(p.score(names).parts["sees"], [-1, 3, 3, np.nan])  # PATH is there, and no number
+    assert "not set here: NOT_SET" in caplog.text
+
+
+def test_a_worker_that_cannot_start_again_is_no_fault_of_the_config(pool, tmp_path):
+    path = tmp_path / "gone.py"
+    path.write_text(FUNCTIONS)
+    with pytest.raises(RunStopped, match="gone.py"):
+        pool(f"{path}:vanishes", workers=1).score(items(0, 0))
 
 
 def test_timeout_kills_what_the_function_started(pool, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 
@@ -86,14 +87,16 @@ def answer(r, name: str, batch, sampling):
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
         texts = answers(traj, r.job.tokenizer) if texts is None else texts
         items = reward_items(traj, examples, texts, c.data.response_prefix)
-        return traj, examples, texts, r.eval_rewards.score(items, recorded=recorded)
+        result = r.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(r))
+        return result and (traj, examples, texts, result)
 
     def work():
         if not mine:
             return [], None
         others = None if r.supply is None else r.supply.ahead.receive
         results = generate(r.engine, ask(mine), c.rollout.timeout_seconds, r.interrupted, others)
-        return None if results is None else (results, score(mine, results))
+        scored = results and score(mine, results)
+        return None if scored is None else (results, scored)
 
     done = r.together(f"answers to eval set {name}", work)
     if done is None or r.peers.count == 1:
@@ -106,6 +109,18 @@ def answer(r, name: str, batch, sampling):
         found |= {result.id: row for result, *row in zip(theirs, theirs, texts, outcomes, strict=True)}
     rows = [found[request.id] for request in ask(batch)]
     return score(batch, *map(list, zip(*rows, strict=True)))
+
+
+def out_of_patience(r):
+    """Tells whether a stop was asked for run.stop_seconds ago (or that long after this was first asked)."""
+    asked = []
+
+    def over() -> bool:
+        if r.interrupted():
+            asked.append(time.monotonic())
+        return bool(asked) and time.monotonic() - asked[0] >= r.config.run.stop_seconds
+
+    return over
 
 
 def _scores(hits):

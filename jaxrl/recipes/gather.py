@@ -117,17 +117,22 @@ def answer(r: Run, groups, values: dict) -> Answered | None:
             return None
     with r.phase("reward"):
         r.fault("reward")
-        r.supply.scored(groups)
+        if not r.supply.scored(groups):
+            return None
         baseline = {}
         best, results, of = present(groups, greedy=True)
         if best:
             traj, _, result = score(r, best, results, of)
+            if result is None:
+                return None
             baseline = dict(zip(traj.group.tolist(), shaped(r, values, traj, result).tolist(), strict=True))
         asked = len(groups) * c.rollout.group_size
         requests, results, of = present(groups)
         if not requests:
             return Answered([], [], [], [], [], baseline, {}, asked)
         traj, texts, result = score(r, requests, results, of)
+        if result is None:
+            return None
         asks = c.algorithm.keep_group
         own = imported(asks) if ":" in asks else None
         keep = {int(g): has_signal(own or asks, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
@@ -141,8 +146,8 @@ def present(groups, greedy: bool = False):
 
 
 def score(r: Run, requests, results, groups, recorded=None, texts=None):
-    """(trajectories, texts, RewardResult). What is known already, or was recorded by an earlier try at this step, is not asked
-    again. groups: that of each request."""
+    """(trajectories, texts, RewardResult, or None when a stop was asked for). What is known already, or was recorded by an earlier
+    try at this step, is not asked again. groups: that of each request."""
     traj = collect(requests, results, longest_sequence(r.config))
     texts = answers(traj, r.job.tokenizer) if texts is None else texts
     examples = [g.example for g in groups]
@@ -151,7 +156,7 @@ def score(r: Run, requests, results, groups, recorded=None, texts=None):
         earlier = recorded_outcomes(old, traj, examples, texts, r.rewards.key()) if old else [None] * len(requests)
         recorded = [g.outcomes.get(q.id, old) for q, g, old in zip(requests, groups, earlier, strict=True)]
     items = reward_items(traj, examples, texts, r.config.data.response_prefix)
-    return traj, texts, r.rewards.score(items, recorded=recorded)
+    return traj, texts, r.rewards.score(items, recorded=recorded, stop=r.interrupted)
 
 
 def shaped(r: Run, values: dict, traj, result) -> np.ndarray:

@@ -77,10 +77,9 @@ class Supply:
         """Until these groups of ours are answered; False when a stop was asked for."""
         return self.ahead.wait(groups, self.run.config.rollout.timeout_seconds, self.run.interrupted)
 
-    def scored(self, groups: list[Group]) -> None:
-        """Until they are scored, where rewards run beside generation."""
-        if self.scorer is not None:
-            self.scorer.wait([g for g in groups if g.mine])
+    def scored(self, groups: list[Group]) -> bool:
+        """Until they are scored, where rewards run beside generation; False when a stop was asked for."""
+        return self.scorer is None or self.scorer.wait([g for g in groups if g.mine], self.run.interrupted)
 
     def publish(self, params, version: int) -> None:
         self.ahead.publish(params, version, self.run.config.rollout.timeout_seconds, self.run.interrupted)
@@ -170,14 +169,17 @@ class Scorer:
             self._open.add(group.position)
             self._state.notify_all()
 
-    def wait(self, groups) -> None:
-        """Until these have their outcomes. Raises what scoring raised."""
+    def wait(self, groups, stop=lambda: False) -> bool:
+        """Until these have their outcomes; False if `stop` turned true before. Raises what scoring raised."""
         wanted = {g.position for g in groups}
         with self._state:
             while self._error is None and self._open & wanted:
+                if stop():
+                    return False
                 self._state.wait(0.5)
             if self._error is not None:
                 raise self._error
+        return True
 
     def close(self) -> None:
         """No further group is begun. What is being scored ends with the reward pool."""

@@ -9,9 +9,9 @@ import importlib
 _LAZY = {
     "register_reward": "registry",
     "registered": "registry",
-    "RewardItem": "pool",
+    "RewardItem": "items",
     "RewardPool": "pool",
-    "RewardResult": "pool",
+    "RewardResult": "items",
     "RewardFailure": "pool",
     "shape": "shaping",
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -25,12 +26,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxrl.config import ConfigError, RunStopped
-from jaxrl.rewards.process import Died, Garbled, Late, WorkerProcess, shown
+from jaxrl.rewards.items import RewardItem, RewardResult, as_json, failed_items, is_failure, is_result, metrics_of
+from jaxrl.rewards.process import Died, Garbled, Late, WorkerProcess, environment, shown
 from jaxrl.rewards.shaping import weighted_sum
 from jaxrl.rewards.specs import FunctionFolder, check_specs, short_names, to_spec
 
@@ -38,49 +40,13 @@ log = logging.getLogger("jaxrl.rewards")
 START_SECONDS = 300.0  # importing the reward functions
 ASYNC_AT_ONCE = 64     # calls of an asynchronous function in flight per worker
 CHUNK_SECONDS = 0.01   # work handed to a worker at once, as far as it can be foreseen
+SLOW_SECONDS = 30.0    # rewards that take longer are said to, again and again
+TIMEOUT_NOTE_SECONDS = 600.0  # between two warnings that rewards time out
+PRINTED_BYTES = 1 << 24       # of what the workers printed; older text beyond it is dropped
 
 
 class RewardFailure(RunStopped):
     """Too many rewards of a step failed. The message names the function, the first errors and the remedy."""
-
-
-@dataclasses.dataclass
-class RewardItem:
-    """One answer to be scored. All values must have a JSON form (numpy scalars and arrays are converted).
-
-    prompt: text or messages as the data has them. completion: text. columns: the row's columns, `answer` among them.
-    finish: 'stop', 'length' or 'abort'. token_ids: of the answer.
-    """
-
-    prompt: Any
-    completion: str
-    columns: dict[str, Any] = dataclasses.field(default_factory=dict)
-    finish: str = "stop"
-    group: int = 0
-    sample: int = 0
-    token_ids: Any = ()
-
-
-@dataclasses.dataclass
-class RewardResult:
-    """Scores of N answers, in the order of the items.
-
-    total: [N] float64, weighted sum of the present parts, NaN = absent (unshaped: see `shape`). parts: name -> [N]
-    float64. outcomes: per answer {name: outcome}, only functions that apply to the row. item_metrics: per answer
-    {name: {metric: value}}. metrics: means and shares over the step, no times. by: the pool's `key()`.
-    """
-
-    total: np.ndarray
-    parts: dict[str, np.ndarray]
-    outcomes: list[dict[str, str]]
-    item_metrics: list[dict[str, dict[str, float]]]
-    metrics: dict[str, float]
-    by: str = ""
-
-    def records(self) -> list[dict]:
-        """Per answer a JSON-able {parts, outcomes, metrics, by}: what `RewardPool.score(recorded=...)` takes."""
-        return [{"parts": {n: float(self.parts[n][i]) if o == "ok" else None for n, o in outcomes.items()},
-                 "outcomes": outcomes, "metrics": self.item_metrics[i], "by": self.by} for i, outcomes in enumerate(self.outcomes)]
 
 
 @dataclasses.dataclass
@@ -131,7 +97,13 @@ class RewardPool:
         self._fatal: Exception | None = None
         self._closing = False
         self._seconds_per_job = CHUNK_SECONDS
+        self._noted = -TIMEOUT_NOTE_SECONDS
+        missing = [name for name in self._reward.env if name not in os.environ]
+        if missing:
+            log.warning("reward.env names variables that are not set here: %s", ", ".join(missing))
         self._stderr = tempfile.TemporaryFile("a+b", buffering=0)
+        # Without it a worker would write at its old place after the file was emptied: zeros before what it printed.
+        fcntl.fcntl(self._stderr, fcntl.F_SETFL, fcntl.fcntl(self._stderr, fcntl.F_GETFL) | os.O_APPEND)
         self._workers: dict[int, WorkerProcess] = {}
         self._threads = [threading.Thread(target=self._serve, args=(k,), daemon=True, name=f"reward-{k}")
                          for k in range(config.reward.workers if self.specs else 0)]
@@ -156,12 +128,15 @@ class RewardPool:
             return ""
         self._wait_for_one()
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
-        setup = {**json.loads(self._setup), "functions": named, "column": self._reward.column, "sources": self._sources}
+        setup = {**json.loads(self._setup), "functions": named, "column": self._reward.column, "env": sorted(self._reward.env),
+                 "sources": self._sources}
         return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:16]
 
-    def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False) -> RewardResult:
+    def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False,
+              stop: Callable[[], bool] = lambda: False) -> RewardResult | None:
         """Scores items. Results are in the order of the items whatever finishes first. One call at a time has the workers;
-        one whose items are all recorded needs none.
+        one whose items are all recorded needs none. None where `stop` (asked about twice a second) turned true before the end:
+        what the workers are at then is of no use to anyone.
 
         Args:
           items: answers.
@@ -181,8 +156,12 @@ class RewardPool:
         most_failed = len(items) if part else self._reward.max_failed_fraction * len(items)
         if jobs:
             with self._busy:
-                self._run([_as_json(item, i) if i in open_items else "" for i, item in enumerate(items)], jobs, known, most_failed)
+                texts = [as_json(item, i) if i in open_items else "" for i, item in enumerate(items)]
+                done = self._run(texts, jobs, known, most_failed, stop)
                 self._forward_output()
+            if not done:
+                return None
+            self._note_timeouts(jobs, known)
         elif len(failed_items(known)) > most_failed:
             raise RewardFailure(self._failure_text(known, len(items)))
         return self._result(applied, known)
@@ -197,7 +176,7 @@ class RewardPool:
             results: dict[tuple[int, int], dict] = {}
             jobs = [(i, f) for i, functions in enumerate(applied) for f in functions]
             try:
-                self._run([_as_json(item, i) for i, item in enumerate(items)], jobs, results, len(items))
+                self._run([as_json(item, i) for i, item in enumerate(items)], jobs, results, len(items))
             except RewardFailure as e:
                 raise ConfigError(f"reward.functions, tried on the first rows: {e}") from None
             lines = []
@@ -257,8 +236,9 @@ class RewardPool:
                                    "metrics": record.get("metrics", {}).get(name, {})}
         return known
 
-    def _run(self, items: list[str], jobs: list, known: dict, most_failed: float) -> None:
-        """Has the jobs done by the workers; `known` receives the results. More than `most_failed` items with a failed part end it."""
+    def _run(self, items: list[str], jobs: list, known: dict, most_failed: float, stop=lambda: False) -> bool:
+        """Has the jobs done by the workers; `known` receives the results. More than `most_failed` items with a failed part end it.
+        False if `stop` did."""
         if jobs:
             self._wait_for_one()
         with self._state:
@@ -266,15 +246,23 @@ class RewardPool:
             self._failed, self._most_failed = failed_items(known), most_failed
             self._tasks.extend(self._split(jobs))
             self._state.notify_all()
+            began, said = time.monotonic(), 0
             try:
                 while not self._finished():
                     self._state.wait(0.5)
+                    self._bound_output()
+                    if (passed := int((time.monotonic() - began) / SLOW_SECONDS)) > said:
+                        said = passed
+                        log.info("rewards: %d of %d done after %.0f s", len(known), self._wanted, time.monotonic() - began)
+                    if not self._finished() and stop():
+                        return False
                 if self._fatal is not None:
                     raise self._fatal
                 if self._closing:
                     raise RuntimeError("the reward pool was closed while it scored")
                 if len(self._failed) > self._most_failed:
                     raise RewardFailure(self._failure_text(self._results, len(items)))
+                return True
             finally:
                 self._tasks.clear()
                 self._round += 1  # what is still on its way belongs to no one
@@ -342,7 +330,18 @@ class RewardPool:
                     item_metrics[i][name] = r["metrics"]
         total = weighted_sum(parts, self.weights, n)
         by = self.key() if results else ""
-        return RewardResult(total, parts, outcomes, item_metrics, _metrics(total, outcomes, item_metrics), by)
+        return RewardResult(total, parts, outcomes, item_metrics, metrics_of(total, outcomes, item_metrics), by)
+
+    def _note_timeouts(self, jobs: list, results: dict) -> None:
+        late = [self.names[f] for i, f in jobs if results[i, f]["outcome"] == "timeout"]
+        if late and time.monotonic() - self._noted >= TIMEOUT_NOTE_SECONDS:
+            self._noted = time.monotonic()
+            log.warning("rewards: %d of %d calls ran into reward.timeout_seconds=%g (%s) and have no score; each costs its worker that "
+                        "long and a new start", len(late), len(jobs), self._limit, ", ".join(dict.fromkeys(late)))
+
+    def _bound_output(self) -> None:
+        if os.fstat(self._stderr.fileno()).st_size > PRINTED_BYTES:
+            os.ftruncate(self._stderr.fileno(), 0)
 
     def _forward_output(self) -> None:
         """What reward functions printed goes to the log, 20 lines per step."""
@@ -391,7 +390,10 @@ class RewardPool:
                 worker.kill()
 
     def _start(self, k: int) -> WorkerProcess:
-        worker = WorkerProcess(self._stderr)
+        try:
+            worker = WorkerProcess(self._stderr, environment(self._reward.env))
+        except OSError as e:
+            raise RunStopped(f"a reward worker cannot be started: {e}") from None
         with self._state:
             self._workers[k] = worker
             if self._closing:
@@ -400,11 +402,11 @@ class RewardPool:
             deadline = time.monotonic() + START_SECONDS
             worker.send(self._setup, deadline)
             reply = worker.receive(deadline)
-        except (Died, Late) as e:
+        except (Died, Late, Garbled) as e:
             worker.kill()
             if self._closing:
                 raise ConfigError("the reward pool was closed while it started") from None
-            why = f"{e}" if isinstance(e, Died) else f"not ready after {START_SECONDS:g} s"
+            why = f"not ready after {START_SECONDS:g} s" if isinstance(e, Late) else f"{e}"
             raise self._unstartable(f"a reward worker cannot start: {why} while importing {', '.join(self.specs)}{self._tail()}") from None
         if "fatal" in reply:
             worker.kill()
@@ -458,7 +460,7 @@ class RewardPool:
                     self._batch_reply(task, reply, number)
                     return True
                 k = reply.get("job")
-                if k not in left or not _is_result(reply):
+                if k not in left or not is_result(reply):
                     raise Garbled(shown(json.dumps(reply).encode()))
                 self._record(number, {left.pop(k): reply})
                 if task.mode == "each":
@@ -503,7 +505,7 @@ class RewardPool:
                     self._state.notify_all()
             return
         results = reply.get("results", ())
-        if len(results) != len(task.jobs) or not all(map(_is_result, results)):
+        if len(results) != len(task.jobs) or not all(map(is_result, results)):
             raise Garbled(shown(json.dumps(reply).encode()))
         self._record(number, dict(zip(task.jobs, results, strict=True)))
 
@@ -514,54 +516,3 @@ class RewardPool:
                 self._failed.update(i for (i, _), r in results.items() if is_failure(r["outcome"]))
                 if self._finished():
                     self._state.notify_all()
-
-
-def failed_items(results: dict) -> set[int]:
-    return {i for (i, _), r in results.items() if is_failure(r["outcome"])}
-
-
-def _is_result(reply) -> bool:
-    if not isinstance(reply, dict) or not isinstance(reply.get("metrics"), dict):
-        return False
-    return isinstance(reply.get("value"), float) if reply.get("outcome") == "ok" else isinstance(reply.get("outcome"), str)
-
-
-def is_failure(outcome: str) -> bool:
-    return outcome not in ("ok", "none")
-
-
-def _as_json(item: RewardItem, i: int) -> str:
-    try:
-        return json.dumps(vars(item), default=_to_json)
-    except (TypeError, ValueError) as e:
-        raise ConfigError(f"item {i}: a value has no JSON form and cannot be handed to reward functions: {e}; columns: "
-                          f"{', '.join(item.columns)}") from None
-
-
-def _to_json(value):
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} {str(value)[:40]!r}")
-
-
-def _metrics(total, outcomes, item_metrics) -> dict[str, float]:
-    """Shares over (answer, function) pairs; `failed_fraction` over answers; functions' own metrics as means."""
-    flat = [o for per_item in outcomes for o in per_item.values()]
-    pairs, n = max(1, len(flat)), max(1, len(outcomes))
-    failed = sum(any(map(is_failure, per_item.values())) for per_item in outcomes)
-    out = {
-        "reward/failed_fraction": failed / n,
-        "reward/absent_fraction": float(np.isnan(total).sum()) / n,
-        "reward/none_fraction": flat.count("none") / pairs,
-        "reward/nan_fraction": flat.count("nan") / pairs,
-        "reward/timeout_fraction": flat.count("timeout") / pairs,
-        "reward/error_fraction": sum(o.startswith("error") for o in flat) / pairs,
-    }
-    sums: dict[str, list[float]] = {}
-    for per_item in item_metrics:
-        for name, metrics in per_item.items():
-            for key, value in metrics.items():
-                sums.setdefault(f"reward/{name}/{key}", []).append(value)
-    return out | {k: float(np.mean(v)) for k, v in sums.items()}

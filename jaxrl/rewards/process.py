@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -15,6 +16,19 @@ from jaxrl.rewards.worker import CHANNEL_LOST
 LONGEST = 1 << 28  # bytes of a reply
 # The worker gets this process's import path instead of its own: what can be imported here can be imported there.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.worker import main; main()"
+
+
+# What Python and its packages need to start; all else stays here, reward.env lets through more.
+ENVIRONMENT = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PWD|XDG_CACHE_HOME|PYTHON\w+|VIRTUAL_ENV|CONDA_PREFIX|"
+    r"(?:DYLD|LD)_(?:FALLBACK_)?LIBRARY_PATH|LD_PRELOAD|SSL_CERT_(?:FILE|DIR)|(?:OMP|MKL|OPENBLAS)_NUM_THREADS|"
+    r"HF_HOME|HF_HUB_OFFLINE|HF_HUB_CACHE|TOKENIZERS_PARALLELISM|SYSTEMROOT")
+
+
+def environment(names) -> dict[str, str]:
+    """Of a worker: what of this process's variables Python needs, and those named."""
+    env = {k: v for k, v in os.environ.items() if ENVIRONMENT.fullmatch(k) or k in names}
+    return {"OMP_NUM_THREADS": "1"} | env | {"JAX_PLATFORMS": "cpu"}  # should a reward import jax, it must not take the accelerator
 
 
 class Died(Exception):
@@ -38,10 +52,8 @@ class WorkerProcess:
     takes its children along. It must be created by a thread that lives as long as it does (see worker.die_with_parent).
     """
 
-    def __init__(self, stderr):
+    def __init__(self, stderr, env: dict[str, str]):
         path = [p or os.getcwd() for p in sys.path]
-        env = dict(os.environ, JAX_PLATFORMS="cpu")  # should a reward import jax, it must not take the accelerator
-        env.setdefault("OMP_NUM_THREADS", "1")
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=stderr, env=env, start_new_session=True, bufsize=0)
