@@ -16,6 +16,7 @@ import jaxrl
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.main import main
 from jaxrl.recipes.evaluate import pass_at_k
+from jaxrl.telemetry import still
 
 
 def config(tmp_path, arg=None, **changes):
@@ -275,9 +276,14 @@ def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
         assert clock["tokens_per_second"] == pytest.approx(line["rollout/tokens"] / (clock["step"] - clock.get("checkpoint", 0)))
 
 
-def test_a_python_reward_replaces_the_configs(tmp_path):
-    summary = jaxrl.train(config(tmp_path, train__steps=1, eval__sets=()), rewards=[tiny_job.digits])
+def test_a_python_reward_replaces_the_configs_and_a_redirected_log_shows_life(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(still, "FIRST", 0.02)
+    monkeypatch.setattr(still, "POLL", 0.01)
+    summary = jaxrl.train(config(tmp_path, train__steps=1, eval__sets=(), log__console="plain"), rewards=[tiny_job.digits])
     assert summary["steps"] == 1
+    before, after = capsys.readouterr().out.split("step 1/1", 1)
+    assert "still in start" in before and re.search("still in (rollout|update) after .*: a program is being compiled", before)
+    assert "still" not in after.splitlines()[-1]
 
 
 def test_rewards_that_fail_stop_the_run_and_leave_the_checkpoint(tmp_path):

@@ -22,6 +22,7 @@ from jaxrl.telemetry.console import (
 )
 from jaxrl.telemetry.health import FIRST_STEPS, RULES, Health
 from jaxrl.telemetry.names import COLUMNS, duration, show
+from jaxrl.telemetry.still import Still
 
 STEP = {"reward/mean": 0.5123, "accuracy/train": 0.45, "length/mean": 31.2, "policy/kl": 0.00012,
         "policy/entropy": 0.81, "policy/clip_fraction": 0.002, "optim/grad_norm": 0.53, "gap/mean": 1.2e-7,
@@ -50,6 +51,40 @@ def test_a_plain_line_holds_everything_a_person_asks_for():
                       "eval/pass@4": 0.7})
     assert "eval accuracy 53.1% (test 50.0%, hard 61.0%)  pass@4 70.0%" in stream.getvalue()
     assert evaluation_line({"eval/accuracy": 0.5, "eval/test/accuracy": 0.5, "eval/test/reward/accuracy": 0.9}) == "accuracy 50.0%"
+
+
+def test_the_critic_is_on_the_line_and_in_the_table(monkeypatch):
+    critic = STEP | {"value/loss": 0.0312, "value/explained_variance": -0.25}
+    stream = io.StringIO()
+    make_console("plain", 100, "run", stream).step(12, critic)
+    assert "  value-loss 0.031  explained -0.250  " in stream.getvalue()
+    header, row = [line.split() for line in table(160, [(12, critic)], monkeypatch) if re.match(r" +(step|12) ", line)][:2]
+    shown = dict(zip(header, row, strict=True))
+    assert (shown["vloss"], shown["expl"]) == ("0.031", "-0.250")
+
+
+def test_a_silent_log_says_what_goes_on():
+    """After FIRST seconds without a line, then each time after twice as long; a step may last twice as long as the one before."""
+    clock, said = Clock(), []
+    still = Still(said.append, clock)
+
+    def wait(seconds):
+        out = []
+        for _ in range(seconds):
+            clock.now += 1
+            if text := still.check():
+                out.append(text)
+        return out
+
+    still._phase, still._since = "rollout", clock.now
+    assert wait(9) == [] and wait(80) == [
+        f"still in rollout after {after}: generating answers" for after in ("10s", "20s", "40s", "1m20s")]
+    still.step()  # 89 seconds
+    still.line()
+    still._phase, still._since = "update", clock.now
+    assert wait(177) == [] and wait(2) == ["still in update after 2m58s: learning"]
+    still.line()  # any message counts
+    assert wait(177) == [] and len(wait(2)) == 1
 
 
 def test_auto_is_a_table_on_a_terminal_only(monkeypatch):

@@ -32,7 +32,7 @@ from jaxrl.rollout import make_engine
 from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
 from jaxrl.sharding.distributed import PeerLost, peers
-from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, per_step, write_config
+from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, open_console, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
@@ -88,6 +88,8 @@ class Run:
 
     def _open(self):
         c = self.config
+        self.console = self.own(open_console(c.run.dir, c, silent=not self.peers.first))
+        self.console.start()
         self.phases = Phases()
         self._starting = self.phases("start")
         self._starting.__enter__()
@@ -208,9 +210,11 @@ class Run:
             known = restored is not None and part.name in held
             part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
         self.telemetry = self.own(
-            Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None, silent=not self.peers.first)
+            Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step if restored else None, silent=not self.peers.first,
+                      console=self.console)
         )
         self.phases.watch = self.telemetry.phase
+        self.telemetry.phase(self.phases.current)
         if self.peers.first:
             write_config(job.run_dir, c, derived(job.config))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
@@ -576,7 +580,7 @@ class Run:
         params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
         self.step = 0 if restored is None else restored.host["step"]
         self.telemetry = self.own(Telemetry(job.run_dir, c, self.total_steps, resume_step=self.step, read_only=True,
-                                             silent=not self.peers.first))
+                                             silent=not self.peers.first, console=self.console))
         self.engine.publish(params, self.step)
         return params, restored.path if restored else (c.model.path or "random initialisation")
 
@@ -586,9 +590,11 @@ class Run:
 
         job = self.job
         _, where = self.publish_newest()
+        self.console.start("eval")
         metrics, rows = evaluate_sets(self)
         if self.peers.first:
             write_rows(job.run_dir, self.step, rows)
+        self.telemetry.samples(self.step, rows)
         note = "" if self.step else f" ({job.run_dir / 'checkpoints'} holds no checkpoint)"
         self.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
         out = {"evaluated": str(where), "eval": summary(metrics)}

@@ -17,9 +17,10 @@ from jaxrl.telemetry.health import Health
 from jaxrl.telemetry.names import COLUMNS, METRICS, NAMES, describe, metrics_table
 from jaxrl.telemetry.run_dir import dumps, merge_json, read_json, require_free, write_atomic, write_config
 from jaxrl.telemetry.sinks import find_sink
-from jaxrl.telemetry.telemetry import Telemetry
+from jaxrl.telemetry.telemetry import Telemetry, open_console
 from jaxrl.telemetry.timing import Every, Phases, per_step
 
 __doc__ += "\n" + metrics_table()
 __all__ = ["COLUMNS", "METRICS", "NAMES", "Every", "Health", "Phases", "Telemetry", "describe", "dumps", "find_sink",
-           "make_console", "merge_json", "metrics_table", "per_step", "read_json", "require_free", "setup_logging", "write_atomic", "write_config"]
+           "make_console", "merge_json", "metrics_table", "open_console", "per_step", "read_json", "require_free", "setup_logging",
+           "write_atomic", "write_config"]

@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from jaxrl.telemetry.names import COLUMNS, duration, show
+from jaxrl.telemetry.still import Still
 
 HEADER_EVERY = 20       # rows between two headers
 SAMPLE_CHARACTERS = 700  # shown of a prompt and of an answer
@@ -117,6 +118,9 @@ class SilentConsole:
         self.progress = Progress(total_steps)
         self.title, self.stream = title, stream
 
+    def start(self, name: str = "start") -> None:
+        """A phase outside of steps has just begun."""
+
     def phase(self, name: str) -> None:
         """The phase that has just begun; "" between phases."""
 
@@ -137,7 +141,18 @@ class PlainConsole(SilentConsole):
     """One line per step, greppable: `step 12/100  reward 0.512  acc 45.0% ... 1.92s (rollout 1.10 update 0.75)`."""
 
     LABELS = {"policy/kl": "kl", "optim/grad_norm": "grad", "rollout/zero_signal_fraction": "zero-signal",
-              "rollout/truncated_fraction": "truncated", "accuracy/train": "accuracy"}
+              "rollout/truncated_fraction": "truncated", "accuracy/train": "accuracy", "value/loss": "value-loss",
+              "value/explained_variance": "explained"}
+
+    def __init__(self, total_steps: int, title: str, stream):
+        super().__init__(total_steps, title, stream)
+        self._still = Still(self._write)
+
+    def start(self, name: str = "start") -> None:
+        self.phase(name)
+
+    def phase(self, name: str) -> None:
+        self._still.phase(name)
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
         self.progress.advance(step)
@@ -153,10 +168,19 @@ class PlainConsole(SilentConsole):
             parts.append(f"{scalars['time/tokens_per_second']:,.0f} tok/s")
         if self.progress.left is not None:
             parts.append(f"left {duration(self.progress.left)}")
+        self._still.step()
         self.print("  ".join(parts))
 
     def print(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        self._still.line()
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        self._still.close()
 
     def sample(self, step: int, name: str, record: dict) -> None:
         lines = [f"sample of {name} at step {step}{sample_verdict(record)}"]

@@ -40,17 +40,18 @@ class Telemetry:
         <run_dir>/previous-<n>.
       read_only: evaluation of a run that may be training elsewhere: no lock, no metrics, only messages, samples and
         summary.
+      console: one that `open_console` made earlier; None: one of this telemetry's own.
       silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
     """
 
     def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False,
-                 silent: bool = False):
+                 silent: bool = False, console: SilentConsole | None = None):
         self.run_dir = Path(run_dir)
         self._log, self._seed = config.log, config.run.seed
         setup_logging(config.log.level)
         self._silent, read_only = silent, read_only or silent
-        title = f"jaxrl {config.run.recipe} {self.run_dir}"
-        self.console: SilentConsole = make_console("off" if silent else config.log.console, total_steps, title)
+        self.console = console or open_console(run_dir, config, silent)
+        self.console.progress.total = total_steps
         self._health = Health(config, self.run_dir)
         self._failed: set[str] = set()
         self._sinks: dict[str, object] = {}
@@ -245,6 +246,10 @@ class Telemetry:
             if name not in self._failed:
                 self._failed.add(name)
                 log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name, exc_info=True)
+
+
+def open_console(run_dir, config, silent: bool = False) -> SilentConsole:
+    return make_console("off" if silent else config.log.console, 0, f"jaxrl {config.run.recipe} {run_dir}")
 
 
 def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
