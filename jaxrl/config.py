@@ -340,7 +340,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "optimizer": {
         "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),
-        "lr": O(1e-6, "peak learning rate"),
+        "lr": O(None, "peak learning rate", float),
         "b1": O(0.9, "first-moment decay"),
         "b2": O(0.999, "second-moment decay"),
         "eps": O(1e-8, "added to the root of the second moment"),
@@ -459,6 +459,24 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "user": {},
 }
+
+
+# Options whose default is another one in every recipe (`by_recipe`). Supervised learning on a pretrained model takes 2e-5, as TRL does;
+# reinforcement learning breaks there.
+RECIPE_DEFAULTS = {"optimizer.lr": {"rl": 1e-6, "sft": 2e-5}}
+
+
+def by_recipe(cfg) -> dict[str, Any]:
+    """The options of RECIPE_DEFAULTS that nobody set, with their recipe's value."""
+    return {name: values[cfg.run.recipe] for name, values in RECIPE_DEFAULTS.items() if get(cfg, name) is None}
+
+
+def settled(cfg) -> config_dict.ConfigDict:
+    """A copy in which the options of `by_recipe` are set."""
+    out = cfg.copy_and_resolve_references()
+    for name, value in by_recipe(cfg).items():
+        put(out, name, value)
+    return out
 
 
 def _build(tree: dict) -> config_dict.ConfigDict:
@@ -715,5 +733,6 @@ def help_text() -> str:
     lines = []
     for name, opt in options().items():
         choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
-        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}")
+        recipes = ", ".join(f"{recipe} {value}" for recipe, value in RECIPE_DEFAULTS.get(name, {}).items())
+        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}" + f"; None = by recipe: {recipes}" * bool(recipes))
     return "\n".join(lines)

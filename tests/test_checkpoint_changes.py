@@ -44,7 +44,7 @@ def test_the_past_is_refused_by_name_and_the_future_taken():
     assert [r.split(":")[0] for r in refused] == ["data.seed", "model.config.hidden_size", "optimizer.name", "run.seed",
                                                   "train.param_dtype"]
     assert taken == ["checkpoint.keep: 3 -> 9", "eval.every_steps: 10 -> 5", "log.console: 'auto' -> 'plain'",
-                     "mesh.tp: 1 -> 2", "optimizer.lr: 1e-06 -> 1e-05", "train.steps: None -> 200",
+                     "mesh.tp: 1 -> 2", "optimizer.lr: None -> 1e-05", "train.steps: None -> 200",
                      "user.mine: None -> 4"]
     assert refused[0].startswith("data.seed: None -> 3 (it decides which rows there are")
 

@@ -7,9 +7,10 @@ import pytest
 import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config import ConfigError, put
+from jaxrl.config import ConfigError, help_text, put
 from jaxrl.data import Stream, load_tokenizer, load_train
 from jaxrl.recipes.run import Run
+from jaxrl.recipes.sizes import decided
 
 
 class Numbers:
@@ -113,6 +114,16 @@ def test_fewer_rows_than_a_step():
     assert len(walk(Stream(Numbers(3), 9, 0, epochs=1, drop_last=False))[0]) == 3
     with pytest.raises(ConfigError, match="data.prompts_per_step=9 is more than data.epochs=2 x 3 rows"):
         Stream(Numbers(3), 9, 0, epochs=2)
+
+
+@pytest.mark.parametrize("recipe, given, rate", [("rl", None, 1e-6), ("sft", None, 2e-5), ("sft", 1e-6, 1e-6)])
+def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
+    c = tiny_job.get_config(recipe)
+    c.optimizer.lr = given
+    run = Run(c)
+    assert run.config.optimizer.lr == decided(c, "cpu").optimizer.lr == rate
+    assert run.by_recipe == ({} if given else {"optimizer.lr": rate}) and c.optimizer.lr == given
+    assert "optimizer.lr=None\n      peak learning rate; None = by recipe: rl 1e-06, sft 2e-05" in help_text()
 
 
 @pytest.mark.parametrize("options, expected", [

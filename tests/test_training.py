@@ -415,6 +415,7 @@ def test_optimizer_groups_and_decay_spare_vectors():
 
 def test_optimizer_names_and_imports():
     c = default_config().optimizer
+    c.lr = 1e-6
     axes = {"w": ("embed", "mlp")}
     for name in ("adamw", "adam", "sgd", "lion", "adafactor", "optax.rmsprop"):
         c.name = name

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import training
 from jaxrl.checkpoint import Checkpointer, SavesFail
-from jaxrl.config import ConfigError, RunStopped, get, redacted
+from jaxrl.config import ConfigError, RunStopped, by_recipe, get, redacted, settled
 from jaxrl.config_checks import chosen, derived
 from jaxrl.faults import Faults, GracefulStop
 from jaxrl.limits import end, ends
@@ -58,7 +58,8 @@ class Run:
     """
 
     def __init__(self, config, rewards=None, with_engine=True):
-        self.config = config
+        self.config = settled(config)
+        self.by_recipe = by_recipe(config)
         self.step = self.cursor = self.samples = 0
         self.state = None
         self.supply = None  # of answers, where the recipe samples (recipes.supply)
@@ -219,7 +220,9 @@ class Run:
             write_config(job.run_dir, c, derived(job.config))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
         self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
-        self.say(setup.describe(job, self._data_numbers()) + f"\nends      after {self.total_steps} steps: {self.ending}")
+        origin = f"default of {c.run.recipe}" if "optimizer.lr" in self.by_recipe else "config"
+        self.say(f"{setup.describe(job, self._data_numbers())}\nlearns    at optimizer.lr={c.optimizer.lr:g} ({origin}), "
+                 f"{c.optimizer.schedule}\nends      after {self.total_steps} steps: {self.ending}")
         if restored is not None:
             new = [part.name for part in parts if part.name not in held and part.host() is not None]
             self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))

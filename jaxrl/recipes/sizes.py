@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxrl.config import settled
 from jaxrl.config_checks import longest_sequence
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
@@ -10,13 +11,13 @@ CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chun
 
 
 def decided(config, platform: str):
-    """A copy of `config` in which train.row_lengths, tokens_per_microbatch and logprob_chunk are set.
+    """A copy of `config` in which the recipe's defaults, train.row_lengths, tokens_per_microbatch and logprob_chunk are set.
 
     Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch. Attention's work
     follows the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. CPUs are fast while a
     microbatch stays in their cache, and slow where gradients of all weights are added up too often (benchmarks/peers, 2 cores).
     """
-    c = config.copy_and_resolve_references()
+    c = settled(config)
     t, longest = c.train, longest_sequence(c)
     if not t.row_lengths:
         prompt = min(c.data.max_prompt_tokens, longest - 1)
