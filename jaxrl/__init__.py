@@ -1,7 +1,22 @@
 """jaxrl: reinforcement-learning post-training of language models in JAX.
 
+    import jaxrl
+
+    def reward(prompt, completion, answer, **columns):
+        return float(completion.strip().endswith(answer))
+
+    jaxrl.train(model="path/to/hf_model", data=rows, rewards=[reward])
+
+train            runs a job: a config (a name, options by name, or a ConfigDict), rows, rewards, a tokenizer, callbacks
+load_config      a config file or shipped config, with options changed
+default_config   every option at its default, to be changed and given to `train`
+register_reward  gives a reward function a name for `reward.functions`
+Step             what a callback is called with
+ConfigError      a config, data or checkpoint that cannot work; names field, value and remedy
+RunStopped       a run that had to stop; its checkpoints are whole
+
 Nothing heavy is imported here: processes that only need one file of jaxrl (reward workers, inference engines)
-must not pull in jax. The public names below load on first use.
+must not pull in jax. The names above load on first use.
 """
 
 import importlib
@@ -13,6 +28,9 @@ _LAZY = {
     "load_config": "jaxrl.config",
     "default_config": "jaxrl.config",
     "register_reward": "jaxrl.rewards",
+    "Step": "jaxrl.recipes.given",
+    "ConfigError": "jaxrl.config",
+    "RunStopped": "jaxrl.config",
 }
 __all__ = ["__version__", *_LAZY]
 
@@ -20,4 +38,8 @@ __all__ = ["__version__", *_LAZY]
 def __getattr__(name):
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'jaxrl' has no attribute {name!r}")
+    raise AttributeError(f"module 'jaxrl' has no attribute {name!r}; it has {', '.join(_LAZY)}")
+
+
+def __dir__():
+    return sorted({*globals(), *_LAZY})

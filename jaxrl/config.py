@@ -628,6 +628,30 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     return cfg
 
 
+def config_of(given) -> config_dict.ConfigDict:
+    """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the defaults, or None."""
+    if isinstance(given, str | Path):
+        return load_config(str(given))
+    if isinstance(given, config_dict.ConfigDict):
+        return given.copy_and_resolve_references()
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"config is a {type(given).__name__}: expected the name of a config, options by name, or a ConfigDict")
+    cfg = default_config()
+    for name, value in _by_name(given or {}):
+        put(cfg, name, value)
+    return cfg
+
+
+def _by_name(table: dict, prefix: str = ""):
+    """{"optimizer.lr": 1} and {"optimizer": {"lr": 1}} as (dotted name, value)."""
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and (name == "user" or any(option.startswith(f"{name}.") for option in options())):
+            yield from _by_name(value, name + ".")
+        else:
+            yield name, value
+
+
 def _failure(error: Exception, path: Path) -> str:
     """What went wrong in a config file, and in which line of it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

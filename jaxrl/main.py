@@ -1,4 +1,4 @@
-"""Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5
+"""Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5 (or `jaxrl --config=...`)
 
 Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
 or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 130 Ctrl-C before the run
@@ -14,7 +14,7 @@ import traceback
 from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-USAGE = """usage: python -m jaxrl.main --config=FILE[:ARG] [--config.group.option=value ...]
+USAGE = """usage: python -m jaxrl.main (or: jaxrl) --config=FILE[:ARG] [--config.group.option=value ...]
 
 FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).
 `--help` lists every option with its default (not that of FILE), and every metric.
@@ -66,7 +66,8 @@ def complain(text) -> None:
     print(f"jaxrl{name}: {text}", file=sys.stderr)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`jaxrl` and `python -m jaxrl.main`: main, and then the process ends."""
     try:
         status = main()
     except Exception:  # a mistake in jaxrl or in code of the user's
@@ -75,3 +76,7 @@ if __name__ == "__main__":
     if peers():
         peers().leave(status)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    command()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.config import ConfigError
-from jaxrl.data.sources import BadRows, DataError, Tables, check_path, from_memory, read
+from jaxrl.data.sources import GIVEN, BadRows, DataError, Tables, check_path, from_memory, read
 from jaxrl.data.tokenizer import PromptError, Template, check_messages
 
 log = logging.getLogger(__name__)
@@ -257,6 +257,8 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         out[name] = _load(name, config, tokenizer, eos_id, tables, range(len(tables)), targets, bad)
 
     for name, path, split in _eval_sources(config):
+        if path == GIVEN + name and name in (sets or {}):
+            continue
         bad = BadRows(config.data.bad_rows)
         load(name, bad, read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=config.data.subset,
                              revision=config.data.revision, limit=config.eval.max_rows))
@@ -288,10 +290,12 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
     return out
 
 
-def check_paths(config) -> None:
-    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there."""
-    named = [(path, "data.path") for path in config.data.path if config.run.mode != "eval" or config.data.eval_fraction]
-    named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config)]
+def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
+    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there, or rows that
+    are not given."""
+    wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
+    named = [(path, "data.path") for path in config.data.path if wanted]
+    named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
     problems = []
     for path, field in named:
         try:

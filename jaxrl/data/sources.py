@@ -27,6 +27,7 @@ from jaxrl.config import ConfigError
 
 log = logging.getLogger(__name__)
 EMBEDDED = Path(__file__).parent / "embedded"
+GIVEN = "given://"  # begins the name of what a caller holds in memory
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -221,6 +222,9 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
 
 def check_path(path: str, field: str) -> None:
     """Raises DataError for what is plainly no source: a local file that is missing or of an unknown kind."""
+    if path.startswith(GIVEN):
+        raise DataError(f"{field}={path}: rows that a call from Python held; give them again, jaxrl.train(..., data=, eval=), or name a "
+                        "file, a folder or a hub id")
     found = resolve(path)
     suffix, exists = Path(found).suffix.lower(), Path(found).exists()
     if "://" in found or Path(found).is_dir():

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from jaxrl.config import ConfigError
-from jaxrl.data.sources import offline_if_unreachable, resolve
+from jaxrl.data.sources import GIVEN, offline_if_unreachable, resolve
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,9 @@ def load_tokenizer(config):
     shown = config.model.tokenizer or config.model.path
     if not shown:
         raise ConfigError("model.tokenizer and model.path are empty: name a folder or hub id that holds a tokenizer")
+    if shown.startswith(GIVEN):
+        raise ConfigError(f"{field}={shown}: a tokenizer that a call from Python held; give it again, jaxrl.train(..., tokenizer=), or "
+                          "name a folder or hub id")
     if not Path(resolve(shown)).is_dir():
         offline_if_unreachable()
     revision = tokenizer_revision(config)
@@ -36,6 +39,11 @@ def load_tokenizer(config):
         folder = Path(resolve(shown)).is_dir()
         what = "holds no readable tokenizer" if folder else "is neither a folder nor a hub id in reach"
         raise ConfigError(f"{field}={shown!r} {what}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+    return prepared(config, tokenizer)
+
+
+def prepared(config, tokenizer):
+    """The tokenizer (changed in place) with `model.chat_template` and the overrides of special tokens. Errors: ConfigError."""
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
         if not path.is_file():

@@ -1,45 +1,55 @@
-"""Jobs. `train` is the one entry: `python -m jaxrl.main` and notebooks both call it."""
+"""Jobs. `train` is the one entry: `python -m jaxrl.main`, scripts and notebooks all call it."""
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
 
-from jaxrl.config import ConfigError, load_config
+from jaxrl.config import ConfigError, config_of, load_config
 
 
-def train(config, rewards=None) -> dict:
+def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=()) -> dict:
     """Runs the job a config describes and returns the content of its summary.json.
 
+        jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
+
+    What is given as an object takes the place of the config's option. The run is resumed by the same call; other rows or another
+    tokenizer than the checkpoint was made with are refused.
+
     Args:
-      config: a ConfigDict from `load_config` / a config file, or the name of a config ('configs/grpo.py:tiny', 'grpo').
-      rewards: reward functions `(prompt, completion, **columns) -> float | None` that replace reward.functions.
+      config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
+        `load_config` or `default_config`; or the name of a config ('grpo', 'configs/grpo.py:tiny').
+      rewards: reward functions `(prompt, completion, **columns) -> float | None`, or names of built-in ones.
+      model: a Hugging Face folder or hub id.
+      data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
+      tokenizer: one of transformers, or a folder or hub id.
+      eval: rows to evaluate, or a dict of such sets by name.
+      callbacks: functions called with a `jaxrl.Step` after each line of metrics, on process 0; `step.stop()` ends the run.
 
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
+      RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
     """
-    from jaxrl import config_checks, data, telemetry
+    from jaxrl import config_checks, telemetry
+    from jaxrl import data as data_room
+    from jaxrl.recipes.given import taken
 
-    config = load_config(config) if isinstance(config, str) else config.copy_and_resolve_references()
+    config = config_of(config)
     if not config.run.dir:
         config.run.dir = f"runs/{config.run.recipe}"
-    if rewards is not None:
-        config.reward.functions, config.reward.weights = (
-            tuple(f if isinstance(f, str) else f.__name__ for f in rewards),
-            (),
-        )
+    given = taken(config, model, data, rewards, tokenizer, eval, callbacks)
     config_checks.check(config)
     if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
         from jaxrl.recipes import plan
 
         return plan.run(config)
-    data.check_paths(config)
+    data_room.check_paths(config, given.data is not None, given.eval or ())
     telemetry.setup_logging(config.log.level)
     from jaxrl.sharding import distributed
 
     distributed.start(config)
     try:
-        return _train(config, rewards, distributed.peers())
+        return _train(config, given, distributed.peers())
     except (Exception, KeyboardInterrupt) as e:
         reason = distributed.peers().explain(e)
         distributed.peers().report(reason)
@@ -48,7 +58,7 @@ def train(config, rewards=None) -> dict:
         raise reason from e
 
 
-def _train(config, rewards, peers) -> dict:
+def _train(config, given, peers) -> dict:
     """`train` in a process that has met its peers."""
     from jaxrl import telemetry
     from jaxrl.config import redacted
@@ -61,13 +71,13 @@ def _train(config, rewards, peers) -> dict:
     peers.decide(f"{config.run.dir} is free", telemetry.require_free, config.run.dir, config.run.mode == "train")
     setup.start_jax(config)
     if config.run.warm_start:
-        config = _after_warm_start(config, rewards)
-    out = importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, rewards)
+        config = _after_warm_start(config, given)
+    out = importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out
 
 
-def _after_warm_start(config, rewards):
+def _after_warm_start(config, given):
     """Runs the warm-start job unless its export is already there; the job then starts from that export."""
     from jaxrl.sharding.distributed import peers
 
@@ -89,7 +99,7 @@ def _after_warm_start(config, rewards):
     if not peers().decide(f"{folder} is finished", _finished, folder):
         if config.run.mode != "train":
             raise ConfigError(f"run.mode={config.run.mode}: the warm start in {folder} has not finished; train first")
-        _check_before(first, config, rewards)
+        _check_before(first, config, given)
         train(first)
     if not peers().decide(f"{folder} is finished now", _finished, folder):
         raise SystemExit(0)  # the warm start was asked to stop; the same command goes on from its checkpoint
@@ -98,7 +108,7 @@ def _after_warm_start(config, rewards):
     return config
 
 
-def _check_before(first, config, rewards) -> None:
+def _check_before(first, config, given) -> None:
     """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
     from jaxrl.recipes.run import Run
 
@@ -106,7 +116,7 @@ def _check_before(first, config, rewards) -> None:
     for name in ("path", "init", "config"):
         later.model[name] = first.model[name]
     later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
-    Run(later, rewards).check()
+    Run(later, given).check()
 
 
 def _finished(folder: Path) -> bool:

@@ -26,9 +26,8 @@ DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 3.0)
 
 
-def run(config, rewards=None) -> dict:
+def run(config) -> dict:
     """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not fit."""
-    del rewards
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:

@@ -35,14 +35,14 @@ from jaxrl.recipes.trajectories import records
 log = logging.getLogger("jaxrl")
 
 
-def run(config, rewards=None) -> dict:
+def run(config, given=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
 
     Args:
       config: a checked ConfigDict.
-      rewards: reward callables given from Python; they replace reward.functions.
+      given: what was handed over from Python (recipes.given).
     """
-    with Run(config, rewards, with_engine=True) as r:
+    with Run(config, given, with_engine=True) as r:
         if config.run.mode == "eval":
             return r.evaluate_only()
         if config.run.mode == "parity":
@@ -100,6 +100,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
     per_answer = by_answer(found.tokens, traj)
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_answer)
+    r.answers = rows
     r.telemetry.rollouts(r.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
     with r.changing():
         with r.phase("update"):

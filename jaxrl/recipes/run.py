@@ -22,6 +22,7 @@ from jaxrl.recipes import setup
 from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.closing import Closers, closing
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.given import Given, call_back
 from jaxrl.recipes.inputs import compared
 from jaxrl.recipes.operations import Speed
 from jaxrl.recipes.supply import runs_ahead
@@ -57,8 +58,8 @@ class Run:
     the error itself goes on. summary.json then has it as `error`.
     """
 
-    def __init__(self, config, rewards=None, with_engine=True):
-        self.config = settled(config)
+    def __init__(self, config, given=None, with_engine=True):
+        self.config, self.given = settled(config), given or Given()
         self.by_recipe = by_recipe(config)
         self.step = self.cursor = self.samples = 0
         self.state = None
@@ -73,7 +74,7 @@ class Run:
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the state is that of self.step
         self.telemetry = None
-        self._rewards_given = rewards
+        self.answers, self.ended_by = [], ""  # records of the newest step, for callbacks; why one of them ended the run
         self._with_engine = with_engine
         self._closers = Closers()
         self.own = self._closers.own
@@ -114,11 +115,11 @@ class Run:
         for sink in c.log.sinks:
             find_sink(sink)
         if self._with_engine:  # workers start while the rest is read
-            self.rewards = self.own(RewardPool(c, functions=self._rewards_given))
+            self.rewards = self.own(RewardPool(c, functions=self.given.rewards))
             self.eval_rewards = self.rewards
             if c.eval.rewards:
                 self.eval_rewards = self.own(RewardPool(c, names=c.eval.rewards))
-        inputs = setup.read_inputs(c)
+        inputs = setup.read_inputs(c, self.given.tokenizer)
         # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
         self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
         chosen = self.checkpointer.choose(c.run.resume)  # process 0 looks, the others take the same
@@ -138,11 +139,9 @@ class Run:
         return inputs
 
     def _load_data(self, inputs):
-        c, tokenizer, eos = self.config, inputs.tokenizer, inputs.eos_ids[0]
-        if c.run.mode == "eval":
-            return None, data_room.load_eval_sets(c, tokenizer, eos)
-        train_set = data_room.load_train(c, tokenizer, eos)
-        return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set)
+        c, tokenizer, eos, given = self.config, inputs.tokenizer, inputs.eos_ids[0], self.given
+        train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, given.data)
+        return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, given.eval, given.data)
 
     def _try_rewards(self, tokenizer, train_set) -> None:
         """A reward that cannot be imported, or fails on the first rows of what it is for, stops the run here."""
@@ -348,9 +347,10 @@ class Run:
         return self.stopping() or self.ended()
 
     def ended(self) -> bool:
-        """Whether one of train.steps, data.epochs and train.max_samples is reached, the same on all processes."""
+        """Whether one of train.steps, data.epochs and train.max_samples is reached, or a callback ended it; the same on all processes."""
         steps, samples = ends(self.config).get("train.steps"), self.config.train.max_samples
-        return bool((steps and self.step >= steps) or (samples and self.samples >= samples)) or self.stream.exhausted(self.cursor)
+        counted = (steps and self.step >= steps) or (samples and self.samples >= samples)
+        return bool(self.ended_by or counted) or self.stream.exhausted(self.cursor)
 
     @contextlib.contextmanager
     def policy_at_rest(self):
@@ -434,7 +434,7 @@ class Run:
             if not metrics:  # a stop was asked for
                 return
             self.eval_before = summary(metrics) if first else self.eval_before
-            self.telemetry.step(self.step, metrics, self.phases.take())
+            self.ended_by = call_back(self, self.telemetry.step(self.step, metrics, self.phases.take()))
 
     def after_step(self, metrics: dict, evaluate, steps: int = 1) -> None:
         """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics` are per step,
@@ -447,7 +447,7 @@ class Run:
                 with self.phase("eval"):
                     metrics = metrics | self._evaluate(evaluate)
         finally:  # the step itself is done
-            self._log_step(metrics, steps)
+            metrics = self._log_step(metrics, steps)
         self.checkpointer.check()
         if self.checkpointer.take_refused():
             self.due["save"].again(SAVE_AGAIN_SECONDS)
@@ -455,16 +455,18 @@ class Run:
             self.save()
         if due("export"):
             self.export(self.job.run_dir / f"export_{self.step:08d}")
+        self.ended_by = call_back(self, metrics)
 
-    def _log_step(self, metrics: dict, steps: int) -> None:
+    def _log_step(self, metrics: dict, steps: int) -> dict:
         together = self.phases.take()
         spent, compiled = per_step(together, steps), self.compilations.take()
         metrics = metrics | self.speed.rates(metrics, spent) | {
             "time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
-        self.telemetry.step(self.step, metrics, spent)
+        metrics = self.telemetry.step(self.step, metrics, spent)
         self.beside.add(self.step, together)
         for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
             log.warning(warning)
+        return metrics
 
     def _evaluate(self, evaluate) -> dict:
         """Metrics of the held-out sets; {} when a stop came on the way. What is not finished is due again."""
@@ -550,6 +552,8 @@ class Run:
             "metrics": str(self.job.run_dir / "metrics.jsonl"),
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         }
+        if self.ended_by:
+            out["ended_by"] = self.ended_by
         if self.beside.predicted:
             out["planned"], out["measured"] = self.beside.predicted, self.beside.measured()
         if self.eval_before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -135,8 +136,8 @@ class Inputs(NamedTuple):
     table: Any
 
 
-def read_inputs(config) -> Inputs:
-    """Reads tokenizer and model description. Touches no device, loads no weights.
+def read_inputs(config, tokenizer=None) -> Inputs:
+    """Reads tokenizer (None: as the config says) and model description. Touches no device, loads no weights.
 
     Raises ConfigError when one cannot be read or they do not fit each other.
     """
@@ -146,7 +147,7 @@ def read_inputs(config) -> Inputs:
         table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
-    tokenizer = data_room.load_tokenizer(config)
+    tokenizer = data_room.load_tokenizer(config) if tokenizer is None else data_room.prepared(config, copy.deepcopy(tokenizer))
     if len(tokenizer) > table.config.vocab_size:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"

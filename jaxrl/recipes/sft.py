@@ -12,10 +12,10 @@ from jaxrl.recipes.setup import host_scalars
 from jaxrl.types import Trajectories
 
 
-def run(config, rewards=None) -> dict:
+def run(config, given=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
     held_out = bool(config.eval.sets or config.data.eval_fraction)
-    with Run(config, rewards, with_engine=held_out) as r:
+    with Run(config, given, with_engine=held_out) as r:
         if config.run.mode == "eval":
             return r.evaluate_only()
         r.prepare(

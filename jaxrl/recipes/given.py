@@ -1,0 +1,92 @@
+"""What a caller hands over as Python objects beside the config: rows, a tokenizer, reward functions, callbacks."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl.config import ConfigError, RunStopped
+from jaxrl.data import GIVEN
+
+
+class Given(NamedTuple):
+    """None where the config decides. `eval` maps names to rows."""
+
+    rewards: Sequence | None = None
+    data: Any = None
+    eval: Mapping[str, Any] | None = None
+    tokenizer: Any = None
+    callbacks: tuple[Callable, ...] = ()
+
+
+class Step:
+    """What a callback is called with, after each line of metrics.
+
+    number: completed steps; 0 for the evaluation before the first. total: steps the run aims at. metrics: name -> float, as in
+    metrics.jsonl. samples: the records of the step's training answers, as in rollouts/ (prompt, completion, answer, score, reward,
+    advantage, tokens ...); [] in SFT and for step 0. run_dir: where the run writes.
+    """
+
+    def __init__(self, number: int, total: int, metrics: dict[str, float], samples: list[dict], run_dir: str):
+        self.number, self.total, self.metrics, self.samples, self.run_dir = number, total, metrics, samples, run_dir
+        self.stopped = ""
+
+    def stop(self, reason: str = "a callback") -> None:
+        """Ends the run after this step as if it were the last one: evaluation, checkpoint and export follow."""
+        self.stopped = self.stopped or str(reason) or "a callback"
+
+
+def call_back(run, metrics: dict[str, float]) -> str:
+    """Process 0 calls the callbacks of a Run. Returns on all why one of them ends it, or ""; one that fails is a RunStopped on all."""
+    answers, run.answers = run.answers, []
+    step = Step(run.step, run.total_steps, metrics, answers, str(run.job.run_dir))
+    run.together("callbacks", lambda: call(run.given.callbacks if run.peers.first else (), step))
+    return run.decide("end?", lambda: step.stopped)
+
+
+def call(callbacks, step: Step) -> bool:
+    for callback in callbacks:
+        try:
+            callback(step)
+        except Exception as e:  # it is the user's code
+            name = getattr(callback, "__name__", type(callback).__name__)
+            frame = traceback.extract_tb(e.__traceback__)[-1]
+            raise RunStopped(f"the callback {name!r} failed after step {step.number}: {type(e).__name__}: {e} (line {frame.lineno} of "
+                             f"{frame.filename}). Mend it, and the same call goes on from the newest checkpoint") from e
+    return True
+
+
+def taken(config, model, data, rewards, tokenizer, eval, callbacks) -> Given:
+    """Writes into the config that objects are given (in place), and returns them. Raises ConfigError for what none can be."""
+    if model is not None:
+        if not isinstance(model, str):
+            raise ConfigError(f"model is a {type(model).__name__}: expected a Hugging Face folder or hub id")
+        if config.run.warm_start:
+            raise ConfigError(f"model={model!r} beside run.warm_start={config.run.warm_start!r}, which makes the model itself: leave one "
+                              "of them out (run.warm_start='')")
+        config.model.path, config.model.init = model, "pretrained"
+    if tokenizer is not None:
+        own = not isinstance(tokenizer, str)
+        if own and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
+            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: expected a folder, a hub id or a tokenizer of transformers")
+        config.model.tokenizer, tokenizer = (GIVEN + "tokenizer", tokenizer) if own else (tokenizer, None)
+    if data is not None:
+        if isinstance(data, str):
+            config.data.path, data = (data,), None
+        else:
+            config.data.path = (GIVEN + "data",)
+    if eval is not None:
+        eval = dict(eval) if isinstance(eval, Mapping) else {"eval": eval}
+        config.eval.sets = tuple(f"{name}={rows if isinstance(rows, str) else GIVEN + str(name)}" for name, rows in eval.items())
+        eval = {name: rows for name, rows in eval.items() if not isinstance(rows, str)}
+    if callable(rewards) or isinstance(rewards, str):
+        rewards = [rewards]
+    if rewards is not None:
+        names = tuple(f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f in rewards)
+        config.reward.functions, config.reward.weights = names, ()
+    callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
+    for callback in callbacks:
+        if not callable(callback):
+            raise ConfigError(f"callbacks holds a {type(callback).__name__}: expected functions that take one step")
+    return Given(rewards, data, eval, tokenizer, callbacks)
