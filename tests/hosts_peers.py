@@ -4,6 +4,8 @@ Each writes FOLDER/<process>.json: question -> answer.
 """
 
 import json
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -41,6 +43,11 @@ def main():
             say(question, str(e))
 
     say("who", [peers.index, peers.count, peers.who(1), jax.process_count(), jax.device_count()])
+    try:  # the coordinator is at 127.0.0.1
+        socket.create_connection(("127.0.0.2", int(os.environ["JAXRL_COORDINATOR"].rpartition(":")[2])), timeout=10).close()
+        say("another address", "open")
+    except ConnectionRefusedError:
+        say("another address", "refused")
     say("meet", peers.meet("one", {"mine": me}))
     say("decide", peers.decide("two", lambda: ["by", me]))
     sizes = [3, exchange.CHUNK + 5]  # one of them needs two rounds

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -151,6 +152,30 @@ def test_a_missing_process_is_named():
     with pytest.raises(RunStopped, match=f"process 0 does not answer at 127.0.0.1:{port} within launch.connect_seconds=1"):
         distributed.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
     assert time.monotonic() - began < 5
+
+
+def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
+    listens_on = distributed.listens_on
+    assert listens_on("127.0.0.1") == listens_on("localhost") == "127.0.0.1" and listens_on("127.0.0.2") == "127.0.0.2"
+    assert listens_on("192.0.2.1") == ""  # not an address of this machine: something stands before it
+    for address in ("127.0.1.1", "192.0.2.1"):  # what /etc/hosts or a name service makes of this host's name
+        rows = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *a, rows=rows, **k: rows)
+        assert listens_on("gpu-0") == ""
+    monkeypatch.undo()
+    port = launch_port()
+    greeting = threading.Thread(target=distributed.meet_first, args=(Place("explicit", f"127.0.0.1:{port}", 2, 0), 60.0))
+    greeting.start()
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            break
+        except ConnectionRefusedError:
+            assert greeting.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    distributed.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0)
+    greeting.join()
 
 
 def launch_port() -> int:
@@ -343,6 +368,7 @@ def test_processes_meet_and_gather(told):
         assert answers["meet"] == [{"mine": 0}, {"mine": 1}] and answers["decide"] == ["by", 0]
         assert answers["gather"] == [[3, 1, 1, 1], [exchange.CHUNK + 5, 2, 2, 1]] and answers["gather nothing"] == [0, 0]
         assert answers["stop"] is True and answers["still together"] == [0, 1]
+        assert answers["another address"] == "refused"
 
 
 def test_processes_that_disagree_are_named_and_do_not_hang(told):

@@ -9,6 +9,7 @@ Everything else is jax.distributed's: its coordinator lives in process 0 and its
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -130,7 +131,9 @@ def meet_first(place: Place, seconds: float) -> None:
     if place.process:
         return _greet(place, host.strip("[]"), int(port), end, seconds)
     here, waiting = {0}, []
-    with socket.create_server(("", int(port)), family=socket.AF_INET, backlog=max(128, place.processes)) as server:
+    address = listens_on(host.strip("[]"))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, int(port)), family=family, backlog=max(128, place.processes)) as server:
         while len(here) < place.processes and (left := end - time.monotonic()) > 0:
             server.settimeout(left)
             try:
@@ -154,6 +157,26 @@ def meet_first(place: Place, seconds: float) -> None:
             connection.close()
     if missing:
         raise PeerLost(_absent(place, missing, seconds))
+
+
+def listens_on(host: str) -> str:
+    """The address on which process 0 is reached by the coordinator's name: its ports, which ask nobody for a key, are then open in
+    that network alone. Empty = all addresses, where the name leads elsewhere: to something in front of this machine, or, as some
+    /etc/hosts have it, from this machine to loopback."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    for family, *_, (address, *_) in sorted(found, key=lambda row: row[0] != socket.AF_INET):
+        if host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
+            continue
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as s:
+                s.bind((address, 0))
+        except OSError:
+            continue
+        return address
+    return ""
 
 
 def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> None:
@@ -421,8 +444,11 @@ def _join(place: Place, options) -> None:
     if place.coordinator:
         meet_first(place, options.connect_seconds)
         left = max(10, int(options.connect_seconds - (time.monotonic() - begun)))
+        host, _, port = place.coordinator.rpartition(":")
+        address = "" if place.process else listens_on(host.strip("[]"))
+        bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}" if address else None
         jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,
-                                   cluster_detection_method="deactivate", **common)
+                                   cluster_detection_method="deactivate", coordinator_bind_address=bind, **common)
     else:
         jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
 

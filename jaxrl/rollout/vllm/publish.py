@@ -102,7 +102,7 @@ class Publisher:
                     try:
                         self._verify(r, paused)
                         self.router.set_state(r, "ready")
-                    except adapter.ServerError as e:
+                    except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
             replicas = [r for r in left if errors.get(r.index) is not None]
             if not replicas:
