@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -37,14 +38,15 @@ import orbax.checkpoint as ocp
 
 import jaxrl
 from jaxrl.config import ConfigError, RunStopped
+from jaxrl.deadline import leave_with_main_thread, within
 from jaxrl.faults import Faults
 from jaxrl.sharding.distributed import peers
 from jaxrl.sharding.exchange import put
 
 log = logging.getLogger("jaxrl")
 
-FORMAT = 1          # raised when an older jaxrl could not read what a newer one writes
-MAX_FAILURES = 3    # failed saves in a row that end the run
+FORMAT = 1        # raised when an older jaxrl could not read what a newer one writes
+MAX_FAILURES = 3  # failed saves in a row that end the run
 MANIFEST = "manifest.json"
 HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
 LATE_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these after the manifest
@@ -58,6 +60,10 @@ class CheckpointError(ConfigError):
 
 class SavesFail(RunStopped):
     """The disk refused MAX_FAILURES saves in a row, or the last save of a run. What is there stays good."""
+
+
+class DiskHangs(SavesFail):
+    """A save that did not end within checkpoint.timeout_seconds. Its threads still wait for the disk."""
 
 
 class Damaged(Exception):
@@ -102,7 +108,7 @@ class Checkpointer:
         self._failures = 0
         self._told = 0      # of them, those that take_refused() has told
         self._refused = ""  # what the disk said to the newest save that failed
-        self._saving = -1
+        self._saving, self._deadline = -1, 0.0
         self._chosen: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
         self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
         self._peers = peers()
@@ -138,7 +144,7 @@ class Checkpointer:
           arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
           host: JSON-able dict with string keys. Tuples come back as lists.
         Raises:
-          SavesFail: the third failed save in a row. TypeError: a leaf that cannot be saved, by name.
+          SavesFail: the third failed save in a row; DiskHangs: the one before does not end. TypeError: a leaf that cannot be saved, by name.
           Whatever else went wrong in the background since the last call.
         """
         self.wait()
@@ -157,17 +163,19 @@ class Checkpointer:
         if stored:
             items["arrays"] = ocp.args.PyTreeSave(stored)
         self._saving, together = step, True
+        self._deadline = time.monotonic() + (self._options.timeout_seconds or threading.TIMEOUT_MAX / 2)
         try:
-            self._faults.fire("checkpoint", step, "before")
-            manager = self._open()
-            self._require_space_everywhere(step, leaves)
-            together = False
-            manager.save(step, args=ocp.args.Composite(**items), force=True)
+            with within(self._options.timeout_seconds, self._hanging(step)):
+                self._faults.fire("checkpoint", step, "before")
+                manager = self._open()
+                self._require_space_everywhere(step, leaves)
+                together = False
+                manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as e:
             self._failed(step, e, together)
             self.check()
             return False
-        self._thread = threading.Thread(target=self._finish, args=(step,), name="checkpoint")
+        self._thread = threading.Thread(target=self._finish, args=(step,), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._options.asynchronous:
             self.wait()
@@ -190,8 +198,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Blocks until a running save is committed or has failed. Raises as `save` does."""
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(max(0.0, self._deadline - time.monotonic()))
         self.check()
 
     def require(self, step: int) -> None:
@@ -203,21 +210,32 @@ class Checkpointer:
 
     def take_refused(self) -> bool:
         """Whether the disk has refused a save since this was last asked."""
-        refused, self._told = self._failures > self._told, self._failures
-        return refused
+        before, self._told = self._told, self._failures
+        return self._failures > before
 
     def close(self) -> None:
-        """Waits for a running save and frees Orbax's threads. Raises as `save` does."""
-        try:
-            self.wait()
-        finally:
-            self._drop_manager()
+        """Waits for a running save and frees Orbax's threads. Raises as `save` does; one that hangs is left alone."""
+        if not self._hangs():
+            try:
+                self.wait()
+            finally:
+                self._drop_manager()
+
+    def _hangs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and time.monotonic() >= self._deadline
+
+    def _hanging(self, step: int) -> str:
+        return (f"checkpoint of step {step} not written within checkpoint.timeout_seconds={self._options.timeout_seconds:g}: the disk "
+                f"under {self.directory} does not answer; {self._newest()}, and once it does the same command goes on from there")
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did. Costs nothing; call it every step."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+        if self._hangs():
+            leave_with_main_thread()
+            raise DiskHangs(self._hanging(self._saving))
 
     def _open(self) -> ocp.CheckpointManager:
         """Removes what killed saves left behind and returns Orbax's manager."""
@@ -283,11 +301,11 @@ class Checkpointer:
                                           f"{self.directory} and start again: the run resumes from there")
 
     def _newest(self) -> str:
-        return f"the newest one is of step {self.steps()[-1]}" if self.steps() else "there is none yet"
+        return "there is none yet" if self.committed is None else f"the newest one is of step {self.committed}"
 
     def _drop_manager(self) -> None:
         manager, self._manager = self._manager, None
-        if manager is not None:
+        if manager is not None and not self._hangs():
             try:
                 manager.close()
             except Exception as e:
@@ -348,9 +366,8 @@ class Checkpointer:
                 verify(path)
             except Damaged as e:
                 if only:
-                    raise CheckpointError(
-                        f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}; name another one, or the run's "
-                        "folder for its newest whole one") from None
+                    raise CheckpointError(f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}; name another one, or the "
+                                          "run's folder for its newest whole one") from None
                 log.error("CHECKPOINT DAMAGED: %s: %s. Falling back to the previous one.", path, e)
                 continue
             envelope = _envelope(path)

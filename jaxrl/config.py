@@ -402,6 +402,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "every_epochs": O(0.0, f"save every this many epochs; {TRIGGER}"),
         "at_end": O(True, "save after the last step"),
         "keep": O(3, "newest checkpoints kept; -1 = all"),
+        "timeout_seconds": O(1800.0, "longest time for a checkpoint or an export: a disk that hangs ends the run with status 1; 0 = no limit"),
         "asynchronous": O(True, "write in the background"),
         "export_every_steps": O(0, f"HF export every this many steps; {TRIGGER}"),
         "export_every_epochs": O(0.0, f"HF export every this many epochs; {TRIGGER}"),

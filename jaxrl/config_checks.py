@@ -121,6 +121,7 @@ NOT_NEGATIVE = (
     "eval.every_seconds",
     "eval.max_rows",
     "eval.max_new_tokens",
+    "checkpoint.timeout_seconds",
     "checkpoint.every_steps",
     "checkpoint.every_minutes",
     "checkpoint.every_epochs",

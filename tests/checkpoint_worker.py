@@ -3,6 +3,7 @@
     python checkpoint_worker.py train RUN_DIR [FAULT ...]     saves steps 1, 2, ... resuming from the newest
     python checkpoint_worker.py meshes RUN_DIR                saves on 8 devices, restores on fewer
     python checkpoint_worker.py full RUN_DIR limit|tmpfs      saves where the disk refuses
+    python checkpoint_worker.py hangs RUN_DIR FAULT           saves where the disk hangs, and then ends like a script
 """
 
 import logging
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.checkpoint import Checkpointer, CheckpointError
-from jaxrl.config import default_config
+from jaxrl.checkpoint import Checkpointer
+from jaxrl.config import RunStopped, default_config
 from jaxrl.faults import Faults
 
 LAST = 400
@@ -99,7 +100,7 @@ def full(run_dir: str, how: str) -> None:
         try:
             checkpointer.save(step, noise, {})
             checkpointer.wait()
-        except CheckpointError as e:
+        except RunStopped as e:
             print("ended:", e)
         relieve()
         print(step, checkpointer.steps(), sorted(os.listdir(checkpointer.directory)), flush=True)
@@ -110,10 +111,26 @@ def full(run_dir: str, how: str) -> None:
     print("restored", restored.step, restored.host, np.array_equal(restored.arrays["x"], noise["x"]))
 
 
+def hangs(run_dir: str, fault: str) -> None:
+    config = default_config()
+    config.checkpoint.timeout_seconds = 0.0
+    checkpointer = Checkpointer(run_dir, config, Faults([fault]))
+    checkpointer.save(1, state(1), host(1))
+    checkpointer.wait()
+    config.checkpoint.timeout_seconds = 1.0
+    try:
+        checkpointer.save(2, state(2), host(2))
+        checkpointer.wait()
+    except RunStopped as e:
+        print("raised:", e)
+    checkpointer.close()
+    print("closed")
+
+
 def fill(path: Path, leave: int) -> None:
     stat = os.statvfs(path.parent)
     path.write_bytes(b"x" * max(0, stat.f_bavail * stat.f_frsize - leave))
 
 
 if __name__ == "__main__":
-    {"train": train, "meshes": meshes, "full": full}[sys.argv[1]](*sys.argv[2:])
+    {"train": train, "meshes": meshes, "full": full, "hangs": hangs}[sys.argv[1]](*sys.argv[2:])

@@ -399,6 +399,19 @@ def test_before_commit_runs_when_tensors_are_written_and_nothing_is_visible(tmp_
     assert seen == [(["00000001.orbax-checkpoint-tmp"], True)]
 
 
+# ---- disks that hang
+
+@pytest.mark.parametrize("phase", ["tensors", pytest.param("before", marks=pytest.mark.slow)])
+def test_a_disk_that_hangs_ends_the_process_with_a_message(tmp_path, phase):
+    """In the background the caller is told and can close; in the caller's own thread nothing but the end of the process is left."""
+    fault = f"checkpoint.sleep@step=2,phase={phase},seconds=600"
+    done = subprocess.run([sys.executable, WORKER, "hangs", str(tmp_path), fault], capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "checkpoint of step 2 not written within checkpoint.timeout_seconds=" in said
+    assert "the newest one is of step 1" in said and ("closed" in said) == (phase == "tensors")
+    assert check_all(tmp_path) == [1]
+
+
 # ---- full disks
 
 def can_mount(folder: Path) -> bool:

@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxrl import data as data_room
 from jaxrl import training
-from jaxrl.checkpoint import Checkpointer, SavesFail
+from jaxrl.checkpoint import Checkpointer, DiskHangs, SavesFail
 from jaxrl.config import ConfigError, RunStopped, by_recipe, get, redacted, settled
 from jaxrl.config_checks import chosen, derived
+from jaxrl.deadline import within
 from jaxrl.faults import Faults, GracefulStop
 from jaxrl.limits import end, ends
 from jaxrl.models import hf
@@ -41,6 +42,7 @@ from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save
+CLOSING_SECONDS = 60.0  # for closing a run whose disk hangs
 
 
 class NothingFinite(RunStopped):
@@ -163,9 +165,11 @@ class Run:
         self._closers.close()
 
     def __exit__(self, kind, error, trace):
-        if error is not None and self.telemetry is not None and self.config.run.mode == "train":
-            self._keep(error)
-        self._closers.close(error)
+        seconds = CLOSING_SECONDS if isinstance(error, DiskHangs) else 0
+        with within(seconds, f"stopped: {error}"):  # what is still to be written may hang, too
+            if error is not None and self.telemetry is not None and self.config.run.mode == "train":
+                self._keep(error)
+            self._closers.close(error)
 
     def _keep(self, error: BaseException) -> None:
         """What can be kept of a run that ends by an error. Raises nothing: the user is to see the error."""
@@ -508,8 +512,8 @@ class Run:
         self.checkpointer.require(self.step)
 
     def export(self, folder) -> None:
-        c = self.config
-        with self.phase("export"):
+        c, limit = self.config, self.config.checkpoint.timeout_seconds
+        with self.phase("export"), within(limit, f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"):
             hf.export(
                 self.job.model,
                 setup.policy_params(self.state),
