@@ -742,14 +742,54 @@ def _literal(text: str):
         return text
 
 
-_SECRET = re.compile(r"token$|api_?key|secret|password|credential", re.I)
+# Names whose value is a secret, in words joined by "_" (so that hyphens, dots and capitals count as joints); and among them names
+# of harmless things: special tokens, columns and options of data, parts of a mapping.
+_SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credentials?|authorization|bearer|cookies?|api_?key|apikeys?|"
+                     r"keys?_?id|key_material|connection_string|sas|dsn)$|(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
+_HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|boi|eoi|boa|eoa|fim|tool|"
+                       r"prefix|suffix|middle|special|decoder_start|per|max|min|num|last|first|next|new)_token"
+                       r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|text|data|dataset|metric|"
+                       r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition)_key")
+_IN_TEXT = (  # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
+    (re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/?#@]*:[^\s/?#]*@", re.I), r"\1<redacted>@"),
+    (re.compile(r"(https?://)[^\s/?#@]+@", re.I), r"\1<redacted>@"),
+    (re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"']+", re.I), r"\1<redacted>"),
+    (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.I), r"\1<redacted>"),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA)[\w-]{16,}"), "<redacted>"),
+)
+_NAMED = re.compile(r"([\w-]+)(=)([^\s&;,\"']+)")
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value under this name is one to keep to oneself."""
+    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
+    return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
 
 
 def redacted(cfg) -> dict:
-    """The config as plain dicts with the values of secret-looking keys replaced."""
+    """The config as plain dicts without secrets: values under secret-looking names, and what looks like one in any text."""
+
+    def hidden(node):
+        if isinstance(node, dict):
+            return {k: hidden(v) for k, v in node.items()}
+        if isinstance(node, list):
+            return [hidden(v) for v in node]
+        return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
+
+    def clean(text: str) -> str:
+        for pattern, instead in _IN_TEXT:
+            text = pattern.sub(instead, text)
+        return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
+
     def walk(node):
-        return {k: "<redacted>" if isinstance(v, str) and v and _SECRET.search(k) and k != "pad_token" else
-                walk(v) if isinstance(v, dict) else v for k, v in node.items()}
+        if isinstance(node, dict):
+            return {k: hidden(v) if is_secret(str(k)) else walk(v) for k, v in node.items()}
+        if isinstance(node, list):  # of a command line: --api-key, its value
+            flags = [None, *node[:-1]]
+            after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
+            return [hidden(v) if secret else walk(v) for v, secret in zip(node, after, strict=False)]
+        return clean(node) if isinstance(node, str) else node
+
     return walk(json.loads(cfg.to_json_best_effort()))
 
 

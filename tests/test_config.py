@@ -209,11 +209,40 @@ def test_a_users_file_is_executed_once_until_it_is_edited(tmp_path, monkeypatch)
     assert imported("./mine.py:seen")() == [2]
 
 
-def test_secrets_are_redacted():
+SECRET_NAMES = ("wandb_api_key", "api-key", "apiKey", "OPENAI_API_KEY", "x-api-key", "hf_token", "HF_TOKEN", "token", "auth-token",
+                "accessToken", "AWS_ACCESS_KEY_ID", "aws_secret_access_key", "AWS_SESSION_TOKEN", "secret", "client-secret",
+                "secretAccessKey", "Authorization", "Proxy-Authorization", "db_password", "passwd", "passphrase", "ssh_key",
+                "private-key", "signing_key", "credentials", "cookie", "password_of_db")
+HARMLESS_NAMES = ("pad_token", "eos_token", "image_token", "stop_token_ids", "eos_tokens", "max_new_tokens", "tokens_per_microbatch",
+                  "num_key_value_heads", "key", "keys", "prompt_column", "sort_key", "answer_key", "keep_stop", "tokenizer",
+                  "passes", "pass_mark", "bypass", "author", "keyword", "monkey", "secretary", "compass", "tokens")
+SECRET_TEXTS = ("https://me:canary@host/x", "s3://me:a:canary@canary@host/x", "redis://:canary@host:6379/0", "https://canary@github.com/a/b",
+                "proxy is http://u:canary@p:80, mind", "Authorization: Bearer canary", "authorization=canary", "Bearer canary0123456789abcdef",
+                "https://host/x?token=canary&v=1", "--api-key=canary", "password=canary", "hf_canaryABCDEFGHIJKLMNOP", "AKIAcanary0123456789")
+HARMLESS_TEXTS = ("https://host:8000/x", "s3://bucket/a@b", "ssh://git@host/x", "mail me@host: why", "user: a@b", "basic arithmetic problems",
+                  "bearer of news", "pad_token=<pad>", "test=file.jsonl", "key=value", "path/with:colon@at", "x = y", "skip-a-very-long-word-here",
+                  r"\\boxed{token}", "data/api_key_tests.jsonl", "authorization of the board")
+
+
+def test_secrets_are_redacted_and_nothing_else():
+    """Under names, in lists and in texts, however deep; every option of our own stays as it is."""
     c = default_config()
-    c.user.wandb_api_key, c.user.nested = "canary", {"password": "canary", "name": "visible"}
+    for k, name in enumerate(SECRET_NAMES):
+        c.user[f"a{k}"] = {name: "canary", "deep": [{name: ["canary", 7]}, "--" + name, "canary"]}
+    for k, text in enumerate(SECRET_TEXTS):
+        c.user[f"b{k}"] = [text, {"x": text}]
+    for table in ("model.config", "rollout.vllm.env", "rollout.vllm.engine_kwargs"):
+        get(c, table)["hf_token"] = "canary"
     text = json.dumps(redacted(c))
-    assert "canary" not in text and "visible" in text and "5e-06" in text
+    assert "canary" not in text, text[max(0, text.index("canary") - 80):text.index("canary") + 10]
+    c = default_config()
+    c.user.names = {name: "visible" for name in HARMLESS_NAMES}
+    c.user.texts = HARMLESS_TEXTS
+    c.user.wandb_key, c.user.api_key = "", None
+    for name, opt in options().items():
+        if isinstance(opt.default, str) and name != "rollout.vllm.api_key":
+            put(c, name, "visible")
+    assert redacted(c) == json.loads(c.to_json_best_effort())
 
 
 def test_a_mesh_that_does_not_divide_the_devices_names_the_axis_to_lower():
