@@ -494,3 +494,45 @@ def test_rows_that_a_caller_holds_are_read_like_files(plain, tmp_path):
                         (["x"], r"data\[0\]: a row must be a JSON object, not str")):
         with pytest.raises(DataError, match=text):
             load_train(config, tokenizer, EOS, wrong)
+
+
+DEEP = "[" * 5000 + "]" * 5000
+LONG = "7" * 5000
+UNREADABLE = {
+    "half.jsonl": ('{"prompt": "a \\ud83d b", "answer": "1"}', 2, r"half a surrogate pair, '\\ud83d', which no text may hold, behind '\[\"a '"),
+    "answer.jsonl": ('{"prompt": "p", "answer": "\\udc00"}', 2, "half a surrogate pair"),
+    "half.csv": (b'"\xed\xa0\xbd",1', 3, "not UTF-8"),
+    "long.jsonl": (f'{{"prompt": "p", "answer": {LONG}}}', 2, "not JSON: an integer of more than 4300 digits"),
+    "long.json": (f'{{"prompt": "p", "answer": {LONG}}}', 2, "an integer of more than 4300 digits"),
+    "deep.jsonl": ('{"prompt": "p", "answer": %s}' % ("[" * 200 + "]" * 200), 2, "nested deeper than 100 levels"),
+    "deeper.jsonl": ('{"prompt": "p", "answer": %s}' % ("[" * 200_000 + "]" * 200_000), 2, "not JSON: nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_rows_that_no_one_could_tokenise_or_write_are_named_by_line_and_skipped(plain, tmp_path, name):
+    """In training and in evaluation data."""
+    row, line, text = UNREADABLE[name]
+    good, path = '{"prompt": "%s", "answer": "1"}', tmp_path / name
+    if name.endswith("csv"):
+        path.write_bytes(b"prompt,answer\nx,1\n" + row + b"\ny,1\n")
+    else:
+        lines = [good % "x", row, good % "y"]
+        path.write_text("[" + ",\n".join(lines) + "]" if name.endswith("json") else "\n".join(lines))
+    with pytest.raises(DataError, match=rf"{name}:{line}: {text}"):
+        train(plain, path)
+    assert [e.prompt for e in train(plain, path, data__bad_rows="skip")] == ["x", "y"]
+    config = make_config(plain, eval__sets=(f"test={path}",))
+    with pytest.raises(DataError, match=f"{name}:{line}: {text}"):
+        load_eval_sets(config, load_tokenizer(config))
+
+
+@pytest.mark.parametrize("name, content, text", [
+    ("a.csv", bytes(range(256)) * 4, "a.csv:1: not UTF-8; is it a text file"),
+    ("a.json", ("[" + DEEP * 40 + "]").encode(), r"a.json:1: (not JSON: nested too deeply|a row must be a JSON object)"),
+    ("a.json", f'{{"prompt": "p", "answer": {LONG}}}'.encode(), "a.json:1: cannot be read: an integer of more than 4300 digits"),
+])
+def test_files_that_are_something_else_say_so(plain, tmp_path, name, content, text):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        train(plain, tmp_path / name)

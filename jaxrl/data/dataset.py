@@ -17,6 +17,7 @@ from jaxrl.data.tokenizer import PromptError, Template, check_messages
 
 log = logging.getLogger(__name__)
 RESERVED = ("prompt", "completion", "prompts", "completions", "token_ids", "finish", "group", "sample", "user")
+MOST_NESTED = 100  # levels of lists and tables in a row
 CHUNK = 1024  # rows tokenised in one call
 
 
@@ -315,7 +316,11 @@ def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tu
     """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share is met."""
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
-        groups.setdefault(json.dumps(tables.row(i).get(prompt_column), sort_keys=True), []).append(i)
+        try:
+            key = json.dumps(tables.row(i).get(prompt_column), sort_keys=True)
+        except (RecursionError, ValueError):  # a bad row, as will be said when it is read
+            key = f"row {i}"
+        groups.setdefault(key, []).append(i)
     keys, wanted, taken = list(groups), round(fraction * len(tables)), set()
     if not 0 < wanted < len(tables) or len(keys) < 2:
         raise ConfigError(f"data.eval_fraction={fraction} of {len(tables)} rows ({len(keys)} different prompts) leaves "
@@ -346,6 +351,30 @@ def _load(name, config, tokenizer, eos_id, tables, rows, targets, bad) -> Datase
     return ds
 
 
+def _content(row: _Row) -> bytes:
+    """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down later."""
+    try:
+        said = [row.prompt, row.completion, row.answer, row.columns]
+        if _depth(said) > MOST_NESTED:
+            raise RecursionError
+        return json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise PromptError(f"half a surrogate pair, {e.object[e.start]!r}, which no text may hold, behind "
+                          f"{e.object[max(0, e.start - 20):e.start]!r}") from None
+    except RecursionError:
+        raise PromptError(f"nested deeper than {MOST_NESTED} levels") from None
+    except ValueError as e:
+        raise PromptError(f"a value that cannot be written down: {e}") from None
+
+
+def _depth(value) -> int:
+    """Levels of lists and tables in a value."""
+    level, deep = [value], 0
+    while level := [part for v in level for part in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]:
+        deep += 1
+    return deep
+
+
 class _Limits(NamedTuple):
     prompt: int
     target: int
@@ -359,10 +388,10 @@ def _chunk(ds: Dataset, limits: _Limits, numbers: list[int], eos_id) -> list:
     for i in numbers:
         try:
             row = ds._reader(ds._tables.row(i))
-            ds._content.update(json.dumps([row.prompt, row.completion, row.answer, row.columns], sort_keys=True).encode())
+            ds._content.update(_content(row))
             read_rows.append((i, row))
-        except PromptError as e:
-            ds.bad.add(ds._tables.where(i), str(e))
+        except (PromptError, RecursionError) as e:
+            ds.bad.add(ds._tables.where(i), str(e) if isinstance(e, PromptError) else "nested too deeply")
     template = ds._reader.template
     prompts = template.encode_prompts([row.text for _, row in read_rows])
     with_target = [row.completion for _, row in read_rows if row.completion is not None]

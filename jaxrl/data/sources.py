@@ -214,10 +214,17 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
         except TypeError:
             raise DataError(f"{field} is a {type(rows).__name__}: expected rows, a list of dicts or a datasets.Dataset") from None
         values = itertools.islice(values, limit or None)
-        parts = [_objects(((_plain(row) if isinstance(row, dict) else row, where) for row, where in values), bad, sys.maxsize)]
+        parts = [_objects(((_held(row), where) for row, where in values), bad, sys.maxsize)]
     if not len(parts[0]):
         raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)
+
+
+def _held(row):
+    try:
+        return _plain(row) if isinstance(row, dict) else row
+    except RecursionError as e:
+        return _Unreadable(_reason(e))
 
 
 def check_path(path: str, field: str) -> None:
@@ -285,8 +292,8 @@ def _read_jsonl(f, shown: str, bad: BadRows, limit: int) -> Table:
         where = f"{shown}:{number}"
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-            bad.add(where, f"not JSON: {e}")
+        except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, text that is no JSON, a number without end
+            bad.add(where, f"not JSON: {_reason(e)}")
             continue
         if not isinstance(row, dict):
             bad.add(where, f"a row must be a JSON object, not {type(row).__name__}")
@@ -309,6 +316,10 @@ def _read_json(f, shown: str, bad: BadRows, limit: int) -> Table:
             whole = json.loads(text)
         except json.JSONDecodeError:
             return _read_jsonl(io.BytesIO(data), shown, bad, limit)
+        except (ValueError, RecursionError) as e:
+            if re.search(r"\n\s*\{", text[text.index("}"):] if "}" in text else ""):
+                return _read_jsonl(io.BytesIO(data), shown, bad, limit)
+            raise DataError(f"{shown}:1: cannot be read: {_reason(e)}") from None
         lists = [k for k, v in whole.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
         rows, name = (whole[lists[0]], f":{lists[0]}") if len(lists) == 1 else ([whole], "")
         return _objects(((row, f"{shown}{name}[{i}]") for i, row in enumerate(rows)), bad, limit)
@@ -329,7 +340,22 @@ def _json_list(text: str, at: int, shown: str):
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as e:
             raise DataError(f"{shown}:{e.lineno}: not JSON: {e.msg}; nothing after it can be read") from None
+        except RecursionError as e:
+            raise DataError(f"{shown}:{line}: not JSON: {_reason(e)}; nothing after it can be read") from None
+        except ValueError as e:  # a number without end: read over it, so that the rows after it can be had
+            _, at = json.JSONDecoder(parse_int=str).raw_decode(text, at)
+            value = _Unreadable(_reason(e))
         yield value, f"{shown}:{line}"
+
+
+class _Unreadable(str):
+    """In a row's place: what is wrong with it."""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"an integer of more than {sys.get_int_max_str_digits()} digits" if "integer string conversion" in str(error) else str(error)
 
 
 def _objects(values, bad: BadRows, limit: int) -> Table:
@@ -340,6 +366,8 @@ def _objects(values, bad: BadRows, limit: int) -> Table:
         if isinstance(value, dict):
             rows.append(value)
             wheres.append(where)
+        elif isinstance(value, _Unreadable):
+            bad.add(where, str(value))
         else:
             bad.add(where, f"a row must be a JSON object, not {type(value).__name__}")
     return Table(rows, wheres)
@@ -347,8 +375,14 @@ def _objects(values, bad: BadRows, limit: int) -> Table:
 
 def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
     csv.field_size_limit(2**31 - 1)
-    reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", newline=""), strict=True)
-    header = reader.fieldnames or []  # reads the first line
+    # What is not UTF-8 becomes surrogates, so that reading can go on behind it.
+    reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline=""), strict=True)
+    try:
+        header = reader.fieldnames or []  # reads the first line
+    except csv.Error as e:
+        raise DataError(f"{shown}:1: not CSV: {e}") from None
+    if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in "".join(header)):
+        raise DataError(f"{shown}:1: not UTF-8; is it a text file?")
     rows, wheres = [], []
     while len(rows) < limit:
         where = f"{shown}:{reader.line_num + 1}"
@@ -357,16 +391,19 @@ def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
         except csv.Error as e:
             bad.add(where, f"not CSV: {e}")
             continue
-        except UnicodeDecodeError as e:
-            raise DataError(f"{where}: not UTF-8: {e}") from None
         if row is None:
             break
         if None in row or None in row.values():
             found = len(header) + len(row.get(None, ())) - list(row.values()).count(None)
             bad.add(where, f"{found} fields, but the header has {len(header)}")
             continue
+        text = "".join(row.values())
+        where = where if "\n" in text else f"{shown}:{reader.line_num}"
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            bad.add(where, "not UTF-8")
+            continue
         rows.append(row)
-        wheres.append(f"{shown}:{reader.line_num}" if "\n" not in "".join(row.values()) else where)
+        wheres.append(where)
     return Table(rows, wheres)
 
 

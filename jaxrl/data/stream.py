@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import numpy as np
 
 from jaxrl.config import ConfigError
+from jaxrl.config_checks import longest_sequence
 from jaxrl.data.dataset import Dataset, Example, data_seed
+
+log = logging.getLogger("jaxrl")
+MOST_PASSES = 10  # over the data in one step
 
 
 class Stream:
@@ -42,7 +47,16 @@ class Stream:
 
     @classmethod
     def from_config(cls, config, dataset: Dataset) -> Stream:
-        d = config.data
+        d, rows = config.data, len(dataset)
+        answers = config.rollout.group_size if config.run.recipe == "rl" else 1
+        if d.prompts_per_step > rows:
+            each = d.prompts_per_step / rows
+            sum_ = (f"data.prompts_per_step={d.prompts_per_step} is {each:,.4g} times the {rows} rows of the data: every prompt would come "
+                    f"{each:,.4g} times in one step of {d.prompts_per_step * answers:,} sequences with up to "
+                    f"{d.prompts_per_step * answers * longest_sequence(config):,} tokens, all of which a process holds at once")
+            if each > MOST_PASSES:
+                raise ConfigError(f"{sum_}; at most {MOST_PASSES} passes over the data fit a step: lower it")
+            log.warning("%s; lower it to have each prompt once", sum_)
         return cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
                    d.prefetch)
 
