@@ -311,6 +311,18 @@ def test_tokenizer_errors(plain, options, text):
         load_tokenizer(make_config(plain, **options))
 
 
+@pytest.mark.parametrize("field", ["tokenizer", "path"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_read(tmp_path, field, file):
+    """transformers makes a tokenizer of one token of such a folder."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / file).write_text('{"model_type": "qwen2"}')
+    config = make_config(tmp_path if field == "tokenizer" else "")
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.{field}='.*' holds no tokenizer: name a folder .* in model.tokenizer"):
+        load_tokenizer(config)
+
+
 @pytest.mark.torch
 def test_a_tokenizer_of_no_model_is_the_same_without_torch(plain, tmp_path):
     """The class that AutoTokenizer takes, and it is asked where a model's config or code of its own might decide. Neither it nor

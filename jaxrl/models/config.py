@@ -47,6 +47,16 @@ class ModelConfig:
     max_positions: int      # context window of the checkpoint
     init_std: float
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence the model is made for: its window, stretched as its rotary scaling says (and as vLLM counts
+        it). Gemma 3's and Llama 3's windows are given as stretched."""
+        stretched = [0.0]
+        for rope in {layer.rope for layer in self.layers} if self.family != "gemma3_text" else ():
+            if rope.kind in ("linear", "yarn"):
+                stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
+        return max(self.max_positions, int(max(stretched)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
