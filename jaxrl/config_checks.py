@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
 from jaxrl.limits import ends
+from jaxrl.names_elsewhere import not_yet
 from jaxrl.rollout.select import chosen_engine, server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
@@ -34,7 +35,8 @@ def _types(cfg):
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
         if opt.choices and value not in opt.choices:
-            out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}")
+            missing = f"; {not_yet(str(value))}" if not_yet(str(value)) else ""
+            out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}{missing}")
         if isinstance(opt.default, tuple):
             out += _elements(name, value)
         if isinstance(value, float) and not math.isfinite(value):

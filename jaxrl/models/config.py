@@ -7,6 +7,7 @@ import math
 
 from jaxrl.config import ConfigError
 from jaxrl.models.rope import KINDS, Rope
+from jaxrl.names_elsewhere import not_yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,8 @@ def family_of(hf_config: dict) -> Family:
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
         hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
-        raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}")
+        missing = f"; {not_yet(str(kind))}" if not_yet(str(kind)) else ""
+        raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}{missing}")
     family = FAMILIES[kind]
     names = hf_config.get("architectures") or [family.architecture]
     if family.architecture not in names:
