@@ -238,6 +238,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
                          " stop if it fails on both"),
         "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed"),
+        "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit"),
+        "recycle": O(20_000, "a worker that has done this many calls is replaced when it has nothing to do; 0 = never"),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's answers has a failed reward"),
         "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),

@@ -89,6 +89,8 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "run.stop_seconds",
+    "reward.memory_gb",
+    "reward.recycle",
     "launch.wait_seconds",
     "algorithm.aggregation_constant",
     "algorithm.entropy_rate",
