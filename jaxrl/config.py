@@ -146,7 +146,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "shuffle": O(True, "global shuffle, anew in each epoch"),
         "seed": O(None, "seed of the shuffle; None = run.seed", int),
         "max_rows": O(0, "use only the first rows; 0 = all"),
-        "eval_fraction": O(0.0, "share of the rows carved out (by seed) as eval set 'heldout'"),
+        "eval_fraction": O(0.0, "rows carved out (by seed, equal prompts together) as eval set 'heldout': a share below 1, or a number of rows"),
         "bad_rows": O("error", "a row that cannot be read: stop with file and line, or count and skip",
                       choices=("error", "skip")),
         "workers": O(0, "threads that prepare rows ahead"),

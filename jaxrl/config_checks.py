@@ -147,7 +147,6 @@ NOT_NEGATIVE = (
     "optimizer.eps",
 )
 FRACTIONS = (
-    "data.eval_fraction",
     "reward.max_failed_fraction",
     "optimizer.warmup_fraction",
     "optimizer.warmup_start",
@@ -269,6 +268,9 @@ def _data(cfg):
         out.append(f"run.mode=parity with run.recipe={cfg.run.recipe}: it compares a sampler with the trainer; set run.recipe=rl")
     if cfg.run.mode not in ("eval", "plan") and not cfg.data.path:
         out.append("data.path is empty: name at least one file, folder or hub id")
+    share = cfg.data.eval_fraction
+    if share < 0 or (share > 1 and share != int(share)):
+        out.append(f"data.eval_fraction={share}: must be a share in 0..1, or a whole number of rows")
     if cfg.run.mode == "eval" and not cfg.eval.sets and not cfg.data.eval_fraction:
         out.append("run.mode=eval needs eval.sets ('name=path') or data.eval_fraction")
     if cfg.data.answer_pattern:

@@ -194,7 +194,7 @@ BAD = [
     ("optimizer.b2", 1.0, "[0, 1)"),
     ("optimizer.lr", 0.0, "must be above 0"),
     ("data.answer_pattern", "####", "needs a group"),
-    ("data.eval_fraction", 1.5, "0..1"),
+    ("data.eval_fraction", 1.5, "must be a share in 0..1, or a whole number of rows"),
     ("eval.sets", ("test.jsonl",), "expected 'name=path', for example 'test=test.jsonl'"),
     ("eval.sets", ("a=x", "a=y"), "used twice"),
     ("eval.samples", 8, "set a temperature"),

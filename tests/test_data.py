@@ -475,7 +475,11 @@ def test_carved_out_rows_are_disjoint_by_prompt(plain, tmp_path):
     assert load_eval_sets(config, tokenizer, train=ds)["heldout"] is ds.heldout
     config.data.seed = 1
     assert carve()[2] != held
-    for fraction in (0.001, 0.999, 1.0):
+    config.data.eval_fraction = 1.0
+    assert len(carve()[2]) in (1, 2)  # one row, with its twin where it has one
+    config.data.eval_fraction = 30
+    assert 30 <= len(carve()[2]) <= 31 and len(carve()[1]) == 80 - len(carve()[2])
+    for fraction in (0.001, 0.999, 80):
         config.data.eval_fraction = fraction
         with pytest.raises(ConfigError, match="data.eval_fraction"):
             carve()
