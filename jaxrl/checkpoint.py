@@ -205,7 +205,7 @@ class Checkpointer:
         """Returns once the checkpoint of `step` is committed. Raises SavesFail where it is not, or as `save` does."""
         self.wait()
         if not self._peers.decide(f"checkpoint {step}: is it committed?", lambda: self.committed == step):
-            raise SavesFail(f"checkpoint of step {step} not written ({self._refused or 'it was never begun'}); {self._newest()}. Free "
+            raise SavesFail(f"checkpoint of step {step} not written ({self._refused or 'it was never begun'}); {self.newest()}. Free "
                             f"space in {self.directory} and start again: the run goes on from there")
 
     def take_refused(self) -> bool:
@@ -226,7 +226,7 @@ class Checkpointer:
 
     def _hanging(self, step: int) -> str:
         return (f"checkpoint of step {step} not written within checkpoint.timeout_seconds={self._options.timeout_seconds:g}: the disk "
-                f"under {self.directory} does not answer; {self._newest()}, and once it does the same command goes on from there")
+                f"under {self.directory} does not answer; {self.newest()}, and once it does the same command goes on from there")
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did. Costs nothing; call it every step."""
@@ -293,14 +293,14 @@ class Checkpointer:
             return
         self._failures += 1
         self._refused = reason
-        text = f"checkpoint of step {step} not written ({reason}); {self._newest()}"
+        text = f"checkpoint of step {step} not written ({reason}); {self.newest()}"
         if self._failures < MAX_FAILURES:
             log.error("%s; training goes on, failure %d of %d", text, self._failures, MAX_FAILURES)
         else:
             self._error = SavesFail(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
                                           f"{self.directory} and start again: the run resumes from there")
 
-    def _newest(self) -> str:
+    def newest(self) -> str:
         return "there is none yet" if self.committed is None else f"the newest one is of step {self.committed}"
 
     def _drop_manager(self) -> None:

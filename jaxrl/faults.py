@@ -11,6 +11,7 @@ Every entry acts once in the process that reaches its point. An empty plan costs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -18,7 +19,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxrl.config import ConfigError
@@ -143,42 +144,87 @@ def _act(fault: Fault) -> None:
         time.sleep(fault.seconds)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal that came before there was anything to save."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 class GracefulStop:
-    """While active, SIGTERM, SIGINT and SIGUSR1 only set a flag; the run saves and leaves at its next look.
+    """While active, SIGTERM, SIGINT, SIGUSR1 and SIGHUP only set a flag; the run saves and leaves at its next look.
 
         with GracefulStop() as stop:
             ... if stop.requested: break
 
-    A second Ctrl-C ends the process at once, even inside compiled code (the system's default action is restored
-    after the first). Repeated SIGTERM and SIGUSR1 change nothing: schedulers send them more than once. Outside the
-    main thread Python forbids handlers; then only `request()` sets the flag. The old handlers come back at exit.
+    A second Ctrl-C ends the process at once, even inside compiled code, with status 130 and a last line that ends in `newest()`.
+    Repeated other signals change nothing: schedulers send them more than once. SIGHUP stays ignored under nohup.
+
+    While `starting` is True there is nothing to save: a signal raises Interrupted, and ends the process (128 + its number) where
+    the main thread does not come out of compiled code within LEAVE_SECONDS.
+
+    Outside the main thread Python forbids handlers; then only `request()` sets the flag. The old handlers come back at exit.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    LEAVE_SECONDS = 2.0
 
-    def __init__(self):
-        self.reason = ""
+    def __init__(self, starting: bool = False, newest: Callable[[], str] = lambda: "no checkpoint was written"):
+        self.reason, self.starting, self.newest = "", starting, newest
         self._old: dict[int, object] = {}
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            self._old = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
+            read, self._pipe = os.pipe()
+            os.set_blocking(self._pipe, False)
+            threading.Thread(target=self._watch, args=(read,), name="signals", daemon=True).start()
+            self._old_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+            there = [s for s in self.SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+            self._old = {s: signal.signal(s, self._handle) for s in there}
         return self
 
     def __exit__(self, *exc) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self._old:
+            for number, handler in self._old.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            signal.set_wakeup_fd(self._old_pipe)
+            os.close(self._pipe)
         self._old = {}
 
     def _handle(self, number, frame) -> None:
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # os.write, not print or logging: a handler may interrupt either of them while it holds its lock.
-        note = f"\njaxrl: {signal.Signals(number).name}: saving, then leaving"
-        note += " (Ctrl-C again leaves at once)\n" if number == signal.SIGINT else "\n"
-        if not self.requested:
-            os.write(2, note.encode())
-        self.request(signal.Signals(number).name)
+        """Runs in the main thread, when that is not inside compiled code."""
+        name = signal.Signals(number).name
+        first, self.reason = not self.reason, self.reason or name
+        if self.starting and first:
+            raise Interrupted(number)
+        if first:
+            _say(f"{name}: saving, then leaving" + " (Ctrl-C again leaves at once)" * (number == signal.SIGINT))
+
+    def _watch(self, pipe: int) -> None:
+        """A thread of its own: Python's handlers wait for compiled code to return, the bytes in this pipe do not."""
+        interrupts = 0
+        while numbers := os.read(pipe, 64):
+            for number in numbers:
+                interrupts += number == signal.SIGINT
+                if number == signal.SIGINT and interrupts > 1:
+                    _leave("Ctrl-C again: left at once", self.newest(), number)
+                if number in self._old and self.starting and not self.reason:
+                    timer = threading.Timer(self.LEAVE_SECONDS, self._left, (number,))
+                    timer.daemon = True
+                    timer.start()
+        os.close(pipe)
+
+    def _left(self, number: int) -> None:
+        if not self.reason:
+            _leave(f"{signal.Signals(number).name} while the run starts: left at once", self.newest(), number)
+
+    def started(self) -> None:
+        """From now on there is something to save. Raises Interrupted where a signal came before, and its exception got lost (Python drops
+        those that are raised in callbacks of its garbage collector)."""
+        self.starting = False
+        if self.requested:
+            raise Interrupted(signal.Signals[self.reason])
 
     def request(self, reason: str) -> None:
         """Sets the flag, as a signal would. The first reason is kept."""
@@ -197,3 +243,14 @@ class GracefulStop:
         while not self.requested and (left := end - time.monotonic()) > 0:
             time.sleep(min(0.1, left))
         return self.requested
+
+
+def _say(text: str) -> None:
+    """os.write, not print or logging: a handler may interrupt either of them while it holds its lock. After SIGHUP the terminal is gone."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\njaxrl: {text}\n".encode())
+
+
+def _leave(what: str, newest: str, number: int) -> None:
+    _say(f"{what}; {newest}")
+    os._exit(128 + number)

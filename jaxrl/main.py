@@ -1,8 +1,8 @@
 """Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5 (or `jaxrl --config=...`)
 
 Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
-or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 130 Ctrl-C before the run
-could save, or a second Ctrl-C.
+or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 128 + n for signal n while the
+run starts (Ctrl-C 130, SIGTERM 143), 130 for a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
+from jaxrl.faults import GracefulStop
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 USAGE = """usage: python -m jaxrl.main (or: jaxrl) --config=FILE[:ARG] [--config.group.option=value ...]
@@ -33,19 +34,20 @@ def main(argv: list[str] | None = None) -> int:
         spec, overrides = parse_flags(argv)
         if spec is None:
             raise ConfigError("--config=FILE is missing\n" + USAGE)
-        config = load_config(spec, overrides)
-        from jaxrl.recipes import train  # imports jax: only after the config could be read
+        with GracefulStop(starting=True):
+            config = load_config(spec, overrides)
+            from jaxrl.recipes import train  # imports jax: only after the config could be read
 
-        train(config)
+            train(config)
     except (RunStopped, TimeoutError) as e:
         complain(f"stopped: {e}")
         return 1
     except ConfigError as e:
         complain(e)
         return 2
-    except KeyboardInterrupt:
-        complain("interrupted; checkpoints that were complete stay so, the same command goes on from the newest")
-        return 130
+    except KeyboardInterrupt as e:
+        complain(f"{e or 'interrupted'}: left before there was anything to save; the same command goes on from the newest checkpoint")
+        return 128 + getattr(e, "number", 2)
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, parse_plan
+from jaxrl.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, Interrupted, parse_plan
 
 
 def test_an_entry_is_read_with_its_defaults():
@@ -102,7 +102,7 @@ print("left", flush=True)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_sets_the_flag_and_the_run_leaves_by_itself(name):
     process = run(WAITER.format(after="pass"))
     assert process.stdout.readline() == "ready\n"
@@ -124,8 +124,46 @@ def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
     time.sleep(0.1)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Ctrl-C again: left at once; no checkpoint was written" in err
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(600)", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)"],
+                         ids=["interpreted", "compiled"])
+def test_a_signal_while_a_run_starts_ends_it_at_once(code):
+    process = run(f"""
+import sys
+from jaxrl.faults import GracefulStop, Interrupted
+try:
+    with GracefulStop(starting=True):
+        print("ready", flush=True)
+        {code}
+except Interrupted as e:
+    print(e, "raised", file=sys.stderr)
+    sys.exit(128 + e.number)
+""")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert ("SIGTERM raised" if "sleep" in code else "SIGTERM while the run starts: left at once") in err
+
+
+def test_a_signal_that_was_lost_while_a_run_started_counts_when_it_has():
+    with GracefulStop(starting=True) as stop:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stop.wait(5)
+        except Interrupted:
+            pass  # as in a callback of the garbage collector
+        with pytest.raises(Interrupted):
+            stop.started()
+
+
+def test_nohup_stays_nohup():
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WAITER.format(after="pass")
+    process = run(code.replace("stop.wait(60)", "os.kill(os.getpid(), signal.SIGHUP); print(stop.wait(0.3))").replace("import sys", "import os, sys"))
+    assert process.communicate(timeout=60)[0].split() == ["ready", "False", "left"]
 
 
 def test_the_old_handlers_come_back_and_other_threads_work_without_them():

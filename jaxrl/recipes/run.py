@@ -70,7 +70,7 @@ class Run:
         self.eval_before = self.last_eval = None
         self.started = time.monotonic()
         self.compilations = Compilations()
-        self.stop = GracefulStop()
+        self.stop = GracefulStop(starting=True)
         self.peers = peers()
         self.faults = Faults(config.faults.plan, self.peers.index)
         self._stop_agreed = self._error_agreed = False
@@ -124,6 +124,7 @@ class Run:
         inputs = setup.read_inputs(c, self.given.tokenizer)
         # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
         self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
+        self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; the same command goes on"
         chosen = self.checkpointer.choose(c.run.resume)  # process 0 looks, the others take the same
         self._held = None if chosen is None else chosen.host.get("parts", {})
         if chosen is None:
@@ -245,6 +246,7 @@ class Run:
             self.telemetry.summary({"finished": False, "error": None})
         self._starting.__exit__(None, None, None)
         self.phases.take()  # start-up is not part of the first step
+        self.stop.started()
 
     def held(self, name: str) -> dict | None:
         """What the checkpoint that is resumed holds of a part (its `host`); known before the part starts."""
