@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
+from jaxrl.names_elsewhere import ELSEWHERE, not_yet
+
 
 def imported(path: str):
     """What an import path names: package.module:name, or ./file.py:name. Raises whatever the import raises.
@@ -144,7 +146,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "shuffle": O(True, "global shuffle, anew in each epoch"),
         "seed": O(None, "seed of the shuffle; None = run.seed", int),
         "max_rows": O(0, "use only the first rows; 0 = all"),
-        "eval_fraction": O(0.0, "share of the rows carved out (by seed) as eval set 'heldout'"),
+        "eval_fraction": O(0.0, "rows carved out (by seed, equal prompts together) as eval set 'heldout': a share below 1, or a number of rows"),
         "bad_rows": O("error", "a row that cannot be read: stop with file and line, or count and skip",
                       choices=("error", "skip")),
         "workers": O(0, "threads that prepare rows ahead"),
@@ -236,6 +238,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
                          " stop if it fails on both"),
         "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed"),
+        "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit"),
+        "recycle": O(20_000, "a worker that has done this many calls is replaced when it has nothing to do; 0 = never"),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's answers has a failed reward"),
         "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
@@ -561,24 +565,15 @@ def _coerce(name: str, value, opt: Option):
     return value
 
 
-# What other libraries call these options; only for the hint after a name that does not exist.
-ELSEWHERE = {
-    "learning_rate": "optimizer.lr", "max_steps": "train.steps", "batch_size": "data.prompts_per_step",
-    "train_batch_size": "data.prompts_per_step", "num_generations": "rollout.group_size",
-    "n_samples_per_prompt": "rollout.group_size", "max_completion_length": "rollout.max_new_tokens",
-    "max_tokens": "rollout.max_new_tokens", "beta": "algorithm.kl.coef", "kl_coef": "algorithm.kl.coef",
-    "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
-}
-
-
 def unknown_option(dotted: str) -> str:
     """The message for an option that does not exist: nearest names by whole path and by leaf."""
     names = list(options())
     leaf = dotted.rsplit(".", 1)[-1]
+    if missing := not_yet(dotted):
+        return f"config has no option {dotted!r}: {missing}"
     near = sorted((n for n in names if n.rsplit(".", 1)[-1] == leaf),
                   key=lambda n: -difflib.SequenceMatcher(None, n, dotted).ratio())
-    near += [ELSEWHERE[leaf]] if leaf in ELSEWHERE else []
-    near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
+    near = [ELSEWHERE[n] for n in (leaf,) if n in ELSEWHERE] + near + difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
     leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
     near += [n for n in names if n.rsplit(".", 1)[-1] in leaves or sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]
     near = list(dict.fromkeys(near))[:3]
@@ -595,7 +590,8 @@ def find_config(spec: str) -> tuple[Path, str | None]:
         if path.is_file():
             return path, arg or None
     shipped = sorted(p.stem for d in (here / "configs", here.parent / "configs") if d.is_dir() for p in d.glob("*.py"))
-    raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped)}")
+    hint = f"; {name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else f"; {not_yet(name)}" if not_yet(name) else ""
+    raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped)}{hint}")
 
 
 def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:

@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
 from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
 from jaxrl.limits import ends
+from jaxrl.names_elsewhere import not_yet
 from jaxrl.rollout.select import chosen_engine, server_folder
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
@@ -34,7 +35,8 @@ def _types(cfg):
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
         if opt.choices and value not in opt.choices:
-            out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}")
+            missing = f"; {not_yet(str(value))}" if not_yet(str(value)) else ""
+            out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}{missing}")
         if isinstance(opt.default, tuple):
             out += _elements(name, value)
         if isinstance(value, float) and not math.isfinite(value):
@@ -87,6 +89,8 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "run.stop_seconds",
+    "reward.memory_gb",
+    "reward.recycle",
     "launch.wait_seconds",
     "algorithm.aggregation_constant",
     "algorithm.entropy_rate",
@@ -143,7 +147,6 @@ NOT_NEGATIVE = (
     "optimizer.eps",
 )
 FRACTIONS = (
-    "data.eval_fraction",
     "reward.max_failed_fraction",
     "optimizer.warmup_fraction",
     "optimizer.warmup_start",
@@ -265,6 +268,9 @@ def _data(cfg):
         out.append(f"run.mode=parity with run.recipe={cfg.run.recipe}: it compares a sampler with the trainer; set run.recipe=rl")
     if cfg.run.mode not in ("eval", "plan") and not cfg.data.path:
         out.append("data.path is empty: name at least one file, folder or hub id")
+    share = cfg.data.eval_fraction
+    if share < 0 or (share > 1 and share != int(share)):
+        out.append(f"data.eval_fraction={share}: must be a share in 0..1, or a whole number of rows")
     if cfg.run.mode == "eval" and not cfg.eval.sets and not cfg.data.eval_fraction:
         out.append("run.mode=eval needs eval.sets ('name=path') or data.eval_fraction")
     if cfg.data.answer_pattern:

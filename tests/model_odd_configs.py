@@ -23,7 +23,7 @@ BASE = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}  # both ends of its ramp within the head
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 THETA = {"rope_theta": 300.0}
 

@@ -1,13 +1,13 @@
 """Schema, flags, files, checks: what a person types, and what they are told."""
 
 import json
+import re
 import textwrap
 
 import pytest
 
 from jaxrl import config_checks
 from jaxrl.config import (
-    ELSEWHERE,
     ConfigError,
     default_config,
     find_config,
@@ -21,6 +21,8 @@ from jaxrl.config import (
     redacted,
 )
 from jaxrl.main import main
+from jaxrl.models.config import family_of
+from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet
 from jaxrl.sharding.mesh import mesh_shape
 from jaxrl.telemetry import METRICS
 
@@ -89,6 +91,38 @@ def test_flags_are_read_by_type():
 def test_bad_flags_name_the_right_one(flag, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         parse_flags([flag])
+
+
+@pytest.mark.parametrize("name, missing, instead", [
+    ("lora.rank", "LoRA", "model.trainable"), ("model.use_peft", "LoRA", "model.trainable"), ("lora_rank", "LoRA", "model.trainable"),
+    ("rollout.tools", "tools and environments", "reward function"), ("env.max_turns", "tools and environments", "reward function"),
+    ("preference.beta", "DPO", "run.recipe=sft"), ("algorithm.dpo_beta", "DPO", "run.recipe=sft"),
+    ("distill.teacher", "distillation", "run.recipe=sft"), ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
+    ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "only text", ""),
+])
+def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
+    with pytest.raises(ConfigError) as e:
+        parse_flags([f"--config.{name}=1"])
+    assert missing in str(e.value) and instead in str(e.value) and "did you mean" not in str(e.value)
+
+
+@pytest.mark.parametrize("job, said", [
+    (lambda: load_config("dpo"), "preferences"), (lambda: load_config("reward_model"), "reward model"),
+    (lambda: load_config("dapo"), "algorithm.preset=dapo"),
+    (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "preferences"),
+    (lambda: config_checks.check(load_config("grpo", {"run.recipe": "distill"})), "distillation"),
+    (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "preferences"),
+    (lambda: family_of({"model_type": "qwen3_moe"}), "experts"),
+])
+def test_jobs_presets_and_models_that_are_not_there_say_so(job, said):
+    with pytest.raises(ConfigError, match=said):
+        job()
+
+
+def test_no_option_is_called_like_what_is_missing():
+    for name in options():
+        assert not_yet(name) is None or name.endswith(".env"), name
+    assert {o for _, text in NOT_YET for o in re.findall(r"(?:run|train|model|mesh|rollout|reward)\.[a-z_.]*[a-z]", text)} <= set(options())
 
 
 def test_hints_from_other_libraries_name_options_and_hide_none():
@@ -160,7 +194,7 @@ BAD = [
     ("optimizer.b2", 1.0, "[0, 1)"),
     ("optimizer.lr", 0.0, "must be above 0"),
     ("data.answer_pattern", "####", "needs a group"),
-    ("data.eval_fraction", 1.5, "0..1"),
+    ("data.eval_fraction", 1.5, "must be a share in 0..1, or a whole number of rows"),
     ("eval.sets", ("test.jsonl",), "expected 'name=path', for example 'test=test.jsonl'"),
     ("eval.sets", ("a=x", "a=y"), "used twice"),
     ("eval.samples", 8, "set a temperature"),

@@ -311,6 +311,18 @@ def test_tokenizer_errors(plain, options, text):
         load_tokenizer(make_config(plain, **options))
 
 
+@pytest.mark.parametrize("field", ["tokenizer", "path"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_read(tmp_path, field, file):
+    """transformers makes a tokenizer of one token of such a folder."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / file).write_text('{"model_type": "qwen2"}')
+    config = make_config(tmp_path if field == "tokenizer" else "")
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.{field}='.*' holds no tokenizer: name a folder .* in model.tokenizer"):
+        load_tokenizer(config)
+
+
 @pytest.mark.torch
 def test_a_tokenizer_of_no_model_is_the_same_without_torch(plain, tmp_path):
     """The class that AutoTokenizer takes, and it is asked where a model's config or code of its own might decide. Neither it nor
@@ -463,7 +475,11 @@ def test_carved_out_rows_are_disjoint_by_prompt(plain, tmp_path):
     assert load_eval_sets(config, tokenizer, train=ds)["heldout"] is ds.heldout
     config.data.seed = 1
     assert carve()[2] != held
-    for fraction in (0.001, 0.999, 1.0):
+    config.data.eval_fraction = 1.0
+    assert len(carve()[2]) in (1, 2)  # one row, with its twin where it has one
+    config.data.eval_fraction = 30
+    assert 30 <= len(carve()[2]) <= 31 and len(carve()[1]) == 80 - len(carve()[2])
+    for fraction in (0.001, 0.999, 80):
         config.data.eval_fraction = fraction
         with pytest.raises(ConfigError, match="data.eval_fraction"):
             carve()

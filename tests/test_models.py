@@ -330,6 +330,17 @@ def test_rotary_scalings_equal_transformers(plain, change):
     assert not np.allclose(found[0][0], found[1][0]) or found[0][1] != found[1][1]
 
 
+@pytest.mark.parametrize("family, entries, want", [
+    ("llama", {}, 128), ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 256),
+    ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
+    ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+    ("llama", {"rope_scaling": LLAMA3}, 128), ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 128),
+    ("gemma3_text", {"head_dim": 8, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 128),
+])
+def test_longest_sequence_a_model_is_made_for(family, entries, want):
+    assert model_config({**SIZES, "model_type": family, **entries}).context == want
+
+
 def test_dynamic_rope_beyond_its_window_names_yarn():
     model = build({**SIZES, "model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
                   compute_dtype=jnp.float32, scan_layers=False)

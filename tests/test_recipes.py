@@ -16,6 +16,7 @@ import jaxrl
 from jaxrl.config import ConfigError, RunStopped
 from jaxrl.main import main
 from jaxrl.recipes.evaluate import pass_at_k
+from jaxrl.recipes.run import Run
 from jaxrl.telemetry import still
 
 
@@ -190,7 +191,9 @@ def test_the_export_opens_in_transformers_with_the_trainers_log_probs(finished):
     folder, _ = finished
     export = folder / "export"
     model = AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32)
-    assert AutoTokenizer.from_pretrained(str(export)).eos_token_id is not None
+    tokenizer = AutoTokenizer.from_pretrained(str(export))
+    for ends in (model.config, model.generation_config):  # a random model had none of its own
+        assert ends.eos_token_id == tokenizer.eos_token_id is not None and ends.pad_token_id == tokenizer.pad_token_id
     assert sum(p.numel() for p in model.parameters()) > 10_000
 
 
@@ -291,6 +294,36 @@ def test_rewards_that_fail_stop_the_run_and_leave_the_checkpoint(tmp_path):
     reward.write_text("def broken(prompt, completion, answer, **columns):\n    return {answer: 1.0}[completion]\n")
     with pytest.raises(RunStopped, match="broken"):
         jaxrl.train(config(tmp_path, reward__functions=(f"{reward}:broken",), eval__sets=()))
+
+
+def test_device_out_of_memory_names_the_remedies(tmp_path, monkeypatch, capsys, caplog):
+    """jax's own error in a step: status 1, its text in the log, what to change on the console, and what the plan would."""
+    def exhausted(self, component, phase=""):
+        jax.jit(lambda: jax.numpy.zeros(1 << 52, "uint8") + 1)().block_until_ready()
+
+    monkeypatch.setattr("jaxrl.recipes.run.Run.fault", exhausted)
+    flags = {"run.dir": tmp_path / "run", "log.console": "off", "train.steps": 1, "rollout.slots": 16}
+    assert main([f"--config={tiny_job.__file__}", *(f"--config.{name}={value}" for name, value in flags.items())]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and "RESOURCE_EXHAUSTED: Out of memory allocating 4503599627370496 bytes" in caplog.text
+    for remedy in ("train.tokens_per_microbatch=256 (now 512)", "rollout.slots=8 (now 16)", "model.remat=full (now auto)",
+                   "The nearest that fits", "run.mode=plan says what fits", "goes on from the newest checkpoint"):
+        assert remedy in said
+
+
+def test_sequences_beyond_the_models_window_are_mentioned(tmp_path, caplog):
+    """Before the first step; vLLM, which would refuse to serve them, is not even started."""
+    c = config(tmp_path, train__steps=0, eval__sets=(), rollout__max_new_tokens=200)
+    wants = "may be 296 tokens .* made for 256 .*shorten them, or extend the model with model.config.rope_scaling"
+    with Run(c):
+        assert re.search(wants, caplog.text)
+    caplog.clear()
+    c.model.config = {**tiny_job.MODEL, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with Run(c):
+        assert not re.search(wants, caplog.text)
+    c.model.config, c.rollout.engine = tiny_job.MODEL, "vllm"
+    with pytest.raises(ConfigError, match=wants), Run(c):
+        pass
 
 
 def test_kl_to_the_reference_and_several_updates_per_batch(tmp_path):

@@ -96,10 +96,19 @@ FUNCTIONS = textwrap.dedent('''
             f.write(completion + "\\n")
         return float(len(completion))
 
-    def child(prompt, completion, pidfile):
-        with open(pidfile, "w") as f:
-            f.write(str(subprocess.Popen(["sleep", "600"]).pid))
+    def child(prompt, completion, n, pidfile):
+        """Leaves a process in a session of its own, whose parent is gone, and itself in one of two ways."""
+        subprocess.run(["sh", "-c", f"sleep 600 & echo $! > {pidfile}"], start_new_session=True, stdout=subprocess.DEVNULL)
+        if n == "die":
+            os._exit(1)
         time.sleep(60)
+
+    def grows(prompt, completion, n):
+        if n == "child":
+            subprocess.run([sys.executable, "-c", "import time; x = b'x' * (300 << 20); time.sleep(60)"])
+        held = b"x" * (300 << 20) if n == "self" else b""
+        time.sleep(60 if n else 0)
+        return 1.0
 
     def forks(prompt, completion, n):
         os.fork()
@@ -189,6 +198,10 @@ def gone(pid: int) -> bool:
         return True
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def wait_until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
@@ -200,7 +213,7 @@ def test_workers_are_spawned_and_hold_no_jax(pool):
     result = pool("imports").score(items(*range(8)))
     metrics = [m["imports"] for m in result.item_metrics]
     assert all(m["heavy"] == 0 for m in metrics)
-    assert all(m["pid"] != os.getpid() and m["parent"] == os.getpid() for m in metrics)
+    assert all(m["pid"] != os.getpid() and parent_of(parent_of(int(m["pid"]))) == os.getpid() for m in metrics)
 
 
 def test_every_end_has_its_outcome(pool):
@@ -425,11 +438,29 @@ def test_a_worker_that_cannot_start_again_is_no_fault_of_the_config(pool, tmp_pa
         pool(f"{path}:vanishes", workers=1).score(items(0, 0))
 
 
-def test_timeout_kills_what_the_function_started(pool, tmp_path):
+@pytest.mark.parametrize("end, outcome", [("sleep", "timeout"), ("die", "error: the worker process died: it exited with status 1")])
+def test_what_a_worker_started_ends_with_it(pool, tmp_path, end, outcome):
     pidfile = tmp_path / "pid"
-    result = pool("child", timeout_seconds=1.0).score(items(0, pidfile=str(pidfile)))
-    assert result.outcomes[0]["child"] == "timeout"
+    result = pool("child", timeout_seconds=1.0).score(items(end, pidfile=str(pidfile)))
+    assert result.outcomes[0]["child"] == outcome
     wait_until(lambda: gone(int(pidfile.read_text())))
+
+
+def test_a_worker_that_grows_is_killed_and_says_so(pool):
+    result = pool("grows", timeout_seconds=40.0, memory_gb=0.2).score(items("self", "child", ""))
+    wanted = "error: the worker process died: it held more memory than reward.memory_gb=0.2 allows"
+    assert [o["grows"] for o in result.outcomes] == [wanted, wanted, "ok"]
+
+
+def test_workers_are_replaced_after_many_calls(pool):
+    """Not before, and none is at fault for it."""
+    def pids(p):
+        result = p.score(items(*range(6)))
+        assert [o["imports"] for o in result.outcomes] == ["ok"] * 6
+        return {m["imports"]["pid"] for m in result.item_metrics}
+
+    often, seldom = pool("imports", workers=1, recycle=6), pool("imports", workers=1, recycle=7)
+    assert len(pids(often) | pids(often) | pids(often)) == 3 and len(pids(seldom) | pids(seldom) | pids(seldom)) == 2
 
 
 def test_a_worker_that_died_idle_is_no_ones_fault(pool):

@@ -1,9 +1,11 @@
 """What a user may name as a reward, and how it reaches the workers."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -250,3 +252,13 @@ def test_only_outcomes_of_the_same_answer_and_code_are_taken_again():
     del rows[5]["reward"]["by"]
     taken = recorded_outcomes([*rows[:6], {"something": "else"}], traj, examples, texts, "code")
     assert [t is not None for t in taken] == [True] + [False] * 6 and taken[0] == rows[0]["reward"]
+
+
+def test_the_readmes_reward_reads_the_last_number():
+    """It took "12" for "2"."""
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def score(" in block)
+    names = {}
+    exec(code, names)
+    found = [names["score"]("q", c, answer="2") for c in ("12", "it is 2", "2.", "", "2 or 3", "-2", "x = 2")]
+    assert found == [0, 1, 1, 0, 0, 0, 1]

@@ -207,14 +207,12 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Datas
     """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of `data.path`;
     read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
 
-    With `data.eval_fraction` a share of the rows becomes `.heldout` instead; rows with equal prompts stay on one
+    With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on one
     side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
     """
     data = config.data
     if not data.path and rows is None:
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
-    if not 0.0 <= data.eval_fraction < 1.0:
-        raise ConfigError(f"data.eval_fraction={data.eval_fraction}: must lie in [0, 1)")
     bad = BadRows(data.bad_rows)
     tables, numbers, heldout = _train_rows(config, bad, rows)
     targets = "required" if config.run.recipe == "sft" else "none"
@@ -313,7 +311,7 @@ def data_seed(config) -> int:
 
 
 def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share is met."""
+    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share (or number) is met."""
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
         try:
@@ -321,7 +319,7 @@ def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tu
         except (RecursionError, ValueError):  # a bad row, as will be said when it is read
             key = f"row {i}"
         groups.setdefault(key, []).append(i)
-    keys, wanted, taken = list(groups), round(fraction * len(tables)), set()
+    keys, wanted, taken = list(groups), round(fraction * len(tables) if fraction < 1 else fraction), set()
     if not 0 < wanted < len(tables) or len(keys) < 2:
         raise ConfigError(f"data.eval_fraction={fraction} of {len(tables)} rows ({len(keys)} different prompts) leaves "
                           "nothing on one side")

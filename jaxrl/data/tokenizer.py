@@ -11,6 +11,7 @@ from jaxrl.config import ConfigError
 from jaxrl.data.sources import GIVEN, offline_if_unreachable, resolve
 
 log = logging.getLogger(__name__)
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")  # of any kind that transformers reads
 
 
 def load_tokenizer(config):
@@ -29,6 +30,9 @@ def load_tokenizer(config):
                           "name a folder or hub id")
     if not Path(resolve(shown)).is_dir():
         offline_if_unreachable()
+    nothing = f"{field}={shown!r} holds no tokenizer: name a folder or hub id that holds the model's own in model.tokenizer"
+    if Path(resolve(shown)).is_dir() and not any(any(Path(resolve(shown)).glob(name)) for name in TOKENIZER_FILES):
+        raise ConfigError(nothing)
     revision = tokenizer_revision(config)
     try:
         tokenizer = reader_of(resolve(shown)).from_pretrained(resolve(shown), revision=revision or "main",
@@ -39,6 +43,8 @@ def load_tokenizer(config):
         folder = Path(resolve(shown)).is_dir()
         what = "holds no readable tokenizer" if folder else "is neither a folder nor a hub id in reach"
         raise ConfigError(f"{field}={shown!r} {what}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):  # what transformers makes of a hub id without one
+        raise ConfigError(nothing)
     return prepared(config, tokenizer)
 
 

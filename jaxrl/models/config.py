@@ -7,6 +7,7 @@ import math
 
 from jaxrl.config import ConfigError
 from jaxrl.models.rope import KINDS, Rope
+from jaxrl.names_elsewhere import not_yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,16 @@ class ModelConfig:
     final_softcap: float
     max_positions: int      # context window of the checkpoint
     init_std: float
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence the model is made for: its window, stretched as its rotary scaling says (and as vLLM counts
+        it). Gemma 3's and Llama 3's windows are given as stretched."""
+        stretched = [0.0]
+        for rope in {layer.rope for layer in self.layers} if self.family != "gemma3_text" else ():
+            if rope.kind in ("linear", "yarn"):
+                stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
+        return max(self.max_positions, int(max(stretched)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +186,8 @@ def family_of(hf_config: dict) -> Family:
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
         hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
-        raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}")
+        missing = f"; {not_yet(str(kind))}" if not_yet(str(kind)) else ""
+        raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}{missing}")
     family = FAMILIES[kind]
     names = hf_config.get("architectures") or [family.architecture]
     if family.architecture not in names:

@@ -51,7 +51,9 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     try:
         return _train(config, given, distributed.peers())
     except (Exception, KeyboardInterrupt) as e:
-        reason = distributed.peers().explain(e)
+        from jaxrl.recipes import plan
+
+        reason = plan.out_of_memory(e, config) or distributed.peers().explain(e)
         distributed.peers().report(reason)
         if reason is e:
             raise

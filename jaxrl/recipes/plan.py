@@ -7,19 +7,27 @@ program. Time is a roofline. docs/plan.md says how far each of these was found t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import logging
 import math
 import re
 import time
 from pathlib import Path
 
-from jaxrl.config import ConfigError
+import jax
+
+from jaxrl.config import ConfigError, RunStopped
 from jaxrl.recipes.planning import asynchrony, compiling, fit, memory, roofline, workload
 from jaxrl.recipes.planning.case import ASLEEP, Case, case_of, open_case
 from jaxrl.recipes.planning.report import table
+from jaxrl.recipes.setup import beyond_context
+from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import ROLLOUT_RULES, targets
 
+log = logging.getLogger("jaxrl")
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)", re.I | re.S)  # not of a message too long for the network
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
 # programs, and seconds of published runs beside the prediction.
@@ -276,7 +284,8 @@ def _reason(case: Case, plan: dict) -> str:
 
 def _hints(case: Case, plan: dict) -> list[str]:
     """Remarks that do not depend on whether it fits."""
-    out = []
+    beyond = beyond_context(case.config, case.model.config)
+    out = [beyond] if beyond else []
     if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None and not case.lent:
         out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives it more")
     slowest = max(plan["phases"], key=lambda name: plan["phases"][name]["seconds"])
@@ -295,6 +304,42 @@ def _gib(size: float) -> str:
 
 
 # -- beside a run ------------------------------------------------------------------------------------------------------
+
+
+def out_of_memory(error: BaseException, config) -> RunStopped | None:
+    """What to say, and how to go on, where a device had no memory for a run; None for every other error. Its text goes to the log."""
+    while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
+        error = error.__cause__
+    if error is None:
+        return None
+    log.error("%s", error)
+    r, tokens = config.rollout, config.train.tokens_per_microbatch
+    less = [f"train.tokens_per_microbatch={max(1, tokens // 2)} (now {tokens})"]
+    if config.run.recipe == "rl" and chosen_engine(config) == "jax":
+        less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots else "rollout.slots=32 (now 0: as many as answers)")
+    elif config.run.recipe == "rl" and r.placement == "colocated":
+        less.append(f"rollout.vllm.memory_fraction (now {r.vllm.memory_fraction})")
+    if config.model.remat not in ("full", "offload"):
+        less.append(f"model.remat=full (now {config.model.remat})")
+    return RunStopped(f"a device is out of memory: {str(error).splitlines()[0][:300].rstrip('.')}. Change one of these: {', '.join(less)}. "
+                      f"{_remedy(config)}run.mode=plan says what fits before a run. The same command with the change goes on from "
+                      "the newest checkpoint")
+
+
+def _remedy(config) -> str:
+    """What the plan would advise on these devices, counted, without a compilation; "" where it knows too little of them."""
+    name = targets.name_of(jax.devices()[0])
+    if name is None or len(config.mesh.roles):
+        return ""
+    try:
+        case = open_case(fit.changed(config, plan__target=f"{name}:{jax.device_count()}"))
+        failed = counted_peak(case, {})
+        found = _nearest(dataclasses.replace(case, usable=min(case.usable, 0.8 * failed)), lambda c: counted_peak(
+            case_of(c, case.hf_config), {}))
+    except Exception as e:  # the reason why the run stops is another one
+        log.debug("no advice of the plan's: %s", e)
+        return ""
+    return f"{found} (this one: {_gib(failed)} counted). "
 
 
 def predict(config, mesh, model) -> dict[str, float]:

@@ -199,6 +199,10 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
 
     model = build_model(config, hf_config, compute_dtype)
+    if beyond := beyond_context(config, model.config):
+        if config.run.recipe == "rl" and chosen_engine(config) == "vllm":
+            raise ConfigError(f"{beyond}; vLLM does not serve such sequences")
+        log.warning("%s", beyond)
     config = decided(config, mesh.devices.flat[0].platform)
     shards = math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes))))
 
@@ -214,6 +218,16 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
             shapes.lengths[-1],
         )
     return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, scored, meshes)
+
+
+def beyond_context(config, model) -> str:
+    """What to say where prompt + answer may be longer than what the model (a ModelConfig) is made for; "" where they are not."""
+    longest = longest_sequence(config)
+    if longest <= model.context:
+        return ""
+    return (f"prompt + answer may be {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or train.max_sequence_tokens), "
+            f"the model is made for {model.context} (max_position_embeddings={model.max_positions} and its rotary scaling): shorten them,"
+            " or extend the model with model.config.rope_scaling or model.config.max_position_embeddings")
 
 
 def check_roles(config) -> None:

@@ -129,6 +129,7 @@ class RewardPool:
         self._wait_for_one()
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
         setup = {**json.loads(self._setup), "functions": named, "column": self._reward.column, "env": sorted(self._reward.env),
+                 "memory_gb": self._reward.memory_gb,
                  "sources": self._sources}
         return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -366,18 +367,20 @@ class RewardPool:
     # -- the workers' side: one thread each -------------------------------------------------------------------------
 
     def _serve(self, k: int) -> None:
-        worker = None
+        worker, calls = None, 0
         try:
             while not self._closing:
                 if worker is None:
-                    worker = self._start(k)
+                    worker, calls = self._start(k), 0
                 task, number, items = self._next()
                 if task is None:
                     return
                 if worker.ended():  # while it had nothing to do: no job's fault
                     worker.kill()
-                    worker = self._start(k)
-                if not self._do(worker, task, number, items):
+                    worker, calls = self._start(k), 0
+                calls += len(task.jobs)
+                done = self._do(worker, task, number, items)
+                if not done or 0 < self._reward.recycle <= calls and not self._tasks:  # replaced while there is nothing to do
                     worker.kill()
                     worker = None
         except Exception as e:  # nothing may end a thread in silence: the caller would wait for ever
@@ -391,7 +394,7 @@ class RewardPool:
 
     def _start(self, k: int) -> WorkerProcess:
         try:
-            worker = WorkerProcess(self._stderr, environment(self._reward.env))
+            worker = WorkerProcess(self._stderr, environment(self._reward.env), self._reward.memory_gb)
         except OSError as e:
             raise RunStopped(f"a reward worker cannot be started: {e}") from None
         with self._state:

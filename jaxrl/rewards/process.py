@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import time
 
+from jaxrl.rewards.supervisor import END, END_SECONDS, TOO_LARGE
 from jaxrl.rewards.worker import CHANNEL_LOST
 
 LONGEST = 1 << 28  # bytes of a reply
 # The worker gets this process's import path instead of its own: what can be imported here can be imported there.
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.worker import main; main()"
+BOOT = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.supervisor import supervise; "
+        "supervise(int(sys.argv[2])); from jaxrl.rewards.worker import main; main()")
 
 
 # What Python and its packages need to start; all else stays here, reward.env lets through more.
@@ -48,16 +51,20 @@ def shown(data: bytes) -> str:
 
 
 class WorkerProcess:
-    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it and a kill
-    takes its children along. It must be created by a thread that lives as long as it does (see worker.die_with_parent).
+    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux a
+    supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives as long as
+    it does (see worker.die_with_parent).
+
+    Args:
+      memory_gb: the worker with all it started may hold this much; 0 = no limit (and none but on Linux).
     """
 
-    def __init__(self, stderr, env: dict[str, str]):
+    def __init__(self, stderr, env: dict[str, str], memory_gb: float = 0.0):
+        self._memory_gb = memory_gb
         path = [p or os.getcwd() for p in sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-c", BOOT, json.dumps(path), str(round(memory_gb * 2**30))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=stderr, env=env, start_new_session=True, bufsize=0)
-        self.pid = self._process.pid
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
@@ -103,30 +110,44 @@ class WorkerProcess:
                 raise Late
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether the worker is gone, though nothing was asked of it."""
+        try:
+            data = os.read(self._out, 1 << 16)
+        except BlockingIOError:
+            return self._process.poll() is not None
+        self._buffer += data
+        return not data
 
     def _how(self) -> str:
         try:
-            code = self._process.wait(1.0)
+            code = self._process.wait(10.0)
         except subprocess.TimeoutExpired:
             return "it closed its streams"
         if code == CHANNEL_LOST:
             return ("its streams to the trainer were closed: a reward must not close or write to file descriptors that it did "
                     "not open")
+        if code == TOO_LARGE:
+            return f"it held more memory than reward.memory_gb={self._memory_gb:g} allows"
         if code >= 0:
             return f"it exited with status {code}"
         return f"it was ended by {signal.Signals(-code).name}"
 
     def signal_kill(self) -> None:
-        """SIGKILL for the worker and everything it started; any thread may call it."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+        """The order to end the worker and everything it started; any thread may give it."""
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux":
+                self._process.send_signal(END)
+            elif self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """The same, and waits for the end. Only for the thread that created it."""
         self.signal_kill()
-        self._process.wait()
+        try:
+            self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()

@@ -1,0 +1,61 @@
+"""Names that other libraries use, for messages: what such an option is called here, and what there is instead of what is missing."""
+
+from __future__ import annotations
+
+import re
+
+# Name there -> option here.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr", "lr_scheduler_type": "optimizer.schedule", "warmup_ratio": "optimizer.warmup_fraction",
+    "adam_beta1": "optimizer.b1", "adam_beta2": "optimizer.b2", "max_steps": "train.steps", "total_training_steps": "train.steps",
+    "num_train_epochs": "data.epochs", "total_epochs": "data.epochs", "batch_size": "data.prompts_per_step",
+    "train_batch_size": "data.prompts_per_step", "per_device_train_batch_size": "data.prompts_per_step",
+    "ppo_mini_batch_size": "algorithm.num_minibatches", "num_iterations": "algorithm.ppo_epochs",
+    "gradient_accumulation_steps": "train.tokens_per_microbatch", "gradient_checkpointing": "model.remat",
+    "num_generations": "rollout.group_size", "n_samples_per_prompt": "rollout.group_size",
+    "max_prompt_length": "data.max_prompt_tokens", "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens", "max_tokens": "rollout.max_new_tokens", "use_vllm": "rollout.engine",
+    "vllm_gpu_memory_utilization": "rollout.vllm.memory_fraction", "gpu_memory_utilization": "rollout.vllm.memory_fraction",
+    "beta": "algorithm.kl.coef", "kl_coef": "algorithm.kl.coef", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
+    "loss_type": "algorithm.preset", "adv_estimator": "algorithm.advantage", "scale_rewards": "algorithm.advantage_std",
+    "reward_funcs": "reward.functions", "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
+    "model_name_or_path": "model.path", "dataset_name": "data.path", "train_files": "data.path", "val_files": "eval.sets",
+    "logging_steps": "log.every_steps", "eval_steps": "eval.every_steps", "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
+}
+
+# Pattern of one part of a name -> what is not there, and what there is instead.
+NOT_YET = (
+    (r"q?lora(_.*)?|.*_lora(_.*)?|use_peft|peft(_.*)?|adapters?|dora",
+     "LoRA and other adapters are not supported yet; all parameters are trained, or those that model.trainable names"),
+    (r"tools?|tool_.*|envs?|environments?|env_.*|multi_?turn|max_turns|agents?|agent_.*|interactions?",
+     "tools and environments of several turns are not supported yet; a prompt gets one answer, which a reward function judges with "
+     "whatever it runs"),
+    (r"dpo|ipo|kto|orpo|simpo|preferences?|preference_.*|dpo_.*|chosen|rejected|online_dpo|nash_md|xpo",
+     "training on preferences (DPO and its kin) is not supported yet; there are run.recipe=rl with a reward, and run.recipe=sft on the "
+     "chosen answers"),
+    (r"reward_?models?|reward_modell?ing|rm|prm",
+     "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is served elsewhere"),
+    (r"distill?|distillation|teachers?|teacher_.*|gkd|opd|knowledge_.*",
+     "distillation is not supported yet; run.recipe=sft trains on answers that the teacher has written"),
+    (r"ep|ep_size|expert_.*|.*experts?|moe|moe_.*|.*_moe|mixtral|router_.*",
+     "mixtures of experts are not supported yet, nor a mesh axis for them; dense models are, over mesh.dp, mesh.fsdp and mesh.tp"),
+    (r"cp|cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
+     "splitting a sequence over devices is not supported yet; long ones fit with mesh.fsdp, mesh.tp, model.remat and a smaller "
+     "train.tokens_per_microbatch"),
+    (r"pp|pp_size|pipeline.*|num_stages",
+     "pipelines of layers are not supported; large models are split by mesh.fsdp and mesh.tp"),
+    (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",
+     "quantised weights are not supported yet; train.compute_dtype and rollout.dtype choose among bf16, fp16 and fp32"),
+    (r"images?|image_.*|videos?|audios?|vision.*|vlm|multimodal|pixel_.*",
+     "only text is supported"),
+)
+
+
+def not_yet(name: str) -> str | None:
+    """What is missing, and what there is instead, if one part of a dotted name asks for something that jaxrl lacks."""
+    for part in re.split(r"[./]", name.lower().replace("-", "_")):
+        for pattern, answer in NOT_YET:
+            if re.fullmatch(pattern, part):
+                return answer
+    return None

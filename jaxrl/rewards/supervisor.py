@@ -1,0 +1,119 @@
+"""The process between the trainer and a reward worker (Linux). It runs no reward, so it can end whatever one has started: also
+what left the worker's session, and what outlived the worker. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+
+TOO_LARGE = 251        # exit status: the worker and what it started held more memory than they may
+WATCH_SECONDS = 0.25   # between two looks at the memory
+END_SECONDS = 5.0      # a process that is not gone so long after SIGKILL hangs in the kernel
+END = signal.SIGUSR2   # the trainer's order to end the worker; also sent by the system when the trainer's thread is gone
+
+
+def supervise(memory: int) -> None:
+    """Forks. The child returns, to become the worker. This process stays until the worker ends, the trainer says END or is gone,
+    or worker and descendants hold more than `memory` bytes (0 = no limit); then it ends all of them and leaves as the worker did.
+    """
+    if sys.platform != "linux":
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
+    libc = ctypes.CDLL(None)
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of the worker become children of this process
+    libc.prctl(1, END, 0, 0, 0)  # PR_SET_PDEATHSIG
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):  # the trainer notices the worker's end by them
+        os.dup2(nothing, fd)
+    status = _watch(worker, memory)
+    _end_all()
+    _leave(status)
+
+
+def _watch(worker: int, memory: int) -> int:
+    """Until it is over; the status to leave with, as os.waitpid gives it."""
+    look = time.monotonic() + WATCH_SECONDS
+    while True:
+        got = signal.sigtimedwait({END, signal.SIGCHLD}, max(0.0, look - time.monotonic()))
+        if got is not None and got.si_signo == END:
+            return 0
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == worker:
+                    return ended[1]
+        if time.monotonic() >= look:
+            look = time.monotonic() + WATCH_SECONDS
+            if memory and _held(worker) > memory:
+                return TOO_LARGE << 8
+
+
+def _held(worker: int) -> int:
+    """Bytes of memory that the worker and its descendants hold; what they share counts once."""
+    pids = [worker]
+    for pid in pids:
+        pids += children(pid)
+    resident = sum(_resident(pid) for pid in pids)
+    return resident if len(pids) == 1 else min(resident, sum(map(_share, pids)))
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _share(pid: int) -> int:
+    """Of its pages, each divided by the processes that have it."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return _resident(pid)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        found = []
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+        return found
+    except OSError:
+        return []
+
+
+def _end_all() -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for pid in children(os.getpid()):  # their children are this process's next
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _leave(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has written one, if anybody
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 255)
