@@ -7,7 +7,7 @@ import pytest
 import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config import ConfigError, help_text, put
+from jaxrl.config import ConfigError, default_config, help_text, put
 from jaxrl.data import Stream, load_tokenizer, load_train
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.sizes import decided
@@ -90,8 +90,10 @@ def test_a_cursor_may_jump():
 
 
 def test_workers_prepare_the_next_steps_ahead():
-    data = Numbers(100)
-    stream = Stream(data, 4, seed=0, workers=2, prefetch=3)
+    """data.workers threads read data.prefetch steps ahead; without them the caller reads what it asks for."""
+    data, config = Numbers(100), default_config()
+    config.data.prompts_per_step, config.data.workers, config.data.prefetch = 4, 2, 3
+    stream = Stream.from_config(config, data)
     first, _ = stream.take(0)
     end = time.monotonic() + 30
     while len(data.read) < 16:  # the step asked for and three more, with nobody asking
@@ -99,8 +101,8 @@ def test_workers_prepare_the_next_steps_ahead():
         time.sleep(0.01)
     assert not any(main for _, main in data.read)
     stream.close()
-    data = Numbers(100)
-    assert Stream(data, 4, seed=0).take(0)[0] == first
+    data, config.data.workers = Numbers(100), 0
+    assert Stream.from_config(config, data).take(0)[0] == first
     assert len(data.read) == 4 and all(main for _, main in data.read)
 
 
@@ -174,6 +176,10 @@ def test_from_config(tmp_path, workers):
     assert ids() != by_run_seed
     config.data.shuffle = False
     assert flat(ids()) == list(range(20)) * 2
+    config.data.prompts_per_step = 12
+    assert [len(step) for step in ids()] == [12, 12, 12, 4]
+    config.data.drop_last = True
+    assert [len(step) for step in ids()] == [12, 12, 12]
 
 
 @pytest.mark.parametrize("drop_last,cursors", [(True, {0: False, 8: False, 9: True, 12: True}), (False, {9: False, 11: False, 12: True})])

@@ -15,13 +15,17 @@ from jaxrl.sharding import memory
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two steps with and without optimizer.offload, and the second step again from the first's checkpoint."""
+    """Two steps with and without optimizer.offload and a policy that rests, and the second step again from the first's checkpoint."""
     out = {}
     for name, offload in (("device", False), ("host", True)):
         folder = tmp_path_factory.mktemp(name) / "run"
-        kinds = []
+        kinds, while_sampling = [], []
         with pytest.MonkeyPatch.context() as patch:
-            one_step = rl.one_step
+            one_step, gather = rl.one_step, rl.gather
+
+            def look_at_gather(r, v, gather=gather, while_sampling=while_sampling):
+                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(r.state.trainable)})
+                return gather(r, v)
 
             def look(r, algorithm, one_step=one_step, kinds=kinds):
                 metrics = one_step(r, algorithm)
@@ -29,8 +33,10 @@ def runs(tmp_path_factory):
                 return metrics
 
             patch.setattr(rl, "one_step", look)
-            _, steps, _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo"}))
-        out[name] = SimpleNamespace(folder=folder, steps=steps, kinds=kinds)
+            patch.setattr(rl, "gather", look_at_gather)
+            roles = {"policy": {"rest": "host"}} if offload else {}
+            _, steps, _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo", "mesh.roles": roles}))
+        out[name] = SimpleNamespace(folder=folder, steps=steps, kinds=kinds, while_sampling=while_sampling)
     return out
 
 
@@ -39,6 +45,11 @@ def test_the_offloaded_optimizer_learns_the_same(runs):
     assert [same(a.after.policy, b.after.policy) and same(a.after.optimizer, b.after.optimizer)
             for a, b in zip(device, host, strict=True)] == [True, True]
     assert runs["host"].kinds == [{memory.HOST}] * 2 and memory.HOST not in set.union(*runs["device"].kinds)
+
+
+def test_a_policy_at_rest_is_in_host_memory_while_answers_are_sampled(runs):
+    """mesh.roles.policy.rest=host; its updates are those of the other run, bitwise (above)."""
+    assert runs["host"].while_sampling == [{memory.HOST}] * 2 and memory.HOST not in set.union(*runs["device"].while_sampling)
 
 
 def test_offload_may_change_on_the_way(runs):

@@ -4,6 +4,7 @@ Options that a room's own tests already show are listed in options.csv with thos
 test_options_runs.py.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -276,8 +277,9 @@ def test_tokenizer_code_runs_when_it_is_trusted(tmp_path, monkeypatch):
 MESHES = """
     import jax, json, sys
     from jaxrl.config import default_config
+    from jaxrl.models import decoder
     from jaxrl.recipes import setup
-    out = []
+    out, residual = [], decoder.residual
     for dp, fsdp, tp in ((1, -1, 1), (1, 2, 2), (2, -1, 1), (1, 1, -1)):
         c = default_config()
         c.model.init, c.model.tokenizer, c.run.deterministic = "random", sys.argv[2], True
@@ -287,13 +289,19 @@ MESHES = """
         job = setup.open_job(c)
         up = setup.param_shardings(job)["layer_0"]["mlp"]["up"]["kernel"]
         tokens = job.put(jax.numpy.zeros((8, 4)))
-        out.append([dict(job.mesh.shape), up.shard_shape((32, 48)), tokens.sharding.shard_shape(tokens.shape)])
+        ids = jax.numpy.zeros((8, 4), int)
+        calls = []
+        decoder.residual = lambda x: (calls.append(x.shape), residual(x))[1]
+        jax.eval_shape(lambda p: job.model.hidden(p, ids, ids, ids, ids), jax.eval_shape(job.model.init, jax.random.key(0)))
+        between = {jax.jit(residual)(jax.numpy.zeros(shape)).sharding.shard_shape(shape) for shape in calls}
+        out.append([dict(job.mesh.shape), up.shard_shape((32, 48)), tokens.sharding.shard_shape(tokens.shape), *between])
     print(json.dumps(out))
 """
 
 
 def test_mesh_splits_batch_parameters_and_width(tokenizer):
-    """Four devices. Batch rows go over dp x fsdp, parameters over fsdp x tp. (Also under run.deterministic.)"""
+    """Four devices. Batch rows go over dp x fsdp, parameters over fsdp x tp; between layers rows over dp x fsdp and tokens over tp
+    (sequence parallelism). (Also under run.deterministic.)"""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MESHES), json.dumps(MODEL), tokenizer],
@@ -304,10 +312,10 @@ def test_mesh_splits_batch_parameters_and_width(tokenizer):
     )
     assert out.returncode == 0, out.stderr[-3000:]
     assert json.loads(out.stdout) == [
-        [{"dp": 1, "fsdp": 4, "tp": 1}, [8, 48], [2, 4]],
-        [{"dp": 1, "fsdp": 2, "tp": 2}, [16, 24], [4, 4]],
-        [{"dp": 2, "fsdp": 2, "tp": 1}, [16, 48], [2, 4]],
-        [{"dp": 1, "fsdp": 1, "tp": 4}, [32, 12], [8, 4]],
+        [{"dp": 1, "fsdp": 4, "tp": 1}, [8, 48], [2, 4], [2, 4, 32]],
+        [{"dp": 1, "fsdp": 2, "tp": 2}, [16, 24], [4, 4], [4, 2, 32]],
+        [{"dp": 2, "fsdp": 2, "tp": 1}, [16, 48], [2, 4], [2, 4, 32]],
+        [{"dp": 1, "fsdp": 1, "tp": 4}, [32, 12], [8, 4], [8, 1, 32]],
     ]
 
 
@@ -628,6 +636,8 @@ def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
             ("train.tokens_per_microbatch", 416),
             ("train.row_lengths", (64, 128)),
             ("train.max_sequence_tokens", 56),
+            ("train.row_counts", 1),
+            ("train.share_prompts", False),
         )
     ]
     assert [(s.lengths, s.counts[-1]) for s in shapes] == [
@@ -635,6 +645,8 @@ def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
         ((416,), (1,)),
         ((64, 128), (16, 4)),
         ((168,), (12, 3)),
+        ((520,), (3,)),
+        ((104,), (19, 4)),
     ]
 
 
@@ -698,6 +710,16 @@ def test_a_run_ends_at_max_samples_or_steps(tiny):
 
     assert not finished(0, 10**9) and not finished(64, 63)
     assert finished(64, 64) and finished(0, 0, step=9)
+
+
+@pytest.mark.parametrize("before, calls", [(True, 1), (False, 0)])
+def test_a_new_run_is_evaluated_before_its_first_step_where_asked(tiny, before, calls):
+    seen = []
+    r = SimpleNamespace(config=tiny("eval.before", before), step=0, total_steps=5, eval_sets={"test": None}, engine=True, ended=lambda: False,
+                        due={"eval": SimpleNamespace(missed=False)},
+                        phase=lambda name: contextlib.nullcontext(), _evaluate=seen.append)
+    Run.before_first_step(r, "evaluate")
+    assert seen == ["evaluate"] * calls
 
 
 # -- triggers --------------------------------------------------------------------------------------------------------

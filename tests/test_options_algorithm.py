@@ -888,6 +888,17 @@ def test_the_critic_has_entries_of_the_optimizer_of_its_own(open_job):
             config({**changes, "critic.optimizer": entry})
 
 
+def test_the_values_bound_is_the_configs(open_job, monkeypatch):
+    """critic.value_clip; what it does: test_values_are_clipped_around_those_of_the_steps_start."""
+    losses, make = [], training.make_update
+    monkeypatch.setattr(training, "make_update", lambda model, optimizer, schedule, loss: (losses.append(loss), make(
+        model, optimizer, schedule, loss))[1])
+    critic_of({"critic.value_clip": 0.03}, open_job)
+    shared = config({"algorithm.preset": "ppo", "critic.shared": True, "critic.value_clip": 0.04})
+    assert losses[0].value_clip == 0.03 and losses[0].kind == "value"
+    assert Algorithm(SimpleNamespace(config=shared, job=open_job, total_steps=5)).loss.value_clip == 0.04
+
+
 @pytest.mark.parametrize("whose", ["optimizer.max_grad_norm", "critic.optimizer.max_grad_norm"])
 def test_the_critics_gradient_is_clipped_too(open_job, whose):
     """By optimizer.max_grad_norm, or its own: plain SGD at rate 1 moves exactly that far."""

@@ -15,8 +15,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxrl
-from jaxrl.config import ConfigError, default_config, load_config, put
+from jaxrl.config import ConfigError, default_config, get, load_config, put
 from jaxrl.models.tensorfile import list_folder
+from jaxrl.recipes import sft
+from jaxrl.rollout.embedded import EmbeddedEngine
 
 MODEL = {
     "model_type": "qwen2",
@@ -39,6 +41,7 @@ WARM_START = f"""
         c.train.steps, c.train.tokens_per_microbatch = 4, 256
         c.log.every_steps, c.log.tensorboard, c.log.print_samples = 2, False, 0
         c.optimizer.lr, c.optimizer.warmup_steps = 1e-2, 0
+        c.train.loss_on_prompt = True
         return c
 """
 REWARDS = """
@@ -54,6 +57,14 @@ REWARDS = """
         def close(self):
             self.file.close()
 """
+
+
+SAMPLING = {
+    "rollout": {"temperature": 0.9, "top_p": 0.98, "top_k": 150, "min_p": 1e-5, "repetition_penalty": 1.05, "frequency_penalty": 0.02,
+                "penalties_in_training": True, "min_new_tokens": 2, "stop": ("no such words",), "keep_stop": False,
+                "stop_token_ids": (190,)},
+    "eval": {"temperature": 1.0, "top_p": 0.97, "top_k": 140, "min_p": 1e-6, "repetition_penalty": 1.1, "frequency_penalty": 0.01},
+}
 
 
 def rl(folder, **options):
@@ -75,6 +86,7 @@ def rl(folder, **options):
         "rollout.max_new_tokens": 8,
         "rollout.prompt_lengths": (120,),
         "rollout.compaction": False,
+        **{f"{group}.{name}": value for group, options in SAMPLING.items() for name, value in options.items()},
         "rollout.slots": 12,
         "reward.functions": (f"{mine}:variety", f"{mine}:length"),
         "reward.weights": (1.0, 0.25),
@@ -92,7 +104,6 @@ def rl(folder, **options):
         "eval.sets": ("one=jaxrl://arith/test.jsonl", "two=jaxrl://arith/test.jsonl"),
         "eval.max_rows": 2,
         "eval.samples": 3,
-        "eval.temperature": 1.0,
         "eval.max_new_tokens": 5,
         "eval.every_steps": 1,
         "eval.rewards": (f"{mine}:variety",),
@@ -132,11 +143,23 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(folder):
-    """What the first run left behind, read before others write into its directory."""
-    summary = jaxrl.train(rl(folder))
+    """What the first run left behind, read before others write into its directory; and the requests that its engine got."""
+    asked, submit = [], EmbeddedEngine.submit
+
+    def look(engine, requests):
+        asked.extend(requests)
+        return submit(engine, requests)
+
+    shown, demonstrations = [], sft.demonstrations
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmbeddedEngine, "submit", look)
+        patch.setattr(sft, "demonstrations", lambda *args: shown.append(demonstrations(*args)) or shown[-1])
+        summary = jaxrl.train(rl(folder))
     run = folder / "run"
     return SimpleNamespace(
         summary=summary,
+        asked=asked,
+        shown=shown,
         run=run,
         files=listing(run),
         metrics=lines(run / "metrics.jsonl"),
@@ -185,9 +208,10 @@ def third(folder, first, evaluated):
         profile__steps=(3, 3),
         profile__memory=(3,),
     )
+    run, written = folder / "run", lambda: (folder / "run" / "export" / "config.json").stat().st_mtime_ns
+    exported = written()
     summary = jaxrl.train(c)
-    run = folder / "run"
-    return SimpleNamespace(summary=summary, new=listing(run) - before, metrics=lines(run / "metrics.jsonl"))
+    return SimpleNamespace(summary=summary, new=listing(run) - before, exported=written() != exported, metrics=lines(run / "metrics.jsonl"))
 
 
 def test_recipe_and_warm_start(first):
@@ -197,6 +221,8 @@ def test_recipe_and_warm_start(first):
     assert [line["data/samples"] for line in sft] == [8, 16] and all(0 < line["rollout/tokens"] <= 4 * 136 for line in sft)
     assert sft[-1]["loss"] < sft[0]["loss"] and "policy/ratio_mean" not in sft[0]
     assert all("policy/ratio_mean" in line for line in first.metrics[1:])
+    scored = [t.loss_mask.sum() for t in first.shown]  # all but the first token of each: train.loss_on_prompt
+    assert scored == [len(t.tokens) - t.num_sequences for t in first.shown] and len(scored) == 4
     config = json.loads((first.run / "config.json").read_text())["config"]
     assert config["model"]["path"] == str(first.run / "warm_start" / "export")
 
@@ -214,6 +240,20 @@ def test_prompts_per_step_and_group_size(first):
         assert all(len(r["tokens"]) <= 8 for r in step) and all(r["prompt"].endswith("So") for r in step)
     assert max(len(r["tokens"]) for r in first.rollouts[0]) == 8  # rollout.max_new_tokens
     assert first.summary["samples"] == 24
+
+
+def test_training_and_evaluation_sample_each_as_its_own_options_say(first):
+    """What reaches the engine of a run; no value is the other group's, nor a default."""
+    for name, value in SAMPLING["eval"].items():
+        assert len({value, SAMPLING["rollout"][name], get(default_config(), f"rollout.{name}")}) == 3 or name == "temperature"
+    for stream, group in (("train/", "rollout"), ("eval/", "eval")):
+        found = {r.sampling for r in first.asked if r.id.startswith(stream)}
+        want = {name: value for name, value in SAMPLING[group].items() if name != "penalties_in_training"}
+        shared = {name: SAMPLING["rollout"][name] for name in ("stop", "keep_stop", "stop_token_ids")}
+        (one,) = found
+        assert {name: getattr(one, name) for name in want} == want and {name: getattr(one, name) for name in shared} == shared
+    assert {r.sampling.max_new_tokens for r in first.asked} == {8, 5}
+    assert {r.sampling.min_new_tokens for r in first.asked if r.id.startswith("eval/")} == {0}
 
 
 def test_rewards_weights_scale_and_advantages(first):
@@ -310,6 +350,7 @@ def test_what_is_switched_off_is_not_there(third):
     assert third.summary["steps"] == 3 and third.summary["samples"] == 36
     assert [line["step"] for line in third.metrics] == [0, 1, 2, 3] and "eval/accuracy" not in third.metrics[3]
     assert {n.split("/")[0] for n in third.new} == {"profile"}
+    assert any(n.endswith(".xplane.pb") for n in third.new) and not third.exported
     assert {n for n in third.new if n.endswith(".prof")} == {"profile/memory_00000003_0.prof"}
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -106,6 +107,22 @@ def test_the_effort_of_the_tpu_compiler_reaches_it(monkeypatch):
         seen.clear()
         compiling.start(tiny(plan__effort=effort), {}, "tpu", targets.parse("v5p:4"), {}, None, fast=effort == "fast")
         assert ("JAX_EXEC_TIME_OPTIMIZATION_EFFORT" in seen) == (effort == "fast")
+
+
+@pytest.mark.parametrize("effort", ["full", "fast"])
+def test_a_plan_asks_for_its_effort(monkeypatch, effort):
+    asked = []
+
+    def start(config, hf_config, platform, *more):
+        asked.append((platform, more[-1]))
+        if platform == "tpu":
+            raise NotImplementedError
+        return SimpleNamespace(poll=lambda: 0), None, None
+
+    monkeypatch.setattr(compiling, "start", start)
+    with pytest.raises(NotImplementedError):
+        plan.make(tiny(plan__effort=effort, plan__target="v5p:2x2x1"))
+    assert asked[1] == ("tpu", effort == "fast")
 
 
 def test_without_libtpu_the_remedy_is_named(monkeypatch):

@@ -240,6 +240,11 @@ def test_every_end_has_its_outcome(pool):
     np.testing.assert_array_equal(again.total, [2.0, 1.0])
 
 
+def test_the_limit_of_an_answers_reward_is_the_configs(pool):
+    """Four seconds are too long under a limit of one, and not under the default."""
+    assert pool("naps", timeout_seconds=1.0).score(items(4.0)).outcomes == [{"naps": "timeout"}]
+
+
 def test_catastrophic_format_pattern_is_killed(pool):
     p = pool("format", format_pattern=r"(a+)+b", timeout_seconds=1.0)
     result = p.score([RewardItem("q", "aab"), RewardItem("q", "a" * 64), RewardItem("q", "x")])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import urllib.error
@@ -25,7 +26,7 @@ from jaxrl.config_checks import check
 from jaxrl.models import hf
 from jaxrl.recipes import parity, rl
 from jaxrl.rollout import EngineLost, chosen_engine, make_engine
-from jaxrl.rollout.vllm import adapter, process, transport, weights
+from jaxrl.rollout.vllm import adapter, engine, process, transport, weights
 from jaxrl.rollout.vllm.engine import VllmEngine
 
 # ---- config ---------------------------------------------------------------------------------------------------------------
@@ -109,11 +110,11 @@ def test_an_engine_that_cannot_be_imported_is_named(path):
 
 
 def test_the_gap_warns_and_stops(caplog):
-    limits = SimpleNamespace(warn=0.1, stop=0.3)
-    rl.check_gap(limits, 1, {"gap/mean": 0.05})
+    limits = runnable(algorithm__mismatch__warn=0.15, algorithm__mismatch__stop=0.3).algorithm.mismatch
+    rl.check_gap(limits, 1, {"gap/mean": 0.12})
     assert not caplog.records
     rl.check_gap(limits, 2, {"gap/mean": 0.2})
-    assert "step 2" in caplog.text and "algorithm.mismatch.warn=0.1" in caplog.text
+    assert "step 2" in caplog.text and "algorithm.mismatch.warn=0.15" in caplog.text
     with pytest.raises(RunStopped, match="algorithm.mismatch.stop=0.3"):
         rl.check_gap(limits, 3, {"gap/mean": 0.4})
     rl.check_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
@@ -154,6 +155,62 @@ def test_options_reach_the_command_line():
     assert env["MINE"] == "3" and env["VLLM_LOGGING_LEVEL"] == "DEBUG" and env["VLLM_API_KEY"] == "k"
     assert "VLLM_TARGET_DEVICE" not in env
     assert env["VLLM_BATCH_INVARIANT"] == "1" and env["VLLM_SERVER_DEV_MODE"] == "1" and "k" not in command
+
+
+class Started(Exception):
+    """Servers would be running now."""
+
+
+def servers_of(monkeypatch, tmp_path, **changes):
+    """[(command, env)] of the servers that an engine of this config starts."""
+    begun = []
+    config = runnable(run__dir=str(tmp_path), rollout__engine="vllm", **changes)
+    check(config)
+
+    def start(command, env, log):
+        begun.append((command, env))
+        if len(begun) == config.rollout.vllm.replicas:
+            raise Started
+
+    monkeypatch.setattr(engine, "ServerProcess", start)
+    monkeypatch.setattr(adapter, "installed", lambda python: adapter.Installed("0.32.0", cpu=False))
+    model = models.build(HF, compute_dtype=jnp.float32, scan_layers=False)
+    with pytest.raises(Started):
+        make_engine(config, model, None, None, (1,), HF)
+    return begun
+
+
+def test_running_sequences_and_length_reach_the_command_line(monkeypatch, tmp_path):
+    """max_running, max_model_len, or what follows where it is not set; and which server gets which port and devices."""
+    ((command, _),) = servers_of(monkeypatch, tmp_path, data__max_prompt_tokens=100, rollout__max_new_tokens=50)
+    assert (flag(command, "--max-num-seqs"), flag(command, "--max-model-len")) == ("256", "150")
+    found = servers_of(monkeypatch, tmp_path, data__max_prompt_tokens=100, rollout__max_new_tokens=50, rollout__vllm__max_running=33,
+                       rollout__vllm__max_model_len=320, rollout__vllm__replicas=2, rollout__vllm__port=9100,
+                       rollout__vllm__devices=("0,1", "2,3"))
+    assert [flag(command, "--port") for command, _ in found] == ["9100", "9101"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in found] == ["0,1", "2,3"]
+    assert {(flag(c, "--max-num-seqs"), flag(c, "--max-model-len")) for c, _ in found} == {("33", "320")}
+
+
+@pytest.mark.vllm
+def test_the_command_line_is_read_by_vllms_own_parser():
+    """What vLLM makes of it; a name that it lacks would end the process."""
+    changed = runnable(
+        rollout__vllm__tensor_parallel=4, rollout__vllm__max_running=64, rollout__vllm__prefix_caching=False,
+        rollout__vllm__chunked_prefill=False, run__seed=5,
+        rollout__vllm__engine_kwargs={"quantization": "fp8", "gpu_memory_utilization": 0.5, "cudagraph_capture_sizes": [1, 2, 4]})
+    command, env = adapter.launch(changed, "/models/m", "bfloat16", 640, 8123, cpu=True, key="k")
+    code = ("import json, sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser;"
+            "from vllm.utils.argparse_utils import FlexibleArgumentParser as P;"
+            "a = make_arg_parser(P()).parse_args(sys.argv[1:]);"
+            "print(json.dumps({n: getattr(a, n) for n in sys.stdin.read().split()}))")
+    want = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5, "max_num_seqs": 64, "max_model_len": 640, "port": 8123, "seed": 5,
+            "enable_prefix_caching": False, "enable_chunked_prefill": False, "quantization": "fp8", "enforce_eager": True,
+            "cudagraph_capture_sizes": [1, 2, 4], "dtype": "bfloat16", "load_format": "dummy"}
+    done = subprocess.run([sys.executable, "-c", code, *command[3:]], input=" ".join(want), capture_output=True, text=True,
+                          env=os.environ | env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == want
 
 
 def test_memory_is_shared_where_devices_are():

@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import threading
+import time
 import urllib.parse
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +20,11 @@ from jaxrl.config import ConfigError, default_config
 from jaxrl.recipes.setup import share_gpus
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.select import memory_fraction, shared_gpus
-from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm import adapter, publish, transport
 from jaxrl.rollout.vllm import router as router_module
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.sleeping import Memory
+from jaxrl.vllm_plugin import BACKEND
 
 
 class Documented(http.server.BaseHTTPRequestHandler):
@@ -179,14 +182,14 @@ class Answering(Documented):
 
 
 @pytest.fixture
-def answering():
-    """(server, router of an engine that was given this server alone)"""
+def answering(request):
+    """(server, router of an engine that was given this server alone); a test's parameter: further options"""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.daemon_threads, server.asleep, server.calls, server.slow = True, set(), [], None
+    server.daemon_threads, server.asleep, server.calls, server.slow, server.silent = True, set(), [], None, threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=2.0)
+    cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=2.0, **getattr(request, "param", {}))
     engine = VllmEngine(cfg, model(), None, (1,), HF, "float32")
-    server.version = f"{engine.run_id}-0"
+    server.version, server.engine = f"{engine.run_id}-0", engine
     engine.router.set_state(engine.router.replicas[0], "ready")
     yield server, engine.router
     if server.slow:
@@ -204,6 +207,89 @@ def test_a_request_is_tried_again_within_the_wait_for_its_batch(answering):
     router.submit(requests(1))
     assert router.results.get(timeout=30).tokens.tolist() == [5] and server.calls.count("r0") == 2
     assert router.counts["request_failures"] == 1 and not router.counts["given_up"]
+
+
+@pytest.mark.parametrize("answering", [{"vllm": {"request_seconds": 0.3, "retries": 0}}], indirect=True)
+def test_a_request_is_given_up_after_the_tries_asked_for(answering):
+    """rollout.vllm.retries=0 within rollout.vllm.request_seconds: one try, and the answer is absent."""
+    server, router = answering
+    server.slow = threading.Event()
+    router.submit(requests(1))
+    assert router.results.get(timeout=30).finish == "abort" and server.calls.count("r0") == 1
+    assert router.request_seconds == 0.3 and router.counts["given_up"] == 1
+
+
+@pytest.mark.parametrize("answering", [{"vllm": {"max_requests": 3}, "seeded": "true"}], indirect=True)
+def test_a_server_has_max_requests_at_once(answering):
+    """The others wait here; each carries its seed where rollout.seeded says so."""
+    server, router = answering
+    server.slow = threading.Event()
+    router.submit(requests(8))
+    assert router.call(lambda: (len(router.replicas[0].running), len(router._waiting))) == (3, 5)
+    assert router.seeded and router.replicas[0].url == f"http://127.0.0.1:{server.server_port}"
+
+
+@pytest.mark.parametrize("answering", [{"vllm": {"health_seconds": 0.2}}], indirect=True)
+def test_a_server_that_is_silent_twice_is_given_up(answering, caplog):
+    """Each time for rollout.vllm.health_seconds."""
+    server, router = answering
+    server.RequestHandlerClass.do_GET, answer = lambda self: server.silent.wait(60), server.RequestHandlerClass.do_GET
+    try:
+        end = time.monotonic() + 30
+        while router.replicas[0].state != "dead" and time.monotonic() < end:
+            time.sleep(0.02)
+        assert "no answer to /health within rollout.vllm.health_seconds=0.2" in caplog.text
+    finally:
+        server.silent.set()
+        server.RequestHandlerClass.do_GET = answer
+
+
+class Reached(Exception):
+    pass
+
+
+@pytest.mark.parametrize("answering", [{"verify_weights": "always", "vllm": {
+    "transport": "network", "weights_host": "127.0.0.9", "probe_bound": 1e-5, "sync_seconds": 7.0, "chunk_mb": 3, "restarts": 0}}],
+    indirect=True)
+def test_a_publish_goes_by_its_options(answering, monkeypatch):
+    """Carrier and its address, chunks, checksums at a later publish too, bound of the probe, deadline of a call; and no restart."""
+    engine, publisher, asked = answering[0].engine, answering[0].engine.publisher, []
+    publisher.infos = {0: [{"backend": BACKEND, "machine": "elsewhere", "quantized": False, "cache_dtype": "auto"}]}
+    carriers = []
+    monkeypatch.setattr(transport, "Network", lambda host: carriers.append(host) or SimpleNamespace(host=True, close=lambda: None))
+    publisher.choose_transport()
+    assert carriers == ["127.0.0.9"] and engine.controls[0]._http.timeout.read == 7.0
+
+    def chunks(model, params, dtype, most, host):
+        asked.append(most)
+        raise Reached
+
+    monkeypatch.setattr(publish.weights, "chunks", chunks)
+    with pytest.raises(Reached):
+        publisher._stream(None, {}, {}, verify=False)
+    assert asked == [3_000_000]
+    monkeypatch.setattr(publisher, "probe", lambda replica: 1e-4)
+    with pytest.raises(publish.WeightMismatch, match="more than 1e-05 .rollout.vllm.probe_bound."):
+        publisher._probe(engine.router.replicas[0])
+    publisher.met = {0}
+
+    def opened(control):
+        raise Reached
+
+    monkeypatch.setattr(publisher, "_open", opened)
+    with pytest.raises(Reached):
+        publisher._push([engine.router.replicas[0]], {}, paused=False)
+    assert publisher._digests == {}  # they are taken
+    engine._restart(engine.router.replicas[0], None)
+    assert engine.counters()["restarts"] == 0
+
+
+def test_servers_that_do_not_come_are_waited_for_as_long_as_asked():
+    cfg = config(engine="vllm", servers=("http://127.0.0.1:1",), vllm={"setup_seconds": 0.3})
+    engine = VllmEngine(cfg, model(), None, (1,), HF, "float32")
+    with pytest.raises(EngineLost, match="waited rollout.vllm.setup_seconds=0.3"):
+        engine.publish(params(), 0)
+    engine.router.close()
 
 
 def test_the_servers_of_old_groups_are_forgotten(answering, monkeypatch):
