@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 from jaxrl.config import ConfigError, RunStopped, default_config
 from jaxrl.recipes.evaluate import out_of_patience
+from jaxrl.recipes.supply import Scorer
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 from jaxrl.rewards import pool as pool_module
 
@@ -143,6 +145,9 @@ FUNCTIONS = textwrap.dedent('''
 
     def sees(prompt, completion, n):
         return float(os.environ.get(n, -1))
+
+    def insists(prompt, completion, n):
+        return float(os.environ[n])
 
     def vanishes(prompt, completion):
         os.unlink(__file__)
@@ -417,6 +422,13 @@ def test_a_stop_leaves_rewards_alone(pool):
     """A training step's at once; an evaluation's after run.stop_seconds."""
     asked = []
     assert pool("naps", timeout_seconds=300.0).score(items(200.0), stop=lambda: asked.append(1) or len(asked) > 1) is None
+    group, done = SimpleNamespace(position=0), threading.Event()
+    scorer = Scorer(lambda groups: done.wait())
+    scorer.add(group)
+    assert not scorer.wait([group], stop=lambda: True)
+    done.set()
+    assert scorer.wait([group])
+    scorer.close()
     run = SimpleNamespace(config=default_config(), interrupted=lambda: stopped)
     stopped, run.config.run.stop_seconds = False, 0.0
     over = out_of_patience(run)
@@ -434,6 +446,8 @@ def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, capl
     p = pool("sees", env=("A_NUMBER", "NOT_SET"))
     np.testing.assert_array_equal(p.score(names).parts["sees"], [-1, 3, 3, np.nan])  # PATH is there, and no number
     assert "not set here: NOT_SET" in caplog.text
+    with pytest.raises(ConfigError, match="do not see the variable A_SECRET of this environment unless reward.env names it"):
+        pool("insists").trial(names[:1])
 
 
 def test_a_worker_that_cannot_start_again_is_no_fault_of_the_config(pool, tmp_path):

@@ -22,6 +22,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -186,6 +187,8 @@ class RewardPool:
                 if outcomes and all(map(is_failure, outcomes)):
                     lines.append(f"  {name}: {outcomes[0]}")
             if lines:
+                unseen = [n for n in re.findall(r"KeyError: '(\w+)'", str(lines)) if n in os.environ and n not in self._reward.env]
+                lines += [f"  (workers do not see the variable {n} of this environment unless reward.env names it)" for n in unseen]
                 slow = f" or raise reward.timeout_seconds={self._limit:g}," if "timeout" in str(lines) else ""
                 raise ConfigError("reward.functions fail on the first rows, tried with the reference answers as completions:\n"
                                   + "\n".join(lines) + f"\nmend the function,{slow} or set reward.trial=false if it is right to"
