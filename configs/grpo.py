@@ -7,7 +7,7 @@ Expected:  see README, "Measured".
 The reward reads the final box alone. The warm start ends on demonstrations that jump to the box, and is mostly wrong; the
 policy discovers that working pays. `reverse` problems, almost absent from the demonstrations, stay a failing class.
 
-Variants:  tiny (a few seconds, learns next to nothing; for tests and the notebook).
+Variants:  tiny (a few seconds, learns next to nothing; for tests and notebooks/custom_loss.ipynb).
 """
 
 from jaxrl.config import ConfigError, default_config

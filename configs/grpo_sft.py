@@ -4,7 +4,7 @@ Command:   runs by itself inside configs/grpo.py; alone: python -m jaxrl.main --
 Hardware:  any; two CPU cores.
 Expected:  see README, "Measured". The last demonstrations jump to the box, so greedy accuracy stays low.
 
-Variants:  tiny (a few seconds, learns next to nothing; for tests and the notebook).
+Variants:  tiny (a few seconds, learns next to nothing; for tests).
 """
 
 from jaxrl.config import ConfigError, default_config
