@@ -57,6 +57,7 @@ class Host:
         v = config.rollout.vllm
         if not adapter.key_of(v):
             raise ConfigError("VLLM_API_KEY is not set in the environment: servers need a key that trainers know")
+        adapter.warn_of_visible_key()
         self.config, self.folder, self.own, self.processes = config, folder, own, {}
         self.cpu = adapter.installed(v.python).cpu
         v.devices = v.devices or shares(visible_gpus(os.environ), v.replicas, v.tensor_parallel)

@@ -76,6 +76,7 @@ def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch,
     python = Path(interpreter("vllm==0.33.0+cpu"))
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec {sys.executable} {tmp_path}/server.py "$@"\n{python.read_text().split(chr(10), 1)[1]}')
     c = runnable(rollout__vllm__python=str(python), rollout__vllm__health_seconds=0.5, rollout__vllm__restarts=1)
+    monkeypatch.setattr(sys, "argv", ["serve", "--config.rollout.vllm.api_key=k"])
     host = serve.Host(c, tmp_path / "servers", tmp_path / "own")
     try:
         def until(done, goes_on=True):
@@ -87,6 +88,7 @@ def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch,
 
         until(lambda: host.announced)
         assert listed(tmp_path / "servers") == [f"http://127.0.0.1:{host.ports[0]}"] and "servers listen on loopback" in caplog.text
+        assert "rollout.vllm.api_key is on the command line, where every user of this machine reads it" in caplog.text
         first = host.processes[0]
         os.kill(first.pid, signal.SIGSTOP)
         until(lambda: host.processes[0] is not first and host.up[0])
@@ -111,6 +113,7 @@ def test_the_launch_files_start_trainers_and_servers():
     train, vllm = (j["template"]["spec"]["template"]["spec"]["containers"][0] for j in jobs["replicatedJobs"])
     folder = [a for a in train["args"] if a.startswith("--config.rollout.servers=")]
     assert folder and folder[0] in vllm["args"] and vllm["command"][-1] == "jaxrl.serve"
+    assert "--config.rollout.vllm.host=$(JAXRL_SERVE_HOST)" in vllm["args"]  # the pod's address alone
     subprocess.run(["bash", "-n", str(ROOT / "launch/slurm.sbatch")], check=True)
 
 
@@ -130,12 +133,13 @@ def get_config(arg=None):
 @pytest.mark.slow
 def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_path, monkeypatch):
     """Training on one announced server; `jaxrl.serve` brings another: after the next publish it answers, its probe agrees. Killed, it
-    is started again by jaxrl.serve and joins anew. SIGTERM ends serve and its servers."""
+    is started again by jaxrl.serve and joins anew; so it is when it hangs. SIGTERM ends serve and its servers."""
     monkeypatch.setenv("VLLM_API_KEY", "k")
     folder, file = tmp_path / "servers", tmp_path / "conf.py"
     file.write_text(CONFIG.format(hf=HF))
     serve.announce(folder, "first", vllm_server())
-    flags = [f"--config={file}", f"--config.run.dir={tmp_path}/run", f"--config.rollout.servers={folder}"]
+    flags = [f"--config={file}", f"--config.run.dir={tmp_path}/run", f"--config.rollout.servers={folder}",
+             "--config.rollout.vllm.health_seconds=5"]
     host = subprocess.Popen([sys.executable, "-m", "jaxrl.serve", *flags], env={**os.environ, "JAXRL_SERVE_HOST": "127.0.0.1"})
     try:
         with on_url(str(folder), health_seconds=5.0, max_requests=4) as engine:
@@ -149,13 +153,14 @@ def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_pat
             assert engine.publisher.last_probe < 1e-4 and engine.publisher.met == {0, 1}
             assert all(r.finish != "abort" for r in generate(engine, many(40), 120.0))
             second = engine.router.replicas[1]
-            os.killpg(os.getpgid(engine.controls[1].workers()[0]["pid"]), signal.SIGKILL)
-            end = time.monotonic() + 60
-            while second.state != "dead":
-                assert time.monotonic() < end
-                engine.poll(0.0)
-                time.sleep(0.2)
-            wait_until_ready(engine, 2, 200.0)
+            for blow in (signal.SIGKILL, signal.SIGSTOP):
+                os.killpg(os.getpgid(engine.controls[1].workers()[0]["pid"]), blow)
+                end = time.monotonic() + 60
+                while second.state != "dead":
+                    assert time.monotonic() < end
+                    engine.poll(0.0)
+                    time.sleep(0.2)
+                wait_until_ready(engine, 2, 200.0)
         host.terminate()
         assert host.wait(60) == 0
     finally:

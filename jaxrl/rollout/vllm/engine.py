@@ -57,6 +57,7 @@ class VllmEngine:
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
         self.hf_config, self.dtype = hf_config, dtype
+        adapter.warn_of_visible_key()
         self.own = not config.rollout.servers
         self.key = adapter.key_of(self.options) or (secrets.token_urlsafe(32) if self.own else "")
         self.longest_prompt, self.total = config.data.max_prompt_tokens, longest(config)
