@@ -229,7 +229,8 @@ def main() -> int:
 
     at, last = commit(), {}
     if args.again and (RESULTS / "mutations.json").exists():
-        last = {r["option"]: r for r in json.loads((RESULTS / "mutations.json").read_text())["results"]["options"] if r["outcome"] == "noticed"}
+        before = json.loads((RESULTS / "mutations.json").read_text())
+        last = {r["option"]: {"commit": before["commit"]} | r for r in before["results"]["options"] if r["outcome"] == "noticed"}
     wanted = args.options.split(",") if args.options else [n for n in options() if n not in last] + ["user"]
     tests, started = tests_by_option([*options(), "user"]), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
@@ -256,7 +257,7 @@ def main() -> int:
     table(["option", "outcome", "tests"], [[r["option"], r["outcome"], " ".join(tests[r["option"]])] for r in missing])
     print(f"{len(found)} options, {len(missing)} unnoticed, {time.monotonic() - started:.0f} s")
     if not args.options:
-        rows = [r for n, r in last.items() if n in tests] + found
+        rows = [r for n, r in last.items() if n in tests] + [r | {"commit": at} for r in found]
         record("mutations", {"options": rows, "unnoticed": [r["option"] for r in missing], "fail_unignored": whole.get("failed", {}),
                              "seconds": round(time.monotonic() - started)}, at)
     return 1 if missing else 0

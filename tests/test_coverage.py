@@ -9,7 +9,10 @@ options.csv               our own options, each with tests that show that it act
 import ast
 import csv
 import functools
+import os
 import re
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -233,3 +236,32 @@ def _reads(tree, aliases):
             if isinstance(node.value, ast.Attribute):
                 out.add(f"{name(node.value.value)}.{one}.{leaf}")
     return out
+
+
+# -- evidence/mutations.py ---------------------------------------------------------------------------------------------
+
+
+READS = """
+import ignoring, sys
+from jaxrl.config import default_config, redacted
+from jaxrl.config_checks import check, longest_sequence
+from jaxrl.config import ConfigError
+c = default_config()
+c.data.max_prompt_tokens, c.rollout.max_new_tokens = 7, -1
+print(longest_sequence(c), c.rollout.max_new_tokens, redacted(c)["rollout"]["max_new_tokens"])
+c = c.copy_and_resolve_references()
+try:
+    check(c)
+except ConfigError as e:
+    print("rollout.max_new_tokens=-1" in str(e))
+"""
+
+
+@pytest.mark.parametrize("option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
+def test_an_ignored_option_is_its_default_where_jaxrl_acts(option, read):
+    """The instrument of evidence/mutations.py, in a process that a test starts: what sets, shows and checks a config sees what was set."""
+    env = {**os.environ, "JAXRL_IGNORED_OPTION": option,
+           "PYTHONPATH": os.pathsep.join([str(HERE.parent / "evidence" / "ignored"), str(HERE.parent)])}
+    done = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(read), "-1", "-1", "True"]

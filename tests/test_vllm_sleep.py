@@ -182,12 +182,13 @@ class Answering(Documented):
 
 
 @pytest.fixture
-def answering(request):
+def answering(request, tmp_path):
     """(server, router of an engine that was given this server alone); a test's parameter: further options"""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.daemon_threads, server.asleep, server.calls, server.slow, server.silent = True, set(), [], None, threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=2.0, **getattr(request, "param", {}))
+    cfg.run.dir, cfg.log.trace_requests = str(tmp_path), True
     engine = VllmEngine(cfg, model(), None, (1,), HF, "float32")
     server.version, server.engine = f"{engine.run_id}-0", engine
     engine.router.set_state(engine.router.replicas[0], "ready")
@@ -210,13 +211,15 @@ def test_a_request_is_tried_again_within_the_wait_for_its_batch(answering):
 
 
 @pytest.mark.parametrize("answering", [{"vllm": {"request_seconds": 0.3, "retries": 0}}], indirect=True)
-def test_a_request_is_given_up_after_the_tries_asked_for(answering):
+def test_a_request_is_given_up_after_the_tries_asked_for(answering, tmp_path):
     """rollout.vllm.retries=0 within rollout.vllm.request_seconds: one try, and the answer is absent."""
     server, router = answering
     server.slow = threading.Event()
     router.submit(requests(1))
     assert router.results.get(timeout=30).finish == "abort" and server.calls.count("r0") == 1
     assert router.request_seconds == 0.3 and router.counts["given_up"] == 1
+    (row,) = map(json.loads, (tmp_path / "requests.jsonl").read_text().splitlines())  # log.trace_requests
+    assert (row["id"], row["finish"], [e[1] for e in row["events"]]) == ("r0", "abort", ["queued", "sent", "failed"])
 
 
 @pytest.mark.parametrize("answering", [{"vllm": {"max_requests": 3}, "seeded": "true"}], indirect=True)
