@@ -93,6 +93,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
                             " model.path; empty = none"),
         "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
+        "compile_cache_gb": O(10.0, "largest size of that directory in GB when a run starts: what was used longest ago is deleted; 0 = no limit"),
         "deterministic": O(False, "ask XLA for deterministic GPU operations (slower there; CPU and TPU already are)"),
         "matmul_precision": O("auto", "auto: highest for fp32 compute, the platform's default otherwise",
                               choices=("auto", "default", "high", "highest")),

@@ -89,6 +89,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "run.stop_seconds",
+    "run.compile_cache_gb",
     "reward.memory_gb",
     "reward.recycle",
     "launch.wait_seconds",

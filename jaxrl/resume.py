@@ -13,7 +13,8 @@ from jaxrl.config import options
 # An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides.
 FUTURE: tuple[str, ...] = (
     # how and where it runs
-    "run.mode", "run.dir", "run.resume", "run.accept_changed", "run.stop_seconds", "run.compile_cache", "run.deterministic", "run.matmul_precision",
+    "run.mode", "run.dir", "run.resume", "run.accept_changed", "run.stop_seconds", "run.compile_cache", "run.compile_cache_gb", "run.deterministic",
+    "run.matmul_precision",
     "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "checkpoint.*", "user.*",
     # how the model is computed, not what it is
     "model.remat", "model.remat_every", "model.attention", "model.trust_remote_code",

@@ -133,6 +133,20 @@ def test_deterministic_and_compile_cache_reach_jax(tiny, tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_dir.endswith(os.path.join(".cache", "jaxrl", "xla"))
 
 
+def test_the_compile_cache_keeps_to_its_size(tiny, tmp_path):
+    """The programs that were used last stay."""
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for limit, left in ((0.0, "abc"), (2.5e-6, "ac"), (1e-6, "a")):
+            for name, used in (("a", 300), ("b", 100), ("c", 200)):
+                (tmp_path / f"{name}-cache").write_bytes(bytes(1000))
+                os.utime(tmp_path / f"{name}-cache", (used, used))
+            setup.start_jax(tiny("run.compile_cache", str(tmp_path), "run.compile_cache_gb", limit))
+            assert sorted(p.name[0] for p in tmp_path.glob("*-cache")) == list(left)
+    finally:
+        setup.start_jax(tiny("run.compile_cache", before or ""))
+
+
 @pytest.mark.parametrize(
     "precision, dtype, expected",
     [("auto", "fp32", "highest"), ("auto", "bf16", None), ("default", "fp32", None), ("high", "fp32", "high")],

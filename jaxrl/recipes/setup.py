@@ -101,6 +101,22 @@ def start_jax(config) -> None:
         jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    if cache and config.run.compile_cache_gb:
+        trim_cache(path, config.run.compile_cache_gb)
+
+
+def trim_cache(folder: Path, limit_gb: float) -> None:
+    """Deletes the compiled programs that were used longest ago until the rest takes at most so many GB.
+
+    (jax's own limit, jax_compilation_cache_max_size, stops writing into a folder that was begun without it.)
+    """
+    with contextlib.suppress(OSError):  # another run may be at it, too; a program that is gone is compiled again
+        found = [(max(s.st_atime, s.st_mtime), s.st_size, p) for p in folder.glob("*-cache") for s in [p.stat()]]
+        total = 0
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > limit_gb * 1e9:
+                path.unlink(missing_ok=True)
 
 
 def share_gpus(how: str, fraction: float, environ) -> None:
