@@ -6,6 +6,7 @@
 #   showing                                                  command
 #    1  install, first reward, gain on three seeds           quickstart.py
 #    2  logits and round trips of every architecture         models.py, pytest tests/test_models.py tests/test_models_hf.py
+#       random odd config files beside transformers        odd_configs.py, pytest tests/test_models_odd.py -m slow
 #    3  sampler and scorer agree                              sampler.py
 #    4  gradients of all layouts                              gradients.py
 #    5  kill -9 and resume                                    resume.py
@@ -59,7 +60,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models bad_input resume presets off_policy sharding hosts plan_memory plan_scaling simulation kernels_memory recompilation packing bf16 quickstart)
+  scripts=(logprob_memory gradients sampler models odd_configs bad_input resume presets off_policy sharding hosts plan_memory plan_scaling simulation kernels_memory recompilation packing bf16 quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi

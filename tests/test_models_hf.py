@@ -122,8 +122,9 @@ def test_exported_folder_opens_in_transformers(tmp_path, architecture):
 
 
 def test_random_model_exports_without_a_source(tmp_path):
-    """A config that never was a folder: float32, architecture and token ids filled in, opens in transformers."""
-    config = hf.load_config("", overrides={**SIZES, "model_type": "qwen2", "eos_token_id": [2, 7]})
+    """A config that never was a folder: float32, architecture and token ids filled in, opens in transformers, which wants a number
+    that may be broken to be written so."""
+    config = hf.load_config("", overrides={**SIZES, "model_type": "qwen2", "eos_token_id": [2, 7], "rms_norm_eps": 1})
     model = build(config, compute_dtype=jnp.float32, scan_layers=False)
     params = jax.jit(model.init, compiler_options=model_cases.QUICK)(jax.random.key(0))
     hf.export(model, params, tmp_path / "out", config)

@@ -174,7 +174,7 @@ def model_config(hf_config: dict) -> ModelConfig:
         qk_norm=family.qk_norm, post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
         norm_eps=_number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
-        query_scale=float(_number(hf, family.query_scalar, above=0) if family.query_scalar else head_dim) ** -0.5,
+        query_scale=float(_number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim) ** -0.5,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=_number(hf, "max_position_embeddings", least=1, kind=int),
         init_std=_number(hf, "initializer_range", least=0))
@@ -363,7 +363,7 @@ def _rope(hf, table, truncate) -> Rope:
     if kind == "dynamic":  # its window is always the model's
         table["original_max_position_embeddings"] = hf["max_position_embeddings"]
     window = _number(table, "original_max_position_embeddings", least=1, kind=int)
-    if kind == "yarn" and table.get("factor") is None:
+    if kind == "yarn" and table.get("factor", 0) is None:
         table["factor"] = hf["max_position_embeddings"] / window
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     missing = [name for name in needed if table.get(name) is None]

@@ -32,6 +32,7 @@ SCORE = "score.weight"  # the head of transformers' sequence classifiers, which 
 EMBEDDING = "model.embed_tokens.weight"
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
+FLOATS = ("rms_norm_eps", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")  # transformers takes no integer there
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -278,6 +279,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         config = {"architectures": [FAMILIES[model.config.family].architecture], **hf_config}
         config.pop(SOURCE, None)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+        config |= {k: float(config[k]) for k in FLOATS if type(config.get(k)) is int}
         if config.get("eos_token_id") is None:  # left out, it and its like mean tokens of the family's own vocabulary
             config |= {k: v for k, v in _special_ids(eos_ids, tokenizer).items() if config.get(k) is None}
         _write_json(temporary / "config.json", config)

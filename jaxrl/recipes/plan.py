@@ -27,7 +27,7 @@ from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import ROLLOUT_RULES, targets
 
 log = logging.getLogger("jaxrl")
-EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)", re.I | re.S)  # not of a message too long for the network
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)|CUDA_ERROR_OUT_OF_MEMORY", re.I | re.S)  # not of a message too long for the network
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
 # programs, and seconds of published runs beside the prediction.
