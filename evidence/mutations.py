@@ -29,7 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 IGNORED = str(HERE / "ignored")
-LIMIT, HARD_LIMIT = 60, 240  # seconds per option: the test is failed; the process is killed
+LIMIT, HARD_LIMIT = 180, 360  # seconds per option: the test is failed; the process is killed
 NOT_HERE = "not vllm and not nightly and not mosaic"
 
 

@@ -257,7 +257,7 @@ class Reached(Exception):
 def test_a_publish_goes_by_its_options(answering, monkeypatch):
     """Carrier and its address, chunks, checksums at a later publish too, bound of the probe, deadline of a call; and no restart."""
     engine, publisher, asked = answering[0].engine, answering[0].engine.publisher, []
-    publisher.infos = {0: [{"backend": BACKEND, "machine": "elsewhere", "quantized": False, "cache_dtype": "auto"}]}
+    publisher.infos = {0: [{"backend": BACKEND, "machine": publish.machine(), "quantized": False, "cache_dtype": "auto"}]}
     carriers = []
     monkeypatch.setattr(transport, "Network", lambda host: carriers.append(host) or SimpleNamespace(host=True, close=lambda: None))
     publisher.choose_transport()
