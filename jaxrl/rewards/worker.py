@@ -1,7 +1,7 @@
 """A reward worker: reads JSON lines, calls reward functions, writes JSON lines. Standard library only, never jax.
 
 Protocol (one JSON value per line):
-  in   {functions: [[spec, name]], shared: {...}, limit: seconds, memory: bytes}   once
+  in   {functions: [[spec, name]], shared: {...}, limit: seconds}                    once
   out  {ready: [{batched, asynchronous}], sources: digest} or {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
   out  each, async: {task, job: k, value, outcome, metrics}, one per job as it is done (each: in order)
