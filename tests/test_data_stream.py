@@ -1,14 +1,17 @@
 """The order of training data: permutations, reshuffling, exact resumption, reading ahead."""
 
+import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.config import ConfigError, default_config, help_text, put
-from jaxrl.data import Stream, load_tokenizer, load_train
+from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
+from jaxrl.recipes.gather import gather
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.sizes import decided
 
@@ -154,6 +157,23 @@ def test_a_step_of_many_passes_is_refused_with_its_size(caplog):
     c.data.prompts_per_step = 1_000_000
     with pytest.raises(ConfigError, match="data.prompts_per_step=1000000 is 2,000 times the 500 rows.*8,000,000 sequences.*lower it"):
         Stream.from_config(c, Numbers(500))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stop_does_not_wait_for_a_long_steps_rows(workers):
+    data = Numbers(4_000)
+    stream = Stream(data, 2_000, seed=0, workers=workers, prefetch=1)
+    stream.interrupted = lambda: len(data.read) > 500
+    with pytest.raises(Interrupted):
+        stream.take(0)
+    stream.interrupted = lambda: False
+    assert stream.take(0, 3)[0] == Stream(Numbers(4_000), 3, seed=0).take(0)[0]  # it begins there anew
+    stream.close()
+    assert workers or len(data.read) < 500 + 256 + 4
+    step = SimpleNamespace(config=default_config(), cursor=0, phase=lambda name: contextlib.nullcontext(), fault=lambda component: None,
+                           supply=SimpleNamespace(take=lambda *_: list(stream.unless_interrupted(range(512)))))
+    stream.interrupted = lambda: True
+    assert gather(step, {"dynamic_sampling": "off"}) is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])

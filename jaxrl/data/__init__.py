@@ -2,8 +2,8 @@
 
 from jaxrl.data.dataset import Dataset, Example, check_paths, data_seed, load_eval_sets, load_train
 from jaxrl.data.sources import GIVEN, DataError, offline_if_unreachable, resolve
-from jaxrl.data.stream import Stream
+from jaxrl.data.stream import Interrupted, Stream
 from jaxrl.data.tokenizer import fingerprint, load_tokenizer, prepared, tokenizer_revision
 
-__all__ = ["GIVEN", "DataError", "Dataset", "Example", "Stream", "check_paths", "data_seed", "fingerprint", "load_eval_sets",
+__all__ = ["GIVEN", "DataError", "Dataset", "Example", "Interrupted", "Stream", "check_paths", "data_seed", "fingerprint", "load_eval_sets",
            "load_tokenizer", "load_train", "offline_if_unreachable", "prepared", "resolve", "tokenizer_revision"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +13,12 @@ from jaxrl.config_checks import longest_sequence
 from jaxrl.data.dataset import Dataset, Example, data_seed
 
 log = logging.getLogger("jaxrl")
+CHECKED = 256  # rows from one look for a stop to the next
 MOST_PASSES = 10  # over the data in one step
+
+
+class Interrupted(Exception):
+    """A stop was asked for while the rows of a step were being gathered; nothing of it counts."""
 
 
 class Stream:
@@ -44,6 +50,7 @@ class Stream:
         self._examples = order.repeat(None).map(lambda row: dataset[int(row)])
         self._read_ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=max(1, prefetch * per_step))
         self._workers, self._iterator, self._at = workers, None, -1
+        self.interrupted: Callable[[], bool] = lambda: False
 
     @classmethod
     def from_config(cls, config, dataset: Dataset) -> Stream:
@@ -67,17 +74,25 @@ class Stream:
 
     def take(self, cursor: int, count: int = 0) -> tuple[list[tuple[int, Example]], int]:
         """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end of the
-        stream, none when it is exhausted."""
+        stream, none when it is exhausted. Raises Interrupted where `self.interrupted()` turned true meanwhile."""
         stop = min(cursor + (int(count) or self.per_step), self.end)
         if self._workers == 0:
-            return [(p, self._examples[p]) for p in range(cursor, stop)], max(cursor, stop)
+            return [(p, self._examples[p]) for p in self.unless_interrupted(range(cursor, stop))], max(cursor, stop)
         if self._at != cursor:
             self.close()
             self._iterator = iter(self._examples.to_iter_dataset(self._read_ahead))
             self._iterator.set_state({"next_index": cursor})
-        out = [(p, next(self._iterator)) for p in range(cursor, stop)]
+        self._at = -1  # unknown while rows are being taken
+        out = [(p, next(self._iterator)) for p in self.unless_interrupted(range(cursor, stop))]
         self._at = max(cursor, stop)
         return out, self._at
+
+    def unless_interrupted(self, items):
+        """The items of a long loop; raises Interrupted once `self.interrupted()`, which is asked every CHECKED of them."""
+        for i, item in enumerate(items):
+            if i % CHECKED == CHECKED - 1 and self.interrupted():
+                raise Interrupted
+            yield item
 
     def exhausted(self, cursor: int) -> bool:
         """Whether no further step starts at `cursor`: nothing is left, or less than a whole step under `drop_last`. Steps that

@@ -16,6 +16,7 @@ from jaxrl import rewards as rewards_room
 from jaxrl.algorithms.advantages import EQUAL, group_advantages
 from jaxrl.config import RunStopped, imported
 from jaxrl.config_checks import longest_sequence
+from jaxrl.data import Interrupted
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.supply import samples
 from jaxrl.recipes.trajectories import (
@@ -62,6 +63,13 @@ class Answered(NamedTuple):
 
 def gather(r: Run, values: dict) -> Batch | None:
     """The next batch, or None when a stop was asked for. `values`: the resolved algorithm options."""
+    try:
+        return gathered(r, values)
+    except Interrupted:
+        return None
+
+
+def gathered(r: Run, values: dict) -> Batch | None:
     mode, limit = values["dynamic_sampling"], r.config.algorithm.dynamic_sampling_rounds
     groups, cursor = take(r, r.cursor)
     got = ask(r, groups, values)

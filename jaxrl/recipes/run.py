@@ -136,6 +136,8 @@ class Run:
         self.stream = None
         if train_set is not None:
             self.stream = self.own(data_room.Stream.from_config(c, train_set))
+            if self.peers.count == 1:  # several agree on a stop behind the step's rows, where they meet
+                self.stream.interrupted = self.interrupted
         self.total_steps, self.ending = end(c, self.stream and self.stream.total_steps)
         if self._with_engine:
             self._try_rewards(inputs.tokenizer, train_set)

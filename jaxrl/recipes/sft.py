@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
+from jaxrl.data import Interrupted
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import host_scalars
@@ -31,7 +32,10 @@ def run(config, given=None) -> dict:
         pending = []
         while not r.finished():
             with r.phase("data"):
-                batch, cursor = r.stream.take(r.cursor)
+                try:
+                    batch, cursor = r.stream.take(r.cursor)
+                except Interrupted:
+                    break
                 traj = demonstrations([e for _, e in batch], [p for p, _ in batch], config.train.loss_on_prompt)
             with r.changing():
                 r.fault("update")

@@ -65,7 +65,8 @@ class Supply:
         def requests(samples, name, greedy):
             sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, c.rollout.stop, c.rollout.stop_token_ids,
                                        c.rollout.keep_stop, c.rollout.min_new_tokens, greedy)
-            return make_requests(prompts, samples, sampling, c.run.seed, name, step)
+            return [request for prompt in self.run.stream.unless_interrupted(prompts)
+                    for request in make_requests([prompt], samples, sampling, c.run.seed, name, step)]
 
         return requests(c.rollout.group_size, "train", False) + (requests(1, "greedy", True) if self.greedy else [])
 
