@@ -188,6 +188,18 @@ def test_weights_are_told_apart_and_commits_of_the_hub_are_kept(tmp_path, monkey
             monkeypatch.setattr(hf, check, lambda table, path, revision: asked.append(revision))  # noqa: B023
         setup.check_weights(c, found)
         assert asked == [name, name]
+        c.model.init, c.model.path, c.model.revision = "pretrained", "somebody/tiny", name
+        assert inputs.weights_of_hosts(c) == dict.fromkeys(("weights of the policy", "weights of the critic"), prints[name])
     assert prints["main"] != prints["v2"]
     assert {e for begins in READ.values() for e in begins} >= {"weights of the reference"}
 
+
+def test_the_commit_of_a_hub_data_set_is_kept(tmp_path, monkeypatch):
+    import datasets
+    rows = datasets.Dataset.from_list(questions(4))
+    rows.info.download_checksums = {f"hf://datasets/somebody/rows@{'c' * 40}/data/train.parquet": {}}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    c = make_config(make_tokenizer(tmp_path / "t"), "somebody/rows")
+    train = load_train(c, load_tokenizer(c))
+    assert inputs.commits(c, train, {}) == {"training data": ["c" * 40]}
+    assert train.fingerprint == load_train(c, load_tokenizer(c), rows=questions(4)).fingerprint
