@@ -160,3 +160,19 @@ def summary(metrics: dict[str, float]) -> dict:
         else:
             out[name] = value
     return out
+
+
+def evaluate_only(r) -> dict:
+    """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
+    job = r.job
+    _, where = r.publish_newest()
+    r.console.start("eval")
+    metrics, rows = evaluate(r)
+    if r.peers.first:
+        write_rows(job.run_dir, r.step, rows)
+    r.telemetry.samples(r.step, rows)
+    note = "" if r.step else f" ({job.run_dir / 'checkpoints'} holds no checkpoint)"
+    r.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
+    out = {"evaluated": str(where), "eval": summary(metrics)}
+    r.telemetry.summary(out)
+    return out

@@ -26,6 +26,7 @@ from jaxrl.config import RunStopped
 from jaxrl.recipes import parity
 from jaxrl.recipes.advantages import advantages
 from jaxrl.recipes.algorithm import Algorithm, start_of_step
+from jaxrl.recipes.evaluate import evaluate_only
 from jaxrl.recipes.gather import gather
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import host_scalars
@@ -44,7 +45,7 @@ def run(config, given=None) -> dict:
     """
     with Run(config, given, with_engine=True) as r:
         if config.run.mode == "eval":
-            return r.evaluate_only()
+            return evaluate_only(r)
         if config.run.mode == "parity":
             return parity.report(r)
         algorithm = Algorithm(r)

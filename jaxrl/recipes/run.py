@@ -280,16 +280,10 @@ class Run:
         c = self.config
         periods = {
             "eval": dict(steps=c.eval.every_steps, epochs=c.eval.every_epochs, seconds=c.eval.every_seconds),
-            "save": dict(
-                steps=c.checkpoint.every_steps,
-                epochs=c.checkpoint.every_epochs,
-                seconds=60 * c.checkpoint.every_minutes,
-            ),
-            "export": dict(
-                steps=c.checkpoint.export_every_steps,
-                epochs=c.checkpoint.export_every_epochs,
-                seconds=60 * c.checkpoint.export_every_minutes,
-            ),
+            "save": dict(steps=c.checkpoint.every_steps, epochs=c.checkpoint.every_epochs,
+                      seconds=60 * c.checkpoint.every_minutes),
+            "export": dict(steps=c.checkpoint.export_every_steps, epochs=c.checkpoint.export_every_epochs,
+                        seconds=60 * c.checkpoint.export_every_minutes),
         }
         self.due = {name: Every(**period, state=states.get(name)) for name, period in periods.items()}
 
@@ -568,12 +562,14 @@ class Run:
             out["eval_before"] = self.eval_before
         if self.last_eval and not stopped:
             out["eval_after"] = self.last_eval
-        if not stopped and c.checkpoint.export_at_end:
-            self.export(self.job.run_dir / "export")
-            out["export"] = str(self.job.run_dir / "export")
-        if unsaved is not None:
-            log.error("the model of step %d is in %s", self.step, out["export"])
-            raise unsaved
+        try:
+            if not stopped and c.checkpoint.export_at_end:
+                self.export(self.job.run_dir / "export")
+                out["export"] = str(self.job.run_dir / "export")
+        finally:
+            if unsaved is not None:
+                log.error("the model of step %d is %s", self.step, f"in {out['export']}" if "export" in out else "not exported either")
+                raise unsaved
         self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
         if stopped:
@@ -598,20 +594,3 @@ class Run:
                                              silent=not self.peers.first, console=self.console))
         self.engine.publish(params, self.step)
         return params, restored.path if restored else (c.model.path or "random initialisation")
-
-    def evaluate_only(self, evaluate=None) -> dict:
-        """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
-        from jaxrl.recipes.evaluate import evaluate as evaluate_sets
-
-        job = self.job
-        _, where = self.publish_newest()
-        self.console.start("eval")
-        metrics, rows = evaluate_sets(self)
-        if self.peers.first:
-            write_rows(job.run_dir, self.step, rows)
-        self.telemetry.samples(self.step, rows)
-        note = "" if self.step else f" ({job.run_dir / 'checkpoints'} holds no checkpoint)"
-        self.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
-        out = {"evaluated": str(where), "eval": summary(metrics)}
-        self.telemetry.summary(out)
-        return out

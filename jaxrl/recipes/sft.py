@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.data import Interrupted
-from jaxrl.recipes.evaluate import evaluate
+from jaxrl.recipes.evaluate import evaluate, evaluate_only
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.setup import host_scalars
 from jaxrl.types import Trajectories
@@ -18,7 +18,7 @@ def run(config, given=None) -> dict:
     held_out = bool(config.eval.sets or config.data.eval_fraction)
     with Run(config, given, with_engine=held_out) as r:
         if config.run.mode == "eval":
-            return r.evaluate_only()
+            return evaluate_only(r)
         r.prepare(
             updates_per_step=1,
             loss=training.LossConfig(
