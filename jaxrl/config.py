@@ -445,7 +445,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "profile": {
         "steps": O((), "(first, last) step traced with the JAX profiler into <run.dir>/profile"),
-        "memory": O((), "steps after which (0: before the first) what device memory holds is written into <run.dir>/profile"),
+        "memory": O((), "steps after which (0: before the first) the arrays that device memory holds then are written into <run.dir>/profile"),
+        "python": O(False, "traces also hold every call of Python, with its stack: slower steps, larger files"),
         "processes": O((0,), "numbers of the processes that trace; with one there is only 0"),
     },
     "launch": {

@@ -4,7 +4,9 @@
 the same directory under run.mode=eval. `third`: resumed for one more step with every output switched off.
 """
 
+import gzip
 import json
+import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +15,14 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxrl
 from jaxrl.config import ConfigError, default_config, get, load_config, put
 from jaxrl.models.tensorfile import list_folder
 from jaxrl.recipes import sft
 from jaxrl.rollout.embedded import EmbeddedEngine
+from jaxrl.telemetry.names import HISTOGRAMS
 
 MODEL = {
     "model_type": "qwen2",
@@ -207,6 +211,7 @@ def third(folder, first, evaluated):
         log__tensorboard=False,
         profile__steps=(3, 3),
         profile__memory=(3,),
+        profile__python=True,
     )
     run, written = folder / "run", lambda: (folder / "run" / "export" / "config.json").stat().st_mtime_ns
     exported = written()
@@ -340,6 +345,27 @@ def test_outputs(first):
     assert any(f.startswith("tensorboard/") for f in first.files)
     assert not any(f.startswith("warm_start/tensorboard") for f in first.files)  # log.tensorboard=False there
     assert {"rollouts/step_00000001.jsonl", "rollouts/step_00000002.jsonl"} <= first.files
+
+
+def test_tensorboard_has_histograms_of_what_the_host_holds(first):
+    shown = EventAccumulator(str(first.run / "tensorboard"), {"histograms": 0})
+    shown.Reload()
+    tokens = [sum(len(r["tokens"]) for r in step) for step in first.rollouts]
+    expected = {"length": [12, 12], "reward": [12, 12], "advantage": [12, 12], "log_ratio": tokens}  # no staleness: none is ahead
+    assert {name.removeprefix("histogram/"): [e.histogram_value.num for e in shown.Histograms(name)]
+            for name in shown.Tags()["histograms"]} == expected and set(expected) < set(HISTOGRAMS)
+    assert [e.histogram_value.sum for e in shown.Histograms("histogram/length")] == tokens
+
+
+def test_a_trace_names_the_step_the_parts_of_the_model_and_pythons_calls(third, folder):
+    profile = folder / "run" / "profile"
+    trace, = profile.rglob("*.trace.json.gz")
+    events = json.loads(gzip.open(trace).read())["traceEvents"]
+    assert [e["args"]["step_num"] for e in events if e.get("name") == "step"] == ["3"]
+    assert any(re.fullmatch(r"\$rl.py:\d+ one_step", e.get("name", "")) for e in events)  # profile.python
+    operations, = profile.rglob("*.xplane.pb")  # its operations' names are plain in it
+    for part in (b"jvp(head)", b"jvp(loss)", b"jit(apply)/optimizer/", b"/layer_0/attention/", b"/layer_0/mlp/"):
+        assert part in operations.read_bytes(), part
 
 
 def test_what_is_switched_off_is_not_there(third):

@@ -27,8 +27,13 @@ def traced(folder):
     """Numbers of the steps whose annotation is in the trace."""
     files = list(folder.rglob("*.trace.json.gz"))
     assert len(files) == 1
-    names = {e.get("name", "") for e in json.loads(gzip.open(files[0]).read())["traceEvents"]}
-    return sorted(int(n[5:]) for n in names if n.startswith("step_"))
+    events = json.loads(gzip.open(files[0]).read())["traceEvents"]
+    names = {e.get("name", "") for e in events}
+    found = sorted(int(n[5:]) for n in names if n.startswith("step_"))
+    marked = sorted(int(e["args"]["step_num"]) for e in events if e.get("name") == "step")
+    assert marked[:len(found)] == found and len(marked) <= len(found) + 1  # what came after a run's last step is one more
+    assert not any(n.startswith("$") for n in names)  # without profile.python
+    return found
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         r.advance(batch.cursor, samples=traj.num_sequences)
         metrics |= r.supply.metrics(traj, stale)
         metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
+    r.telemetry.histograms(r.step, histograms(batch, columns, per_answer))
     if r.step % c.rollout.sync_every == 0:
         with r.phase("publish"):
             r.publish()
@@ -225,6 +226,17 @@ def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
         if np.isfinite(values).any():
             out[f"reward/{name}"] = float(np.nanmean(values))
     return out | {k if "/" in k else f"reward/{k}": v for k, v in batch.result.metrics.items()} | batch.metrics
+
+
+def histograms(batch, columns, per_answer) -> dict[str, np.ndarray]:
+    """What telemetry.names.HISTOGRAMS tells of one batch. Log-probs under the current policy stay on the device."""
+    traj, scores = batch.traj, batch.shaped
+    out = {"length": traj.answer_lengths, "reward": scores[np.isfinite(scores)], "advantage": per_answer}
+    if "old" in columns:
+        out["log_ratio"] = (columns["old"] - columns["behaviour"])[traj.loss_mask]
+    if "staleness" in columns:
+        out["staleness"] = columns["staleness"][traj.loss_mask]
+    return out
 
 
 def hash_seed(root: int, step: int) -> int:

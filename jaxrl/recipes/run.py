@@ -237,7 +237,8 @@ class Run:
             self.say(planned)
         self._triggers(restored.host["triggers"] if restored else {})
         process = self.peers.index
-        self.profiler = self.own(Profiler(steps_of(c.profile, process), job.run_dir / "profile", memory_of(c.profile, process)))
+        self.profiler = self.own(Profiler(steps_of(c.profile, process), job.run_dir / "profile", memory_of(c.profile, process),
+                                          c.profile.python))
         self.speed = Speed(job, self.state.trainable)
         if self.engine is not None:
             self.publish()

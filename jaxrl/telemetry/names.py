@@ -125,6 +125,14 @@ METRICS: tuple[Metric, ...] = (
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}
 COLUMNS: tuple[Metric, ...] = tuple(m for m in METRICS if m.header)
 
+HISTOGRAMS: dict[str, str] = {  # of each RL step, in TensorBoard under histogram/<name>; from what the host holds anyway
+    "length": "tokens of each answer",
+    "reward": "shaped reward of each answer that has one",
+    "advantage": "mean advantage of each answer over its tokens",
+    "log_ratio": "log-prob under the proximal policy less the sampler's, of each token; where the trainer scores old log-probs",
+    "staleness": "publications between drawing and learning, of each token; where answers are drawn ahead",
+}
+
 
 def describe(name: str) -> str | None:
     """The meaning of a metric, by exact name or by the first pattern that fits; None for an unknown name."""

@@ -1,6 +1,6 @@
 """Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, classes of the user's.
 
-A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`. `scalars` is a flat dict of
+A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)` and `histogram(tag, values, step)`. `scalars` is a flat dict of
 floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of its own.
 """
 
@@ -143,6 +143,9 @@ class TensorBoard:
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._writer.add_text(tag, text, step)
+
+    def histogram(self, tag: str, values, step: int) -> None:
+        self._writer.add_histogram(tag, values, step)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -19,7 +19,7 @@ DOING = {"start": "reading, loading, starting the engine", "rollout": "generatin
 
 
 class Still:
-    """Says "still in <phase> after <N>s" when nothing was said for FIRST seconds, or for twice the time that the last step took.
+    """Says "still in <phase> after <N>s" when nothing was said for FIRST seconds, or for twice the time that the fastest step took.
 
     Args:
       say: prints a line; called in a thread of this object's, which `phase` starts and `close` ends.
@@ -29,7 +29,7 @@ class Still:
     def __init__(self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
         self._say, self._clock = say, clock
         self._phase, self._since = "", clock()
-        self._heard = self._stepped = self._since
+        self._heard, self._stepped, self._fastest = self._since, None, float("inf")
         self._usual = self._patience = FIRST
         self._thread, self._closed = None, threading.Event()
 
@@ -44,9 +44,12 @@ class Still:
         self._heard, self._patience = self._clock(), self._usual
 
     def step(self) -> None:
-        """A step was said: the next may take twice as long in silence."""
+        """A step was said: the next may take twice as long as the fastest so far in silence. The first one compiles, and does not count."""
         now = self._clock()
-        self._usual, self._stepped = max(FIRST, min(LONGEST, 2 * (now - self._stepped))), now
+        if self._stepped is not None:
+            self._fastest = min(self._fastest, now - self._stepped)
+            self._usual = max(FIRST, min(LONGEST, 2 * self._fastest))
+        self._stepped = now
 
     def check(self) -> str:
         """The line that is due; "" for none."""

@@ -21,6 +21,7 @@ log = logging.getLogger("jaxrl")
 FLUSH_SECONDS = 60.0  # longest wait for a slow sink; training goes on without it
 WAITING = 1000        # actions that may wait for a sink
 WAITING_STEPS = 8     # steps whose rollouts may wait for the disk
+HISTOGRAM_NUMBERS = 100_000
 SAMPLES_EVERY = 10    # steps between two samples of training
 
 
@@ -170,6 +171,14 @@ class Telemetry:
         for name, sink in self._sinks.items():
             if hasattr(sink, "text"):
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
+
+    def histograms(self, step: int, values: dict) -> None:
+        """Distributions for the sinks that show them: name (see names.HISTOGRAMS) -> numbers of any count; of many, evenly spaced ones."""
+        for name, numbers in values.items():
+            some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
+            for key, sink in self._sinks.items():
+                if hasattr(sink, "histogram") and len(some):
+                    self._later(key, lambda sink=sink, name=name, some=some: sink.histogram(f"histogram/{name}", some, step))
 
     def print(self, text: str) -> None:
         """A message to the person, above a live table."""

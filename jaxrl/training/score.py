@@ -25,6 +25,7 @@ def forward_hidden(model, params, batch):
     return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1)
 
 
+@jax.named_scope("head")
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
     """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where there
     is one; 0 where not valid."""

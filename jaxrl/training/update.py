@@ -119,6 +119,7 @@ def loss_and_metrics(trainable, frozen, batch, model, cfg: LossConfig, entropy_c
     return loss, metrics | more | {"loss": jax.lax.stop_gradient(loss)}
 
 
+@jax.named_scope("loss")
 def policy_terms(logp, entropy, fixed, batch, token, mask, cfg, entropy_coef):
     """(sum of all terms of the policy's loss, metrics) from log-probs and entropies [R, S]. fixed: logp without gradient."""
     weight, columns = batch.weights["policy"], batch.columns
@@ -174,6 +175,7 @@ def _mismatch_factor(tokens, fixed, token, mask, cfg):
     return factor, metrics
 
 
+@jax.named_scope("critic")
 def _value_terms(params, hidden, batch, token, mask, cfg):
     """(critic's loss, a token mean; metrics)."""
     predicted = values(params, hidden)
@@ -277,6 +279,7 @@ def make_apply(optimizer, schedule, cfg: LossConfig):
     again: the decision is one of the whole optimizer step, so micro-batches cannot change it.
     """
 
+    @jax.named_scope("optimizer")
     def apply(state, grads, metrics):
         scale = state.stats["loss_scale"] if cfg.fp16 else 1.0
         grads = jax.tree.map(lambda g: g / scale, grads) if cfg.fp16 else grads
