@@ -683,6 +683,8 @@ def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
             guess = name.lstrip("-")
             if guess in options() or guess.split(".")[0] in SCHEMA:
                 raise ConfigError(f"{arg}: options are given as --config.{guess}{eq}{text}")
+            if arg.partition(":")[0].endswith(".py"):
+                raise ConfigError(f"{arg}: a config is given as --config={arg}")
             raise ConfigError(f"{arg}: unknown argument; use --config=FILE and --config.group.option=value")
         if not eq:
             if not args:

@@ -86,6 +86,7 @@ def test_flags_are_read_by_type():
         ("--config.train.steps=1.5", "expected int"),
         ("--config.log.wandb=maybe", "expected bool"),
         ("--steps=3", "unknown argument"),
+        ("configs/grpo.py:tiny", "--config=configs/grpo.py:tiny"),
     ],
 )
 def test_bad_flags_name_the_right_one(flag, message):

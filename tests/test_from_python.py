@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_job
@@ -13,7 +14,8 @@ from run_tools import environment
 
 import jaxrl
 from jaxrl.config import ConfigError, config_of
-from jaxrl.recipes.given import Step, call, taken
+from jaxrl.recipes.given import Given, Step, call, call_back, taken
+from jaxrl.rewards import RewardPool
 
 ROWS = [{"question": f"What is {a} plus {b}?", "answer": str(a + b), "level": a} for a in range(4) for b in range(6)]
 
@@ -109,6 +111,30 @@ def test_the_first_reason_to_stop_is_kept_and_all_callbacks_are_called():
 
     step = Step(1, 2, {}, [], "")
     assert call([stops, calls.append], step) and step.stopped == "first" and calls == [step]
+
+
+def test_a_script_that_its_own_reward_workers_import_is_told_so(tmp_path):
+    (tmp_path / "script.py").write_text("import jaxrl\n\n\ndef score(prompt, completion, **columns):\n    return 1.0\n\n\njaxrl.train('grpo')\n")
+    c = job(tmp_path, reward__functions=(f"{tmp_path}/script.py:score",))
+    with pytest.raises(ConfigError, match="a file that reward workers import: put the call under if __name__"), \
+            RewardPool(c) as pool:
+        pool.wait()
+
+
+def test_only_the_first_process_calls_and_all_take_its_word():
+    called, meetings = [], []
+
+    def process(first):
+        return SimpleNamespace(
+            answers=[{"prompt": "x"}], step=2, total_steps=9, job=SimpleNamespace(run_dir="runs/x"), peers=SimpleNamespace(first=first),
+            given=Given(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
+            together=lambda what, work: meetings.append(what) or work(),
+            decide=lambda what, choose: meetings.append(what) or (choose() if first else "enough"))
+
+    for first in (True, False):
+        run = process(first)
+        assert call_back(run, {}) == "enough" and run.answers == []
+    assert called == [[{"prompt": "x"}]] and meetings == ["callbacks", "end?"] * 2
 
 
 def test_the_package_shows_what_there_is():

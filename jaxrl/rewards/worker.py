@@ -21,11 +21,14 @@ import sys
 
 from jaxrl.rewards.calling import Call, RewardLoadError, failure, outcome
 
+RUNNING = False  # whether this process is a worker: it imports user's files, and none of them may start a job
 CHANNEL_LOST = 252  # exit status: the streams to the parent were closed by something in this process
 
 
 def main() -> None:
     """Serves until standard input ends, which it does when the parent goes, however it goes."""
+    global RUNNING
+    RUNNING = True
     die_with_parent()
     # Schedulers send SIGTERM to every process of a job; the parent decides what happens then. (A handler rather than
     # SIG_IGN: programs that reward functions start must not inherit it.)
