@@ -23,7 +23,7 @@ from jaxrl.sharding.distributed import PeerLost
 
 def main():
     config = default_config()
-    config.launch.heartbeat_seconds, config.launch.connect_seconds = 20.0, 60.0
+    config.launch.heartbeat_seconds, config.launch.connect_seconds, config.launch.wait_seconds = 20.0, 60.0, 4000.0
     distributed.start(config)
     distributed.start(config)  # a warm start comes here twice
     peers = distributed.peers()
@@ -67,6 +67,7 @@ def main():
         time.sleep(0.05)
     say("stop", peers.stop_asked)
     peers.meet("before one is late")
+    say("wait", peers.wait_seconds)
     peers.wait_seconds = 1.0
     if me == 0:
         refused("late", PeerLost, lambda: peers.meet("the answers of step 7"))

@@ -154,6 +154,15 @@ def test_a_missing_process_is_named():
     assert time.monotonic() - began < 5
 
 
+def test_a_run_waits_connect_seconds_for_the_others(monkeypatch):
+    monkeypatch.setattr(distributed.jax.config, "update", lambda *changes: None)  # what a job of several processes sets would stay for other tests
+    config = default_config()
+    config.launch.update({"hosts": "explicit", "coordinator": f"127.0.0.1:{launch_port()}", "processes": 2, "process": 1,
+                          "connect_seconds": 1.0})
+    with pytest.raises(RunStopped, match="process 0 does not answer at .* within launch.connect_seconds=1"):
+        distributed.start(config)
+
+
 def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
     listens_on = distributed.listens_on
     assert listens_on("127.0.0.1") == listens_on("localhost") == "127.0.0.1" and listens_on("127.0.0.2") == "127.0.0.2"
@@ -375,6 +384,7 @@ def test_processes_that_disagree_are_named_and_do_not_hang(told):
     for answers in told:
         assert "version of jax: 0.10.2 on process 1 on " in answers["other facts"] and "optimizer" not in answers["other facts"]
         assert re.search("process 0 on .* is at 'step 3, weights 2: the answers', process 1 on .* at 'step 4,", answers["other places"])
+    assert told[0]["wait"] == 4000.0  # launch.wait_seconds
     assert re.match("process 1 on .* did not reach 'the answers of step 7' within launch.wait_seconds=1", told[0]["late"])
 
 
