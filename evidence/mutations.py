@@ -1,6 +1,6 @@
 """Every option is ignored in turn, and a test of its row must fail.
 
-    python evidence/mutations.py [--options rollout.top_p,...] [--again]     # all: about 35 quiet minutes on one core
+    python evidence/mutations.py [--options rollout.top_p,...] [--again]     # all: 33 minutes on two cores with other work
 
 The rows are those of tests/options.csv and tests/coverage.csv. A copy of the tree is tested in one warm process; jaxrl's reading of
 one option at a time gives its default, whatever was set (ignored/ignoring.py). The tests of the option run, the quickest first,
@@ -231,7 +231,7 @@ def main() -> int:
     if args.again and (RESULTS / "mutations.json").exists():
         before = json.loads((RESULTS / "mutations.json").read_text())
         last = {r["option"]: {"commit": before["commit"]} | r for r in before["results"]["options"] if r["outcome"] == "noticed"}
-    wanted = args.options.split(",") if args.options else [n for n in options() if n not in last] + ["user"]
+    wanted = args.options.split(",") if args.options else [n for n in (*options(), "user") if n not in last]
     tests, started = tests_by_option([*options(), "user"]), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
         top, warm = Path(folder), Warm(Path(folder))
