@@ -717,7 +717,7 @@ def test_loss_on_prompt():
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         r = SimpleNamespace(
-            config=tiny("train.max_samples", limit, "train.steps", 9), stopping=lambda: False, step=step, samples=samples, peers=Peers(),
+            config=tiny("train.max_samples", limit, "train.steps", 9), stopping=lambda: False, step=step, samples=samples, ended_by="", peers=Peers(),
             cursor=0, stream=SimpleNamespace(exhausted=lambda cursor: False), ended=lambda: Run.ended(r),
         )
         return Run.finished(r)
