@@ -282,7 +282,9 @@ def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
 def test_a_python_reward_replaces_the_configs_and_a_redirected_log_shows_life(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(still, "FIRST", 0.02)
     monkeypatch.setattr(still, "POLL", 0.01)
-    summary = jaxrl.train(config(tmp_path, train__steps=1, eval__sets=(), log__console="plain"), rewards=[tiny_job.digits])
+    monkeypatch.setattr(still, "LONGEST", 0.02)  # so that a short compilation is not missed
+    summary = jaxrl.train(config(tmp_path, train__steps=1, eval__sets=(), log__console="plain", run__compile_cache=""),
+                          rewards=[tiny_job.digits])
     assert summary["steps"] == 1
     before, after = capsys.readouterr().out.split("step 1/1", 1)
     assert "still in start" in before and re.search("still in (rollout|update) after .*: a program is being compiled", before)
