@@ -117,6 +117,7 @@ class Watch:
                 self.passed.append(test)
         if report.failed:
             text = str(getattr(report.longrepr, "reprcrash", None) and report.longrepr.reprcrash.message or report.longrepr)
+            text = text.replace(sys.executable, "python")  # no place of this machine in the results
             self.failed.setdefault(test, f"{report.when}: {text.strip().splitlines()[0][:160] if text.strip() else ''}")
 
     def cost(self) -> dict:
