@@ -552,3 +552,23 @@ def test_files_that_are_something_else_say_so(plain, tmp_path, name, content, te
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=text):
         train(plain, tmp_path / name)
+
+
+def test_text_that_the_tokenizer_has_no_token_for_is_said_and_never_learnt(tmp_path, caplog):
+    """A model saw <unk> for words and learnt to write it, while the loss fell."""
+    rows = [{"prompt": "How many apples?", "completion": "12"}, {"prompt": "How many zebras?", "completion": "7"},
+            {"prompt": "How many eggs?", "completion": "4711"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    def load(**options):
+        config = make_config("jaxrl://arith/tokenizer", path, data__answer_column="", **options)
+        tokenizer = load_tokenizer(config)
+        return load_train(config, tokenizer, tokenizer.eos_token_id)
+
+    load()
+    (said,) = [r.getMessage() for r in caplog.records if "no token for" in r.getMessage()]
+    assert "1 of 3 prompts" in said and "'zebras'" in said and f"{path.name}:2" in said and "'<unk>'" in said and "25 %" in said
+    with pytest.raises(DataError, match="rows.jsonl:3: the tokenizer has no token for '4711' in the completion"):
+        load(run__recipe="sft")
+    assert len(load(run__recipe="sft", data__bad_rows="skip")) == 2

@@ -26,6 +26,9 @@ FUNCTIONS = textwrap.dedent('''
         heavy = [m for m in ("jax", "jaxlib", "flax", "numpy", "pytest", "ml_collections") if m in sys.modules]
         return 1.0, {"heavy": len(heavy), "pid": os.getpid(), "parent": os.getppid()}
 
+    def equals(prompt, completion, answer):
+        return completion == answer
+
     def odd(prompt, completion, n):
         """A function with every kind of end."""
         if n == "none": return None
@@ -437,6 +440,15 @@ def test_a_stop_leaves_rewards_alone(pool):
     assert over()
     run.config.run.stop_seconds = 1e6
     assert not over() and not out_of_patience(run)()
+
+
+def test_a_number_as_reference_answer_that_scores_nothing_is_said(pool, caplog):
+    """"8" == 8 is False: such a reward gave 0 to everything, and the first sign was a flat curve."""
+    pool("equals").trial([RewardItem("q", "8", {"answer": "8"})])
+    pool("equals").trial([RewardItem("q", "8", {"answer": [9]})] * 2 + [RewardItem("q", "8", {"answer": "8"})])
+    assert not caplog.text
+    pool("equals").trial([RewardItem("q", "8", {"answer": 8})] * 2)
+    assert "reward equals gives 0 to the reference answers themselves, 8 for one, which is of type int" in caplog.text
 
 
 def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, caplog):

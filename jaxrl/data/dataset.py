@@ -127,7 +127,8 @@ class Dataset:
     """Examples by index: `len(ds)`, `ds[i]`. Ids are made once, at the start; the rest of a row when it is asked for.
 
     name; bad: BadRows of what could not be read; filtered: places ("file:line") left out for their length;
-    filtered_rows: their row numbers; truncated: how many prompts were cut on the left; heldout: the carved-out eval
+    filtered_rows: their row numbers; unknown: (row number, share of its tokens) of prompts with text that the tokenizer has no
+    token for; truncated: how many prompts were cut on the left; heldout: the carved-out eval
     set or None; fingerprint: hash of what the rows say, in order (prompt, completion, answer and the columns that rewards
     receive), and their count. It depends neither on the file's name, kind and time nor on tokenizer and limits.
     """
@@ -137,6 +138,7 @@ class Dataset:
         self._tables, self._reader, self._content = tables, reader, hashlib.sha256()
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
+        self.unknown: list[tuple[int, float]] = []
         self.truncated = 0
 
     def __len__(self) -> int:
@@ -391,17 +393,24 @@ def _chunk(ds: Dataset, limits: _Limits, numbers: list[int], eos_id) -> list:
         except (PromptError, RecursionError) as e:
             ds.bad.add(ds._tables.where(i), str(e) if isinstance(e, PromptError) else "nested too deeply")
     template = ds._reader.template
+    no_token = template.no_token
     prompts = template.encode_prompts([row.text for _, row in read_rows])
     with_target = [row.completion for _, row in read_rows if row.completion is not None]
     encoded = iter(template.encode(with_target))
     kept = []
     for (i, row), prompt in zip(read_rows, prompts, strict=True):
-        target = None
+        target, unknown = None, False
         if row.completion is not None:
             target = next(encoded)
+            unknown = no_token is not None and no_token in target
             target = np.array(target if target[-1:] == [eos_id] else [*target, eos_id], np.int32)
+        if no_token is not None and no_token in prompt:
+            ds.unknown.append((i, prompt.count(no_token) / len(prompt)))
         if not prompt:
             ds.bad.add(ds._tables.where(i), "the prompt has no tokens")
+        elif unknown:
+            ds.bad.add(ds._tables.where(i), f"the tokenizer has no token for {template.unknown_in(row.completion)!r} in the completion: the "
+                                            f"model would learn to write {template.tokenizer.unk_token!r}")
         elif (problem := _overlong(limits, prompt, target)) is None:
             kept.append((i, np.array(prompt, np.int32), target))
         elif limits.policy == "error":
@@ -431,6 +440,12 @@ def _report(ds: Dataset, config, rows: int) -> None:
     if ds.bad.count:
         log.warning("%s: %d of %d rows are bad and skipped; the first: %s", ds.name, ds.bad.count, rows,
                     "; ".join(ds.bad.messages[:3]))
+    if ds.unknown:
+        at, template = ds.unknown[0][0], ds._reader.template
+        log.warning("%s: %d of %d prompts hold text that the tokenizer has no token for, e.g. %r in %s; the model sees %r instead, on average for "
+                    "%.0f %% of these prompts' tokens. Take data or a model that know each other", ds.name, len(ds.unknown), rows,
+                    template.unknown_in(ds._reader(ds._tables.row(at)).text), ds._tables.where(at), template.tokenizer.unk_token,
+                    100 * np.mean([share for _, share in ds.unknown]))
     shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
     limit = config.data.max_prompt_tokens
     if len(ds.filtered) > 0.05 * rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from pathlib import Path
 
 from jaxrl.config import ConfigError
@@ -81,6 +82,7 @@ def reader_of(source: str):
     """The class of transformers that reads a tokenizer: AutoTokenizer, which brings torch along where that is installed and so takes
     a second, or for a folder of nothing but a tokenizer of no particular model the one that AutoTokenizer would take."""
     folder, known = Path(source), {}
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing, when it is imported: nothing here needs torch
     if (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").exists():
         known = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if known.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in known:
@@ -132,6 +134,17 @@ class Template:
         self.generation_prompt = data.add_generation_prompt
         self.kwargs = data.chat_template_kwargs.to_dict()
         self.start = () if self.chat else _leading_ids(tokenizer)
+        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)  # some tokenizers, which know every text, give it one of these names
+        self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
+
+    def unknown_in(self, text: str) -> str:
+        """The first piece of a text that the tokenizer has no token for; of tokenizers that cannot tell where, the text's begin."""
+        try:
+            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except NotImplementedError:
+            return text[:60]
+        return next((text[a:b] for token, (a, b) in zip(found["input_ids"], found["offset_mapping"], strict=True) if token == self.no_token),
+                    text[:60])
 
     def render(self, prompt: str | list[dict]) -> str:
         """The text of a prompt. Raises PromptError where there is none."""

@@ -275,7 +275,7 @@ class Run:
     def _show_first_prompt(self):
         if self.stream is not None and self.step == 0:
             example = self.stream.dataset[0]
-            self.say(f"first prompt ({len(example.prompt_ids)} tokens): {example.prompt_text!r}")
+            self.say(f"first prompt ({len(example.prompt_ids)} tokens): {self.job.tokenizer.decode(example.prompt_ids)!r}")
 
     def _triggers(self, states: dict) -> None:
         c = self.config

@@ -186,6 +186,11 @@ class RewardPool:
                 outcomes = [r["outcome"] for (_, g), r in sorted(results.items()) if g == f]
                 if outcomes and all(map(is_failure, outcomes)):
                     lines.append(f"  {name}: {outcomes[0]}")
+                answer = next((item.columns.get("answer") for item in items), None)
+                scores = [r["value"] for (_, g), r in results.items() if g == f]
+                if answer is not None and not isinstance(answer, str) and scores and not any(scores):
+                    log.warning("reward %s gives 0 to the reference answers themselves, %r for one, which is of type %s and equal to no text: "
+                                "compare with str(answer)", name, answer, type(answer).__name__)
             if lines:
                 unseen = [n for n in re.findall(r"KeyError: '(\w+)'", str(lines)) if n in os.environ and n not in self._reward.env]
                 lines += [f"  (workers do not see the variable {n} of this environment unless reward.env names it)" for n in unseen]
