@@ -103,7 +103,7 @@ FUNCTIONS = textwrap.dedent('''
 
     def child(prompt, completion, n, pidfile):
         """Leaves a process in a session of its own, whose parent is gone, and itself in one of two ways."""
-        subprocess.run(["sh", "-c", f"sleep 600 & echo $! > {pidfile}"], start_new_session=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["sh", "-c", f"sleep 600 & echo $! > '{pidfile}'"], start_new_session=True, stdout=subprocess.DEVNULL)
         if n == "die":
             os._exit(1)
         time.sleep(60)
@@ -472,7 +472,7 @@ def test_a_worker_that_cannot_start_again_is_no_fault_of_the_config(pool, tmp_pa
 @pytest.mark.parametrize("end, outcome", [("sleep", "timeout"), ("die", "error: the worker process died: it exited with status 1")])
 def test_what_a_worker_started_ends_with_it(pool, tmp_path, end, outcome):
     pidfile = tmp_path / "pid"
-    result = pool("child", timeout_seconds=1.0).score(items(end, pidfile=str(pidfile)))
+    result = pool("child", timeout_seconds=3.0).score(items(end, pidfile=str(pidfile)))
     assert result.outcomes[0]["child"] == outcome
     wait_until(lambda: gone(int(pidfile.read_text())))
 
