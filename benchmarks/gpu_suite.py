@@ -102,8 +102,9 @@ def one(name: str) -> dict:
 
     import jaxrl
     from jaxrl import sharding
-    from jaxrl.recipes import plan, setup
-    from jaxrl.recipes.planning.case import open_case
+    from jaxrl.planning import plan
+    from jaxrl.planning.case import open_case
+    from jaxrl.recipes import setup
     from jaxrl.sharding import targets
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")

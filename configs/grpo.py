@@ -10,7 +10,8 @@ policy discovers that working pays. `reverse` problems, almost absent from the d
 Variants:  tiny (a few seconds, learns next to nothing; for tests and notebooks/custom_loss.ipynb).
 """
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):

@@ -14,7 +14,8 @@ on a CPU with a random model of Qwen2.5's shape and a file of GSM8K's columns, c
 No variants.
 """
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):

@@ -7,7 +7,8 @@ Expected:  see README, "Measured". The last demonstrations jump to the box, so g
 Variants:  tiny (a few seconds, learns next to nothing; for tests).
 """
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):

@@ -11,7 +11,8 @@ at the first publish and a probe's log-probs at each, and ends it with the run. 
 Variants:  tiny (12 steps; for tests).
 """
 
-from jaxrl.config import ConfigError, load_config
+from jaxrl.config import load_config
+from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):

@@ -10,7 +10,8 @@ steps per batch, so that ratios are clipped. The first steps train the critic al
 Variants:  tiny (a few seconds, learns next to nothing; for tests).
 """
 
-from jaxrl.config import ConfigError, load_config
+from jaxrl.config import load_config
+from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):

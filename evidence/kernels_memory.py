@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from jaxrl.kernels.attention import attention  # noqa: E402
 from jaxrl.kernels.logprob import logprob_and_entropy  # noqa: E402
-from jaxrl.recipes.planning.compiling import has_libtpu  # noqa: E402
+from jaxrl.planning.compiling import has_libtpu  # noqa: E402
 
 LENGTHS = (4096, 8192, 16384, 32768)
 HEADS, GROUPS, SIZE = 12, 2, 128

@@ -93,7 +93,7 @@ def measured(case: str, size: str) -> int:
 
 
 def predicted(case: str) -> dict:
-    from jaxrl.recipes import plan
+    from jaxrl.planning import plan
 
     devices, overrides = CASES[case]
     config = job("runs/plan", {**overrides, "run.mode": "plan", "plan.target": f"cpu:{devices}"})

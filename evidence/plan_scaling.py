@@ -19,9 +19,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from common import RESULTS, record, table  # noqa: E402
 from plan_shapes import grpo, job  # noqa: E402
 
-from jaxrl.recipes import plan  # noqa: E402
-from jaxrl.recipes.planning import compiling  # noqa: E402
-from jaxrl.recipes.planning.case import open_case  # noqa: E402
+from jaxrl.planning import (
+    compiling,  # noqa: E402
+    plan,  # noqa: E402
+)
+from jaxrl.planning.case import open_case  # noqa: E402
 
 CHIPS = (8, 64, 256, 1024)
 INSIDE = 64

@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from common import RESULTS, record, table  # noqa: E402
 from plan_shapes import grpo, job  # noqa: E402
 
-from jaxrl.recipes import plan  # noqa: E402
+from jaxrl.planning import plan  # noqa: E402
 
 LONG = grpo(128, 8, 1024, 15360, 16384)
 CASES = {

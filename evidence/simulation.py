@@ -16,7 +16,7 @@ import tempfile
 import numpy as np
 from common import record, table
 
-from jaxrl.recipes.planning.asynchrony import WARM_UP, recorded, simulate
+from jaxrl.planning.asynchrony import WARM_UP, recorded, simulate
 
 OVERRIDES = ("train.steps=24", "eval.before=false", "eval.after=false", "eval.every_steps=0", "checkpoint.export_at_end=false")
 

@@ -29,8 +29,8 @@ _LAZY = {
     "default_config": "jaxrl.config",
     "register_reward": "jaxrl.rewards",
     "Step": "jaxrl.recipes.given",
-    "ConfigError": "jaxrl.config",
-    "RunStopped": "jaxrl.config",
+    "ConfigError": "jaxrl.errors",
+    "RunStopped": "jaxrl.errors",
 }
 __all__ = ["__version__", *_LAZY]
 

@@ -37,11 +37,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxrl
-from jaxrl.config import ConfigError, RunStopped
 from jaxrl.deadline import leave_with_main_thread, within
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import Faults
-from jaxrl.sharding.distributed import peers
-from jaxrl.sharding.exchange import put
+from jaxrl.processes.exchange import put
+from jaxrl.processes.group import peers
 
 log = logging.getLogger("jaxrl")
 

@@ -11,54 +11,17 @@ from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
 import importlib.util
 import json
 import re
-import sys
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
+from jaxrl.errors import ConfigError
 from jaxrl.names_elsewhere import ELSEWHERE, not_yet
-
-
-def imported(path: str):
-    """What an import path names: package.module:name, or ./file.py:name. Raises whatever the import raises.
-
-    A file is executed once in a process, as a module is; once more only where it was edited since (in a notebook, say), and then
-    its state begins anew.
-    """
-    where, _, name = path.rpartition(":")
-    if not where.endswith(".py"):
-        return getattr(importlib.import_module(where), name)
-    file = Path(where).absolute()
-    code = file.read_bytes()
-    known, module = _FILES.get(file, (None, None))
-    if known != code:
-        alias = f"jaxrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-        spec = importlib.util.spec_from_file_location(alias, file)
-        module = sys.modules[alias] = importlib.util.module_from_spec(spec)
-        try:  # not from cached bytecode, which knows an edit by its second
-            exec(compile(code, str(file), "exec", dont_inherit=True), vars(module))
-        except BaseException:
-            del sys.modules[alias]
-            raise
-        _FILES[file] = code, module
-    return getattr(module, name)
-
-
-_FILES: dict[Path, tuple] = {}  # path -> (its content, the module)
-
-
-class ConfigError(ValueError):
-    """A config that cannot work. The message names the field, its value and the remedy."""
-
-
-class RunStopped(RuntimeError):
-    """A run that cannot go on (rewards fail, nothing is finite). The message says why and what to do."""
 
 
 class Option(NamedTuple):

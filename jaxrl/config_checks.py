@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
-from jaxrl.config import CHANGEABLE, ConfigError, element_kind, get, imported, options
+from jaxrl.config import CHANGEABLE, element_kind, get, options
+from jaxrl.errors import ConfigError
+from jaxrl.imports import imported
 from jaxrl.limits import ends
 from jaxrl.names_elsewhere import not_yet
 from jaxrl.rollout.select import chosen_engine, server_folder

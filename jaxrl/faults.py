@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 
 log = logging.getLogger("jaxrl")
 

@@ -11,7 +11,8 @@ import errno
 import sys
 import traceback
 
-from jaxrl.config import ConfigError, RunStopped, help_text, load_config, parse_flags
+from jaxrl.config import help_text, load_config, parse_flags
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import GracefulStop
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def peers():
     """The processes of the run; None before any could have met."""
-    module = sys.modules.get("jaxrl.sharding.distributed")
+    module = sys.modules.get("jaxrl.processes.group")
     return module and module.peers()
 
 

@@ -22,8 +22,9 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.config import ConfigError, load_config, parse_flags
+from jaxrl.config import load_config, parse_flags
 from jaxrl.config_checks import LOOPBACK
+from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
 from jaxrl.models import hf
 from jaxrl.rollout.protocol import EngineLost

@@ -6,7 +6,7 @@ Usage: broken_rule.py RULE JOB.json RESULT.json
 import sys
 
 from jaxrl.models import decoder, model, placement
-from jaxrl.recipes.planning import compiling
+from jaxrl.planning import compiling
 from jaxrl.sharding import rules
 
 rule = sys.argv.pop(1)

@@ -9,8 +9,8 @@ import csv
 from pathlib import Path
 
 from jaxrl.config import load_config, put
-from jaxrl.recipes.planning import compiling
-from jaxrl.recipes.planning.case import open_case
+from jaxrl.planning import compiling
+from jaxrl.planning.case import open_case
 
 BUDGET = Path(__file__).with_name("collectives.csv")
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,16 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.config import RunStopped, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import RunStopped
 from jaxrl.faults import Faults
-from jaxrl.sharding import distributed
+from jaxrl.processes import group
 
 
 def main(process, how, heartbeat, folder):
     config = default_config()
     config.launch.heartbeat_seconds = float(heartbeat)
-    distributed.start(config)
-    peers = distributed.peers()
+    group.start(config)
+    peers = group.peers()
     peers.meet("the start")
     try:
         if peers.index == int(process):

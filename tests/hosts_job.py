@@ -22,12 +22,12 @@ import jaxrl  # noqa: E402
 from jaxrl import training  # noqa: E402
 from jaxrl.checkpoint import flatten  # noqa: E402
 from jaxrl.config import parse_flags, put  # noqa: E402
+from jaxrl.processes.exchange import to_host  # noqa: E402
+from jaxrl.processes.group import peers  # noqa: E402
 from jaxrl.recipes import supply  # noqa: E402
 from jaxrl.recipes.run import Run  # noqa: E402
 from jaxrl.recipes.setup import Job  # noqa: E402
 from jaxrl.rollout import Result  # noqa: E402
-from jaxrl.sharding.distributed import peers  # noqa: E402
-from jaxrl.sharding.exchange import to_host  # noqa: E402
 
 
 class Recorded:

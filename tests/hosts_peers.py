@@ -16,17 +16,18 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.config import ConfigError, default_config
-from jaxrl.sharding import distributed, exchange
-from jaxrl.sharding.distributed import PeerLost
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
+from jaxrl.processes import exchange, group
+from jaxrl.processes.group import PeerLost
 
 
 def main():
     config = default_config()
     config.launch.heartbeat_seconds, config.launch.connect_seconds, config.launch.wait_seconds = 20.0, 60.0, 4000.0
-    distributed.start(config)
-    distributed.start(config)  # a warm start comes here twice
-    peers = distributed.peers()
+    group.start(config)
+    group.start(config)  # a warm start comes here twice
+    peers = group.peers()
     me = peers.index
 
     answers = {}

@@ -11,7 +11,7 @@ from algorithm_runs import job, watched
 from test_options_algorithm import algorithm, batch_of, config, jax_as_it_was, of_tokens, open_job, row, thirds  # noqa: F401
 
 from jaxrl import training
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import Reference
 from jaxrl.resume import changes_past
 from jaxrl.training.update import make_apply

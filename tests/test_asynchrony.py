@@ -9,8 +9,9 @@ from run_tools import fingerprint, ledger
 
 import jaxrl
 from jaxrl.checkpoint import _read
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
 from jaxrl.config_checks import check
+from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError
 from jaxrl.recipes.trajectories import results_from_bytes
 from jaxrl.rollout import request_seed

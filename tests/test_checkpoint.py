@@ -20,7 +20,8 @@ from checkpoint_worker import host, state
 
 from jaxrl import config_checks
 from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, Damaged, _crc, flatten, verify
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError, Faults
 
 WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))

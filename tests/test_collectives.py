@@ -7,7 +7,7 @@ import collective_cases
 import pytest
 from collective_cases import CASES
 
-from jaxrl.recipes.planning import compiling
+from jaxrl.planning import compiling
 
 RULES = ("the MLP is not split over tp", "weights are not gathered before use", "rows are not split")
 
@@ -25,7 +25,7 @@ def with_broken(rule: str) -> list[str]:
     popen = compiling.subprocess.Popen
 
     def broken(command, **options):
-        assert command[1:3] == ["-m", "jaxrl.recipes.planning.compiling"]
+        assert command[1:3] == ["-m", "jaxrl.planning.compiling"]
         return popen([sys.executable, str(Path(__file__).with_name("broken_rule.py")), rule, *command[3:]], **options)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,19 +7,9 @@ import textwrap
 import pytest
 
 from jaxrl import config_checks
-from jaxrl.config import (
-    ConfigError,
-    default_config,
-    find_config,
-    get,
-    help_text,
-    imported,
-    load_config,
-    options,
-    parse_flags,
-    put,
-    redacted,
-)
+from jaxrl.config import default_config, find_config, get, help_text, load_config, options, parse_flags, put, redacted
+from jaxrl.errors import ConfigError
+from jaxrl.imports import imported
 from jaxrl.main import main
 from jaxrl.models.config import family_of
 from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet

@@ -29,7 +29,7 @@ BEHAVIOURS = {
     "log-probs that are not finite end the run": ("rollout/embedded.py", "non-finite log-probs"),
     "seconds by phase in every line of metrics.jsonl": ("telemetry/sinks.py", "Everything measured with a clock"),
     "the rollout metrics in every line of metrics.jsonl": ("telemetry/names.py", "rollout/tokens"),
-    "operations and their speed in every line of metrics.jsonl": ("recipes/operations.py", "Counted is what the mathematics needs"),
+    "operations and their speed in every line of metrics.jsonl": ("telemetry/flops.py", "Counted is what the mathematics needs"),
     "policy/entropy is in every line of metrics.jsonl": ("telemetry/names.py", "policy/entropy"),
     "every evaluation writes its answers and scores": ("recipes/evaluate.py", "Answers and scores per row"),
     "every step samples from the weights of the step before": ("recipes/rl.py", "publish the new weights"),
@@ -37,7 +37,7 @@ BEHAVIOURS = {
     "the sampler's log-probs are always kept": ("rollout/protocol.py", "logprobs: np.ndarray"),
     "one denominator for all microbatches and devices": ("training/update.py", "weights 1/denominator"),
     "log-probs are at least fp32": ("algorithms/losses.py", "fp32 or better"),
-    "each process gives its devices their rows": ("sharding/exchange.py", "a process sends its own devices their parts only"),
+    "each process gives its devices their rows": ("processes/exchange.py", "a process sends its own devices their parts only"),
 }
 
 # Options whose whole effect is what a config may say.
@@ -62,7 +62,7 @@ ALIASES = {
     "rewards/pool.py": {"_reward": "reward"},
     "rewards/specs.py": {"r": "reward"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
-    "sharding/distributed.py": {"options": "launch"},
+    "processes/group.py": {"options": "launch"},
     "rollout/vllm/adapter.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
     "rollout/vllm/engine.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
     "rollout/vllm/publish.py": {"options": "rollout.vllm"},
@@ -245,7 +245,7 @@ READS = """
 import ignoring, sys
 from jaxrl.config import default_config, redacted
 from jaxrl.config_checks import check, longest_sequence
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 c = default_config()
 c.data.max_prompt_tokens, c.rollout.max_new_tokens = 7, -1
 print(longest_sequence(c), c.rollout.max_new_tokens, redacted(c)["rollout"]["max_new_tokens"])

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config import ConfigError
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
 from jaxrl.data.tokenizer import reader_of
+from jaxrl.errors import ConfigError
 
 EOS = 2
 

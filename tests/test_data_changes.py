@@ -13,13 +13,14 @@ from run_tools import ROOT, environment
 from tiny_job import MODEL
 
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import ConfigError, put, redacted
+from jaxrl.config import put, redacted
 from jaxrl.data import fingerprint, load_tokenizer, load_train
+from jaxrl.errors import ConfigError
 from jaxrl.models import hf
+from jaxrl.processes.group import Peers
 from jaxrl.recipes import inputs, setup
 from jaxrl.recipes.run import Run
 from jaxrl.resume import READ
-from jaxrl.sharding.distributed import Peers
 
 HOST = """
 import os, sys

@@ -9,8 +9,9 @@ import pytest
 import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config import ConfigError, default_config, help_text, put
+from jaxrl.config import default_config, help_text, put
 from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
+from jaxrl.errors import ConfigError
 from jaxrl.recipes.gather import gather
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.sizes import decided

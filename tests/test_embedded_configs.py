@@ -10,7 +10,8 @@ from run_tools import ROOT, run
 
 import jaxrl
 from jaxrl import config_checks
-from jaxrl.config import ConfigError, load_config
+from jaxrl.config import load_config
+from jaxrl.errors import ConfigError
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))
 VARIANTS = [*CONFIGS, "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny"]

@@ -9,7 +9,7 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl.config import RunStopped
+from jaxrl.errors import RunStopped
 from jaxrl.models import hf
 from jaxrl.recipes import evaluate
 from jaxrl.recipes.run import Run

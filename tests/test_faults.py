@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, Interrupted, parse_plan
 
 

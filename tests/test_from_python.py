@@ -13,7 +13,8 @@ import tiny_job
 from run_tools import environment
 
 import jaxrl
-from jaxrl.config import ConfigError, config_of
+from jaxrl.config import config_of
+from jaxrl.errors import ConfigError
 from jaxrl.recipes.given import Given, Step, call, call_back, taken
 from jaxrl.rewards import RewardPool
 

@@ -20,14 +20,15 @@ import yaml
 from run_tools import ROOT, environment
 
 from jaxrl import config_checks, launch
-from jaxrl.config import ConfigError, RunStopped, default_config, put
+from jaxrl.config import default_config, put
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import Faults
+from jaxrl.processes import exchange, group
+from jaxrl.processes.group import Peers, Place, expand_nodes, find
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.engine import share_of
-from jaxrl.sharding import distributed, exchange
-from jaxrl.sharding.distributed import Peers, Place, expand_nodes, find
 from jaxrl.telemetry import Telemetry
 from jaxrl.telemetry.profiler import steps_of
 
@@ -148,23 +149,23 @@ def test_a_missing_process_is_named():
     port = launch_port()
     began = time.monotonic()
     with pytest.raises(RunStopped, match=r"2 of 3 processes did not come within launch.connect_seconds=1: 1 \(b\), 2 \(c\)"):
-        distributed.meet_first(Place("slurm", f"127.0.0.1:{port}", 3, 0, ("a", "b", "c")), 1.0)
+        group.meet_first(Place("slurm", f"127.0.0.1:{port}", 3, 0, ("a", "b", "c")), 1.0)
     with pytest.raises(RunStopped, match=f"process 0 does not answer at 127.0.0.1:{port} within launch.connect_seconds=1"):
-        distributed.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
+        group.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
     assert time.monotonic() - began < 5
 
 
 def test_a_run_waits_connect_seconds_for_the_others(monkeypatch):
-    monkeypatch.setattr(distributed.jax.config, "update", lambda *changes: None)  # what a job of several processes sets would stay for other tests
+    monkeypatch.setattr(group.jax.config, "update", lambda *changes: None)  # what a job of several processes sets would stay for other tests
     config = default_config()
     config.launch.update({"hosts": "explicit", "coordinator": f"127.0.0.1:{launch_port()}", "processes": 2, "process": 1,
                           "connect_seconds": 1.0})
     with pytest.raises(RunStopped, match="process 0 does not answer at .* within launch.connect_seconds=1"):
-        distributed.start(config)
+        group.start(config)
 
 
 def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
-    listens_on = distributed.listens_on
+    listens_on = group.listens_on
     assert listens_on("127.0.0.1") == listens_on("localhost") == "127.0.0.1" and listens_on("127.0.0.2") == "127.0.0.2"
     assert listens_on("192.0.2.1") == ""  # not an address of this machine: something stands before it
     for address in ("127.0.1.1", "192.0.2.1"):  # what /etc/hosts or a name service makes of this host's name
@@ -173,7 +174,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
         assert listens_on("gpu-0") == ""
     monkeypatch.undo()
     port = launch_port()
-    greeting = threading.Thread(target=distributed.meet_first, args=(Place("explicit", f"127.0.0.1:{port}", 2, 0), 60.0))
+    greeting = threading.Thread(target=group.meet_first, args=(Place("explicit", f"127.0.0.1:{port}", 2, 0), 60.0))
     greeting.start()
     while True:
         try:
@@ -183,7 +184,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
             assert greeting.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    distributed.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0)
+    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0)
     greeting.join()
 
 
@@ -414,4 +415,4 @@ def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
         assert "process 1 of 2 (pid" in said and "killed by SIGKILL" in said and done.returncode == 137
     else:
         assert "leader" in said and re.search(r"process 0 of 2 \(pid \d+\) ended first: killed by SIGKILL", said)
-    assert seconds < heartbeat_seconds + distributed.GRACE_SECONDS + 5 and "still there" not in said
+    assert seconds < heartbeat_seconds + group.GRACE_SECONDS + 5 and "still there" not in said

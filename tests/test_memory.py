@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from algorithm_runs import job, same, watched
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.recipes import rl, setup
 from jaxrl.sharding import memory
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build, hf, rope
 from jaxrl.models.config import model_config
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.models import build, hf
 
 pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models

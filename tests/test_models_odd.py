@@ -10,7 +10,7 @@ import model_odd_configs as odd
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build, hf
 from jaxrl.models.config import model_config
 

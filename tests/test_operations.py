@@ -12,8 +12,8 @@ import pytest
 from training_helpers import batch_of_groups
 
 from jaxrl import models
-from jaxrl.recipes.operations import Operations, Speed
 from jaxrl.telemetry.compilations import BESIDE, EVENT, Compilations, waited
+from jaxrl.telemetry.flops import Operations, Speed
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
 HF = {"model_type": "gemma2", "vocab_size": 61, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,

@@ -26,11 +26,13 @@ from training_helpers import batch_of_groups
 
 from jaxrl import config_checks, training
 from jaxrl.algorithms import group_advantages
-from jaxrl.config import ConfigError, default_config, get, put
+from jaxrl.config import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
+from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models import hf
+from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.run import NothingFinite, Run
@@ -39,7 +41,6 @@ from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rollout import Engine, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
-from jaxrl.sharding.distributed import Peers
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics

@@ -25,10 +25,12 @@ from training_helpers import batch_of_groups
 
 from jaxrl import config_checks, training
 from jaxrl.algorithms import PRESETS, Tokens
-from jaxrl.config import PRESET_NAMES, ConfigError, options, put
+from jaxrl.config import PRESET_NAMES, options, put
 from jaxrl.data.stream import Stream
+from jaxrl.errors import ConfigError
 from jaxrl.models.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
+from jaxrl.processes.group import Peers
 from jaxrl.recipes import gather, rl, setup
 from jaxrl.recipes.advantages import advantages, spread
 from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
@@ -36,7 +38,6 @@ from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.supply import Supply
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.rollout import Result
-from jaxrl.sharding.distributed import Peers
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import find_policy_loss, loss_and_metrics, make_apply
 from jaxrl.types import Trajectories

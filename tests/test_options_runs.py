@@ -18,7 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxrl
-from jaxrl.config import ConfigError, default_config, get, load_config, put
+from jaxrl.config import default_config, get, load_config, put
+from jaxrl.errors import ConfigError
 from jaxrl.models.tensorfile import list_folder
 from jaxrl.recipes import sft
 from jaxrl.rollout.embedded import EmbeddedEngine

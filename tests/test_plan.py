@@ -16,11 +16,11 @@ import tiny_job
 
 from jaxrl import main as command
 from jaxrl import sharding
-from jaxrl.config import ConfigError, load_config
+from jaxrl.config import load_config
 from jaxrl.config_checks import check
-from jaxrl.recipes import plan
-from jaxrl.recipes.planning import case as cases
-from jaxrl.recipes.planning import collectives, compiling, fit, memory, roofline, workload
+from jaxrl.errors import ConfigError
+from jaxrl.planning import case as cases
+from jaxrl.planning import collectives, compiling, fit, memory, plan, roofline, workload
 from jaxrl.sharding import chips, targets
 
 HERE = Path(__file__).parent
@@ -171,7 +171,7 @@ def test_collectives_of_a_known_program():
 import jax, jax.numpy as jnp
 jax.config.update("jax_num_cpu_devices", 2)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxrl.recipes.planning import collectives
+from jaxrl.planning import collectives
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 def f(ws, x):
     def layer(x, w):

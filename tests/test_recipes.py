@@ -13,7 +13,7 @@ import tiny_job
 from run_tools import command, environment, fingerprint, run
 
 import jaxrl
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
 from jaxrl.recipes.evaluate import pass_at_k
 from jaxrl.recipes.run import Run

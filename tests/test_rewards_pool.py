@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError, RunStopped, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.evaluate import out_of_patience
 from jaxrl.recipes.supply import Scorer
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.recipes.trajectories import recorded_outcomes
 from jaxrl.rewards import RewardItem, RewardPool, register_reward
 from jaxrl.rewards.builtin import exact_reward

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jaxrl import sharding
-from jaxrl.config import ConfigError, default_config, put
+from jaxrl.config import default_config, put
 from jaxrl.config_checks import check
+from jaxrl.errors import ConfigError
 from jaxrl.rollout import embedded
 from jaxrl.sharding.mesh import local_indices
 

@@ -25,7 +25,8 @@ from rollout_helpers import (
 )
 
 from jaxrl import models
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.rollout import Request, SamplingParams, generate, make_engine, request_seed
 from jaxrl.rollout.shapes import from_config
 from jaxrl.telemetry.compilations import Compilations

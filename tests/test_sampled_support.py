@@ -9,7 +9,7 @@ import pytest
 from rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
 
 from jaxrl import training
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import check_support
 from jaxrl.recipes.trajectories import collect
 from jaxrl.rollout import generate, make_engine

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.sharding import make_mesh
 
 MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")  # evidence/sharding.py

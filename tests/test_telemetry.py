@@ -19,7 +19,8 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.telemetry import METRICS, Telemetry, describe, write_atomic, write_config
 from jaxrl.telemetry import telemetry as telemetry_module
 from jaxrl.telemetry.run_dir import dumps

@@ -8,7 +8,8 @@ import pytest
 from training_helpers import batch_of_groups, params_of, tiny_model
 
 from jaxrl import training
-from jaxrl.config import ConfigError, default_config
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
 from jaxrl.training.layout import Block, RowShapes, attention_work
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.score import forward_logprobs

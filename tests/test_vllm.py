@@ -12,7 +12,7 @@ import pytest
 from rollout_helpers import END, config, log_softmax, params, requests, support, teacher_logits, vllm_server
 from vllm_cases import CASES, many, on_url, own_servers
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import free_port

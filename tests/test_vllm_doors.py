@@ -14,7 +14,7 @@ import pytest
 from rollout_helpers import log_softmax, params, requests, teacher_logits
 from vllm_cases import own_servers
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.rollout import generate
 from jaxrl.rollout.vllm import adapter
 

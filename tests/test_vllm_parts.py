@@ -21,8 +21,9 @@ from safetensors.numpy import load_file
 
 import jaxrl
 from jaxrl import models, vllm_plugin
-from jaxrl.config import ConfigError, RunStopped, default_config
+from jaxrl.config import default_config
 from jaxrl.config_checks import check
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf
 from jaxrl.recipes import parity, rl
 from jaxrl.rollout import EngineLost, chosen_engine, make_engine

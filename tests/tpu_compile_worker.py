@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import Shared, attention, cached_attention, share
 from jaxrl.kernels.attention.shared import WIDTH
-from jaxrl.recipes.planning import compiling, programs
+from jaxrl.planning import compiling, programs
 
 # rows, queries, query heads, key-value heads, head size, dtype, options
 ROWS = [(2, 640, 4, 2, 128, "bfloat16", {}), (1, 300, 6, 2, 64, "float32", {"softcap": 5.0, "window": 100}),

@@ -37,7 +37,7 @@ from rollout_helpers import (
 )
 
 from jaxrl import models
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf
 from jaxrl.rollout import EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport

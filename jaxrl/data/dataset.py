@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.config import ConfigError
 from jaxrl.data.sources import GIVEN, BadRows, DataError, Tables, check_path, from_memory, read
 from jaxrl.data.tokenizer import PromptError, Template, check_messages
+from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 RESERVED = ("prompt", "completion", "prompts", "completions", "token_ids", "finish", "group", "sample", "user")

@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 
 import pyarrow as pa
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 EMBEDDED = Path(__file__).parent / "embedded"

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl.config import ConfigError
 from jaxrl.config_checks import longest_sequence
 from jaxrl.data.dataset import Dataset, Example, data_seed
+from jaxrl.errors import ConfigError
 
 log = logging.getLogger("jaxrl")
 CHECKED = 256  # rows from one look for a stop to the next

@@ -8,8 +8,8 @@ import logging
 import os
 from pathlib import Path
 
-from jaxrl.config import ConfigError
 from jaxrl.data.sources import GIVEN, offline_if_unreachable, resolve
+from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")  # of any kind that transformers reads

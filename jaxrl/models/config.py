@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.models.rope import KINDS, Rope
 from jaxrl.names_elsewhere import not_yet
 

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.models import tensorfile
 from jaxrl.models.config import FAMILIES, family_of
 from jaxrl.models.tensorfile import shortened
-from jaxrl.sharding.exchange import put
+from jaxrl.processes.exchange import put
 
 SOURCE = "jaxrl_source"
 HEAD = "lm_head.weight"

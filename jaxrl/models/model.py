@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.models import parameters
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.decoder import POLICIES, Decoder, repetitions

@@ -6,7 +6,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from jaxrl.config import ConfigError, config_of, load_config
+from jaxrl.config import config_of, load_config
+from jaxrl.errors import ConfigError
 
 
 def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=()) -> dict:
@@ -44,21 +45,21 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     given = taken(config, model, data, rewards, tokenizer, eval, callbacks)
     config_checks.check(config)
     if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
-        from jaxrl.recipes import plan
+        from jaxrl.planning import plan
 
         return plan.run(config)
     data_room.check_paths(config, given.data is not None, given.eval or ())
     telemetry.setup_logging(config.log.level)
-    from jaxrl.sharding import distributed
+    from jaxrl.processes import group
 
-    distributed.start(config)
+    group.start(config)
     try:
-        return _train(config, given, distributed.peers())
+        return _train(config, given, group.peers())
     except (Exception, KeyboardInterrupt) as e:
-        from jaxrl.recipes import plan
+        from jaxrl.planning import plan
 
-        reason = plan.out_of_memory(e, config) or distributed.peers().explain(e)
-        distributed.peers().report(reason)
+        reason = plan.out_of_memory(e, config) or group.peers().explain(e)
+        group.peers().report(reason)
         if reason is e:
             raise
         raise reason from e
@@ -68,8 +69,8 @@ def _train(config, given, peers) -> dict:
     """`train` in a process that has met its peers."""
     from jaxrl import telemetry
     from jaxrl.config import redacted
+    from jaxrl.processes.exchange import check_equal, facts
     from jaxrl.recipes import setup
-    from jaxrl.sharding.exchange import check_equal, facts
 
     if not peers.first:
         telemetry.setup_logging(config.log.level, peers.who(peers.index))
@@ -85,7 +86,7 @@ def _train(config, given, peers) -> dict:
 
 def _after_warm_start(config, given):
     """Runs the warm-start job unless its export is already there; the job then starts from that export."""
-    from jaxrl.sharding.distributed import peers
+    from jaxrl.processes.group import peers
 
     try:
         first = load_config(config.run.warm_start)

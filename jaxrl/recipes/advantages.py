@@ -17,7 +17,8 @@ from jaxrl.algorithms import (
     token_rewards,
     whiten,
 )
-from jaxrl.config import ConfigError, imported
+from jaxrl.errors import ConfigError
+from jaxrl.imports import imported
 
 
 class Advantages(NamedTuple):

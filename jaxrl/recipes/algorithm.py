@@ -13,15 +13,15 @@ from ml_collections import FrozenConfigDict
 
 from jaxrl import training
 from jaxrl.algorithms import kl_value
-from jaxrl.config import ConfigError
 from jaxrl.config_checks import resolved_algorithm
+from jaxrl.errors import ConfigError
+from jaxrl.processes.exchange import put
 from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.evaluate import evaluate
 from jaxrl.recipes.supply import runs_ahead, stale_buckets
 from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import memory
-from jaxrl.sharding.exchange import put
 from jaxrl.training.score import cast_params, make_score
 
 log = logging.getLogger("jaxrl")

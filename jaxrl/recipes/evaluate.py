@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes.trajectories import (
     answers,
     collect,
@@ -18,7 +19,6 @@ from jaxrl.recipes.trajectories import (
     sampling_params,
 )
 from jaxrl.rollout import generate
-from jaxrl.sharding.exchange import gather, owner
 from jaxrl.telemetry import dumps, write_atomic
 
 

@@ -14,9 +14,11 @@ import numpy as np
 
 from jaxrl import rewards as rewards_room
 from jaxrl.algorithms.advantages import EQUAL, group_advantages
-from jaxrl.config import RunStopped, imported
 from jaxrl.config_checks import longest_sequence
 from jaxrl.data import Interrupted
+from jaxrl.errors import RunStopped
+from jaxrl.imports import imported
+from jaxrl.processes.exchange import gather as gather_bytes
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.supply import samples
 from jaxrl.recipes.trajectories import (
@@ -27,7 +29,6 @@ from jaxrl.recipes.trajectories import (
     results_to_bytes,
     reward_items,
 )
-from jaxrl.sharding.exchange import gather as gather_bytes
 
 log = logging.getLogger("jaxrl")
 

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl.config import ConfigError, RunStopped
 from jaxrl.data import GIVEN
+from jaxrl.errors import ConfigError, RunStopped
 
 
 class Given(NamedTuple):

@@ -13,11 +13,12 @@ from pathlib import Path
 import huggingface_hub
 
 from jaxrl import data as data_room
-from jaxrl.config import ConfigError, redacted
+from jaxrl.config import redacted
 from jaxrl.config_checks import resolved_algorithm
+from jaxrl.errors import ConfigError
 from jaxrl.models import hf
+from jaxrl.processes.exchange import check_equal
 from jaxrl.resume import config_changes, input_changes
-from jaxrl.sharding.exchange import check_equal
 
 log = logging.getLogger("jaxrl")
 UNHEARD = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)  # entries of a model's config that decide nothing

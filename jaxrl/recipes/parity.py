@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
+from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes import setup
 from jaxrl.recipes.trajectories import collect, make_requests, results_from_bytes, results_to_bytes, sampling_params
 from jaxrl.rollout import chosen_engine, generate
-from jaxrl.sharding.exchange import gather, owner
 from jaxrl.training.score import make_score
 
 PROMPTS = 8

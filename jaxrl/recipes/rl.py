@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms import explained_variance, shared_prefix_mask
-from jaxrl.config import RunStopped
+from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
 from jaxrl.recipes.advantages import advantages
 from jaxrl.recipes.algorithm import Algorithm, start_of_step

@@ -13,19 +13,20 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import training
 from jaxrl.checkpoint import Checkpointer, DiskHangs, SavesFail
-from jaxrl.config import ConfigError, RunStopped, by_recipe, get, redacted, settled
+from jaxrl.config import by_recipe, get, redacted, settled
 from jaxrl.config_checks import chosen, derived
 from jaxrl.deadline import within
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import Faults, GracefulStop
 from jaxrl.limits import end, ends
 from jaxrl.models import hf
+from jaxrl.planning.comparison import Beside
+from jaxrl.processes.group import PeerLost, peers
 from jaxrl.recipes import setup
-from jaxrl.recipes.beside import Beside
 from jaxrl.recipes.closing import Closers, closing
 from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.given import Given, call_back
 from jaxrl.recipes.inputs import compared
-from jaxrl.recipes.operations import Speed
 from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
@@ -33,9 +34,9 @@ from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
 from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
-from jaxrl.sharding.distributed import PeerLost, peers
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, open_console, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
+from jaxrl.telemetry.flops import Speed
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
 from jaxrl.types import TrainState

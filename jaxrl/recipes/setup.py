@@ -20,15 +20,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
-from jaxrl.config import ConfigError
 from jaxrl.config_checks import chosen, derived, longest_sequence, origins, shares_trunk
+from jaxrl.errors import ConfigError
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
+from jaxrl.processes.exchange import put
 from jaxrl.recipes.sizes import decided
 from jaxrl.rollout import chosen_engine
 from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.sharding import memory
-from jaxrl.sharding.exchange import put
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")

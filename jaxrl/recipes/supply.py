@@ -7,8 +7,10 @@ from collections import deque
 
 import numpy as np
 
-from jaxrl.config import ConfigError
 from jaxrl.config_checks import longest_sequence
+from jaxrl.errors import ConfigError
+from jaxrl.processes.exchange import gather as gather_bytes
+from jaxrl.processes.exchange import owner
 from jaxrl.recipes.trajectories import (
     answers,
     collect,
@@ -19,8 +21,6 @@ from jaxrl.recipes.trajectories import (
     sampling_params,
 )
 from jaxrl.rollout.ahead import Ahead, Group, staleness
-from jaxrl.sharding.exchange import gather as gather_bytes
-from jaxrl.sharding.exchange import owner
 
 
 def runs_ahead(rollout) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxrl.processes.exchange import decode, encode
 from jaxrl.rewards import RewardItem
 from jaxrl.rollout import Request, Result, SamplingParams, request_seed
-from jaxrl.sharding.exchange import decode, encode
 from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import FINISH, Trajectories
 

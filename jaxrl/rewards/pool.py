@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rewards.items import RewardItem, RewardResult, as_json, failed_items, is_failure, is_result, metrics_of
 from jaxrl.rewards.process import Died, Garbled, Late, WorkerProcess, environment, shown
 from jaxrl.rewards.shaping import weighted_sum

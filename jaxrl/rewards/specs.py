@@ -17,7 +17,7 @@ import textwrap
 import types
 from pathlib import Path
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.rewards.registry import registered
 
 BUILTIN = "jaxrl.rewards.builtin"

@@ -17,15 +17,15 @@ from collections import Counter, deque
 import jax
 import numpy as np
 
-from jaxrl.config import RunStopped
+from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
+from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh
-from jaxrl.sharding.exchange import local_mesh
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",

@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import share, shares_prompts
+from jaxrl.processes.exchange import localised
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
 from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
-from jaxrl.sharding.exchange import localised
 from jaxrl.sharding.mesh import DATA_AXES
 from jaxrl.telemetry import compilations
 

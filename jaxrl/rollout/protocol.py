@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl.config import RunStopped
+from jaxrl.errors import RunStopped
 
 
 class EngineLost(RunStopped):

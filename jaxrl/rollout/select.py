@@ -7,7 +7,8 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from jaxrl.config import ConfigError, imported
+from jaxrl.errors import ConfigError
+from jaxrl.imports import imported
 
 log = logging.getLogger("jaxrl")
 OWN = ("auto", "jax", "vllm")

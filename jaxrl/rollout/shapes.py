@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 
 DEFAULT_SLOTS = 256
 LONG_ANSWER = 256  # tokens from which a second cache length pays for its compilation

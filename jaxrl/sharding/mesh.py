@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 
 AXES = ("dp", "fsdp", "tp")
 DATA_AXES = ("dp", "fsdp")  # the batch is split over both

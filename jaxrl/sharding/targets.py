@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.sharding.chips import CHIPS, Chip
 
 MOST = 1 << 16

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl
-from jaxrl.config import ConfigError, redacted
+from jaxrl.config import redacted
+from jaxrl.errors import ConfigError
 
 OWN_FILES = ("metrics.jsonl", "summary.json", "rollouts", "eval", "tensorboard")  # what a fresh start moves away
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import ConfigError, imported
+from jaxrl.errors import ConfigError
+from jaxrl.imports import imported
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.telemetry.timing import working
 

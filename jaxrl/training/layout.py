@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ import re
 import jax.numpy as jnp
 import optax
 
-from jaxrl.config import ConfigError, put
+from jaxrl.config import put
+from jaxrl.errors import ConfigError
 
 
 def make_schedule(config, total_updates: int):

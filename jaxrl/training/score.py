@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.placement import split_of
 from jaxrl.models.value import values
-from jaxrl.sharding.exchange import to_host
+from jaxrl.processes.exchange import to_host
 from jaxrl.training.pack import pack, unpack
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.types import TrainState
 
 

@@ -31,7 +31,7 @@ from jaxrl.algorithms import (
     policy_loss,
     value_loss,
 )
-from jaxrl.config import imported
+from jaxrl.imports import imported
 from jaxrl.kernels.platform import platform
 from jaxrl.models.value import values
 from jaxrl.sharding import memory

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.select import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard

@@ -16,7 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.processes.exchange import local_copies
+from jaxrl.processes.group import Peers, peers
 from jaxrl.rollout.protocol import EngineLost, Request, Result, check_ids, check_request
 from jaxrl.rollout.select import listed, server_folder
 from jaxrl.rollout.stops import text_decoder
@@ -26,8 +28,6 @@ from jaxrl.rollout.vllm.publish import PROBE_PROMPT, Publisher
 from jaxrl.rollout.vllm.router import Router
 from jaxrl.rollout.vllm.sleeping import Memory
 from jaxrl.sharding import memory
-from jaxrl.sharding.distributed import Peers, peers
-from jaxrl.sharding.exchange import local_copies
 from jaxrl.vllm_plugin import PROTOCOL, machine
 
 log = logging.getLogger("jaxrl")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rollout.protocol import Request, SamplingParams
 from jaxrl.rollout.select import server_folder
 from jaxrl.rollout.vllm import adapter, transport, weights

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rollout.vllm.adapter import ServerError
 from jaxrl.rollout.vllm.weights import digest
 from jaxrl.vllm_plugin import Nccl

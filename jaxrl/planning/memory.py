@@ -13,7 +13,7 @@ import math
 
 from jaxrl.kernels.attention import blockwise
 from jaxrl.kernels.logprob import chunked
-from jaxrl.recipes.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
+from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped before.

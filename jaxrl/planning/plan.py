@@ -18,10 +18,10 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.config import ConfigError, RunStopped
-from jaxrl.recipes.planning import asynchrony, compiling, fit, memory, roofline, workload
-from jaxrl.recipes.planning.case import ASLEEP, Case, case_of, open_case
-from jaxrl.recipes.planning.report import table
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.planning import asynchrony, compiling, fit, memory, roofline, workload
+from jaxrl.planning.case import ASLEEP, Case, case_of, open_case
+from jaxrl.planning.report import table
 from jaxrl.recipes.setup import beyond_context
 from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import ROLLOUT_RULES, targets

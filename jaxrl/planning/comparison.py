@@ -7,7 +7,7 @@ import statistics
 
 import jax
 
-from jaxrl.config import ConfigError
+from jaxrl.errors import ConfigError
 from jaxrl.rollout import chosen_engine
 
 log = logging.getLogger("jaxrl")
@@ -66,7 +66,7 @@ class Beside:
 
 def _predict(config, job, engine: bool) -> dict[str, float]:
     """plan.predict with the engine that the run chose; the critic's update belongs to `update`, as on the run's clock."""
-    from jaxrl.recipes import plan
+    from jaxrl.planning import plan
 
     c = config.copy_and_resolve_references()
     if c.run.recipe == "rl" and engine:

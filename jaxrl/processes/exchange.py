@@ -26,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxrl
-from jaxrl.config import ConfigError
-from jaxrl.sharding.distributed import Peers
+from jaxrl.errors import ConfigError
+from jaxrl.processes.group import Peers
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings
 
 CHUNK = 1 << 20  # bytes of every process that travel at once

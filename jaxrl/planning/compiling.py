@@ -1,6 +1,6 @@
 """Compiling a job's programs for devices that are not here: in a subprocess, because jax fixes its devices once per process.
 
-    python -m jaxrl.recipes.planning.compiling JOB.json RESULT.json
+    python -m jaxrl.planning.compiling JOB.json RESULT.json
 
 The parent writes the job and reads the result; see `compile_for`.
 """
@@ -21,7 +21,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl.config import ConfigError, default_config, free_tables, options, put
+from jaxrl.config import default_config, free_tables, options, put
+from jaxrl.errors import ConfigError
 
 # Only shapes, memory and collectives are asked for: machine code is made as cheaply as it can be.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -53,7 +54,7 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
         env["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1"
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     log = open(Path(folder.name) / "log", "w", encoding="utf-8")  # noqa: SIM115 (read by finish)
-    process = subprocess.Popen([sys.executable, "-m", "jaxrl.recipes.planning.compiling", "job.json", "result.json"],
+    process = subprocess.Popen([sys.executable, "-m", "jaxrl.planning.compiling", "job.json", "result.json"],
                                cwd=folder.name, env=env, stdout=log, stderr=subprocess.STDOUT)
     return process, folder, time.monotonic()
 
@@ -130,7 +131,7 @@ def main(job_file: str, result_file: str) -> None:
 def _compile(job: dict) -> dict:
     import jax
 
-    from jaxrl.recipes.planning import collectives, programs
+    from jaxrl.planning import collectives, programs
 
     meshes = _meshes(job)
     low = programs.lower(config_of(job["config"]), job["hf_config"], *meshes,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.config import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 
 log = logging.getLogger("jaxrl")
 PORT = 8476

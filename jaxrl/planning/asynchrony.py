@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import numpy as np
 from scipy.optimize import nnls
 
-from jaxrl.config import ConfigError
-from jaxrl.recipes.planning import roofline, workload
+from jaxrl.errors import ConfigError
+from jaxrl.planning import roofline, workload
 from jaxrl.rollout.ahead import Ahead, staleness
 from jaxrl.rollout.protocol import Request, Result
 from jaxrl.rollout.select import shared_gpus

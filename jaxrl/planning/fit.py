@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from jaxrl.recipes.planning.workload import data_shards, lengths, rows
+from jaxrl.planning.workload import data_shards, lengths, rows
 
 LONGEST = 1 << 20
 

@@ -11,11 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl import models, sharding
-from jaxrl.config import ConfigError, load_config
+from jaxrl.config import load_config
+from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention import tpu
 from jaxrl.models import hf
-from jaxrl.recipes.planning import memory
-from jaxrl.recipes.planning.workload import SIZES, data_shards
+from jaxrl.planning import memory
+from jaxrl.planning.workload import SIZES, data_shards
 from jaxrl.recipes.setup import BOTH_MEMORY, DTYPES, SMALL_MODEL, source_of
 from jaxrl.recipes.sizes import decided
 from jaxrl.rollout.select import memory_fraction, shared_gpus

@@ -1,1 +1,0 @@
-"""The parts of recipes/plan.py, in the order it uses them: targets, workload, programs, compiling, collectives, roofline, fit."""
