@@ -106,6 +106,7 @@ def one(name: str) -> dict:
     from jaxrl.planning.case import open_case
     from jaxrl.recipes import setup
     from jaxrl.sharding import targets
+    from jaxrl.spec import here, resolve
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     device, case = jax.devices()[0], CASES[name]
@@ -118,8 +119,9 @@ def one(name: str) -> dict:
         jaxrl.train(config)
         measured = of_a_step(steps_of(f"{folder}/run"))
         measured["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-        model = setup.build_model(config, opened.hf_config, setup.resolve_dtype(config.train.compute_dtype))
-        predicted = plan.predict(config, sharding.make_mesh(config.mesh), model)
+        spec = resolve(config, here(), opened.hf_config)
+        model = setup.build_model(spec, opened.hf_config)
+        predicted = plan.predict(spec, sharding.make_mesh(config.mesh), model)
         out = {"device": device.device_kind, "case": case._asdict(), "measured": measured, "predicted": predicted,
                "cross_check": full.get("cross_check", {}), "error": full.get("error", {})}
         if bandwidth := opened.target.chip.bandwidth:

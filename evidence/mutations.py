@@ -226,7 +226,7 @@ def main() -> int:
     sys.path.insert(0, str(HERE.parent))
     from common import RESULTS, commit, record, table
 
-    from jaxrl.config import options
+    from jaxrl.schema import options
 
     at, last = commit(), {}
     if args.again and (RESULTS / "mutations.json").exists():

@@ -17,8 +17,7 @@ from common import record, table
 
 from jaxrl import training
 from jaxrl.config import default_config
-from jaxrl.config_checks import longest_sequence
-from jaxrl.recipes.sizes import decided
+from jaxrl.spec import Platform, longest_sequence, resolve
 from jaxrl.training.layout import attention_work
 
 PROMPTS, GROUP, LONGEST_PROMPT = 64, 8, 512
@@ -36,7 +35,7 @@ def one(platform: str, shards: int, median: int, longest: int, seeds=(0, 1, 2)) 
     """Means over seeds."""
     c = default_config()
     c.data.max_prompt_tokens, c.rollout.max_new_tokens, c.rollout.group_size = LONGEST_PROMPT, longest, GROUP
-    t = decided(c, platform).train
+    t = resolve(c, Platform(platform, "fp32")).train
     shapes = training.row_shapes(t.row_lengths, longest_sequence(c), t.tokens_per_microbatch, shards, t.row_counts)
     found = []
     for seed in seeds:

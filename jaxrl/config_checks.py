@@ -8,14 +8,16 @@ import os
 import re
 from pathlib import Path
 
-from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES, PRESETS, resolve
-from jaxrl.config import CHANGEABLE, element_kind, get, options
+from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
+from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
-from jaxrl.limits import ends
 from jaxrl.names_elsewhere import not_yet
+from jaxrl.registry import recipe_of
 from jaxrl.rollout.select import chosen_engine, server_folder
+from jaxrl.schema import BOUNDS, CHANGEABLE, element_kind, options
 from jaxrl.sharding import targets
+from jaxrl.spec import algorithm_row
 from jaxrl.training import optimizer
 
 
@@ -56,122 +58,15 @@ def _elements(name, values):
     return []
 
 
-POSITIVE = (
-    "data.prompts_per_step",
-    "data.max_prompt_tokens",
-    "rollout.group_size",
-    "rollout.max_new_tokens",
-    "rollout.decode_steps",
-    "rollout.sync_every",
-    "rollout.timeout_seconds",
-    "reward.timeout_seconds",
-    "reward.workers",
-    "train.steps",
-    "eval.samples",
-    "checkpoint.shard_gb",
-    "optimizer.lr",
-    "algorithm.dynamic_sampling_rounds",
-    "critic.lr",
-    "rollout.vllm.replicas",
-    "rollout.vllm.tensor_parallel",
-    "rollout.vllm.max_running",
-    "rollout.vllm.max_requests",
-    "rollout.vllm.chunk_mb",
-    "rollout.vllm.setup_seconds",
-    "rollout.vllm.sync_seconds",
-    "rollout.vllm.health_seconds",
-    "optimizer.max_nonfinite",
-    "rollout.repetition_penalty",
-    "eval.repetition_penalty",
-    "data.prefetch",
-    "launch.connect_seconds",
-    "launch.heartbeat_seconds",
-    "plan.timeout_seconds",
-    "model.remat_every",
-)
-NOT_NEGATIVE = (
-    "run.stop_seconds",
-    "run.compile_cache_gb",
-    "reward.memory_gb",
-    "reward.recycle",
-    "launch.wait_seconds",
-    "algorithm.aggregation_constant",
-    "algorithm.entropy_rate",
-    "algorithm.entropy_max",
-    "algorithm.shared_prefix_tokens",
-    "algorithm.early_stop_ratio",
-    "algorithm.early_stop_kl",
-    "critic.coef",
-    "critic.value_clip",
-    "critic.num_minibatches",
-    "critic.warmup_steps",
-    "reference.reset_steps",
-    "reference.reset_epochs",
-    "algorithm.mismatch.warn",
-    "algorithm.mismatch.stop",
-    "rollout.vllm.max_model_len",
-    "rollout.vllm.port",
-    "rollout.vllm.retries",
-    "rollout.vllm.restarts",
-    "rollout.vllm.probe_bound",
-    "rollout.vllm.request_seconds",
-    "rollout.temperature",
-    "rollout.min_new_tokens",
-    "rollout.max_staleness",
-    "rollout.slots",
-    "train.tokens_per_microbatch",
-    "train.score_tokens_per_microbatch",
-    "train.logprob_chunk",
-    "eval.temperature",
-    "eval.every_steps",
-    "eval.every_epochs",
-    "eval.every_seconds",
-    "eval.max_rows",
-    "eval.max_new_tokens",
-    "checkpoint.timeout_seconds",
-    "checkpoint.every_steps",
-    "checkpoint.every_minutes",
-    "checkpoint.every_epochs",
-    "checkpoint.export_every_steps",
-    "checkpoint.export_every_epochs",
-    "checkpoint.export_every_minutes",
-    "optimizer.weight_decay",
-    "optimizer.max_grad_norm",
-    "optimizer.warmup_steps",
-    "optimizer.decay_steps",
-    "train.max_samples",
-    "train.max_sequence_tokens",
-    "data.epochs",
-    "data.max_rows",
-    "data.workers",
-    "reward.overlong_buffer",
-    "reward.overlong_penalty",
-    "log.print_samples",
-    "optimizer.eps",
-)
-FRACTIONS = (
-    "reward.max_failed_fraction",
-    "optimizer.warmup_fraction",
-    "optimizer.warmup_start",
-    "optimizer.floor",
-    "rollout.min_p",
-    "rollout.vllm.memory_fraction",
-    "eval.min_p",
-)
 
 
 def _ranges(cfg):
-    out = [f"{n}={get(cfg, n)}: must be above 0" for n in POSITIVE if get(cfg, n) is not None and get(cfg, n) <= 0]
-    out += [f"{n}={get(cfg, n)}: must not be negative" for n in NOT_NEGATIVE if get(cfg, n) < 0]
-    out += [f"{n}={get(cfg, n)}: must lie in 0..1" for n in FRACTIONS if not 0 <= get(cfg, n) <= 1]
-    if cfg.checkpoint.keep == 0 or cfg.checkpoint.keep < -1:
-        out.append(f"checkpoint.keep={cfg.checkpoint.keep}: must be above 0, or -1 for all")
-    for group in ("rollout", "eval"):
-        top_p, top_k = cfg[group].top_p, cfg[group].top_k
-        if not 0 < top_p <= 1:
-            out.append(f"{group}.top_p={top_p}: must lie above 0 and at most at 1 (1 = off)")
-        if top_k == 0 or top_k < -1:
-            out.append(f"{group}.top_k={top_k}: must be positive, or -1 for all tokens")
+    """Bounds of single options; an algorithm option that nobody set is its preset's."""
+    row, out = resolved_algorithm(cfg), []
+    for name, opt in options().items():
+        value = row.get(name.removeprefix("algorithm."), get(cfg, name)) if name.startswith("algorithm.") else get(cfg, name)
+        if opt.bound and value is not None and not BOUNDS[opt.bound][0](value):
+            out.append(f"{name}={value}: {BOUNDS[opt.bound][1]}")
     return out
 
 
@@ -209,7 +104,7 @@ def _role(cfg, role, given):
 
 
 def _role_without_use(cfg, role, name):
-    if role != "policy" and cfg.run.recipe != "rl":
+    if role not in recipe_of(cfg).roles:
         return [f"{name}: run.recipe={cfg.run.recipe} has no {role}; leave it out"]
     if role == "sampler" and cfg.rollout.engine not in ("auto", "jax"):
         return [f"{name}: rollout.engine={cfg.rollout.engine} has devices of its own (rollout.vllm.devices); leave it out"]
@@ -267,8 +162,8 @@ def _plan(cfg):
 
 def _data(cfg):
     out = []
-    if cfg.run.mode == "parity" and cfg.run.recipe != "rl":
-        out.append(f"run.mode=parity with run.recipe={cfg.run.recipe}: it compares a sampler with the trainer; set run.recipe=rl")
+    if cfg.run.mode not in recipe_of(cfg).modes:
+        out.append(f"run.mode={cfg.run.mode} with run.recipe={cfg.run.recipe}: it has {', '.join(recipe_of(cfg).modes)}; set run.recipe=rl")
     if cfg.run.mode not in ("eval", "plan") and not cfg.data.path:
         out.append("data.path is empty: name at least one file, folder or hub id")
     share = cfg.data.eval_fraction
@@ -288,7 +183,7 @@ def _data(cfg):
 def _batch(cfg):
     limit = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
-    if cfg.train.max_sequence_tokens and cfg.run.recipe == "rl" and cfg.train.max_sequence_tokens > limit:
+    if cfg.train.max_sequence_tokens and recipe_of(cfg).samples and cfg.train.max_sequence_tokens > limit:
         out.append(
             f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens +"
             f" rollout.max_new_tokens = {limit}; lower it or set 0"
@@ -308,12 +203,12 @@ def _rollout(cfg):
     r, out = cfg.rollout, []
     if r.min_new_tokens > r.max_new_tokens:
         out.append(f"rollout.min_new_tokens={r.min_new_tokens}: above rollout.max_new_tokens={r.max_new_tokens}")
-    if cfg.run.recipe == "rl" and cfg.run.mode == "train" and r.temperature == 0:
+    if recipe_of(cfg).samples and cfg.run.mode == "train" and r.temperature == 0:
         out.append("rollout.temperature=0: greedy samples of a group are all equal, nothing can be learnt; use 1.0")
     if (
         (r.repetition_penalty != 1 or r.frequency_penalty != 0)
         and not r.penalties_in_training
-        and cfg.run.recipe == "rl"
+        and recipe_of(cfg).samples
     ):
         out.append(
             f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: penalties"
@@ -334,7 +229,7 @@ def _ahead(cfg):
     """What generating ahead of training, or publishing more rarely, cannot go with."""
     r, out = cfg.rollout, []
     asked = [f"rollout.{n}={r[n]}" for n, off in (("max_staleness", 0), ("sync_every", 1), ("partial", False)) if r[n] != off]
-    if asked and cfg.run.recipe != "rl":
+    if asked and not recipe_of(cfg).samples:
         return [f"{', '.join(asked)}: run.recipe={cfg.run.recipe} samples nothing to learn from; leave it out"]
     if r.partial and not r.max_staleness:
         out.append(_no_effect("rollout.partial", True, "with rollout.max_staleness=0: no answer is under way when weights are published",
@@ -354,7 +249,7 @@ LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 
 def _engine(cfg):
     r, v, out, known = cfg.rollout, cfg.rollout.vllm, [], options()
-    if cfg.run.recipe != "sft" and chosen_engine(cfg) == "vllm":
+    if recipe_of(cfg).samples and chosen_engine(cfg) == "vllm":
         out += [_no_effect(f"rollout.{name}", r[name], f"with vLLM (rollout.engine={r.engine})", f"{instead}, or rollout.engine=jax")
                 for name, instead in EMBEDDED_ONLY.items() if r[name] != known[f"rollout.{name}"].default]
     if v.retries and v.request_seconds >= r.timeout_seconds:
@@ -422,7 +317,7 @@ def _placement(cfg):
 
 def _rewards(cfg):
     r, out = cfg.reward, []
-    if cfg.run.recipe != "rl":
+    if not recipe_of(cfg).samples:
         return out
     if r.weights and len(r.weights) != len(r.functions):
         out.append(
@@ -439,8 +334,6 @@ def _rewards(cfg):
         out.append(
             f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"
         )
-    if r.clip is not None and r.clip <= 0:
-        out.append(f"reward.clip={r.clip}: must be above 0, or None for no clipping")
     if not r.functions:
         out.append("reward.functions is empty: reinforcement learning needs at least one reward")
     named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)}
@@ -450,10 +343,10 @@ def _rewards(cfg):
 
 
 def _algorithm(cfg):
-    if cfg.run.recipe != "rl":
+    if not recipe_of(cfg).samples:
         return []
     v = resolved_algorithm(cfg)
-    out = [f"algorithm.{name}={v[name]}: {need}" for name, ok, need in ALGORITHM_RANGES if not ok(v[name])]
+    out = []
     for name, known in (("advantage", (*ESTIMATORS, *ADVANTAGES)), ("policy_loss", tuple(POLICY_LOSSES))):
         if v[name] not in known and ":" not in v[name]:
             out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, a name that was registered, or an import path "
@@ -465,19 +358,6 @@ def _algorithm(cfg):
 
 MOST_SUPPORT = 128
 ESTIMATORS = ("outcome", "returns", "gae")
-_above, _from_0 = (lambda x: x > 0, "must be above 0"), (lambda x: x >= 0, "must not be negative")
-_share = (lambda x: 0 <= x <= 1, "must lie in 0..1")
-ALGORITHM_RANGES = (
-    *((name, *_above) for name in ("clip_high", "cispo_max_ratio", "sapo_tau_pos", "sapo_tau_neg", "dppo_low", "dppo_high",
-                                   "mismatch.cap")),
-    *((name, *_from_0) for name in ("cispo_min_ratio", "kl.coef", "entropy_coef", "entropy_target", "positive_nll_coef",
-                                    "lam_alpha", "mismatch.low", "mismatch.sequence_delta")),
-    *((name, *_share) for name in ("gamma", "lam", "overlong_buffer_fraction")),
-    ("critic_lam", lambda x: x is None or 0 <= x <= 1, "must lie in 0..1, or None for lam"),
-    ("dual_clip", lambda x: x == 0 or x > 1, "must be above 1, or 0 for off"),
-    ("ppo_epochs", lambda x: x >= 1, "must be at least 1"),
-    ("num_minibatches", lambda x: x >= 1, "must be at least 1"),
-)
 
 
 def _import_path(name, path):
@@ -627,9 +507,6 @@ def _beside(cfg, v):
 
 def _optimizer(cfg):
     o, out = cfg.optimizer, []
-    for name in ("b1", "b2"):
-        if not 0 <= o[name] < 1:
-            out.append(f"optimizer.{name}={o[name]}: must lie in [0, 1)")
     if o.decay_shape != "linear" and o.schedule != "wsd":
         out.append(_no_effect("optimizer.decay_shape", o.decay_shape, f"with optimizer.schedule={o.schedule}", "set wsd"))
     out += _critics_optimizer(cfg)
@@ -714,49 +591,5 @@ def _misc(cfg):
 
 
 def resolved_algorithm(cfg) -> dict:
-    """Algorithm options with the preset's values filled in: dotted name below `algorithm` -> value."""
-    given = {name: get(cfg.algorithm, name) for name in PRESETS[cfg.algorithm.preset]}
-    return {name: value for name, (value, _) in resolve(cfg.algorithm.preset, given).items()}
-
-
-def shares_trunk(cfg) -> bool:
-    """Whether the policy has a value head of its own."""
-    return cfg.run.recipe == "rl" and cfg.critic.shared and resolved_algorithm(cfg)["advantage"] == "gae"
-
-
-def origins(cfg) -> dict:
-    """Dotted name below `algorithm` -> (value, origin), for printing."""
-    return resolve(cfg.algorithm.preset, {name: get(cfg.algorithm, name) for name in PRESETS[cfg.algorithm.preset]})
-
-
-def chosen(cfg) -> dict:
-    """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value."""
-    row = {name: value for name, (value, origin) in origins(cfg).items() if origin == "config" or value != PRESETS["grpo"][name]}
-    others = [name.removeprefix("algorithm.") for name in options() if name.startswith("algorithm.")]
-    plain = {name: get(cfg.algorithm, name) for name in others if name not in PRESETS["grpo"] and name != "preset"}
-    defaults = options()
-    return row | {name: value for name, value in plain.items() if value != defaults[f"algorithm.{name}"].default}
-
-
-def derived(cfg) -> dict[str, float]:
-    """Numbers that follow from the config, printed at start."""
-    out = {}
-    if cfg.run.recipe == "rl":
-        v = resolved_algorithm(cfg)
-        out["sequences per step"] = cfg.data.prompts_per_step * cfg.rollout.group_size
-        out["optimizer steps per step"] = v["ppo_epochs"] * v["num_minibatches"]
-        out["sequences per optimizer step"] = out["sequences per step"] // v["num_minibatches"]
-        out["longest sequence"] = longest_sequence(cfg)
-    else:
-        out["sequences per step"] = cfg.data.prompts_per_step
-        out["longest sequence"] = longest_sequence(cfg)
-    if cfg.train.tokens_per_microbatch:
-        out["tokens per microbatch (per data shard)"] = max(cfg.train.tokens_per_microbatch, out["longest sequence"])
-    if known := ends(cfg):
-        out["optimizer updates in all"] = min(known.values()) * out.get("optimizer steps per step", 1)
-    return out
-
-
-def longest_sequence(cfg) -> int:
-    """Bound on prompt + answer in tokens."""
-    return cfg.train.max_sequence_tokens or cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    """Options below `algorithm` with the preset's values where nobody set them."""
+    return {name: value for name, (value, _) in algorithm_row(cfg).items()}

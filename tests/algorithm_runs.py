@@ -11,6 +11,7 @@ import jaxrl
 from jaxrl.config import put
 from jaxrl.recipes import rl, setup
 from jaxrl.rollout import embedded
+from jaxrl.spec import Platform, resolve
 
 
 def job(run_dir, options):
@@ -21,6 +22,11 @@ def job(run_dir, options):
     for name, value in options.items():
         put(c, name, value)
     return c
+
+
+def decided(config):
+    """The Spec of a config on a CPU."""
+    return resolve(config, Platform("cpu", "fp32"))
 
 
 def host(tree):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithm_runs import job, watched
+from algorithm_runs import decided, job, watched
 from test_options_algorithm import algorithm, batch_of, config, jax_as_it_was, of_tokens, open_job, row, thirds  # noqa: F401
 
 from jaxrl import training
@@ -137,7 +137,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
     metrics = {"loss": jnp.float32(0)}
     for _ in range(4):
         state, _ = apply(state, {"w/kernel": jnp.ones((1, 1))}, metrics)
-    run = SimpleNamespace(config=c, job=open_job, stream=SimpleNamespace(epoch=lambda cursor: 0.0), step=1, cursor=0, state=state,
+    run = SimpleNamespace(config=decided(c), job=open_job, stream=SimpleNamespace(epoch=lambda cursor: 0.0), step=1, cursor=0, state=state,
                           optimizer=optimizer)
     Reference(run).after_step(run)
     before = float(run.state.trainable["w/kernel"][0, 0])

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxrl.config import default_config, options, put, redacted
+from jaxrl.config import default_config, put, redacted
 from jaxrl.resume import FUTURE, PAST, changes_past, config_changes
+from jaxrl.schema import options
 
 
 @pytest.mark.parametrize("name", list(options()) + ["user.anything", "model.config.hidden_size"])

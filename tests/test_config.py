@@ -7,13 +7,16 @@ import textwrap
 import pytest
 
 from jaxrl import config_checks
-from jaxrl.config import default_config, find_config, get, help_text, load_config, options, parse_flags, put, redacted
+from jaxrl.config import default_config, find_config, get, help_text, load_config, parse_flags, put, redacted
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.main import main
 from jaxrl.models.config import family_of
 from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet
+from jaxrl.recipes import setup
+from jaxrl.schema import options
 from jaxrl.sharding.mesh import mesh_shape
+from jaxrl.spec import algorithm_row, resolve
 from jaxrl.telemetry import METRICS
 
 
@@ -217,9 +220,9 @@ def test_all_problems_are_reported_at_once():
 def test_presets_and_origins():
     c = usable()
     c.algorithm.preset, c.algorithm.kl.coef = "grpo_paper", 0.01
-    row = config_checks.origins(c)
+    row = algorithm_row(c)
     assert row["aggregation"] == ("sequence_mean", "preset grpo_paper") and row["kl.coef"] == (0.01, "config")
-    assert config_checks.derived(c)["sequences per step"] == 64 * 8
+    assert setup.derived(resolve(c))["sequences per step"] == 64 * 8
 
 
 def test_a_users_file_is_executed_once_until_it_is_edited(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl
-from jaxrl.config import SCHEMA, options
+from jaxrl.schema import SCHEMA, options
 
 HERE = Path(__file__).parent
 REASONS = ("automatic", "out of scope", "later issue", "not done")
@@ -244,7 +244,8 @@ def _reads(tree, aliases):
 READS = """
 import ignoring, sys
 from jaxrl.config import default_config, redacted
-from jaxrl.config_checks import check, longest_sequence
+from jaxrl.config_checks import check
+from jaxrl.spec import longest_sequence
 from jaxrl.errors import ConfigError
 c = default_config()
 c.data.max_prompt_tokens, c.rollout.max_new_tokens = 7, -1

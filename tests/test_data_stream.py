@@ -14,7 +14,6 @@ from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.gather import gather
 from jaxrl.recipes.run import Run
-from jaxrl.recipes.sizes import decided
 
 
 class Numbers:
@@ -126,9 +125,9 @@ def test_fewer_rows_than_a_step():
 def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
     c = tiny_job.get_config(recipe)
     c.optimizer.lr = given
-    run = Run(c)
-    assert run.config.optimizer.lr == decided(c, "cpu").optimizer.lr == rate
-    assert run.by_recipe == ({} if given else {"optimizer.lr": rate}) and c.optimizer.lr == given
+    spec = Run(c).config
+    assert spec.optimizer.lr == spec.asked.optimizer.lr == rate and c.optimizer.lr == given
+    assert spec.origin("optimizer.lr") == ("config" if given else f"default of {recipe}")
     assert "optimizer.lr=None\n      peak learning rate; None = by recipe: rl 1e-06, sft 2e-05" in help_text()
 
 

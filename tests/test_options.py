@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from algorithm_runs import decided
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
@@ -445,7 +446,7 @@ def test_reward_workers(tiny, tmp_path):
 
 def algorithm(c):
     job = setup.open_job(c)
-    return Algorithm(SimpleNamespace(config=c, job=job))
+    return Algorithm(SimpleNamespace(config=job.config, job=job))
 
 
 @pytest.mark.parametrize(
@@ -584,7 +585,7 @@ def test_reference_path_and_dtype(tiny, tmp_path):
 
     def reference(*pairs):
         c = tiny("run.seed", 1, *pairs)
-        r = SimpleNamespace(config=c, job=setup.open_job(c), engine=None, say=lambda text: None)
+        r = SimpleNamespace(config=decided(c), job=setup.open_job(c), engine=None, say=lambda text: None)
         part = Algorithm(r).reference
         if part is not None:
             part.start(None, None)

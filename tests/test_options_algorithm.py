@@ -18,14 +18,14 @@ import numpy as np
 import optax
 import pytest
 import tiny_job
-from algorithm_runs import job, same, watched
+from algorithm_runs import decided, job, same, watched
 from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
 
 from jaxrl import config_checks, training
 from jaxrl.algorithms import PRESETS, Tokens
-from jaxrl.config import PRESET_NAMES, options, put
+from jaxrl.config import put
 from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
 from jaxrl.models.tensorfile import list_folder
@@ -38,6 +38,7 @@ from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.supply import Supply
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.rollout import Result
+from jaxrl.schema import PRESET_NAMES, options
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import find_policy_loss, loss_and_metrics, make_apply
 from jaxrl.types import Trajectories
@@ -77,7 +78,7 @@ def open_job(jax_as_it_was):
 @pytest.fixture(scope="module")
 def algorithm(open_job):
     """algorithm({option: value}) -> Algorithm of a checked config, around one tiny model."""
-    return lambda changes=None: Algorithm(SimpleNamespace(config=config(changes), job=open_job, total_steps=5))
+    return lambda changes=None: Algorithm(SimpleNamespace(config=decided(config(changes)), job=open_job, total_steps=5))
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ def batch_of(changes, answer, rows=100, start=0, **functions):
     base = {"rollout.group_size": 2, "rollout.max_new_tokens": 10, "data.epochs": 1}
     engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
     r = SimpleNamespace(
-        config=config({**base, **changes}), stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
+        config=decided(config({**base, **changes})), stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
         cursor=start, step=0, total_steps=100, engine=engine, rewards=rewards, interrupted=lambda: False, fault=lambda name: None,
         peers=Peers(), together=lambda what, work: work(),
         phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []),
@@ -435,7 +436,7 @@ def packed_weights(changes, batch):
     """Term -> weights of the scored tokens that the first optimizer step is given, in the batch's order."""
     traj, given = batch.traj, []
     supply = SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None))
-    r = SimpleNamespace(config=config(changes), job=SimpleNamespace(put=lambda packed: packed), state=None, supply=supply)
+    r = SimpleNamespace(config=decided(config(changes)), job=SimpleNamespace(put=lambda packed: packed), state=None, supply=supply)
     r.update = lambda state, batches: (state, given.append(list(batches)) or {})
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
@@ -587,7 +588,7 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     changes = {"algorithm.kl.coef": 0.1, "reference.reset_epochs": 0.5}
     state = training.init_state({"w/kernel": jnp.ones(3)}, {}, optax.sgd(1.0), 0)
     stream = SimpleNamespace(epoch=lambda cursor: cursor / 10)
-    run = SimpleNamespace(config=config(changes), job=open_job, stream=stream, step=0)
+    run = SimpleNamespace(config=decided(config(changes)), job=open_job, stream=stream, step=0)
     reference = Reference(run)
 
     def after(cursor, value):
@@ -600,7 +601,7 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     reference = Reference(run)
     reference.start(held, said)
     assert [after(10, 4.0), after(12, 5.0), after(33, 6.0)] == [(1, 4), (0, 4), (1, 6)]
-    still = Reference(SimpleNamespace(config=config({"algorithm.kl.coef": 0.1}), job=open_job))
+    still = Reference(SimpleNamespace(config=decided(config({"algorithm.kl.coef": 0.1})), job=open_job))
     assert still.after_step(run) == {} and still.arrays() == {} and still.abstract() == {}
 
 
@@ -618,7 +619,7 @@ def test_constant_aggregation_divides_by_a_constant_of_choice():
             seen.extend(np.unique(np.asarray(b.weights["policy"])).tolist() for b in batches)
             return state, {}
 
-        r = SimpleNamespace(config=c, state=None, update=update, job=SimpleNamespace(put=lambda batch: batch),
+        r = SimpleNamespace(config=decided(c), state=None, update=update, job=SimpleNamespace(put=lambda batch: batch),
                             supply=SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None)))
         rl.policy_steps(r, config_checks.resolved_algorithm(c), batch, layout, columns)
         return seen
@@ -847,7 +848,7 @@ def test_refill_in_a_run(own):
 def critic_of(changes, open_job):
     """A critic as a run starts it."""
     c = config({"algorithm.preset": "ppo", **changes})
-    r = SimpleNamespace(config=c, job=open_job, total_steps=5)
+    r = SimpleNamespace(config=decided(c), job=open_job, total_steps=5)
     critic = Critic(r, config_checks.resolved_algorithm(c), Algorithm(r).loss)
     critic.start(None, None)
     return critic
@@ -897,7 +898,7 @@ def test_the_values_bound_is_the_configs(open_job, monkeypatch):
     critic_of({"critic.value_clip": 0.03}, open_job)
     shared = config({"algorithm.preset": "ppo", "critic.shared": True, "critic.value_clip": 0.04})
     assert losses[0].value_clip == 0.03 and losses[0].kind == "value"
-    assert Algorithm(SimpleNamespace(config=shared, job=open_job, total_steps=5)).loss.value_clip == 0.04
+    assert Algorithm(SimpleNamespace(config=decided(shared), job=open_job, total_steps=5)).loss.value_clip == 0.04
 
 
 @pytest.mark.parametrize("whose", ["optimizer.max_grad_norm", "critic.optimizer.max_grad_norm"])

@@ -22,6 +22,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import collectives, compiling, fit, memory, plan, roofline, workload
 from jaxrl.sharding import chips, targets
+from jaxrl.spec import resolve
 
 HERE = Path(__file__).parent
 LOOP = """HloModule m
@@ -217,7 +218,7 @@ def test_useful_operations_of_supervised_training():
 
 def test_rows_follow_the_layout():
     c = tiny(train__tokens_per_microbatch=512)
-    found = workload.rows(c, shards=8)
+    found = workload.rows(resolve(c), shards=8)
     assert found.shape == (8 * (512 // 112), 112)  # 96 + 12 tokens, in whole 8s
     assert found.microbatches == 1
 
@@ -352,8 +353,8 @@ def test_a_kernel_computes_what_is_seen_and_xla_the_whole_row():
     assert cases.with_kernels(half, targets.parse("h200:1")).attention == "gpu"
     kernel = cases.with_kernels(plain, targets.parse("v5p:1"))
     pairs = sum(range(1, 9)) + 2 * sum(range(9, 13))
-    assert workload.seen(c, kernel, 64) == pytest.approx(workload.TILES * pairs / 16)
-    assert workload.seen(c, plain, 64) == 64
+    assert workload.seen(resolve(c), kernel, 64) == pytest.approx(workload.TILES * pairs / 16)
+    assert workload.seen(resolve(c), plain, 64) == 64
 
 def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypatch):
     """What the refusal advises is planned in turn, and fits."""

@@ -3,7 +3,11 @@
 import pytest
 
 from jaxrl.config import default_config
-from jaxrl.recipes.sizes import decided
+from jaxrl.spec import Platform, resolve
+
+
+def decided(config, kind):
+    return resolve(config, Platform(kind, "fp32"))
 
 
 def config(prompt=64, answer=64, group=8, **train):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from jaxrl.config import default_config, settled
+from jaxrl.config import default_config
+from jaxrl.spec import resolve
 from jaxrl.telemetry import Every, Phases, Telemetry, per_step
 from jaxrl.telemetry.console import (
     PlainConsole,
@@ -302,7 +303,7 @@ def test_a_healthy_run_hears_nothing():
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
 def test_each_rule_speaks_once_and_names_the_remedy(rule):
     wrong, said = SICK[rule.name]
-    health = Health(settled(default_config()), "RUN")
+    health = Health(resolve(default_config()), "RUN")
     texts = [t for step in (1, 2, 3, 4) for t in health.check(step, HEALTHY | wrong)]
     mine = [t for t in texts if all(s in t for s in said)]
     assert len(mine) == 1 and re.match(r"step [123]: ", mine[0]) and "nan" not in mine[0] and "{" not in mine[0]

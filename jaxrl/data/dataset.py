@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl.data.sources import GIVEN, BadRows, DataError, Tables, check_path, from_memory, read
 from jaxrl.data.tokenizer import PromptError, Template, check_messages
 from jaxrl.errors import ConfigError
+from jaxrl.registry import recipe_of
 
 log = logging.getLogger(__name__)
 RESERVED = ("prompt", "completion", "prompts", "completions", "token_ids", "finish", "group", "sample", "user")
@@ -217,7 +218,7 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Datas
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
     bad = BadRows(data.bad_rows)
     tables, numbers, heldout = _train_rows(config, bad, rows)
-    targets = "required" if config.run.recipe == "sft" else "none"
+    targets = "none" if recipe_of(config).samples else "required"
     train = _load("train", config, tokenizer, eos_id, tables, numbers, targets, bad)
     if data.eval_fraction:
         train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout)
@@ -239,7 +240,7 @@ def _train_rows(config, bad, rows=None):
 
 def _load_heldout(config, tokenizer, eos_id, tables, rows) -> Dataset:
     rows = rows[:config.eval.max_rows or None]
-    targets = "optional" if config.run.recipe == "sft" else "none"
+    targets = "none" if recipe_of(config).samples else "optional"
     return _load("heldout", config, tokenizer, eos_id, tables, rows, targets, BadRows(config.data.bad_rows))
 
 
@@ -252,7 +253,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     reported). In SFT a set's completion column is read where there is one.
     """
     out: dict[str, Dataset] = {}
-    targets = "optional" if config.run.recipe == "sft" else "none"
+    targets = "none" if recipe_of(config).samples else "optional"
 
     def load(name, bad, tables):
         out[name] = _load(name, config, tokenizer, eos_id, tables, range(len(tables)), targets, bad)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl.config_checks import longest_sequence
 from jaxrl.data.dataset import Dataset, Example, data_seed
 from jaxrl.errors import ConfigError
+from jaxrl.registry import recipe_of
+from jaxrl.spec import longest_sequence
 
 log = logging.getLogger("jaxrl")
 CHECKED = 256  # rows from one look for a stop to the next
@@ -55,7 +56,7 @@ class Stream:
     @classmethod
     def from_config(cls, config, dataset: Dataset) -> Stream:
         d, rows = config.data, len(dataset)
-        answers = config.rollout.group_size if config.run.recipe == "rl" else 1
+        answers = config.rollout.group_size if recipe_of(config).samples else 1
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
             sum_ = (f"data.prompts_per_step={d.prompts_per_step} is {each:,.4g} times the {rows} rows of the data: every prompt would come "

@@ -245,7 +245,7 @@ def planned(case, phases: dict) -> Speeds:
         v = c.rollout.vllm
         servers = len(c.rollout.servers) or v.replicas * case.target.hosts
         inner = {"dp": 1, "fsdp": 1, "tp": v.tensor_parallel}
-        width = workload.SIZES[c.train.compute_dtype if c.rollout.dtype == "auto" else c.rollout.dtype]
+        width = workload.SIZES[c.rollout.dtype]
         prompt, answer = workload.lengths(c)
         slots = min(v.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // servers))
         shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,), decode_steps=1,

@@ -17,12 +17,12 @@ from jaxrl.kernels.attention import tpu
 from jaxrl.models import hf
 from jaxrl.planning import memory
 from jaxrl.planning.workload import SIZES, data_shards
-from jaxrl.recipes.setup import BOTH_MEMORY, DTYPES, SMALL_MODEL, source_of
-from jaxrl.recipes.sizes import decided
+from jaxrl.recipes.setup import BOTH_MEMORY, DTYPES, source_of
 from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
+from jaxrl.spec import Platform, resolve
 
 HOPPER = ("h100", "h200")  # whose attention is a kernel of ours
 GPU_SHARE = 0.75  # of a GPU's memory: what jax takes by itself
@@ -79,16 +79,14 @@ def case_of(config, hf_config: dict, model=None) -> Case:
     if any(role not in ("policy", "sampler") or set(given) != {"rest"} for role, given in config.mesh.roles.items()):
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and only policy and sampler "
                           "may rest; leave the others out to plan")
-    if model is None:
-        config, model = for_target(config, hf_config, target)
-    else:
-        model = with_kernels(model, target)
-    config = decided(config, target.kind)
-    mesh = dict(zip(AXES, sharding.mesh_shape(config.mesh, target.count), strict=True))
-    whole, usable = device_memory(config, target)
-    turns = target.kind == "gpu" and shared_gpus(config, config.rollout.engine) == "turns"
-    lent = memory_fraction(config) * whole if turns else 0.0
-    return Case(config, target, hf_config, model, mesh, _rollout(config, model, target, mesh), whole, usable, lent)
+    spec = resolve(config, Platform(target.kind, target.chip.dtype), hf_config if model is None else None,
+                   engine="vllm" if config.rollout.servers else "jax")
+    model = with_kernels(model or _model(spec, hf_config), target)
+    mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
+    whole, usable = device_memory(spec, target)
+    turns = target.kind == "gpu" and shared_gpus(spec, spec.rollout.engine) == "turns"
+    lent = memory_fraction(spec) * whole if turns else 0.0
+    return Case(spec, target, hf_config, model, mesh, _rollout(spec, model, target, mesh), whole, usable, lent)
 
 
 def _with_warm_start(config):
@@ -98,22 +96,6 @@ def _with_warm_start(config):
         for name in ("path", "init", "config"):
             config.model[name] = first.model[name]
     return config
-
-
-def for_target(config, hf_config: dict, target):
-    """(the config with every `auto` that depends on the platform decided as on the target, the model)."""
-    cpu = target.kind == "cpu"
-    c = config.copy_and_resolve_references()
-    if c.train.compute_dtype == "auto":
-        c.train.compute_dtype = target.chip.dtype
-    if c.model.scan_layers == "auto":
-        c.model.scan_layers = "false" if cpu and hf_config.get("num_hidden_layers", 0) <= 8 else "true"
-    description = json.dumps(hf_config, sort_keys=True, default=str)
-    build = lambda remat: _build(description, c.train.compute_dtype, c.model.scan_layers == "true", remat,  # noqa: E731
-                                 c.model.attention, c.model.remat_every)
-    if c.model.remat == "auto":
-        c.model.remat = "none" if cpu or build("none").num_parameters < SMALL_MODEL else "full"
-    return c, with_kernels(build(c.model.remat), target)
 
 
 def with_kernels(model, target):
@@ -131,6 +113,12 @@ def with_kernels(model, target):
     return dataclasses.replace(model, attention=target.kind)
 
 
+def _model(spec, hf_config: dict):
+    c = spec.model
+    return _build(json.dumps(hf_config, sort_keys=True, default=str), spec.train.compute_dtype, c.scan_layers == "true", c.remat,
+                  c.attention, c.remat_every)
+
+
 @functools.lru_cache(maxsize=32)
 def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, every: int):
     return models.build(json.loads(description), compute_dtype=jnp.dtype(DTYPES[dtype]), scan_layers=scan, remat=remat,
@@ -139,7 +127,7 @@ def _build(description: str, dtype: str, scan: bool, remat: str, attention: str,
 
 def _rollout(config, model, target, mesh: dict):
     """The embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned for where it is named."""
-    if config.run.recipe != "rl" or config.rollout.servers or config.rollout.engine not in ("auto", "jax"):
+    if not config.recipe.samples or config.rollout.servers or config.rollout.engine != "jax":
         return None
     if target.hosts == 1:
         inner = mesh
@@ -148,7 +136,7 @@ def _rollout(config, model, target, mesh: dict):
                           f" on {target}; lower mesh.tp, or set rollout.engine=vllm")
     else:
         inner = {**dict.fromkeys(mesh, 1), "fsdp": target.per_host // mesh["tp"], "tp": mesh["tp"]}
-    width = SIZES[config.train.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype]
+    width = SIZES[config.rollout.dtype]
     reads_all = target.kind == "cpu" or model.attention in ("blockwise", "reference")
     return inner, from_config(config, data_shards(inner), 1, target.hosts, reads_all), width
 

@@ -8,7 +8,6 @@ import statistics
 import jax
 
 from jaxrl.errors import ConfigError
-from jaxrl.rollout import chosen_engine
 
 log = logging.getLogger("jaxrl")
 PHASES = ("rollout", "score", "update", "publish")
@@ -22,11 +21,11 @@ class Beside:
     unknown to the table of chips, roles have devices of their own, or CPU devices share cores, less or nothing is predicted.
     """
 
-    def __init__(self, config, job, step: int, engine: bool):
+    def __init__(self, config, job, step: int):
         self.predicted, self._seconds, self._step, self._lines = {}, {}, step, 0
         self._device = job.mesh.devices.flat[0]
         try:
-            self.predicted = _predict(config, job, engine)
+            self.predicted = _predict(config, job)
         except ConfigError as e:  # a job that runs and cannot be planned
             log.debug("no prediction: %s", e)
         except Exception as e:  # a prediction is only advice
@@ -64,14 +63,11 @@ class Beside:
         return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {len(next(iter(self._seconds.values())))}"
 
 
-def _predict(config, job, engine: bool) -> dict[str, float]:
-    """plan.predict with the engine that the run chose; the critic's update belongs to `update`, as on the run's clock."""
+def _predict(config, job) -> dict[str, float]:
+    """plan.predict; the critic's update belongs to `update`, as on the run's clock."""
     from jaxrl.planning import plan
 
-    c = config.copy_and_resolve_references()
-    if c.run.recipe == "rl" and engine:
-        c.rollout.engine = chosen_engine(c)
-    found = plan.predict(c, job.mesh, job.model)
+    found = plan.predict(config, job.mesh, job.model)
     if "critic_seconds" in found:
         found["update_seconds"] += found.pop("critic_seconds")
     if job.mesh.size > 1 and job.mesh.devices.flat[0].platform == "cpu":  # simulated devices share the machine's cores

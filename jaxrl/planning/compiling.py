@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl.config import default_config, free_tables, options, put
+from jaxrl.config import default_config, editable, free_tables, options, put
 from jaxrl.errors import ConfigError
 
 # Only shapes, memory and collectives are asked for: machine code is made as cheaply as it can be.
@@ -44,7 +44,7 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     if platform == "tpu" and not has_libtpu():
         raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra `plan`)")
     folder = tempfile.TemporaryDirectory(prefix="jaxrl-plan-")
-    job = {"config": json.loads(config.to_json_best_effort()), "hf_config": hf_config, "platform": platform, "name": target.name,
+    job = {"config": json.loads(editable(config).to_json_best_effort()), "hf_config": hf_config, "platform": platform, "name": target.name,
            "topology": target.topology, "count": target.count, "per_host": target.per_host, "mesh": mesh,
            "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}
     (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str), "utf-8")

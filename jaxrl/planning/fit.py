@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+from jaxrl.config import editable
 from jaxrl.planning.workload import data_shards, lengths, rows
 
 LONGEST = 1 << 20
@@ -12,7 +13,7 @@ LONGEST = 1 << 20
 
 def changed(config, **values):
     """A copy with dotted options (written group__name, group__part__name) replaced; static lengths that no longer hold follow the config."""
-    c = config.copy_and_resolve_references()
+    c = editable(config)
     with c.unlocked():
         for name, value in values.items():
             *groups, leaf = name.split("__")
@@ -49,7 +50,7 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     room = max(1, min(LONGEST, max_positions) - prompt)
     answer = most(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
     out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None, "slots": None}
-    if config.run.recipe == "rl":
+    if config.recipe.samples:
         slots = most(lambda n: fits(rollout__slots=n * shards), 8, 4096)
         out["slots"] = slots * shards
         by_batch = not config.rollout.slots and config.data.prompts_per_step * config.rollout.group_size < 256
@@ -78,7 +79,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]
         yield {**least, "optimizer__offload": True, "rollout__vllm__memory_fraction": part}
     if mesh["dp"] > 1:
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
-    if config.run.recipe == "rl":
+    if config.recipe.samples:
         for slots in (128, 64, 32, 16, 8):
             yield {**least, "rollout__slots": slots}
         least["rollout__slots"] = 8

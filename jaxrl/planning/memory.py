@@ -13,7 +13,7 @@ import math
 
 from jaxrl.kernels.attention import blockwise
 from jaxrl.kernels.logprob import chunked
-from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, updates, weight_bytes
+from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped before.
@@ -106,14 +106,10 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
     one = weight_bytes(model, mesh, TRAIN_RULES, 1)
     out = {"update_params": one * size, "update_optimizer": MOMENTS.get(config.optimizer.name, 2) * one * size,
            "update_gradients": one * 4, "update_batch": _batch_bytes(rows(config, data_shards(mesh)).shape, mesh)}
-    if config.run.recipe == "rl":
-        from jaxrl.config_checks import resolved_algorithm
-
-        v = resolved_algorithm(config)
-        if v["kl.coef"]:
-            out["reference"] = one * SIZES[config.reference.dtype]
-        if v["advantage"] == "gae" and not config.critic.shared:
-            out |= {name.replace("update", "critic"): size for name, size in out.items() if name.startswith("update")}
+    if config.needs_reference:
+        out["reference"] = one * SIZES[config.reference.dtype]
+    if config.needs_critic and not config.shares_trunk:
+        out |= {name.replace("update", "critic"): size for name, size in out.items() if name.startswith("update")}
     if rollout is not None:
         inner, shapes, width = rollout
         out["rollout_weights"] = weight_bytes(model, inner, ROLLOUT_RULES, width)
@@ -243,17 +239,10 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
 def program_names(config, rollout) -> list[str]:
     """The programs of a job that plan looks at, by name."""
     names = ["update", "update_apply"]
-    if config.run.recipe != "rl":
-        return names
-    from jaxrl.config_checks import resolved_algorithm
-
-    v = resolved_algorithm(config)
-    steps = math.prod(updates(config))
-    in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
-    if v["old_logprobs"] == "recompute" or v["old_logprobs"] == "auto" and (steps > 1 or in_reward):
+    if config.recipe.samples and config.algorithm.old_logprobs == "recompute":
         names.append("score")
-    if v["kl.coef"]:
+    if config.needs_reference:
         names.append("score_reference")
-    if v["advantage"] == "gae":
-        names += ["value"] + ([] if config.critic.shared else ["critic", "critic_apply"])
+    if config.needs_critic:
+        names += ["value"] + ([] if config.shares_trunk else ["critic", "critic_apply"])
     return names + (["publish", "prefill", "insert", "decode"] if rollout is not None else [])

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import jax
 
+from jaxrl.config import editable
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.planning import asynchrony, compiling, fit, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, case_of, open_case
 from jaxrl.planning.report import table
 from jaxrl.recipes.setup import beyond_context
-from jaxrl.rollout import chosen_engine
 from jaxrl.sharding import ROLLOUT_RULES, targets
+from jaxrl.spec import resolve
 
 log = logging.getLogger("jaxrl")
 EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)|CUDA_ERROR_OUT_OF_MEMORY", re.I | re.S)  # not of a message too long for the network
@@ -69,7 +70,7 @@ def make(config, search: bool = True) -> dict:
         "rematerialised": cpu["rematerialised"],
     }
     plan |= times(case, plan["collectives"])
-    if case.config.run.recipe == "rl":
+    if case.config.recipe.samples:
         plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
     if case.target.kind == "gpu":
         plan["error"] = _bounds(plan, temporaries)
@@ -160,7 +161,7 @@ def times(case: Case, collectives: dict) -> dict:
         return often * sum(roofline.collective_seconds(chip, topology, found) for found in collectives.get(program, []))
 
     shards = workload.data_shards(case.mesh)
-    rows, (epochs, minibatches) = workload.rows(c, shards), workload.updates(c)
+    rows, (epochs, minibatches) = workload.rows(c, shards), c.updates
     micro, out = rows.microbatches * minibatches, {}
     train = workload.train_work(c, case.model, case.mesh, rows)
     forward = workload.train_work(c, case.model, case.mesh, rows, forward_only=True)
@@ -187,7 +188,7 @@ def _totals(case: Case, phases: dict) -> dict:
     c, count = case.config, case.target.count
     prompt, answer = workload.lengths(c)
     step = sum(p["seconds"] for p in phases.values())
-    sequences = c.data.prompts_per_step * (c.rollout.group_size if c.run.recipe == "rl" else 1)
+    sequences = c.data.prompts_per_step * c.completions
     tokens = sequences * (prompt + answer) / count
     network = sum(p["network"] for p in phases.values())
     return {
@@ -216,7 +217,7 @@ def too_small(case: Case) -> str:
     if not case.lent:
         return ""
     c, tp = case.config, {"dp": 1, "fsdp": 1, "tp": case.config.rollout.vllm.tensor_parallel}
-    size = workload.SIZES[c.train.compute_dtype if c.rollout.dtype == "auto" else c.rollout.dtype]
+    size = workload.SIZES[c.rollout.dtype]
     weights = workload.weight_bytes(case.model, tp, ROLLOUT_RULES, size)
     answer = memory.cache_bytes(case.model, tp, 1, sum(workload.lengths(c)), size)
     if weights + answer + ASLEEP <= case.lent:
@@ -315,9 +316,10 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
     log.error("%s", error)
     r, tokens = config.rollout, config.train.tokens_per_microbatch
     less = [f"train.tokens_per_microbatch={max(1, tokens // 2)} (now {tokens})"]
-    if config.run.recipe == "rl" and chosen_engine(config) == "jax":
+    spec = resolve(config)
+    if spec.recipe.samples and spec.rollout.engine == "jax":
         less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots else "rollout.slots=32 (now 0: as many as answers)")
-    elif config.run.recipe == "rl" and r.placement == "colocated":
+    elif spec.recipe.samples and r.placement == "colocated":
         less.append(f"rollout.vllm.memory_fraction (now {r.vllm.memory_fraction})")
     if config.model.remat not in ("full", "offload"):
         less.append(f"model.remat=full (now {config.model.remat})")
@@ -350,7 +352,7 @@ def predict(config, mesh, model) -> dict[str, float]:
     name = targets.name_of(device)
     if name is None or len(config.mesh.roles):
         return {}
-    c = config.copy_and_resolve_references()
+    c = editable(config)
     sizes = {a: mesh.shape[a] for a in ("dp", "fsdp", "tp")}
     for axis, n in sizes.items():
         c.mesh[axis] = n

@@ -38,7 +38,7 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     """Lowers the programs of a job.
 
     Args:
-      config: nothing in it is left to the platform (see plan.for_target).
+      config: nothing in it is left to the platform (see spec.resolve).
       hf_config: the model.
       mesh: of the training programs.
       rollout_mesh: of the embedded sampler (one process's devices); None = no sampler.
@@ -48,7 +48,7 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     keep = lambda name: wanted is None or name in wanted  # noqa: E731
     job = setup.open_job(config, setup.Inputs(None, hf_config, (0,), None), mesh=mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        if config.run.recipe == "rl":
+        if job.config.recipe.samples:
             params = _reinforcement(out, job, keep)
         else:
             params = _supervised(out, job, keep)
@@ -194,7 +194,7 @@ class Lowered(Programs):
 def _sampler_of(job, mesh):
     """(model, shapes) of one process's sampler."""
     c = job.config
-    dtype = jnp.dtype(DTYPES[c.rollout.dtype]) if c.rollout.dtype != "auto" else job.compute_dtype
+    dtype = jnp.dtype(DTYPES[c.rollout.dtype])
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
     return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size), not shares_prompts(model.attention, mesh))
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl.config_checks import longest_sequence, resolved_algorithm
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.training.layout import make_layout, row_shapes
 
@@ -58,17 +57,9 @@ def weight_bytes(model, mesh: dict, rules: dict, itemsize: int) -> int:
 
 def lengths(config) -> tuple[int, int]:
     """(longest prompt, longest answer) that fit one sequence together."""
-    total = longest_sequence(config)
+    total = config.longest
     prompt = min(config.data.max_prompt_tokens, total - 1)
     return prompt, min(config.rollout.max_new_tokens, total - prompt)
-
-
-def updates(config) -> tuple[int, int]:
-    """(passes over a batch, optimizer steps per pass)."""
-    if config.run.recipe != "rl":
-        return 1, 1
-    v = resolved_algorithm(config)
-    return v["ppo_epochs"], v["num_minibatches"]
 
 
 def rows(config, shards: int, tokens: int = 0) -> Rows:
@@ -76,18 +67,18 @@ def rows(config, shards: int, tokens: int = 0) -> Rows:
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
                                  config.train.row_counts)
-    group = config.rollout.group_size if config.run.recipe == "rl" else 1
-    groups = max(1, config.data.prompts_per_step // updates(config)[1])
+    group = config.completions
+    groups = max(1, config.data.prompts_per_step // config.updates[1])
     some = min(groups, LAID_OUT)
     n = some * group
     one_size = dataclasses.replace(shapes, counts=tuple((c[0],) for c in shapes.counts))
     layout = make_layout(np.full(n, prompt), np.full(n, answer), np.repeat(np.arange(some), group), one_size,
-                                  share_prompts=config.train.share_prompts and config.run.recipe == "rl")
+                                  share_prompts=config.train.share_prompts and config.recipe.samples)
     micro = layout.minibatches[0].microbatches
     largest = max(micro, key=lambda m: m.row_length * len(m.rows))
     used = sum(bool(row) for m in micro for row in m.rows)
     count = max(1, math.ceil(used * groups / some / len(largest.rows)))
-    scored_per_row = n * (prompt + answer if config.train.loss_on_prompt and config.run.recipe != "rl" else answer) / used
+    scored_per_row = n * (prompt + answer if config.train.loss_on_prompt and not config.recipe.samples else answer) / used
     return Rows((len(largest.rows), largest.row_length), count, round(scored_per_row * len(largest.rows)))
 
 
@@ -105,14 +96,12 @@ def split_flops(model, context: float) -> tuple[float, float]:
 def useful_flops(config, model) -> float:
     """Operations of forward and backward pass that a step's training needs: no recomputation, no padding, no masked pairs."""
     prompt, answer = lengths(config)
-    rl = config.run.recipe == "rl"
-    group = config.rollout.group_size if rl else 1
-    sequences = config.data.prompts_per_step * group
+    rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
     prompts = config.data.prompts_per_step if rl and config.train.share_prompts else sequences
     of_prompt, head = split_flops(model, (prompt + 1) / 2)
     of_answer, _ = split_flops(model, prompt + (answer + 1) / 2)
     scored = answer + (prompt if config.train.loss_on_prompt and not rl else 0)
-    return 3 * updates(config)[0] * (prompts * prompt * of_prompt + sequences * (answer * of_answer + scored * head))
+    return 3 * config.updates[0] * (prompts * prompt * of_prompt + sequences * (answer * of_answer + scored * head))
 
 
 def seen(config, model, length: int) -> float:
@@ -120,7 +109,7 @@ def seen(config, model, length: int) -> float:
     if model.attention in XLA:
         return length
     prompt, answer = lengths(config)
-    group = config.rollout.group_size if config.run.recipe == "rl" and config.train.share_prompts else 1
+    group = config.completions if config.train.share_prompts else 1
     pairs = prompt * (prompt + 1) / 2 + group * answer * (prompt + (answer + 1) / 2)
     return min(length, TILES * pairs / (prompt + group * answer))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxrl.config import config_of, load_config
 from jaxrl.errors import ConfigError
+from jaxrl.registry import recipe_of
 
 
 def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=()) -> dict:
@@ -71,15 +72,16 @@ def _train(config, given, peers) -> dict:
     from jaxrl.config import redacted
     from jaxrl.processes.exchange import check_equal, facts
     from jaxrl.recipes import setup
+    from jaxrl.spec import resolve
 
     if not peers.first:
         telemetry.setup_logging(config.log.level, peers.who(peers.index))
     check_equal(peers, facts(redacted(config)) if peers.count > 1 else {})
     peers.decide(f"{config.run.dir} is free", telemetry.require_free, config.run.dir, config.run.mode == "train")
-    setup.start_jax(config)
+    setup.start_jax(resolve(config))
     if config.run.warm_start:
         config = _after_warm_start(config, given)
-    out = importlib.import_module(f"jaxrl.recipes.{config.run.recipe}").run(config, given)
+    out = importlib.import_module(recipe_of(config).module).run(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out
 
@@ -92,7 +94,7 @@ def _after_warm_start(config, given):
         first = load_config(config.run.warm_start)
     except ConfigError as e:
         raise ConfigError(f"run.warm_start={config.run.warm_start!r}: {e}") from e
-    if first.run.recipe != "sft" or first.run.warm_start:
+    if not recipe_of(first).starts_others or first.run.warm_start:
         raise ConfigError(
             f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
         )

@@ -19,8 +19,7 @@ from jaxrl.processes.exchange import put
 from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.evaluate import evaluate
-from jaxrl.recipes.supply import runs_ahead, stale_buckets
-from jaxrl.rollout import chosen_engine
+from jaxrl.recipes.supply import stale_buckets
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
@@ -39,7 +38,7 @@ class Algorithm:
             check_support(c, r.job.model.config.vocab_size)
         self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
         self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
-        self.old_source = self._old_source()
+        self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(r, "policy")
         self.loss = self._loss(r)
         self.critic = Critic(r, v, self.loss) if v["advantage"] == "gae" else None
@@ -51,13 +50,6 @@ class Algorithm:
             return self.score
         return make_score(r.job.model, temperature=r.config.rollout.temperature, chunk=r.job.config.train.logprob_chunk,
                           put=functools.partial(r.job.put, role=role))
-
-    def _old_source(self) -> str:
-        """column "old": the trainer's scoring pass, the sampler's log-probs, or none because the ratio is 1 by construction."""
-        choice = self.values["old_logprobs"]
-        if choice == "auto":
-            choice = "recompute" if self.updates_per_step > 1 or self.kl_in_reward else "current"
-        return choice
 
     def _loss(self, r) -> training.LossConfig:
         c, v = r.config, self.values
@@ -71,7 +63,7 @@ class Algorithm:
             value_coef=c.critic.coef if v["advantage"] == "gae" and c.critic.shared else 0.0,
             value_clip=c.critic.value_clip,
             old="current" if self.old_source == "current" else "column",
-            mismatch=self._mismatch(r),
+            mismatch=c.algorithm.mismatch.correction,
             mismatch_cap=v["mismatch.cap"],
             mismatch_low=v["mismatch.low"],
             sequence_delta=v["mismatch.sequence_delta"],
@@ -79,18 +71,10 @@ class Algorithm:
             early_stop_kl=c.algorithm.early_stop_kl,
             chunk=r.job.config.train.logprob_chunk,
             max_grad_norm=c.optimizer.max_grad_norm,
-            staleness=stale_buckets(c.rollout) if runs_ahead(c.rollout) else (),
+            staleness=stale_buckets(c.rollout) if c.ahead else (),
             fp16=r.job.compute_dtype == jnp.float16,
             user=FrozenConfigDict(c.user),
         )
-
-    def _mismatch(self, r) -> str:
-        c, choice = r.config, self.values["mismatch.correction"]
-        if choice == "auto":
-            fp32 = c.rollout.dtype == "fp32" or (c.rollout.dtype == "auto" and r.job.compute_dtype == jnp.float32)
-            exact = fp32 and chosen_engine(c) == "jax" and not runs_ahead(c.rollout)
-            choice = "none" if exact or self.old_source == "rollout" else "token_tis"
-        return choice
 
     @property
     def parts(self) -> list:
@@ -102,7 +86,7 @@ class Algorithm:
         if self.loss.mismatch == "none" and getattr(r.engine, "quantized", False):
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
                               "the one that is trained; use token_tis")
-        if self.loss.mismatch == "none" and runs_ahead(r.config.rollout) and self.old_source != "rollout":
+        if self.loss.mismatch == "none" and r.config.ahead and self.old_source != "rollout":
             log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing corrects for answers "
                         "of older weights; set token_tis, or algorithm.preset=decoupled_ppo", r.config.rollout.max_staleness,
                         r.config.rollout.sync_every)
@@ -138,7 +122,7 @@ class Algorithm:
             score += count.scoring(traj, shared, head=False)
             update += (not self.critic.shared) * v["ppo_epochs"] * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
-        return out | ({"flops/rollout": count.generation(traj)} if chosen_engine(r.config) == "jax" else {})
+        return out | ({"flops/rollout": count.generation(traj)} if r.config.rollout.engine == "jax" else {})
 
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
@@ -147,8 +131,8 @@ class Algorithm:
 
 def check_support(c, vocab: int) -> None:
     """ConfigError where algorithm.sampled_support cannot be had."""
-    if chosen_engine(c) != "jax":
-        raise ConfigError(f"algorithm.sampled_support with rollout.engine={chosen_engine(c)}: only the embedded sampler tells its "
+    if c.rollout.engine != "jax":
+        raise ConfigError(f"algorithm.sampled_support with rollout.engine={c.rollout.engine}: only the embedded sampler tells its "
                           "support; set rollout.engine=jax")
     if c.rollout.top_k > vocab:
         raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")

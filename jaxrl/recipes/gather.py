@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxrl import rewards as rewards_room
 from jaxrl.algorithms.advantages import EQUAL, group_advantages
-from jaxrl.config_checks import longest_sequence
 from jaxrl.data import Interrupted
 from jaxrl.errors import RunStopped
 from jaxrl.imports import imported
@@ -29,6 +28,7 @@ from jaxrl.recipes.trajectories import (
     results_to_bytes,
     reward_items,
 )
+from jaxrl.spec import longest_sequence
 
 log = logging.getLogger("jaxrl")
 

@@ -14,7 +14,6 @@ import huggingface_hub
 
 from jaxrl import data as data_room
 from jaxrl.config import redacted
-from jaxrl.config_checks import resolved_algorithm
 from jaxrl.errors import ConfigError
 from jaxrl.models import hf
 from jaxrl.processes.exchange import check_equal
@@ -59,7 +58,7 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     described = {key: value for key, value in inputs.hf_config.items() if key not in UNHEARD}
     out |= data_room.fingerprint(inputs.tokenizer) | {"model config": _hash(json.dumps(described, sort_keys=True, default=str))}
     reference = config.reference
-    if config.run.recipe == "rl" and resolved_algorithm(config)["kl.coef"] and not (reference.reset_steps or reference.reset_epochs):
+    if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
         path, revision = (reference.path, reference.revision) if reference.path else _policy(config)
         out |= {"weights of the reference": weights_print(path, revision)} if path else {}
     return out

@@ -16,7 +16,7 @@ from jaxrl import training
 from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes import setup
 from jaxrl.recipes.trajectories import collect, make_requests, results_from_bytes, results_to_bytes, sampling_params
-from jaxrl.rollout import chosen_engine, generate
+from jaxrl.rollout import generate
 from jaxrl.training.score import make_score
 
 PROMPTS = 8
@@ -52,7 +52,7 @@ def report(r) -> dict:
         "the same again, prefixes cached": gap(ask("one", one), 1.0),
     }
     bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype in ("auto", "fp32") else 0.05
-    out = {"engine": chosen_engine(c), "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}
+    out = {"engine": c.rollout.engine, "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}
     if hasattr(r.engine, "metrics"):
         out["probe"] = r.engine.metrics()["publish/probe"]
     lines = [f"  {name:34s} mean {g['mean']:.2e}  max {g['max']:.2e}  k3 {g['k3']:.2e}  outside clip {g['outside']:.2%}"

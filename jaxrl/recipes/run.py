@@ -13,8 +13,7 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import training
 from jaxrl.checkpoint import Checkpointer, DiskHangs, SavesFail
-from jaxrl.config import by_recipe, get, redacted, settled
-from jaxrl.config_checks import chosen, derived
+from jaxrl.config import get, redacted
 from jaxrl.deadline import within
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import Faults, GracefulStop
@@ -27,13 +26,13 @@ from jaxrl.recipes.closing import Closers, closing
 from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.given import Given, call_back
 from jaxrl.recipes.inputs import compared
-from jaxrl.recipes.supply import runs_ahead
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
 from jaxrl.rollout.driven import Driven
 from jaxrl.sharding import memory
+from jaxrl.spec import resolve
 from jaxrl.telemetry import Every, Phases, Telemetry, find_sink, open_console, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.flops import Speed
@@ -62,8 +61,7 @@ class Run:
     """
 
     def __init__(self, config, given=None, with_engine=True):
-        self.config, self.given = settled(config), given or Given()
-        self.by_recipe = by_recipe(config)
+        self.config, self.given = resolve(config), given or Given()
         self.step = self.cursor = self.samples = 0
         self.state = None
         self.supply = None  # of answers, where the recipe samples (recipes.supply)
@@ -101,11 +99,12 @@ class Run:
         self._closers.enter(self.stop)
         inputs = self._read_inputs()
         self.job = setup.open_job(c, inputs)
+        c = self.config = self.job.config
         self.engine = None
         if self._with_engine:
             engine = make_engine(
                 c, self.job.model, self.job.tokenizer, self.job.mesh_of("sampler"), self.job.eos_ids, self.job.hf_config)
-            self.engine = self.own(Driven(engine) if runs_ahead(c.rollout) and self.job.apart("sampler") else engine)
+            self.engine = self.own(Driven(engine) if c.ahead and self.job.apart("sampler") else engine)
             if self.job.rests("sampler"):
                 if not hasattr(self.engine, "rest"):
                     raise ConfigError(f"rollout.placement=colocated: the engine {c.rollout.engine!r} has no method rest()")
@@ -153,7 +152,7 @@ class Run:
         """A reward that cannot be imported, or fails on the first rows of what it is for, stops the run here."""
         c = self.config
         first_eval = next(iter(self.eval_sets.values()), None)
-        scored = train_set if c.run.recipe == "rl" and train_set is not None else first_eval
+        scored = train_set if c.recipe.samples and train_set is not None else first_eval
         for pool, dataset in {self.eval_rewards: first_eval, self.rewards: scored}.items():
             pool.wait()
             if c.reward.trial and dataset is not None:
@@ -224,16 +223,16 @@ class Run:
         self.phases.watch = self.telemetry.phase
         self.telemetry.phase(self.phases.current)
         if self.peers.first:
-            write_config(job.run_dir, c, derived(job.config))
+            write_config(job.run_dir, c.asked, setup.derived(c))
         self.update = training.make_update(job.model, self.optimizer, self.schedule, loss)
-        self.idle = Idle(chosen(c) if c.run.recipe == "rl" else {})
-        origin = f"default of {c.run.recipe}" if "optimizer.lr" in self.by_recipe else "config"
+        self.idle = Idle(c.chosen())
+        origin = c.origin("optimizer.lr")
         self.say(f"{setup.describe(job, self._data_numbers())}\nlearns    at optimizer.lr={c.optimizer.lr:g} ({origin}), "
                  f"{c.optimizer.schedule}\nends      after {self.total_steps} steps: {self.ending}")
         if restored is not None:
             new = [part.name for part in parts if part.name not in held and part.host() is not None]
             self.say(f"resumed   step {self.step} from {restored.path}" + f"; it holds no {', no '.join(new)}" * bool(new))
-        self.beside = Beside(c, job, self.step, self.engine is not None)
+        self.beside = Beside(c, job, self.step)
         if planned := self.beside.start():
             self.say(planned)
         self._triggers(restored.host["triggers"] if restored else {})
@@ -257,7 +256,7 @@ class Run:
         return (self._held or {}).get(name)
 
     def _refuse_other_past(self, chosen):
-        refused, taken = config_changes(chosen.host["config"], redacted(self.config))
+        refused, taken = config_changes(chosen.host["config"], redacted(self.config.asked))
         if refused:
             raise ConfigError(f"resuming {chosen.path}: these options would change the past: {'; '.join(refused)}. Use another run.dir,"
                               " or run.resume=never")
@@ -497,7 +496,7 @@ class Run:
                 "samples": self.samples,
                 "eval_before": self.eval_before,
                 "last_eval": self.last_eval,
-                "config": redacted(self.config),
+                "config": redacted(self.config.asked),
                 "read": self.read,
                 "triggers": {name: due.state() for name, due in self.due.items()},
                 "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -20,21 +19,20 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
-from jaxrl.config_checks import chosen, derived, longest_sequence, origins, shares_trunk
+from jaxrl.config import get
 from jaxrl.errors import ConfigError
+from jaxrl.limits import ends
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
-from jaxrl.recipes.sizes import decided
-from jaxrl.rollout import chosen_engine
 from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.sharding import memory
+from jaxrl.spec import here, resolve
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
-SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
 
 
 @dataclasses.dataclass
@@ -80,7 +78,7 @@ class Job:
     @property
     def tree(self):
         """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
-        return ValueModel(self.model, keep_head=True) if shares_trunk(self.config) else self.model
+        return ValueModel(self.model, keep_head=True) if self.config.shares_trunk else self.model
 
 
 def flat_axes(tree) -> dict[str, tuple]:
@@ -92,7 +90,7 @@ def start_jax(config) -> None:
     """Process-wide jax settings; called once before the first device use."""
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
-    share_gpus(shared_gpus(config, chosen_engine(config)), memory_fraction(config), os.environ)
+    share_gpus(shared_gpus(config, config.rollout.engine), memory_fraction(config), os.environ)
     cache = config.run.compile_cache
     path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
     directory = str(path) if cache else None
@@ -129,18 +127,6 @@ def share_gpus(how: str, fraction: float, environ) -> None:
         environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     elif how == "halves" and "XLA_CLIENT_MEM_FRACTION" not in environ:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.05, BOTH_MEMORY - fraction):.2f}")
-
-
-def resolve_dtype(name: str):
-    """'auto' -> bf16 on TPUs and GPUs from Ampere on, fp16 on older GPUs, fp32 on the CPU."""
-    if name != "auto":
-        return DTYPES[name]
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return jnp.float32
-    if device.platform == "gpu":
-        return jnp.bfloat16 if float(getattr(device, "compute_capability", 8.0)) >= 8 else jnp.float16
-    return jnp.bfloat16
 
 
 class Inputs(NamedTuple):
@@ -195,50 +181,44 @@ def source_of(path: str) -> str:
 def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
 
-    mesh: one of devices that need not be here, for plans; it is not put in force.
+    config: a Spec or ConfigDict, of which all is decided here that the devices have a say in. mesh: one of devices that need not be
+    here, for plans; it is not put in force.
 
     Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
     """
     tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
-    run_dir = Path(config.run.dir)
     meshes = {}
     if mesh is None:
         meshes = sharding.role_meshes(config.mesh)
         mesh = meshes.pop("policy")
         meshes = {role: own for role, own in meshes.items() if own is not mesh}
         jax.set_mesh(mesh)
-        check_roles(config)
-    compute_dtype = resolve_dtype(config.train.compute_dtype)
-    precision = config.run.matmul_precision
-    if precision == "auto":
-        precision = "highest" if compute_dtype == jnp.float32 else "default"
+    spec = resolve(config, getattr(config, "platform", None) or here(), hf_config)
+    if not isinstance(mesh, jax.sharding.AbstractMesh) and mesh is jax.sharding.get_mesh():
+        check_roles(spec)
+    precision = spec.run.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
-
-    model = build_model(config, hf_config, compute_dtype)
-    if beyond := beyond_context(config, model.config):
-        if config.run.recipe == "rl" and chosen_engine(config) == "vllm":
+    model = build_model(spec, hf_config)
+    if beyond := beyond_context(spec, model.config):
+        if spec.recipe.samples and spec.rollout.engine == "vllm":
             raise ConfigError(f"{beyond}; vLLM does not serve such sequences")
         log.warning("%s", beyond)
-    config = decided(config, mesh.devices.flat[0].platform)
     shards = math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes))))
 
     def shapes_of(tokens):
-        return training.row_shapes(config.train.row_lengths, longest_sequence(config), tokens, shards, config.train.row_counts)
+        return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts)
 
-    shapes = shapes_of(config.train.tokens_per_microbatch)
-    scored = shapes_of(config.train.score_tokens_per_microbatch) if config.train.score_tokens_per_microbatch else shapes
-    if config.train.tokens_per_microbatch < shapes.lengths[-1]:
-        log.warning(
-            "train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
-            config.train.tokens_per_microbatch,
-            shapes.lengths[-1],
-        )
-    return Job(config, run_dir, mesh, tokenizer, hf_config, model, ends, compute_dtype, shapes, scored, meshes)
+    shapes = shapes_of(spec.train.tokens_per_microbatch)
+    scored = shapes_of(spec.train.score_tokens_per_microbatch) if spec.train.score_tokens_per_microbatch else shapes
+    if spec.train.tokens_per_microbatch < shapes.lengths[-1]:
+        log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
+                    spec.train.tokens_per_microbatch, shapes.lengths[-1])
+    return Job(spec, Path(spec.run.dir), mesh, tokenizer, hf_config, model, ends, model.compute_dtype, shapes, scored, meshes)
 
 
 def beyond_context(config, model) -> str:
     """What to say where prompt + answer may be longer than what the model (a ModelConfig) is made for; "" where they are not."""
-    longest = longest_sequence(config)
+    longest = config.longest
     if longest <= model.context:
         return ""
     return (f"prompt + answer may be {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or train.max_sequence_tokens), "
@@ -249,8 +229,8 @@ def beyond_context(config, model) -> str:
 def check_roles(config) -> None:
     """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a sampler's role
     without the embedded sampler."""
-    if "sampler" in config.mesh.roles and chosen_engine(config) != "jax":
-        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {chosen_engine(config)} here, which has devices of its own; "
+    if "sampler" in config.mesh.roles and config.rollout.engine != "jax":
+        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices of its own; "
                           "leave it out, or set rollout.engine=jax")
     asked = ["optimizer.offload"] * config.optimizer.offload + ["model.remat=offload"] * (config.model.remat == "offload")
     asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items() if given.get("rest") == "host"]
@@ -259,27 +239,14 @@ def check_roles(config) -> None:
                           " out")
 
 
-def build_model(config, hf_config, compute_dtype):
-    scan = config.model.scan_layers
-    layers = hf_config.get("num_hidden_layers", 0)
-    if scan == "auto":
-        scan = "false" if jax.devices()[0].platform == "cpu" and layers <= 8 else "true"
-    build = functools.partial(
-        models.build,
-        hf_config,
-        compute_dtype=compute_dtype,
-        scan_layers=scan == "true",
-        attention=config.model.attention,
-        remat_every=config.model.remat_every,
-    )
-    if config.model.remat != "auto":
-        return build(remat=config.model.remat)
-    model = build(remat="none")
-    small = model.num_parameters < SMALL_MODEL or jax.devices()[0].platform == "cpu"
-    if small and config.model.remat_every > 1:
-        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
-                    config.model.remat_every)
-    return model if small else build(remat="full")
+def build_model(spec, hf_config):
+    """The model as the spec computes it."""
+    c = spec.model
+    if spec.origin("model.remat") == "model" and c.remat == "none" and c.remat_every > 1:
+        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full", c.remat_every)
+    every = 1 if c.remat == "none" else c.remat_every
+    return models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true", remat=c.remat,
+                        remat_every=every, attention=c.attention)
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
@@ -396,8 +363,10 @@ def describe(job: Job, extra: dict | None = None) -> str:
         f"model     {job.hf_config.get('model_type')}, {job.model.num_parameters / 1e6:.2f} M parameters, compute "
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
     ]
-    if c.run.recipe == "rl":
-        lines += algorithm_row(c)
+    if c.recipe.samples:
+        lines += algorithm_lines(c)
+    decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items() if not name.startswith(("algorithm.", "optimizer.lr"))]
+    lines.append("decided   " + ", ".join(decided))
     numbers = derived(c) | (extra or {})
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
@@ -407,15 +376,28 @@ ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "
                 "kl.coef", "ppo_epochs", "num_minibatches", "old_logprobs", "mismatch.correction")
 
 
-def algorithm_row(config) -> list[str]:
+def algorithm_lines(spec) -> list[str]:
     """The preset's row of choices: the main ones, those in which it is not grpo, and what the user set, each with its origin."""
-    picked = chosen(config)
+    picked, row = spec.chosen(), spec.row()
     parts = [f"{name}={value}" + (" (config)" if origin == "config" else "")
-             for name, (value, origin) in origins(config).items() if name in ALWAYS_SHOWN or name in picked]
-    known = origins(config)
-    parts += [f"{name}={value} (config)" for name, value in picked.items() if name not in known]
-    return [f"algorithm {config.algorithm.preset}: " + ", ".join(parts[:9]), *[
+             for name, (value, origin) in row.items() if name in ALWAYS_SHOWN or name in picked]
+    parts += [f"{name}={value} (config)" for name, value in picked.items() if name not in row]
+    return [f"algorithm {spec.algorithm.preset}: " + ", ".join(parts[:9]), *[
         "          " + ", ".join(parts[i:i + 9]) for i in range(9, len(parts), 9)]]
+
+
+def derived(spec) -> dict[str, float]:
+    """Numbers that follow from the config, printed at start."""
+    out = {"sequences per step": spec.data.prompts_per_step * spec.completions}
+    if spec.recipe.samples:
+        out["optimizer steps per step"] = math.prod(spec.updates)
+        out["sequences per optimizer step"] = out["sequences per step"] // spec.updates[1]
+    out["longest sequence"] = spec.longest
+    if spec.train.tokens_per_microbatch:
+        out["tokens per microbatch (per data shard)"] = max(spec.train.tokens_per_microbatch, spec.longest)
+    if known := ends(spec):
+        out["optimizer updates in all"] = min(known.values()) * math.prod(spec.updates)
+    return out
 
 
 def host_scalars(metrics) -> dict[str, float]:

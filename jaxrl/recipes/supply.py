@@ -7,7 +7,6 @@ from collections import deque
 
 import numpy as np
 
-from jaxrl.config_checks import longest_sequence
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import gather as gather_bytes
 from jaxrl.processes.exchange import owner
@@ -21,11 +20,7 @@ from jaxrl.recipes.trajectories import (
     sampling_params,
 )
 from jaxrl.rollout.ahead import Ahead, Group, staleness
-
-
-def runs_ahead(rollout) -> bool:
-    """Whether answers may be asked for before their step (config.rollout)."""
-    return rollout.max_staleness > 0 or rollout.sync_every > 1
+from jaxrl.spec import longest_sequence
 
 
 def stale_buckets(rollout) -> tuple[int, ...]:
@@ -45,7 +40,7 @@ class Supply:
 
     def __init__(self, r, greedy: bool):
         c = r.config
-        self.run, self.greedy, self.on = r, greedy, runs_ahead(c.rollout)
+        self.run, self.greedy, self.on = r, greedy, c.ahead
         if self.on and not c.rollout.partial and not hasattr(r.engine, "hold"):
             raise ConfigError(f"rollout.partial=False: the engine {c.rollout.engine} has no hold(); set rollout.partial=True")
         self.scorer = Scorer(self._score) if self.on else None

@@ -8,7 +8,7 @@ import re
 import jax.numpy as jnp
 import optax
 
-from jaxrl.config import put
+from jaxrl.config import editable, put
 from jaxrl.errors import ConfigError
 
 
@@ -107,7 +107,7 @@ CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "sche
 
 def critics_optimizer(config):
     """config.optimizer as the critic has it: critic.lr and the entries of critic.optimizer instead of the policy's."""
-    c = config.copy_and_resolve_references()
+    c = editable(config)
     for name, value in config.critic.optimizer.items():
         put(c, f"optimizer.{name}", value)
     c.optimizer.lr = config.critic.lr

@@ -1,0 +1,455 @@
+"""Every option once: its default, kind, choices, bounds, unit and meaning.
+
+`None` means "decide for me": an algorithm option takes its preset's value, others as their text says (spec.resolve decides).
+Counts are global over all hosts unless the text says "per data shard". Times are seconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxrl.registry import RECIPES
+
+
+class Option(NamedTuple):
+    """One option. `kind` is needed only where the default is None; `choices` bounds a string, `bound` (a key of BOUNDS) a number."""
+
+    default: Any
+    doc: str
+    kind: type | None = None
+    choices: tuple | None = None
+    bound: str = ""
+
+
+BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
+    ">0": (lambda x: x > 0, "must be above 0"),
+    ">=0": (lambda x: x >= 0, "must not be negative"),
+    ">=1": (lambda x: x >= 1, "must be at least 1"),
+    "0..1": (lambda x: 0 <= x <= 1, "must lie in 0..1"),
+    "[0, 1)": (lambda x: 0 <= x < 1, "must lie in [0, 1)"),
+    "(0, 1]": (lambda x: 0 < x <= 1, "must lie above 0 and at most at 1 (1 = off)"),
+    "0 or >1": (lambda x: x == 0 or x > 1, "must be above 1, or 0 for off"),
+    "-1 or >0": (lambda x: x == -1 or x > 0, "must be above 0, or -1 for all"),
+}
+
+
+O = Option
+# Lists of integers; the entries of all others but reward.weights are text.
+INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
+            "profile.memory", "profile.processes")
+TRIGGER = "0 = never"
+CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference")  # run.accept_changed
+PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
+                "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
+
+SCHEMA: dict[str, dict[str, Any]] = {
+    "run": {
+        "recipe": O("rl", "the job to run", choices=tuple(RECIPES)),
+        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan")),
+        "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
+        "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
+        "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
+        "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
+                                f" {', '.join(CHANGEABLE)}; else a resume is refused"),
+        "stop_seconds": O(30.0, "after a stop was asked for: longest wait for the rewards of an evaluation, which are kept; a training"
+                                " step's, which are not, are left at once", bound=">=0"),
+        "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
+                            " model.path; empty = none"),
+        "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
+        "compile_cache_gb": O(10.0, "largest size of that directory in GB when a run starts: what was used longest ago is deleted; 0 = no limit",
+                              bound=">=0"),
+        "deterministic": O(False, "ask XLA for deterministic GPU operations (slower there; CPU and TPU already are)"),
+        "matmul_precision": O("auto", "auto: highest for fp32 compute, the platform's default otherwise",
+                              choices=("auto", "default", "high", "highest")),
+    },
+    "model": {
+        "path": O("", "HF folder or hub id: weights, config and tokenizer"),
+        "revision": O(None, "hub revision", str),
+        "tokenizer_revision": O(None, "hub revision of the tokenizer; None = model.revision where model.tokenizer is empty", str),
+        "init": O("pretrained", "pretrained: load weights; random: initialise from run.seed",
+                  choices=("pretrained", "random")),
+        "config": O({}, "HF config entries (model_type, hidden_size, ...) for init=random without a folder, or to override it"),
+        "tokenizer": O("", "tokenizer folder or hub id; empty = model.path"),
+        "chat_template": O("", "Jinja file replacing the tokenizer's chat template"),
+        "pad_token": O("", "overrides the tokenizer's pad token"),
+        "eos_tokens": O((), "tokens (text) that end an answer; empty = the model's and tokenizer's own"),
+        "scan_layers": O("auto", "auto: scan over layers, unroll up to 8 on the CPU", choices=("auto", "true", "false")),
+        "remat": O("auto", "what the backward pass recomputes; auto: none under 50 M parameters, else full",
+                   choices=("auto", "none", "full", "dots", "offload")),
+        "remat_every": O(1, "layers that are recomputed together: more = fewer inputs kept, more of them at once", bound=">0"),
+        "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "tpu", "gpu", "cudnn", "blockwise", "reference")),
+        "trainable": O((".*",), "patterns of parameter names that train"),
+        "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
+        "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
+    },
+    "mesh": {
+        "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
+        "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
+        "tp": O(1, "shards of heads, MLP width and vocabulary"),
+        "roles": O({}, "role (policy, reference, critic, sampler) -> {devices: 'all' or '0-3' of every process, dp, fsdp, tp,"
+                       " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
+    },
+    "data": {
+        "path": O((), "one or several files (.jsonl .json .csv .parquet), folders or hub ids"),
+        "subset": O("", "hub configuration name"),
+        "split": O(("train",), "hub split, or several to be concatenated"),
+        "revision": O(None, "hub revision", str),
+        "prompt_column": O("prompt", "text, or a list of chat messages"),
+        "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
+        "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
+        "completion_column": O("completion", "target text for SFT (ignored by rl)"),
+        "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
+        "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
+        "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
+        "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
+        "response_prefix": O("", "text the answer is made to start with (part of the prompt, seen by rewards)"),
+        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT", bound=">0"),
+        "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
+        "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
+                             choices=("filter", "truncate_left", "error")),
+        "epochs": O(0, "end after this many passes over the data; 0 = no limit", bound=">=0"),
+        "shuffle": O(True, "global shuffle, anew in each epoch"),
+        "seed": O(None, "seed of the shuffle; None = run.seed", int),
+        "max_rows": O(0, "use only the first rows; 0 = all", bound=">=0"),
+        "eval_fraction": O(0.0, "rows carved out (by seed, equal prompts together) as eval set 'heldout': a share below 1, or a number of rows"),
+        "bad_rows": O("error", "a row that cannot be read: stop with file and line, or count and skip",
+                      choices=("error", "skip")),
+        "workers": O(0, "threads that prepare rows ahead", bound=">=0"),
+        "prefetch": O(2, "steps of rows prepared ahead when workers > 0", bound=">0"),
+        "drop_last": O(True, "with epochs > 0: leave out a last step that is not full"),
+    },
+    "rollout": {
+        "engine": O("auto", "jax: the embedded sampler; vllm; auto: vllm where it is installed and there is a GPU, or where"
+                            " rollout.servers names servers; or an import path of your own, module:function or ./file.py:function"),
+        "group_size": O(8, "samples per prompt", bound=">0"),
+        "max_new_tokens": O(1024, "longest answer in tokens", bound=">0"),
+        "min_new_tokens": O(0, "end tokens are forbidden before this many", bound=">=0"),
+        "temperature": O(1.0, "0 = greedy", bound=">=0"),
+        "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this", bound="(0, 1]"),
+        "top_k": O(-1, "keep this many tokens; -1 = all", bound="-1 or >0"),
+        "min_p": O(0.0, "keep tokens with at least this share of the best token's probability", bound="0..1"),
+        "repetition_penalty": O(1.0, "divides (positive) or multiplies (negative) logits of tokens seen in prompt or answer", bound=">0"),
+        "frequency_penalty": O(0.0, "subtracted from a token's logit per time it was sampled"),
+        "penalties_in_training": O(False, "allow the two penalties in training rollouts (they bend the ratio)"),
+        "stop": O((), "strings that end an answer"),
+        "keep_stop": O(True, "keep the tokens of the stop string in the answer"),
+        "stop_token_ids": O((), "token ids that end an answer besides the end-of-text tokens"),
+        "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process (this and the next four: embedded"
+                      " sampler only)", bound=">=0"),
+        "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
+        "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer, and where XLA decodes long answers also 3/8 of it"),
+        "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
+                              " sample is bitwise independent of its neighbours"),
+        "decode_steps": O(16, "most decode steps between two looks of the host", bound=">0"),
+        "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
+                   choices=("auto", "bf16", "fp16", "fp32")),
+        "timeout_seconds": O(3600.0, "longest wait for one batch of answers", bound=">0"),
+        "max_staleness": O(0, "generate while training: answers may be drawn from weights published this many publications before"
+                              " those of the step that uses them; 0 = every step samples from its own", bound=">=0"),
+        "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version", bound=">0"),
+        "partial": O(False, "with answers ahead: those begun go on under newly published weights, with a version per token; False:"
+                            " a publication waits until they are finished"),
+        "servers": O((), "URLs of running vLLM servers, or one folder (/path or ./path) whose files name them, read again at every"
+                         " publish; empty = jaxrl starts its own"),
+        "placement": O("auto", "colocated: engine and trainer have the same devices in turns (what the engine holds leaves them during"
+                               " the update); disaggregated: the engine has its own, nothing sleeps; auto: as devices are given,"
+                               " nothing sleeps", choices=("auto", "colocated", "disaggregated")),
+        "seeded": O("auto", "whether vLLM samples each request from its seed; auto: where that costs nothing (on its CPU build)",
+                    choices=("auto", "true", "false")),
+        "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
+                                     " for every server that joins), always, or never", choices=("first", "always", "never")),
+        "vllm": {
+            "replicas": O(1, "servers that each process starts", bound=">0"),
+            "tensor_parallel": O(1, "GPUs of one server", bound=">0"),
+            "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
+            "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"
+                                      " the trainer, which keeps what is left of 0.9 (placement=auto) or takes it in turns", bound="0..1"),
+            "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest answer", bound=">=0"),
+            "max_running": O(256, "sequences that a server decodes at once", bound=">0"),
+            "max_requests": O(512, "requests that are with one server at once, the others wait here", bound=">0"),
+            "prefix_caching": O(True, "a group's prompt is computed once"),
+            "chunked_prefill": O(True, "long prompts are computed in pieces beside decoding"),
+            "engine_kwargs": O({}, "further vLLM options by their names, e.g. {'quantization': 'fp8'}; they win over jaxrl's"),
+            "env": O({}, "further environment variables of the servers"),
+            "python": O("", "interpreter of the servers' own environment; empty = this one"),
+            "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs $VLLM_API_KEY"),
+            "port": O(0, "port of the first server, the others follow; 0 = free ones", bound=">=0"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers of ours one made for the run"),
+            "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
+                                   " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
+                                   " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
+            "weights_host": O("", "address of this host as the servers see it, for transport=network; empty = the one on the way to"
+                                  " the first server"),
+            "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)", bound=">0"),
+            "setup_seconds": O(600.0, "longest start of a server", bound=">0"),
+            "request_seconds": O(0.0, "longest answer; after it a request is tried again; 0 = half of rollout.timeout_seconds", bound=">=0"),
+            "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
+            "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
+            "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
+            "restarts": O(3, "how often a server of ours is started again", bound=">=0"),
+            "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
+                                  " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one where quantised", bound=">=0"),
+            "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
+        },
+    },
+    "reward": {
+        "functions": O(("math",), "names (math exact boxed choice format), package.module:function or ./file.py:function"),
+        "weights": O((), "one weight per function; empty = all 1"),
+        "column": O("", "data column that names the function per row; empty = all functions for all rows"),
+        "format_pattern": O("", "regex the whole answer must match (reward `format`)"),
+        "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
+        "workers": O(2, "worker processes", bound=">0"),
+        "env": O((), "names of environment variables that the workers get, beside those that Python needs (PATH, HOME, LANG, ...)"),
+        "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
+                         " stop if it fails on both"),
+        "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed", bound=">0"),
+        "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
+        "recycle": O(20_000, "a worker that has done this many calls is replaced when it has nothing to do; 0 = never", bound=">=0"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's answers has a failed reward", bound="0..1"),
+        "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
+        "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
+        "bias": O(0.0, "added after scale"),
+        "clip": O(None, "bound on the absolute value after bias", float, bound=">0"),
+        "norm_mean": O("none", "last of all: subtract the mean of the group or of the batch", choices=("none", "group", "batch")),
+        "norm_std": O("none", "after that: divide by the standard deviation (ddof 1) of the group or of the batch",
+                      choices=("none", "group", "batch")),
+        "overlong_buffer": O(0, "DAPO: penalty grows linearly over the last tokens before max_new_tokens; 0 = off", bound=">=0"),
+        "overlong_penalty": O(1.0, "largest DAPO length penalty (subtracted after clip)", bound=">=0"),
+    },
+    "algorithm": {
+        "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None", choices=PRESET_NAMES),
+        "advantage": O(None, "outcome: one advantage per answer; returns: reward to go per token; gae: with a critic; or an"
+                             " import path of your own, module:function or ./file.py:function", str),
+        "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
+                            ("none", "group", "batch", "leave_one_out", "greedy")),
+        "advantage_std": O(None, "scale of the score: standard deviation (ddof 1) of the group or of the batch, or none", str,
+                           ("none", "group", "batch")),
+        "whiten": O(None, "bring advantages to mean 0 and variance 1 over all scored tokens of the step", bool),
+        "advantage_low": O(None, "advantages are clipped below this", float),
+        "advantage_high": O(None, "advantages are clipped above this", float),
+        "gamma": O(None, "discount per token of returns and gae", float, bound="0..1"),
+        "lam": O(None, "lambda of gae", float, bound="0..1"),
+        "lam_alpha": O(None, "VAPO: lambda of the policy is 1 - 1/(lam_alpha x answer length); 0 = off", float, bound=">=0"),
+        "critic_lam": O(None, "lambda of the critic's returns; None = lam", float, bound="0..1"),
+        "policy_loss": O(None, "clip, cispo, sapo, dppo, pg, or an import path of your own", str),
+        "ratio": O(None, "policy ratio by token, by sequence (GSPO), as GSPO-token, or as geometric mean (GMPO)", str,
+                   ("token", "sequence", "sequence_token", "geometric")),
+        "clip_low": O(None, "ratio is clipped below 1 - clip_low (geometric: log-ratio below -clip_low)", float),
+        "clip_high": O(None, "ratio is clipped above 1 + clip_high (geometric: log-ratio above clip_high)", float, bound=">0"),
+        "dual_clip": O(None, "loss of a negative advantage is at most this times it; 0 = off", float, bound="0 or >1"),
+        "delta": O(None, "largest ratio of the unclipped branch; 0 = off", float),
+        "cispo_max_ratio": O(None, "largest weight of cispo, an absolute ratio", float, bound=">0"),
+        "cispo_min_ratio": O(None, "smallest weight of cispo", float, bound=">=0"),
+        "sapo_tau_pos": O(None, "temperature of sapo's gate for positive advantages", float, bound=">0"),
+        "sapo_tau_neg": O(None, "temperature of sapo's gate for the others", float, bound=">0"),
+        "dppo_low": O(None, "dppo leaves out a token with A <= 0 whose probability fell by more than this", float, bound=">0"),
+        "dppo_high": O(None, "dppo leaves out a token with A > 0 whose probability rose by more than this", float, bound=">0"),
+        "aggregation": O(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
+                         ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
+        "aggregation_constant": O(0.0, "what aggregation=constant divides an answer's sum by; 0 = rollout.max_new_tokens", bound=">=0"),
+        "kl": {
+            "coef": O(None, "weight of the KL to the reference; 0 loads no reference", float, bound=">=0"),
+            "estimator": O(None, "KL estimator; k1 in the reward only, k3_unbiased in the loss only", str,
+                           ("k1", "k2", "k3", "k3_unbiased", "abs", "low_var")),
+            "placement": O(None, "the KL is a term of the loss, or is subtracted from the reward", str, ("loss", "reward")),
+        },
+        "entropy_coef": O(None, "entropy bonus, token mean", float, bound=">=0"),
+        "entropy_target": O(None, "nats per token: the coefficient grows while the entropy is below; 0 = constant", float, bound=">=0"),
+        "entropy_rate": O(0.005, "change of the adaptive coefficient per update", bound=">=0"),
+        "entropy_max": O(0.05, "largest adaptive coefficient", bound=">=0"),
+        "positive_nll_coef": O(None, "VAPO: weight of the NLL of answers that reach reward.pass_mark", float, bound=">=0"),
+        "dynamic_sampling": O(None, "groups without signal are masked, or replaced by others until the step is full", str,
+                              ("off", "mask", "refill")),
+        "dynamic_sampling_rounds": O(10, "refill: most rounds of a step; what is then missing is filled with the groups left out", bound=">0"),
+        "keep_group": O("", "what dynamic sampling asks: empty = scores that differ; the name of a reward whose values must"
+                            " differ; or an import path: f(group: dict) -> bool"),
+        "shared_prefix_tokens": O(0, "no loss on openings of this many tokens that answers of different score share; 0 = off", bound=">=0"),
+        "sampled_support": O(False, "log-probs over the tokens that rollout.top_k (at most 128), top_p and min_p left, as the answer"
+                                    " was drawn (DeepSeek-V3.2's keep sampling mask); embedded sampler only"),
+        "early_stop_ratio": O(0.0, "a step's further updates are left out once an update's mean ratio is above; 0 = off", bound=">=0"),
+        "early_stop_kl": O(0.0, "the same for policy/approx_kl, in nats per token; 0 = off", bound=">=0"),
+        "ppo_epochs": O(None, "passes over one batch", int, bound=">=1"),
+        "num_minibatches": O(None, "optimizer steps per pass", int, bound=">=1"),
+        "old_logprobs": O(None, "auto: no scoring pass when a batch gets one optimizer step; recompute: always score;"
+                                " rollout: ratios are taken to the sampler's log-probs", str, ("auto", "recompute", "rollout")),
+        "mismatch": {
+            "correction": O(None, "weight on the policy loss for sampler-trainer differences, truncated (tis) or masked (mis), by"
+                                  " token, sequence or geometric mean; auto: token_tis for vLLM and wherever the sampler does not"
+                                  " decode in fp32", str, ("auto", "none", *(f"{level}_{action}" for action in ("tis", "mis")
+                                                                             for level in ("token", "sequence", "geometric")))),
+            "cap": O(None, "largest mismatch weight", float, bound=">0"),
+            "low": O(None, "mis: weights below this are masked too (IcePop: low 0.5, cap 5)", float, bound=">=0"),
+            "sequence_delta": O(None, "answers with negative advantage whose mean log-prob fell by more than this since they were"
+                                      " sampled add no policy loss; 0 = off", float, bound=">=0"),
+            "warn": O(0.1, "mean sampler-trainer difference of log-probs, in nats, above which a step warns; 0 = never", bound=">=0"),
+            "stop": O(0.0, "the same difference that stops the run; 0 = never", bound=">=0"),
+        },
+        "mask_truncated": O(None, "answers cut by the length limit add no loss (they stay in the denominators)", bool),
+        "overlong_buffer_fraction": O(None, "reward.overlong_buffer as a share of max_new_tokens, where that is 0", float, bound="0..1"),
+    },
+    "critic": {
+        "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
+        "revision": O(None, "hub revision of critic.path", str),
+        "shared": O(False, "a value head on the policy's own trunk instead of a model of its own"),
+        "coef": O(0.5, "shared: weight of the value loss beside the policy's", bound=">=0"),
+        "lr": O(5e-6, "peak learning rate; the rest is as in optimizer.*", bound=">0"),
+        "optimizer": O({}, "entries of optimizer.* that the critic has its own: {'b2': 0.95, 'schedule': 'cosine', 'max_grad_norm': 0.5}"),
+        "value_clip": O(0.2, "a value moves by at most this per step before its loss stops counting; 0 = off", bound=">=0"),
+        "num_minibatches": O(0, "optimizer steps of the critic per pass; 0 = as the policy", bound=">=0"),
+        "warmup_steps": O(0, "first steps in which only the critic learns", bound=">=0"),
+        "normalize": O(False, "learn returns less their running mean over their running standard deviation"),
+    },
+    "reference": {
+        "path": O("", "HF folder or hub id; empty = the policy as it starts"),
+        "revision": O(None, "hub revision of reference.path", str),
+        "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
+        "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never", bound=">=0"),
+        "reset_epochs": O(0.0, "the same in passes over the data; 0 = never", bound=">=0"),
+        "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on"),
+    },
+    "optimizer": {
+        "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),
+        "lr": O(None, "peak learning rate", float, bound=">0"),
+        "b1": O(0.9, "first-moment decay", bound="[0, 1)"),
+        "b2": O(0.999, "second-moment decay", bound="[0, 1)"),
+        "eps": O(1e-8, "added to the root of the second moment", bound=">=0"),
+        "weight_decay": O(0.01, "decoupled; not applied to norms, biases and other vectors", bound=">=0"),
+        "max_grad_norm": O(1.0, "global norm the gradient is clipped to; 0 = off", bound=">=0"),
+        "schedule": O("constant", "after warm-up; counts optimizer updates", choices=("constant", "linear", "cosine", "wsd")),
+        "warmup_steps": O(10, "updates of linear warm-up", bound=">=0"),
+        "warmup_fraction": O(0.0, "the same as a share of all updates; wins over warmup_steps when > 0", bound="0..1"),
+        "warmup_start": O(0.0, "learning rate at update 0 as a share of lr", bound="0..1"),
+        "decay_steps": O(0, "updates of decay (wsd: at the end); 0 = all after warm-up (wsd: the last tenth)", bound=">=0"),
+        "decay_shape": O("linear", "of wsd's decay; sqrt: falls by the root of the share that has passed",
+                         choices=("linear", "cosine", "sqrt")),
+        "floor": O(0.0, "lowest learning rate as a share of lr", bound="0..1"),
+        "offload": O(False, "keep the optimizer's state (the critic's too) in host memory while no update is applied"),
+        "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
+        "max_nonfinite": O(5, "a non-finite update is skipped; stop after this many in a row", bound=">0"),
+    },
+    "train": {
+        "steps": O(None, "end after this many steps (RL steps, or SFT updates); None = 100, or no limit where data.epochs or"
+                         " train.max_samples is set. A run ends at the first of the three that is set", int, bound=">0"),
+        "max_samples": O(0, "end after this many samples; 0 = no limit", bound=">=0"),
+        "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048", bound=">=0"),
+        "score_tokens_per_microbatch": O(0, "the same where nothing is learnt: old and reference log-probs, values; 0 = the update's own"
+                                            " rows, so that a policy that has not moved has ratios of exactly 1 (on the CPU)", bound=">=0"),
+        "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"
+                              " for more of its group"),
+        "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
+                           " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
+        "max_sequence_tokens": O(0, "bound on prompt + answer; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
+        "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
+        "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
+        "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
+        "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
+                           bound=">=0"),
+        "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
+    },
+    "eval": {
+        "sets": O((), "held-out sets, each 'name=path', or 'name=path@split' for folders and hub ids (default split: test);"
+                      " read with data.* columns and templates"),
+        "every_steps": O(10, f"evaluate every this many steps; {TRIGGER}", bound=">=0"),
+        "every_epochs": O(0.0, f"evaluate every this many epochs; {TRIGGER}", bound=">=0"),
+        "every_seconds": O(0.0, f"evaluate every this many seconds; {TRIGGER}", bound=">=0"),
+        "before": O(True, "evaluate before the first step"),
+        "after": O(True, "evaluate after the last step"),
+        "max_rows": O(0, "first rows of each set; 0 = all", bound=">=0"),
+        "samples": O(1, "answers per row for mean@k and pass@k", bound=">0"),
+        "temperature": O(0.0, "0 = greedy", bound=">=0"),
+        "top_p": O(1.0, "as rollout.top_p", bound="(0, 1]"),
+        "top_k": O(-1, "as rollout.top_k", bound="-1 or >0"),
+        "min_p": O(0.0, "as rollout.min_p", bound="0..1"),
+        "repetition_penalty": O(1.0, "as rollout.repetition_penalty", bound=">0"),
+        "frequency_penalty": O(0.0, "as rollout.frequency_penalty"),
+        "max_new_tokens": O(0, "0 = rollout.max_new_tokens", bound=">=0"),
+        "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
+        "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
+    },
+    "checkpoint": {
+        "every_steps": O(20, f"save every this many steps; {TRIGGER}", bound=">=0"),
+        "every_minutes": O(30.0, f"save every this many minutes; {TRIGGER}", bound=">=0"),
+        "every_epochs": O(0.0, f"save every this many epochs; {TRIGGER}", bound=">=0"),
+        "at_end": O(True, "save after the last step"),
+        "keep": O(3, "newest checkpoints kept; -1 = all", bound="-1 or >0"),
+        "timeout_seconds": O(1800.0, "longest time for a checkpoint or an export: a disk that hangs ends the run with status 1; 0 = no limit",
+                             bound=">=0"),
+        "asynchronous": O(True, "write in the background"),
+        "export_every_steps": O(0, f"HF export every this many steps; {TRIGGER}", bound=">=0"),
+        "export_every_epochs": O(0.0, f"HF export every this many epochs; {TRIGGER}", bound=">=0"),
+        "export_every_minutes": O(0.0, f"HF export every this many minutes; {TRIGGER}", bound=">=0"),
+        "export_at_end": O(True, "HF export after the last step, in <run.dir>/export"),
+        "export_dtype": O("auto", "auto: the source's dtype (fp32 for random init)", choices=("auto", "bf16", "fp16", "fp32")),
+        "shard_gb": O(5.0, "largest exported safetensors file in GB", bound=">0"),
+    },
+    "log": {
+        "console": O("auto", "auto: live table on a terminal, plain lines elsewhere", choices=("auto", "table", "plain", "off")),
+        "tensorboard": O(True, "write <run.dir>/tensorboard"),
+        "wandb": O(False, "log to Weights & Biases (extra `wandb`)"),
+        "wandb_project": O("jaxrl", "W&B project"),
+        "wandb_group": O("", "W&B group"),
+        "wandb_name": O("", "W&B run name; empty = name of the run directory"),
+        "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
+        "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
+                       " has write(step, scalars) and close()"),
+        "every_steps": O(1, "SFT: steps per line of metrics (RL writes a line every step)"),
+        "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
+                              " training every tenth step", bound=">=0"),
+        "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
+        "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
+        "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
+    },
+    "plan": {
+        "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
+        "json": O("", "also write the plan to this file"),
+        "run": O("", "directory of a synchronous run whose answer lengths and speeds drive the simulation of running ahead; empty = the"
+                     " target's roofline"),
+        "lengths": O((), "answer lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
+        "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
+                            " without)", choices=("fast", "full")),
+        "timeout_seconds": O(600.0, "longest compilation of a plan", bound=">0"),
+    },
+    "profile": {
+        "steps": O((), "(first, last) step traced with the JAX profiler into <run.dir>/profile"),
+        "memory": O((), "steps after which (0: before the first) the arrays that device memory holds then are written into <run.dir>/profile"),
+        "python": O(False, "traces also hold every call of Python, with its stack: slower steps, larger files"),
+        "processes": O((0,), "numbers of the processes that trace; with one there is only 0"),
+    },
+    "launch": {
+        "hosts": O("auto", "how the processes of a run find each other; auto: what the environment tells (jaxrl.launch, Slurm,"
+                           " Kubernetes, a TPU pod), else one process; see docs/hosts.md",
+                   choices=("auto", "none", "explicit", "slurm", "kubernetes", "tpu")),
+        "coordinator": O("", "host:port of process 0; empty = $JAXRL_COORDINATOR, or the first node of the Slurm step"),
+        "processes": O(0, "processes of the run; 0 = $JAXRL_PROCESSES, or Slurm's tasks"),
+        "process": O(-1, "number of this process, from 0; -1 = $JAXRL_PROCESS, or Slurm's or Kubernetes' index"),
+        "connect_seconds": O(300.0, "longest wait until all processes have come together", bound=">0"),
+        "heartbeat_seconds": O(100.0, "a process without a sign of life for this long is given up, and the others end", bound=">0"),
+        "wait_seconds": O(0.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation; 0 = an"
+                               " hour more than rollout.timeout_seconds", bound=">=0"),
+    },
+    "faults": {
+        "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),
+    },
+    "user": {},
+}
+
+
+def options(tree: dict | None = None, prefix: str = "") -> dict[str, Option]:
+    """Flat view of the schema: dotted name -> Option."""
+    out = {}
+    for name, node in (SCHEMA if tree is None else tree).items():
+        if isinstance(node, Option):
+            out[prefix + name] = node
+        else:
+            out.update(options(node, f"{prefix}{name}."))
+    return out
+
+
+def free_tables() -> list[str]:
+    """Dotted names of the tables a user may add keys to."""
+    return ["user"] + [name for name, opt in options().items() if isinstance(opt.default, dict)]
+
+
+def element_kind(dotted: str) -> type:
+    """What the entries of an option that is a list are: int, float or str."""
+    return {"reward.weights": float}.get(dotted, int if dotted in INTEGERS else str)

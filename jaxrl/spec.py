@@ -1,0 +1,220 @@
+"""What a config comes to: every "auto", preset value and default decided once, with where each came from.
+
+    spec = resolve(config)                      what no device and no model has a say in: preset, recipe, engine
+    spec = resolve(config, platform, hf_config) all of it: dtypes, sizes, recomputation, too
+
+A Spec has the groups of the config as attributes (`spec.algorithm.kl.coef`, `spec.train.logprob_chunk`) and may be handed to
+whatever takes a config. Runs, plans, servers and launches read it; nothing else decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from jaxrl.algorithms.presets import PRESETS
+from jaxrl.algorithms.presets import resolve as resolve_preset
+from jaxrl.config import editable, get, put
+from jaxrl.registry import Recipe, recipe_of
+from jaxrl.rollout.select import chosen_engine
+from jaxrl.schema import options
+
+ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
+MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
+CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chunk of a microbatch is rarely full
+SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
+SHALLOW = 8  # layers up to which CPUs get them unrolled
+
+
+class Platform(NamedTuple):
+    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in best (bf16, fp16, fp32)."""
+
+    kind: str
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A job with nothing left to decide. Frozen.
+
+    asked: the config as it was given, with the recipe's defaults; checkpoints keep it. options: all options as decided. origins:
+    dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo", "default of rl", "cpu",
+    "model", "engine".
+    """
+
+    asked: ConfigDict
+    options: FrozenConfigDict
+    recipe: Recipe
+    origins: Mapping[str, str]
+    platform: Platform | None = None
+
+    def __getattr__(self, group):
+        if group.startswith("__"):
+            raise AttributeError(group)
+        return getattr(self.options, group)
+
+    def __getitem__(self, group):
+        return self.options[group]
+
+    def origin(self, name: str) -> str:
+        """Who decided an option: as `origins`, else "config" or "default"."""
+        if name in self.origins:
+            return self.origins[name]
+        return "default" if get(self.asked, name) in (None, options()[name].default) else "config"
+
+    @property
+    def longest(self) -> int:
+        """Bound on prompt + completion in tokens."""
+        return longest_sequence(self)
+
+    @property
+    def completions(self) -> int:
+        """Completions to a prompt in one step."""
+        return self.rollout.group_size if self.recipe.samples else 1
+
+    @property
+    def ahead(self) -> bool:
+        """Whether completions may be asked for before their step."""
+        return self.rollout.max_staleness > 0 or self.rollout.sync_every > 1
+
+    @property
+    def updates(self) -> tuple[int, int]:
+        """(passes over a step's batch, optimizer steps per pass)."""
+        return (self.algorithm.ppo_epochs, self.algorithm.num_minibatches) if self.recipe.samples else (1, 1)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.recipe.samples and self.algorithm.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.recipe.samples and bool(self.algorithm.kl.coef)
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the policy has a value head of its own."""
+        return self.needs_critic and self.critic.shared
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
+
+    def row(self) -> dict[str, tuple]:
+        """Options below `algorithm` that presets speak of -> (value as asked, "config" or "preset <name>"), for printing."""
+        return algorithm_row(self.asked)
+
+    def chosen(self) -> dict:
+        """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value; {} without one."""
+        if not self.recipe.samples:
+            return {}
+        known = {name: pair for name, pair in self.row().items()}
+        out = {name: value for name, (value, origin) in known.items() if origin == "config" or value != PRESETS["grpo"][name]}
+        for name, opt in options().items():
+            short = name.removeprefix("algorithm.")
+            if name.startswith("algorithm.") and short not in known and short != "preset" and get(self.asked, name) != opt.default:
+                out[short] = get(self.asked, name)
+        return out
+
+
+def resolve(config, platform: Platform | None = None, hf_config: dict | None = None, engine: str = "") -> Spec:
+    """Decides every option that is left open.
+
+    Args:
+      config: a ConfigDict, or a Spec, whose config is decided again.
+      platform: where it runs; None: what depends on it stays "auto" or 0.
+      hf_config: the model's description; None: recomputation and scanning of layers stay "auto".
+      engine: what rollout.engine=auto is; "" = found out on this machine.
+    """
+    asked = editable(config.asked if isinstance(config, Spec) else config)
+    recipe, origins = recipe_of(asked), dict(config.origins) if isinstance(config, Spec) else {}
+    if asked.optimizer.lr is None:
+        asked.optimizer.lr, origins["optimizer.lr"] = recipe.lr, f"default of {asked.run.recipe}"
+    c = editable(asked)
+
+    def decide(name, value, origin):
+        if get(c, name) != value:
+            put(c, name, value)
+            origins[name] = origin
+
+    for name, (value, origin) in algorithm_row(asked).items():
+        if origin != "config":
+            decide(f"algorithm.{name}", value, origin)
+    if asked.rollout.engine == "auto":
+        engine = engine or (config.rollout.engine if isinstance(config, Spec) else chosen_engine(asked))
+        decide("rollout.engine", engine, "this machine")
+    if c.algorithm.old_logprobs == "auto":  # the ratio is 1 by construction where a batch gets one update
+        several = c.algorithm.ppo_epochs * c.algorithm.num_minibatches > 1
+        in_reward = c.algorithm.kl.coef and c.algorithm.kl.placement == "reward"
+        decide("algorithm.old_logprobs", "recompute" if several or in_reward else "current", "updates per batch")
+    if platform is not None:
+        _of_platform(c, recipe, platform, decide)
+        if hf_config is not None:
+            _of_model(c, platform, hf_config, decide)
+    return Spec(asked, FrozenConfigDict(c), recipe, origins, platform)
+
+
+def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
+    """Dtypes, and the sizes of training's pieces.
+
+    Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch. Attention's work
+    follows the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. CPUs are fast while a
+    microbatch stays in their cache, and slow where gradients of all weights are added up too often (benchmarks/peers, 2 cores).
+    """
+    t, kind, longest = c.train, platform.kind, longest_sequence(c)
+    if t.compute_dtype == "auto":
+        decide("train.compute_dtype", platform.dtype, kind)
+    if c.run.matmul_precision == "auto":
+        decide("run.matmul_precision", "highest" if t.compute_dtype == "fp32" else "default", f"compute dtype {t.compute_dtype}")
+    if c.rollout.dtype == "auto":
+        decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
+    if c.algorithm.mismatch.correction == "auto":
+        exact = c.rollout.dtype == "fp32" and c.rollout.engine == "jax" and not (c.rollout.max_staleness or c.rollout.sync_every > 1)
+        decide("algorithm.mismatch.correction", "none" if exact or c.algorithm.old_logprobs == "rollout" else "token_tis", "engine")
+    if not t.row_lengths:
+        prompt = min(c.data.max_prompt_tokens, longest - 1)
+        shared = c.rollout.group_size if recipe.samples and t.share_prompts else 1
+        whole = prompt + shared * (longest - prompt)
+        decide("train.row_lengths", (-(-max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW)) // 8) * 8,), "lengths")
+    if not t.tokens_per_microbatch:
+        decide("train.tokens_per_microbatch", max(max(t.row_lengths), MICROBATCH_CPU if kind == "cpu" else MICROBATCH), kind)
+    if not t.logprob_chunk:
+        decide("train.logprob_chunk", CHUNK_CPU if kind == "cpu" else CHUNK, kind)
+
+
+def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
+    """How the model is computed."""
+    if c.model.scan_layers == "auto":
+        unrolled = platform.kind == "cpu" and hf_config.get("num_hidden_layers", 0) <= SHALLOW
+        decide("model.scan_layers", "false" if unrolled else "true", "model")
+    if c.model.remat == "auto":
+        decide("model.remat", "none" if platform.kind == "cpu" or _parameters(hf_config) < SMALL_MODEL else "full", "model")
+
+
+def _parameters(hf_config: dict) -> int:
+    from jaxrl import models
+
+    return models.build(hf_config, compute_dtype="float32", scan_layers=True).num_parameters
+
+
+def algorithm_row(config) -> dict[str, tuple]:
+    """Options below `algorithm` that presets speak of -> (value, "config" or "preset <name>")."""
+    return resolve_preset(config.algorithm.preset, {name: get(config.algorithm, name) for name in PRESETS[config.algorithm.preset]})
+
+
+def longest_sequence(config) -> int:
+    """Bound on prompt + completion in tokens."""
+    return config.train.max_sequence_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def here() -> Platform:
+    """The platform of this process's first device."""
+    import jax
+
+    device = jax.devices()[0]
+    new = device.platform != "gpu" or float(getattr(device, "compute_capability", 8.0)) >= 8
+    return Platform(device.platform, "fp32" if device.platform == "cpu" else "bf16" if new else "fp16")
+
+
