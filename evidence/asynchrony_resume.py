@@ -29,7 +29,7 @@ from run_tools import environment, ledger, run  # noqa: E402
 
 from jaxrl.checkpoint import _read  # noqa: E402
 from jaxrl.recipes.trajectories import results_from_bytes  # noqa: E402
-from jaxrl.rollout import request_seed  # noqa: E402
+from jaxrl.rollout import Key  # noqa: E402
 
 STEPS, K = 8, 4
 BEFORE, MERGED = "c142990", "18a75a9"
@@ -70,7 +70,7 @@ def one(folder: Path, engine: str, plan) -> dict:
     steps, summary = ledger(folder, K), json.loads((folder / "summary.json").read_text())
     rows = {(r["group"], r["sample"]): (r["tokens"], r["version"], r["last_version"]) for own in steps for r in own}
     assert all(rows[key] == answer for key, answer in kept.items())
-    assert all(r["seed"] == request_seed(0, "train", step, r["group"], r["sample"]) for step, own in enumerate(steps) for r in own)
+    assert all(r["seed"] == Key("train", step, r["group"], r["sample"]).seed(0) for step, own in enumerate(steps) for r in own)
     assert summary["samples"] == len(rows) == STEPS * 32
     if host:
         counts = host["state"]["counts"]

@@ -19,6 +19,7 @@ from jaxrl import training
 from jaxrl.config import default_config
 from jaxrl.spec import Platform, longest_sequence, resolve
 from jaxrl.training.layout import attention_work
+from jaxrl.types import Sizes
 
 PROMPTS, GROUP, LONGEST_PROMPT = 64, 8, 512
 SHAPES = ((64, 512), (300, 1024), (600, 2048), (1500, 8192), (4000, 32768))  # median and longest answer
@@ -40,7 +41,7 @@ def one(platform: str, shards: int, median: int, longest: int, seeds=(0, 1, 2)) 
     found = []
     for seed in seeds:
         prompts, answers, groups = lengths(median, longest, seed)
-        layout = training.make_layout(prompts, answers, groups, shapes, share_prompts=t.share_prompts)
+        layout = training.make_layout(Sizes(prompts, answers, groups, groups), shapes, share_prompts=t.share_prompts)
         micros = layout.minibatches[0].microbatches
         filled = sum(m.row_length for m in micros for row in m.rows if row)
         per_shard = [np.array([(sum(attention_work(b, prompts, answers) for b in row), sum(b.tokens for b in row)) for row in m.rows])

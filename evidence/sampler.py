@@ -28,7 +28,7 @@ from scipy import stats  # noqa: E402
 from jaxrl import models, training  # noqa: E402
 from jaxrl.config import default_config  # noqa: E402
 from jaxrl.recipes.trajectories import collect  # noqa: E402
-from jaxrl.rollout import Request, SamplingParams, generate, make_engine, request_seed  # noqa: E402
+from jaxrl.rollout import Key, Request, SamplingParams, generate, make_engine  # noqa: E402
 
 VOCAB, END, PROMPT, ANSWER, TIMEOUT = 1024, 1, 48, 128, 3600.0
 MODEL = dict(model_type="qwen2", vocab_size=VOCAB, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
@@ -57,10 +57,10 @@ def engine(slots, weights, eos=(END,), **rollout):
 
 
 def requests(groups, samples, stream, **options):
-    rng = np.random.default_rng(request_seed(0, stream, 0, 0, 0))
+    rng = np.random.default_rng(Key(stream, 0, 0, 0).seed(0))
     prompts = [rng.integers(4, VOCAB, rng.integers(4, PROMPT + 1)).astype(np.int32) for _ in range(groups)]
     sampling = SamplingParams(**{"max_new_tokens": ANSWER, **options})
-    return [Request(f"{stream}/{g}/{k}", prompt, sampling, request_seed(0, stream, 0, g, k), g)
+    return [Request(str(key := Key(stream, 0, g, k)), prompt, sampling, key.seed(0), g, key)
             for g, prompt in enumerate(prompts) for k in range(samples)]
 
 
@@ -86,7 +86,7 @@ def agreement(made, weights):
     for options in OPTIONS:
         asked = requests(8, 8, f"agree {options}", **options)
         traj = collect(asked, generate(made, asked, TIMEOUT))
-        layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
+        layout = training.make_layout(traj.sizes, shapes)
         temperature = options.get("temperature", 1.0)
         score = training.make_score(model, temperature=temperature, chunk=1024, put=jax.device_put)
         scored = score(weights, traj, layout)
@@ -192,7 +192,7 @@ def speed():
         took = []
         for step in range(8):
             sampling = SamplingParams(max_new_tokens=answer)
-            asked = [Request(f"{p}/{k}", batch[p], sampling, request_seed(0, "speed", step, p, k))
+            asked = [Request(f"{p}/{k}", batch[p], sampling, Key("speed", step, p, k).seed(0))
                      for p in range(prompts) for k in range(samples)]
             wall, cpu = time.perf_counter(), time.process_time()
             made.publish(weights, step)

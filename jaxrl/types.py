@@ -1,12 +1,12 @@
 """The few values that cross rooms.
 
-Legend: T tokens of a host batch, N sequences, R packed rows, L row length, S scored tokens per row.
+Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L row length, S scored tokens per row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import numpy as np
@@ -14,38 +14,92 @@ import numpy as np
 FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indices into this
 
 
+class Sizes(NamedTuple):
+    """What decides where sequences go."""
+
+    prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
+    completions: np.ndarray  # [Q] tokens behind it
+    groups: np.ndarray       # [Q] never split over optimizer steps
+    prefixes: np.ndarray     # [Q] sequences of one value have the same prompt
+
+
 @dataclasses.dataclass
 class Trajectories:
-    """A ragged batch of prompts and answers in host memory. Sequence i owns tokens[offsets[i]:offsets[i+1]].
+    """A ragged batch in host memory. Sequence q owns tokens[offsets[q]:offsets[q+1]], a prompt and what came after it.
 
-    Sequences are ordered by (prompt, sample). Nothing here is padded; only `training.pack` pads.
+    A trajectory is one sequence, or several, one behind the other (a history that is rewritten between turns opens a new one);
+    each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties count trajectories;
+    only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample). Nothing here is padded; only
+    `training.pack` pads.
     """
 
-    tokens: np.ndarray  # [T] int32: prompt, then answer (end-of-text kept)
-    offsets: np.ndarray  # [N+1] int64
+    tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
+    offsets: np.ndarray  # [Q+1] int64
     loss_mask: np.ndarray  # [T] bool: True on sampled tokens; False on prompt, observations, tool output
     logprobs: np.ndarray  # [T] float32: the sampler's log-prob at its temperature, full support; 0 where not sampled
     versions: np.ndarray  # [T] int32: weight version that sampled the token; -1 where not sampled
-    prompt_lengths: np.ndarray  # [N] int32: leading tokens that are the prompt
+    prompt_lengths: np.ndarray  # [Q] int32: leading tokens that are the prompt
     group: np.ndarray  # [N] int64: global prompt index (position in the epoch stream)
     sample: np.ndarray  # [N] int32: index within the group
-    seed: np.ndarray  # [N] uint32
+    seed: np.ndarray  # [N] uint32, of the first turn
     finish: np.ndarray  # [N] int8, index into FINISH
-    turns: np.ndarray  # [N] int32: model turns
-    rewards: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [N] float64, NaN = absent
-    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T] further token columns
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: further ones, e.g. turn, reward
+    trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
+    prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group, where each trajectory is one sequence
+
+    def __post_init__(self):
+        whole = self.trajectory is None
+        self.trajectory = np.arange(len(self.group)) if whole else np.asarray(self.trajectory)
+        if self.prefix is None and not whole:
+            raise ValueError("Trajectories of several sequences need `prefix`: a group's sequences may have different prompts")
+        self.prefix = self.group if self.prefix is None else self.prefix
+        at = self.trajectory
+        if len(at) != len(self.offsets) - 1 or not np.array_equal(np.unique(at), np.arange(len(self.group))) or (np.diff(at) < 0).any():
+            raise ValueError(f"trajectory={at}: expected the sequences of {len(self.group)} trajectories, one behind the other")
 
     @property
     def num_sequences(self) -> int:
         return len(self.offsets) - 1
 
     @property
+    def num_trajectories(self) -> int:
+        return len(self.group)
+
+    @property
     def lengths(self) -> np.ndarray:
+        """[Q] tokens of each sequence."""
         return np.diff(self.offsets)
 
     @property
-    def answer_lengths(self) -> np.ndarray:
+    def completion_lengths(self) -> np.ndarray:
+        """[Q] tokens of each sequence behind its prompt."""
         return self.lengths - self.prompt_lengths
+
+    @property
+    def first(self) -> np.ndarray:
+        """[N] each trajectory's first sequence."""
+        return np.searchsorted(self.trajectory, np.arange(self.num_trajectories))
+
+    @property
+    def spans(self) -> np.ndarray:
+        """[N+1] where the tokens of each trajectory begin, and the end of the last."""
+        return self.offsets[[*self.first, self.num_sequences]]
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.prompt_lengths, self.completion_lengths, self.group[self.trajectory], self.prefix)
+
+    def total(self, values_T=1) -> np.ndarray:
+        """[N] sum over each trajectory's tokens in the loss; without values their count."""
+        return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])
+
+    def spread(self, numbers_N) -> np.ndarray:
+        """[T] each trajectory's number at all of its tokens."""
+        return np.repeat(numbers_N, np.diff(self.spans))
+
+    def sampled(self) -> list[np.ndarray]:
+        """Of each trajectory, where in the batch its tokens in the loss are."""
+        return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 
 @flax.struct.dataclass

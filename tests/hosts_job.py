@@ -45,16 +45,16 @@ class Recorded:
         return out
 
     def result(self, request):
-        stream, *_, step, position, sample = request.id.split("/")
-        file = self.folder / "rollouts" / f"step_{int(step) + 1:08d}.jsonl"
+        stream, step, position, sample, _ = request.key
+        file = self.folder / "rollouts" / f"step_{step + 1:08d}.jsonl"
         if file not in self.known:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             self.known[file] = {(r["group"], r["sample"]): r for r in rows}
-        row = self.known[file][int(position), int(sample)]
+        row = self.known[file][position, sample]
         assert stream == "train" and row["seed"] == request.seed
         logprobs = np.array(row["logprobs"], np.float32)
         return Result(request.id, np.array(row["tokens"], np.int32), logprobs, 0 * logprobs,
-                      np.full(len(logprobs), int(step), np.int32), row["finish"], request.seed)
+                      np.full(len(logprobs), step, np.int32), row["finish"], request.seed)
 
     def health(self):
         return {"ok": True, "paused": False}

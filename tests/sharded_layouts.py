@@ -57,7 +57,7 @@ def numbers(folder, shape):
     model = models.build(HF, compute_dtype=jnp.float32, scan_layers=True, remat="full")
     params = model.init(jax.random.key(0))
     traj, columns = batch_of_groups(groups=16, size=3)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group,
+    layout = training.make_layout(traj.sizes,
                                   RowShapes((LENGTH,), ((ROWS,),)), num_minibatches=1)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     optimizer = optax.adamw(1e-3)

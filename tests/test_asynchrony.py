@@ -14,7 +14,7 @@ from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError
 from jaxrl.recipes.trajectories import results_from_bytes
-from jaxrl.rollout import request_seed
+from jaxrl.rollout import Key
 from jaxrl.rollout.embedded import EmbeddedEngine
 from jaxrl.rollout.embedded import make_engine as make_embedded
 
@@ -130,7 +130,7 @@ def test_interrupted_and_resumed_nothing_is_lost_or_doubled(tmp_path):
     rows = {(row["group"], row["sample"]): (row["tokens"], row["version"]) for rows in steps for row in rows}
     assert {key: rows[key] for key in kept} == kept  # used as they were
     for step, own in enumerate(steps):  # of the step they are meant for, whoever asked, and however often
-        assert all(row["seed"] == request_seed(0, "train", step, row["group"], row["sample"]) for row in own)
+        assert all(row["seed"] == Key("train", step, row["group"], row["sample"]).seed(0) for row in own)
 
 
 @pytest.mark.parametrize("changes,message", [

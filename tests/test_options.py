@@ -40,11 +40,12 @@ from jaxrl.recipes.run import NothingFinite, Run
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.rewards import RewardItem, RewardPool
-from jaxrl.rollout import Engine, Request, Result, make_engine
+from jaxrl.rollout import Engine, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
+from jaxrl.types import Sizes
 
 MODEL = {
     "model_type": "qwen2",
@@ -529,7 +530,7 @@ def loss_of():
     )
     params = {"table": jnp.asarray(0.5 * np.random.default_rng(0).normal(size=(61, 8)), jnp.float32)}
     shapes = training.row_shapes((), 24, 24 * 9, 1)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=False)
+    layout = training.make_layout(traj.sizes, shapes, share_prompts=False)
 
     def compute(change, **options):
         weights = training.loss_weights(traj, np.arange(9), options.pop("aggregation", "token_mean"))
@@ -668,17 +669,17 @@ def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
 
 def test_answers_are_cut_to_max_sequence_tokens():
     ids = np.arange(10, dtype=np.int32)
-    requests = [Request(f"t/0/0/{k}", ids[:3], seed=k) for k in range(2)]
+    requests = [Request(f"t/0/0/{k}", ids[:3], seed=k, key=Key("t", 0, 0, k)) for k in range(2)]
     zeros = np.zeros(5, np.float32)
     results = [Result(r.id, ids[:5], zeros, zeros, ids[:5] * 0, "stop", r.seed) for r in requests]
-    assert collect(requests, results, 8).answer_lengths.tolist() == [5, 5]
+    assert collect(requests, results, 8).completion_lengths.tolist() == [5, 5]
     cut = collect(requests, results, 6)
-    assert cut.answer_lengths.tolist() == [3, 3] and (cut.finish == 1).all()
+    assert cut.completion_lengths.tolist() == [3, 3] and (cut.finish == 1).all()
 
 
 def test_share_prompts_packs_one_copy_per_group():
     shapes = training.row_shapes((64,), 20, 640, 1)
-    layouts = [training.make_layout([10] * 4, [5] * 4, [0] * 4, shapes, share_prompts=s) for s in (True, False)]
+    layouts = [training.make_layout(Sizes([10] * 4, [5] * 4, [0] * 4, [0] * 4), shapes, share_prompts=s) for s in (True, False)]
     assert [layout.used_tokens for layout in layouts] == [10 + 4 * 5, 4 * 15]
 
 

@@ -181,8 +181,7 @@ def trajectories(lengths, groups):
     return Trajectories(
         tokens=np.arange(offsets[-1], dtype=np.int32), offsets=offsets, loss_mask=mask, logprobs=zeros.astype(np.float32),
         versions=zeros.astype(np.int32), prompt_lengths=np.ones(n, np.int32), group=np.asarray(groups, np.int64),
-        sample=np.arange(n, dtype=np.int32), seed=np.arange(n, dtype=np.uint32), finish=np.zeros(n, np.int8),
-        turns=np.ones(n, np.int32))
+        sample=np.arange(n, dtype=np.int32), seed=np.arange(n, dtype=np.uint32), finish=np.zeros(n, np.int8))
 
 
 PLAIN = {"algorithm.advantage_mean": "none", "algorithm.advantage_std": "none", "algorithm.whiten": False}
@@ -294,7 +293,7 @@ class Echo:
         return out
 
     def result(self, r):
-        k = "greedy" if r.sampling.temperature == 0 else int(r.id.rsplit("/", 1)[1])
+        k = "greedy" if r.sampling.temperature == 0 else r.key.sample
         tokens = np.asarray(self.answer(r.group, k), np.int32)
         zeros = np.zeros(len(tokens), np.float32)
         return Result(r.id, tokens, zeros, zeros, 0 * tokens, "length" if len(tokens) >= 10 else "stop", r.seed)
@@ -439,7 +438,7 @@ def packed_weights(changes, batch):
     r = SimpleNamespace(config=decided(config(changes)), job=SimpleNamespace(put=lambda packed: packed), state=None, supply=supply)
     r.update = lambda state, batches: (state, given.append(list(batches)) or {})
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
+    layout = training.make_layout(traj.sizes, shapes)
     rl.policy_steps(r, config_checks.resolved_algorithm(r.config), batch, layout, {})
     out, micro = {}, layout.minibatches[0].microbatches[0]
     for term, weights in given[0][0].weights.items():
@@ -487,7 +486,7 @@ def table():
         config=SimpleNamespace(final_softcap=0.0, tied=False))
     params = {"table": jnp.asarray(0.5 * np.random.default_rng(0).normal(size=(61, 8)), jnp.float32)}
     shapes = training.row_shapes((), 24, 24 * 9, 1)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=False)
+    layout = training.make_layout(traj.sizes, shapes, share_prompts=False)
     logits = np.asarray(params["table"] @ params["table"].T, np.float64)
     logps = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     logp = np.append(0, logps[traj.tokens[:-1], traj.tokens[1:]])
@@ -609,7 +608,7 @@ def test_constant_aggregation_divides_by_a_constant_of_choice():
     """algorithm.aggregation_constant, else rollout.max_new_tokens=12; and the four answers."""
     traj, columns = batch_of_groups(groups=2, size=2)
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
+    layout = training.make_layout(traj.sizes, shapes)
     batch = SimpleNamespace(traj=traj, dropped=np.zeros(4, bool), scores=None, result=None)
 
     def weights(constant):
@@ -937,7 +936,7 @@ def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
     model = Qwen2ForSequenceClassification(Qwen2Config(**tiny_job.MODEL, num_labels=1, pad_token_id=0, initializer_range=0.2))
     model.eval().save_pretrained(tmp_path / "rm")
     traj, _ = batch_of_groups(groups=2, size=2)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, open_job.row_shapes)
+    layout = training.make_layout(traj.sizes, open_job.row_shapes)
 
     def values(path):
         return critic_of({"critic.path": path}, open_job).values(None, traj, layout)[0]

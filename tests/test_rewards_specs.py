@@ -17,6 +17,7 @@ from jaxrl.recipes.trajectories import recorded_outcomes
 from jaxrl.rewards import RewardItem, RewardPool, register_reward
 from jaxrl.rewards.builtin import exact_reward
 from jaxrl.rewards.specs import FunctionFolder, to_spec
+from jaxrl.types import Trajectories
 
 
 def shortness(prompt, completion):
@@ -243,8 +244,8 @@ def test_only_outcomes_of_the_same_answer_and_code_are_taken_again():
     """What an earlier try at a step recorded, row by row: the second differs in code, the third in its tokens, then its text and
     its reference answer; the last is of a version without `by`."""
     n = 7
-    traj = SimpleNamespace(group=np.arange(n), sample=np.zeros(n, int), offsets=3 * np.arange(n + 1), prompt_lengths=np.ones(n, int),
-                           tokens=np.arange(3 * n))
+    zeros, tokens = np.zeros(n, int), np.arange(3 * n)
+    traj = Trajectories(tokens, 3 * np.arange(n + 1), tokens % 3 > 0, tokens, tokens, zeros + 1, np.arange(n), zeros, zeros, zeros)
     examples, texts = [SimpleNamespace(prompt_text="q", answer=7)] * n, ["a"] * n
     rows = [{"group": i, "sample": 0, "prompt": "q", "completion": "a", "answer": 7, "tokens": [3 * i + 1, 3 * i + 2],
              "reward": {"outcomes": {"f": "ok"}, "parts": {"f": 1.0}, "by": "code"}} for i in range(n)]

@@ -27,7 +27,7 @@ from rollout_helpers import (
 from jaxrl import models
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.rollout import Request, SamplingParams, generate, make_engine, request_seed
+from jaxrl.rollout import Key, Request, SamplingParams, generate, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.telemetry.compilations import Compilations
 
@@ -332,8 +332,8 @@ def test_lengths_that_cannot_work_are_refused(rollout, message):
 
 
 def test_request_seeds_are_fixed_forever_and_differ_everywhere():
-    assert request_seed(0, "train", 1, 2, 3) == 2991110303
-    seeds = {request_seed(r, n, s, p, k) for r in (0, 1) for n in ("train", "eval/test") for s in range(5)
-             for p in range(20) for k in range(8)}
-    assert len(seeds) == 2 * 2 * 5 * 20 * 8 and all(0 <= s < 2**32 for s in seeds)
-    assert request_seed(1, "a", 2, 3, 4) != request_seed(1, "a", 23, 3, 4)
+    assert Key("train", 1, 2, 3).seed(0) == 2991110303 and str(Key("train", 1, 2, 3)) == "train/1/2/3"
+    keys = [Key(n, s, p, k, t) for n in ("train", "eval/test") for s in range(5) for p in range(20) for k in range(4) for t in range(2)]
+    seeds = {key.seed(r) for r in (0, 1) for key in keys}
+    assert len(seeds) == 2 * len(keys) and all(0 <= s < 2**32 for s in seeds) and len({str(key) for key in keys}) == len(keys)
+    assert Key("a", 2, 3, 4).seed(1) != Key("a", 23, 3, 4).seed(1)

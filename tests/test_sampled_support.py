@@ -12,7 +12,7 @@ from jaxrl import training
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import check_support
 from jaxrl.recipes.trajectories import collect
-from jaxrl.rollout import generate, make_engine
+from jaxrl.rollout import Key, generate, make_engine
 
 OPTIONS = dict(top_k=7, top_p=0.8, temperature=1.3)
 
@@ -23,7 +23,7 @@ def answered():
     cfg.algorithm.sampled_support = True
     engine = make_engine(cfg, model(), tokenizer(), None, (END,), HF)
     engine.publish(params(), 0)
-    asked = [dataclasses.replace(r, id=f"t/0/{i // 4}/{i % 4}", group=i // 4)
+    asked = [dataclasses.replace(r, key=Key("t", 0, i // 4, i % 4), group=i // 4)
              for i, r in enumerate(requests(24, seed=3, prompts=6, **OPTIONS))]
     results = generate(engine, asked, 60.0)
     engine.close()
@@ -50,7 +50,7 @@ def test_the_scorer_takes_it_over(answered):
     asked, results = answered
     traj = collect(asked, results)
     shapes = training.row_shapes((), 48, 256, 1, 1)
-    layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes)
+    layout = training.make_layout(traj.sizes, shapes)
     score = training.make_score(model(), temperature=1.3, chunk=64, put=lambda b: jax.tree.map(jnp.asarray, b))
     drawn = (traj.logprobs - traj.columns["kept"])[traj.loss_mask]
     np.testing.assert_allclose(score(params(), traj, layout)[traj.loss_mask], drawn, atol=1e-4)

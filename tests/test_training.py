@@ -5,15 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_helpers import batch_of_groups, params_of, tiny_model
+from training_helpers import batch_of_groups, conversation, cut, params_of, tiny_model
 
 from jaxrl import training
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
+from jaxrl.recipes.trajectories import collect
 from jaxrl.training.layout import Block, RowShapes, attention_work
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.score import forward_logprobs
 from jaxrl.training.update import _together
+from jaxrl.types import Sizes
 
 LONGEST = 9 + 14
 LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
@@ -66,7 +68,7 @@ def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, di
 def layout_of(traj, name):
     length, rows, share = LAYOUTS[name]
     shapes = RowShapes((length,), ((rows,),))
-    return training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, shapes, share_prompts=share)
+    return training.make_layout(traj.sizes, shapes, share_prompts=share)
 
 
 def worst(a, b):
@@ -160,7 +162,7 @@ def test_the_first_answer_token_and_the_last_are_scored_and_no_prompt_token_is()
     ones = {"token": np.ones(len(traj.tokens))}
     batch = training.pack(traj, micro, columns, ones)
     scored = batch.weights["token"][0] > 0
-    assert scored.sum() == traj.answer_lengths.sum() == traj.loss_mask.sum()
+    assert scored.sum() == traj.completion_lengths.sum() == traj.loss_mask.sum()
     # what is predicted follows, in its own answer or from the shared prompt, what predicts it
     for source, target in zip(batch.sources[0][scored], batch.targets[0][scored], strict=True):
         here = batch.positions[0, source] + 1
@@ -181,7 +183,7 @@ def test_layout_invariants():
     prompts = np.repeat(rng.integers(3, 40, 17), 6)
     answers = rng.integers(1, 60, len(groups))
     shapes = training.row_shapes((64, 128), 100, 512, 1)
-    layout = training.make_layout(prompts, answers, groups, shapes, num_minibatches=4, seed=5)
+    layout = training.make_layout(Sizes(prompts, answers, groups, groups), shapes, num_minibatches=4, seed=5)
     seen = []
     for mini in layout.minibatches:
         mine = [i for m in mini.microbatches for row in m.rows for b in row for i in b.sequences]
@@ -196,7 +198,7 @@ def test_layout_invariants():
     assert sorted(seen) == list(range(len(groups)))
     for g in range(17):  # a group lies in one minibatch
         assert sum(bool(np.isin(np.flatnonzero(groups == g), m.sequences).any()) for m in layout.minibatches) == 1
-    again = training.make_layout(prompts, answers, groups, shapes, num_minibatches=4, seed=5)
+    again = training.make_layout(Sizes(prompts, answers, groups, groups), shapes, num_minibatches=4, seed=5)
     assert [m.sequences.tolist() for m in again.minibatches] == [m.sequences.tolist() for m in layout.minibatches]
 
 
@@ -206,7 +208,7 @@ def test_row_counts_bound_the_programs():
     c.train.row_counts = 1
     whole = training.row_shapes((64,), 60, 512, 2, c.train.row_counts)
     assert whole.counts == ((16,),)
-    layout = training.make_layout([30] * 20, [30] * 20, np.arange(20), whole)
+    layout = training.make_layout(Sizes([30] * 20, [30] * 20, np.arange(20), np.arange(20)), whole)
     assert [len(m.rows) for m in layout.minibatches[0].microbatches] == [16, 16]
 
 
@@ -216,7 +218,7 @@ def test_packing_fills_rows_of_long_tailed_lengths(shared):
     rng = np.random.default_rng(0)
     answers, groups = np.clip(rng.lognormal(4.3, 0.9, 512).astype(int), 8, 512), np.repeat(np.arange(64), 8)
     shapes = training.row_shapes((2048,), 576, 8192, 1)
-    layout = training.make_layout(np.full(512, 64), answers, groups, shapes, share_prompts=shared)
+    layout = training.make_layout(Sizes(np.full(512, 64), answers, groups, groups), shapes, share_prompts=shared)
     placed = [row for m in layout.minibatches[0].microbatches for row in m.rows]
     blocks = [b for row in placed for b in row]
     assert sorted(i for b in blocks for i in b.sequences) == list(range(512))
@@ -239,7 +241,7 @@ def test_rows_of_groups_are_filled_and_shards_have_equal_work(size, median, long
     prompts = np.repeat(rng.integers(40, 300, 64), size)
     for shards in (1, 8):
         shapes = training.row_shapes((row,), 300 + longest, microbatch, shards)
-        layout = training.make_layout(prompts, answers, groups, shapes)
+        layout = training.make_layout(Sizes(prompts, answers, groups, groups), shapes)
         micros = layout.minibatches[0].microbatches
         rows = [r for m in micros for r in m.rows]
         blocks = [b for r in rows for b in r]
@@ -451,3 +453,18 @@ def test_entropy_and_kl_metrics_are_those_of_the_distribution():
     assert float(metrics["policy/entropy"]) == pytest.approx(float((w * entropy).sum()), rel=1e-5)
     d = np.asarray(logp) - batch.columns["ref"]
     assert float(metrics["policy/kl"]) == pytest.approx(float((w * (np.exp(-d) + d - 1)).sum()), rel=1e-4)
+
+
+def test_gradient_is_the_same_however_trajectories_are_cut_into_sequences():
+    """With a mean over trajectories of their token means; each turn is a sequence, or all turns are one."""
+    whole = collect(*conversation(rewrite=False))
+    where, parts = cut(whole)
+    model, random, found = tiny_model(), np.random.default_rng(2), []
+    columns = {name: random.normal(size=len(whole.tokens)) for name in ("ref", "advantage")}
+    columns |= {"old": whole.logprobs, "behaviour": whole.logprobs}
+    for traj, own in ((whole, columns), (parts, {k: v[where] for k, v in columns.items()})):
+        layout = training.make_layout(traj.sizes, RowShapes((64,), ((2,),)), num_minibatches=2, seed=1)
+        weights = training.loss_weights(traj, layout.minibatches[0].sequences, "sequence_mean")
+        grads, _ = gradient(model, params_of(model), traj, own, weights, layout, np.float32)
+        found.append((set(traj.trajectory[layout.minibatches[0].sequences]), grads))
+    assert found[0][0] == found[1][0] and worst(found[1][1], found[0][1]) < 2e-5

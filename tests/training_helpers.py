@@ -1,10 +1,14 @@
 """A tiny model and a synthetic batch of groups, shared by the training tests."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import models
+from jaxrl.rollout import Key, Request, Result
 from jaxrl.types import Trajectories
 
 HF = {
@@ -57,7 +61,6 @@ def batch_of_groups(groups=5, size=4, seed=0, vocab=61, max_prompt=9, max_answer
         sample=np.tile(np.arange(size), groups).astype(np.int32),
         seed=np.arange(n, dtype=np.uint32),
         finish=np.zeros(n, np.int8),
-        turns=np.ones(n, np.int32),
     )
     columns = {
         "advantage": np.repeat(rng.normal(size=n), traj.lengths),
@@ -66,3 +69,44 @@ def batch_of_groups(groups=5, size=4, seed=0, vocab=61, max_prompt=9, max_answer
         "ref": noise(),
     }
     return traj, columns
+
+
+def conversation(rewrite: bool):
+    """(requests, results) of groups of samples with 1 to 3 turns each, with observations between them. `rewrite`: the history of a
+    turn lost as many tokens, so that it is no longer what was sampled."""
+    random, requests, results = np.random.default_rng(0), [], []
+    ids = lambda low, high: random.integers(1, 61, random.integers(low, high)).astype(np.int32)  # noqa: E731
+    openings = [ids(2, 6) for _ in range(3)]
+    for g, k in itertools.product(range(3), range(2)):
+        history = openings[g]
+        for turn in range(1 + (g + 2 * k) % 3):
+            key = Key("train", 0, g, k, turn)
+            prompt = history[turn:] if rewrite else history
+            requests.append(Request(str(key), prompt, seed=key.seed(0), group=g, key=key))
+            tokens = ids(1, 5)
+            logprobs = -random.random(len(tokens)).astype(np.float32)
+            results.append(Result(str(key), tokens, logprobs, 0 * logprobs, np.full(len(tokens), turn, np.int32), "stop", 0))
+            history = np.concatenate([history, tokens, ids(1, 4)])
+    return requests, results
+
+
+def cut(traj):
+    """The same trajectories with each turn as a sequence of its own, whose prompt is all tokens before it."""
+    turn, mask = traj.columns["turn"], traj.loss_mask
+    source, offsets, prompts, trajectory = [], [0], [], []
+    for i, at in enumerate(traj.sampled()):
+        start = traj.spans[i]
+        for k in np.unique(turn[at]):
+            own = at[turn[at] == k]
+            source.append((np.arange(start, own[-1] + 1), own[0] - start))
+            offsets.append(offsets[-1] + len(source[-1][0]))
+            prompts.append(own[0] - start)
+            trajectory.append(i)
+    where = np.concatenate([w for w, _ in source])
+    fresh = np.concatenate([np.arange(len(w)) >= p for w, p in source]) & mask[where]
+    known = {}
+    prefix = [known.setdefault(traj.tokens[w[:p]].tobytes(), len(known)) for w, p in source]
+    return where, dataclasses.replace(
+        traj, tokens=traj.tokens[where], offsets=np.array(offsets), loss_mask=fresh, logprobs=np.where(fresh, traj.logprobs[where], 0),
+        versions=np.where(fresh, traj.versions[where], -1), prompt_lengths=np.array(prompts, np.int32),
+        columns={name: column[where] for name, column in traj.columns.items()}, trajectory=np.array(trajectory), prefix=np.array(prefix))

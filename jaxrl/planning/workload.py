@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.training.layout import make_layout, row_shapes
+from jaxrl.types import Sizes
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "adafactor": 0}  # arrays of the parameters' size in the optimizer
@@ -72,8 +73,9 @@ def rows(config, shards: int, tokens: int = 0) -> Rows:
     some = min(groups, LAID_OUT)
     n = some * group
     one_size = dataclasses.replace(shapes, counts=tuple((c[0],) for c in shapes.counts))
-    layout = make_layout(np.full(n, prompt), np.full(n, answer), np.repeat(np.arange(some), group), one_size,
-                                  share_prompts=config.train.share_prompts and config.recipe.samples)
+    prompts = np.repeat(np.arange(some), group)
+    layout = make_layout(Sizes(np.full(n, prompt), np.full(n, answer), prompts, prompts), one_size,
+                         share_prompts=config.train.share_prompts and config.recipe.samples)
     micro = layout.minibatches[0].microbatches
     largest = max(micro, key=lambda m: m.row_length * len(m.rows))
     used = sum(bool(row) for m in micro for row in m.rows)

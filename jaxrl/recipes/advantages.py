@@ -44,28 +44,28 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
       scores: [N], NaN = absent. baseline: [N] greedy scores. kl: [T] or None. values: [T] for gae.
       rewards, columns, user: for a function of the user's own.
     """
-    mask, offsets = traj.loss_mask, traj.offsets
-    present = np.repeat(np.isfinite(scores), traj.lengths) & mask
+    mask, spans = traj.loss_mask, traj.spans
+    present = traj.spread(np.isfinite(scores)) & mask
     kind, returns = v["advantage"], None
     if kl is not None and kind not in ("returns", "gae"):
-        scores = scores - v["kl.coef"] * np.add.reduceat(np.where(mask, kl, 0.0), offsets[:-1])
+        scores = scores - v["kl.coef"] * traj.total(kl)
     numbers, zero = group_advantages(
         scores, traj.group, mean=v["advantage_mean"], std=v["advantage_std"], baseline_N=baseline)
     if kind == "outcome":
-        tokens = np.repeat(numbers, traj.lengths)
+        tokens = traj.spread(numbers)
     elif kind in ("returns", "gae"):
         numbers = np.where(np.isfinite(scores), numbers, np.nan)
-        per_token = token_rewards(numbers, mask, offsets, kl, v["kl.coef"])
+        per_token = token_rewards(numbers, mask, spans, kl, v["kl.coef"])
         if kind == "returns":
-            tokens = token_returns(per_token, mask, offsets, v["gamma"])
+            tokens = token_returns(per_token, mask, spans, v["gamma"])
         else:
-            lam = adaptive_lambda(traj.answer_lengths, v["lam_alpha"]) if v["lam_alpha"] else v["lam"]
-            tokens, _ = gae(per_token, values, mask, offsets, v["gamma"], lam)
+            lam = adaptive_lambda(traj.total(), v["lam_alpha"]) if v["lam_alpha"] else v["lam"]
+            tokens, _ = gae(per_token, values, mask, spans, v["gamma"], lam)
             own = v["lam"] if v["critic_lam"] is None else v["critic_lam"]
-            returns = np.where(present, gae(per_token, values, mask, offsets, v["gamma"], own)[1], values)
+            returns = np.where(present, gae(per_token, values, mask, spans, v["gamma"], own)[1], values)
     else:
         own = ADVANTAGES[kind] if kind in ADVANTAGES else imported(kind)
-        tokens = spread(kind, own(AdvantageInputs(scores, traj.group, mask, offsets, rewards, columns, user)), traj)
+        tokens = spread(kind, own(AdvantageInputs(scores, traj.group, mask, spans, rewards, columns, user)), traj)
     tokens = np.where(present, tokens, 0.0)
     if v["whiten"]:
         tokens = whiten(tokens, present)
@@ -75,11 +75,11 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
 def spread(name: str, found, traj) -> np.ndarray:
     """[N] or [T] numbers of a user's function -> [T]. Raises ConfigError for other shapes and for numbers that are not finite."""
     found = np.asarray(found, np.float64)
-    if found.shape == (traj.num_sequences,):
-        found = np.repeat(found, traj.lengths)
+    if found.shape == (traj.num_trajectories,):
+        found = traj.spread(found)
     if found.shape != (len(traj.tokens),):
         raise ConfigError(f"algorithm.advantage={name!r} returned shape {found.shape}: expected one number per sequence "
-                          f"({traj.num_sequences}) or per token ({len(traj.tokens)})")
+                          f"({traj.num_trajectories}) or per token ({len(traj.tokens)})")
     if not np.isfinite(found[traj.loss_mask]).all():
         raise ConfigError(f"algorithm.advantage={name!r} returned numbers that are not finite")
     return found

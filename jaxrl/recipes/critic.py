@@ -142,7 +142,7 @@ class Critic:
             return []
         job, c, pending = self.job, self.job.config, []
         layout = training.make_layout(
-            traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=c.train.share_prompts,
+            traj.sizes, job.row_shapes, share_prompts=c.train.share_prompts,
             num_minibatches=min(self.num_minibatches, len(np.unique(traj.group))), seed=seed)
         columns = {name: columns[name] for name in ("return", "old_value")}
         with job.on(self.role):

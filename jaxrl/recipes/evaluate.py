@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes.trajectories import (
-    answers,
     collect,
+    completions,
     make_requests,
     records,
     results_from_bytes,
@@ -57,7 +57,7 @@ def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
         hits = (np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark).reshape(len(batch), c.eval.samples)
         hits_of[name] = hits
         metrics |= {f"eval/{name}/{k}": v for k, v in _scores(hits).items()}
-        metrics[f"eval/{name}/length_mean"] = float(traj.answer_lengths.mean())
+        metrics[f"eval/{name}/length_mean"] = float(traj.total().mean())
         metrics[f"eval/{name}/truncated_fraction"] = float((traj.finish == 1).mean())
         metrics[f"eval/{name}/failed_fraction"] = float(np.isnan(scores).mean())
         metrics[f"eval/{name}/reward_mean"] = (
@@ -85,7 +85,7 @@ def answer(r, name: str, batch, sampling):
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
-        texts = answers(traj, r.job.tokenizer) if texts is None else texts
+        texts = completions(traj, r.job.tokenizer) if texts is None else texts
         items = reward_items(traj, examples, texts, c.data.response_prefix)
         result = r.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(r))
         return result and (traj, examples, texts, result)

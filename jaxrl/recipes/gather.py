@@ -21,8 +21,8 @@ from jaxrl.processes.exchange import gather as gather_bytes
 from jaxrl.recipes.run import Run
 from jaxrl.recipes.supply import samples
 from jaxrl.recipes.trajectories import (
-    answers,
     collect,
+    completions,
     recorded_outcomes,
     results_from_bytes,
     results_to_bytes,
@@ -158,7 +158,7 @@ def score(r: Run, requests, results, groups, recorded=None, texts=None):
     """(trajectories, texts, RewardResult, or None when a stop was asked for). What is known already, or was recorded by an earlier
     try at this step, is not asked again. groups: that of each request."""
     traj = collect(requests, results, longest_sequence(r.config))
-    texts = answers(traj, r.job.tokenizer) if texts is None else texts
+    texts = completions(traj, r.job.tokenizer) if texts is None else texts
     examples = [g.example for g in groups]
     if recorded is None:
         old = r.telemetry.read_rollouts(r.step + 1)
@@ -172,7 +172,7 @@ def shaped(r: Run, values: dict, traj, result) -> np.ndarray:
     """Scores [N]: shaped as rewards.shape says."""
     c = r.config
     buffer = c.reward.overlong_buffer or round(values["overlong_buffer_fraction"] * c.rollout.max_new_tokens)
-    return rewards_room.shape(result, traj.answer_lengths, traj.finish == 1, c.reward, c.rollout.max_new_tokens, buffer)
+    return rewards_room.shape(result, traj.total(), traj.finish == 1, c.reward, c.rollout.max_new_tokens, buffer)
 
 
 def normed(scores, groups, mean: str, std: str) -> np.ndarray:
@@ -189,7 +189,7 @@ def has_signal(asks, traj, texts, result, members) -> bool:
     if callable(asks):
         return bool(asks({
             "scores": result.total[where], "rewards": {name: part[where] for name, part in result.parts.items()},
-            "completions": [texts[i] for i in where], "lengths": traj.answer_lengths[where], "truncated": traj.finish[where] == 1}))
+            "completions": [texts[i] for i in where], "lengths": traj.total()[where], "truncated": traj.finish[where] == 1}))
     found = (result.parts[asks] if asks else result.total)[where]
     found = found[np.isfinite(found)]
     return len(found) > 1 and bool(found.max() - found.min() >= EQUAL)

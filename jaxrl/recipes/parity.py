@@ -39,7 +39,7 @@ def report(r) -> dict:
         return collect(asked, [known[a.id] for a in asked])
 
     def gap(traj, temperature, model=job.model):
-        layout = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes)
+        layout = training.make_layout(traj.sizes, job.row_shapes)
         score = make_score(model, temperature=temperature, chunk=job.config.train.logprob_chunk, put=job.put)
         return difference(score(params, traj, layout), traj)
 

@@ -73,9 +73,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     traj = batch.traj
     seed = hash_seed(c.run.seed, r.step)
     layout = training.make_layout(
-        traj.prompt_lengths,
-        traj.answer_lengths,
-        traj.group,
+        traj.sizes,
         job.row_shapes,
         share_prompts=c.train.share_prompts,
         num_minibatches=min(v["num_minibatches"], len(np.unique(traj.group))),  # a last step may be short
@@ -83,8 +81,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
     )
     scored = layout
     if job.score_shapes is not job.row_shapes:
-        scored = training.make_layout(traj.prompt_lengths, traj.answer_lengths, traj.group, job.score_shapes,
-                                      share_prompts=c.train.share_prompts)
+        scored = training.make_layout(traj.sizes, job.score_shapes, share_prompts=c.train.share_prompts)
     with r.phase("score"):
         columns = algorithm.columns(r, traj, scored)
         critic, values = algorithm.critic, None
@@ -107,7 +104,7 @@ def one_step(r: Run, algorithm: Algorithm) -> dict | None:
         with r.phase("update"):
             r.fault("update")
             metrics = update_all(r, algorithm, batch, layout, columns, seed)
-        r.advance(batch.cursor, samples=traj.num_sequences)
+        r.advance(batch.cursor, samples=traj.num_trajectories)
         metrics |= r.supply.metrics(traj, stale)
         metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
     r.telemetry.histograms(r.step, histograms(batch, columns, per_answer))
@@ -135,8 +132,7 @@ def judged(c, result):
 
 def by_answer(tokens_T, traj) -> np.ndarray:
     """[N] mean over each answer's scored tokens."""
-    total = np.add.reduceat(np.where(traj.loss_mask, tokens_T, 0.0), traj.offsets[:-1])
-    return total / np.maximum(np.add.reduceat(traj.loss_mask.astype(np.int64), traj.offsets[:-1]), 1)
+    return traj.total(tokens_T) / np.maximum(traj.total(), 1)
 
 
 def update_all(r: Run, algorithm: Algorithm, batch, layout, columns, seed: int) -> dict[str, float]:
@@ -162,7 +158,7 @@ def policy_steps(r: Run, v: dict, batch, layout, columns) -> list:
     dropped = batch.dropped | (v["mask_truncated"] & (traj.finish == 1))
     keep = None
     if c.algorithm.shared_prefix_tokens:
-        keep = shared_prefix_mask(traj.tokens, traj.offsets, traj.prompt_lengths, traj.group, batch.scores,
+        keep = shared_prefix_mask(traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores,
                                   c.algorithm.shared_prefix_tokens)
     positive = None
     if v["positive_nll_coef"]:
@@ -205,7 +201,7 @@ def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
 def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
     """Host metrics of one batch of answers."""
     traj, scores = batch.traj, batch.shaped
-    lengths = traj.answer_lengths
+    lengths = traj.total()
     known = scores[np.isfinite(scores)]
     out = {
         "reward/mean": float(known.mean()) if len(known) else 0.0,
@@ -217,7 +213,7 @@ def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
         "rollout/zero_signal_fraction": float(zero_signal.mean()),
         "rollout/absent_fraction": float(1 - len(known) / batch.asked),
         "rollout/tokens": float(lengths.sum()),
-        "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
+        "rollout/prompt_tokens": float(len(traj.tokens) - lengths.sum()),
         "rollout/kept_mass_mean": float(np.exp(traj.columns["kept"][traj.loss_mask]).mean()),
         "advantage/abs_mean": float(np.abs(per_answer).mean()),
         "packing/efficiency": layout.efficiency,
@@ -231,7 +227,7 @@ def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
 def histograms(batch, columns, per_answer) -> dict[str, np.ndarray]:
     """What telemetry.names.HISTOGRAMS tells of one batch. Log-probs under the current policy stay on the device."""
     traj, scores = batch.traj, batch.shaped
-    out = {"length": traj.answer_lengths, "reward": scores[np.isfinite(scores)], "advantage": per_answer}
+    out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_answer}
     if "old" in columns:
         out["log_ratio"] = (columns["old"] - columns["behaviour"])[traj.loss_mask]
     if "staleness" in columns:

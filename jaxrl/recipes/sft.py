@@ -41,7 +41,7 @@ def run(config, given=None) -> dict:
                 r.fault("update")
                 with r.phase("update"):
                     metrics, efficiency = one_update(r, traj)
-                r.advance(cursor, samples=traj.num_sequences)
+                r.advance(cursor, samples=traj.num_trajectories)
             pending.append((metrics, traj, efficiency, r.speed.operations.update(traj, shared=False)))
             if r.step % config.log.every_steps == 0 or r.ended():
                 with r.phase("update"):
@@ -72,16 +72,13 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
         sample=np.zeros(n, np.int32),
         seed=np.zeros(n, np.uint32),
         finish=np.zeros(n, np.int8),
-        turns=np.ones(n, np.int32),
     )
 
 
 def one_update(r: Run, traj: Trajectories):
     """One optimizer step on all sequences; metrics stay on the device."""
     job = r.job
-    layout = training.make_layout(
-        traj.prompt_lengths, traj.answer_lengths, traj.group, job.row_shapes, share_prompts=False
-    )
+    layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     batches = (job.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
     r.state, metrics = r.update(r.state, batches)
@@ -92,7 +89,7 @@ def averaged(pending) -> dict[str, float]:
     """Means over the updates since the last line, counts of tokens and operations too; one transfer per update."""
     steps = [host_scalars(m) for m, *_ in pending]
     out = {k: float(np.mean([s[k] for s in steps])) for k in steps[0]}
-    lengths = np.concatenate([t.answer_lengths for _, t, *_ in pending])
+    lengths = np.concatenate([t.completion_lengths for _, t, *_ in pending])
     return out | {
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),

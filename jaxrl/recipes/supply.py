@@ -11,8 +11,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import gather as gather_bytes
 from jaxrl.processes.exchange import owner
 from jaxrl.recipes.trajectories import (
-    answers,
     collect,
+    completions,
     make_requests,
     results_from_bytes,
     results_to_bytes,
@@ -93,7 +93,7 @@ class Supply:
             if asked:
                 requests, results, examples = map(list, zip(*asked, strict=True))
                 traj = collect(requests, results, longest_sequence(self.run.config))
-                texts = answers(traj, self.run.job.tokenizer)
+                texts = completions(traj, self.run.job.tokenizer)
                 items = reward_items(traj, examples, texts, self.run.config.data.response_prefix)
                 records = self.run.rewards.score(items, part=True).records()
                 found |= {q.id: record for q, record in zip(requests, records, strict=True)}

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrl.processes.exchange import decode, encode
 from jaxrl.rewards import RewardItem
-from jaxrl.rollout import Request, Result, SamplingParams, request_seed
+from jaxrl.rollout import Key, Request, Result, SamplingParams
 from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import FINISH, Trajectories
 
@@ -33,94 +33,91 @@ def sampling_params(
 def make_requests(
     batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int
 ) -> list[Request]:
-    """One request per (prompt, sample), ordered; `batch` is [(position, Example)]. Seeds are folded by name, step, prompt, sample."""
-    return [
-        Request(
-            id=f"{stream}/{step}/{position}/{k}",
-            prompt=example.prompt_ids,
-            sampling=sampling,
-            seed=request_seed(root_seed, stream, step, position, k),
-            group=position,
-        )
-        for position, example in batch
-        for k in range(samples)
-    ]
+    """One request per (prompt, sample), ordered; `batch` is [(position, Example)]."""
+    keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
+    return [Request(str(key), example.prompt_ids, sampling, key.seed(root_seed), key.prompt, key) for key, example in keys]
 
 
 def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
-    """Ragged trajectories from answered requests, in request order.
+    """Trajectories of answered requests, in request order.
 
-    With `max_sequence_tokens`, answers are cut so that prompt + answer stay within it (finish becomes "length").
+    Turns follow each other: requests whose keys differ in the turn alone are one trajectory. Where a turn's prompt begins with all
+    tokens so far, the sequence goes on, and what the prompt adds to them is masked; else the turn opens a new sequence. Further
+    columns: kept; support where engines tell it; turn (-1 where not sampled) where one is not the first.
+
+    With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length").
     """
-    parts = {k: [] for k in ("tokens", "mask", "logprobs", "kept", "versions")}
-    offsets, finish = [0], []
+    pieces, tokens, opening, finish = [], [], [], []  # pieces: tokens of prompts that are new, and of completions
+    before, history = None, np.zeros(0, np.int32)
     for request, result in zip(requests, results, strict=True):
-        prompt, answer = len(request.prompt), len(result.tokens)
-        reason = result.finish
-        if max_sequence_tokens and prompt + answer > max_sequence_tokens:
-            answer, reason = max_sequence_tokens - prompt, "length"
-        zeros = np.zeros(prompt, np.float32)
-        parts["tokens"].append(np.concatenate([request.prompt, result.tokens[:answer]]).astype(np.int32))
-        parts["mask"].append(np.arange(prompt + answer) >= prompt)
-        parts["logprobs"].append(np.concatenate([zeros, result.logprobs[:answer]]).astype(np.float32))
-        parts["kept"].append(np.concatenate([zeros, result.kept[:answer]]).astype(np.float32))
-        parts["versions"].append(
-            np.concatenate([zeros.astype(np.int32) - 1, result.versions[:answer]]).astype(np.int32)
-        )
-        offsets.append(offsets[-1] + prompt + answer)
-        finish.append(FINISH.index(reason))
-    groups = np.array([r.group for r in requests], np.int64)
-    sample = np.array([int(r.id.rsplit("/", 1)[1]) for r in requests], np.int32)
-    flat = {k: np.concatenate(v) for k, v in parts.items()}
-    columns = {"kept": flat["kept"]}
-    width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
-    if width:
-        columns["support"] = np.full((offsets[-1], width), -1, np.int32)
-        for result, start, prompt, end in zip(results, offsets, map(len, (r.prompt for r in requests)), offsets[1:], strict=False):
-            columns["support"][start + prompt:end] = result.support[: end - start - prompt]
+        size, reason = len(result.tokens), result.finish
+        if max_sequence_tokens and len(request.prompt) + size > max_sequence_tokens:
+            size, reason = max_sequence_tokens - len(request.prompt), "length"
+        again = before is not None and request.key.turn > 0 and request.key[:4] == before.key[:4]
+        known = len(history) if again and np.array_equal(request.prompt[: len(history)], history) else 0
+        opening.append((not again, not known))  # of a trajectory, of a sequence
+        pieces.append((len(request.prompt) - known, size))
+        tokens += [request.prompt[known:], result.tokens[:size]]
+        finish = (finish[:-1] if again else finish) + [FINISH.index(reason)]
+        before, history = request, np.concatenate([request.prompt, result.tokens[:size]])
+    mask = np.repeat(np.tile([False, True], len(pieces)), np.ravel(pieces))
+
+    def column(values, blank, dtype=np.float32):
+        out = np.full((len(mask), *values[0].shape[1:]), blank, dtype)
+        out[mask] = np.concatenate([v[:size] for v, (_, size) in zip(values, pieces, strict=True)])
+        return out
+
+    columns = {"kept": column([r.kept for r in results], 0)}
+    if any(r.support is not None and r.support.shape[1] for r in results):
+        columns["support"] = column([r.support for r in results], -1, np.int32)
+    several, prefix = any(q.key.turn for q in requests), {}
+    firsts, opens = (np.array(flags) for flags in zip(*opening, strict=True))
+    heads, begins = ([q for q, flag in zip(requests, flags, strict=True) if flag] for flags in (firsts, opens))
+    if several:
+        columns["turn"] = column([np.full(len(r.tokens), q.key.turn) for q, r in zip(requests, results, strict=True)], -1, np.int32)
     return Trajectories(
-        tokens=flat["tokens"],
-        offsets=np.array(offsets, np.int64),
-        loss_mask=flat["mask"],
-        logprobs=flat["logprobs"],
-        versions=flat["versions"],
-        prompt_lengths=np.array([len(r.prompt) for r in requests], np.int32),
-        group=groups,
-        sample=sample,
-        seed=np.array([r.seed for r in requests], np.uint32),
+        tokens=np.concatenate(tokens).astype(np.int32),
+        offsets=np.append((np.cumsum(np.sum(pieces, 1)) - np.sum(pieces, 1))[opens], len(mask)),
+        loss_mask=mask,
+        logprobs=column([r.logprobs for r in results], 0),
+        versions=column([r.versions for r in results], -1, np.int32),
+        prompt_lengths=np.array([len(q.prompt) for q in begins], np.int32),
+        group=np.array([q.group for q in heads], np.int64),
+        sample=np.array([q.key.sample for q in heads], np.int32),
+        seed=np.array([q.seed for q in heads], np.uint32),
         finish=np.array(finish, np.int8),
-        turns=np.ones(len(requests), np.int32),
         columns=columns,
+        trajectory=(np.cumsum(firsts) - 1)[opens] if several else None,
+        prefix=np.array([prefix.setdefault((q.group, q.prompt.tobytes()), len(prefix)) for q in begins]) if several else None,
     )
 
 
-def answers(traj: Trajectories, tokenizer) -> list[str]:
-    """Decoded answers without special tokens; for rewards and people, never re-encoded."""
-    ids = [
-        traj.tokens[traj.offsets[i] + traj.prompt_lengths[i] : traj.offsets[i + 1]] for i in range(traj.num_sequences)
-    ]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+def last_turns(traj: Trajectories) -> list[np.ndarray]:
+    """The token ids of each trajectory's last turn: its completion."""
+    turn = traj.columns.get("turn")
+    return [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
+
+
+def completions(traj: Trajectories, tokenizer) -> list[str]:
+    """Decoded completions without special tokens; for rewards and people, never re-encoded."""
+    return tokenizer.batch_decode(last_turns(traj), skip_special_tokens=True)
 
 
 def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[RewardItem]:
-    """One item per sequence; `examples` is parallel to the sequences. `prefix` is data.response_prefix, part of the answer for rewards."""
-    items = []
-    for i, (example, text) in enumerate(zip(examples, texts, strict=True)):
-        start = traj.offsets[i] + traj.prompt_lengths[i]
-        columns = dict(example.columns)
-        columns.setdefault("answer", example.answer)
-        items.append(
-            RewardItem(
-                prompt=example.prompt,
-                completion=prefix + text,
-                columns=columns,
-                finish=FINISH[traj.finish[i]],
-                group=int(traj.group[i]),
-                sample=int(traj.sample[i]),
-                token_ids=traj.tokens[start : traj.offsets[i + 1]].tolist(),
-            )
+    """One item per trajectory; `examples`, `texts` are parallel to them. `prefix`: data.response_prefix, part of it for rewards."""
+    return [
+        RewardItem(
+            prompt=example.prompt,
+            completion=prefix + text,
+            columns={"answer": example.answer, **example.columns},
+            finish=FINISH[finish],
+            group=int(group),
+            sample=int(sample),
+            token_ids=ids.tolist(),
         )
-    return items
+        for example, text, finish, group, sample, ids in zip(
+            examples, texts, traj.finish, traj.group, traj.sample, last_turns(traj), strict=True)
+    ]
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
@@ -136,11 +133,10 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
 
 
 def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
-    """One JSON-able record per sequence: what was asked, answered, and how it was scored; `version` and `last_version` are those
-    of its first and last token."""
+    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `tokens` are all it sampled, `version`
+    and `last_version` those of its first and last token."""
     out = []
-    for i, (example, text, scored) in enumerate(zip(examples, texts, result.records(), strict=True)):
-        start, end = int(traj.offsets[i] + traj.prompt_lengths[i]), int(traj.offsets[i + 1])
+    for i, (example, text, scored, at) in enumerate(zip(examples, texts, result.records(), traj.sampled(), strict=True)):
         record = {
             "group": int(traj.group[i]),
             "sample": int(traj.sample[i]),
@@ -151,10 +147,10 @@ def records(traj: Trajectories, examples, texts, result, advantages=None) -> lis
             "score": _number(result.total[i]),
             "reward": scored,
             "finish": FINISH[traj.finish[i]],
-            "tokens": traj.tokens[start:end].tolist(),
-            "logprobs": [round(float(x), 6) for x in traj.logprobs[start:end]],
-            "version": int(traj.versions[start]) if end > start else -1,
-            "last_version": int(traj.versions[end - 1]) if end > start else -1,
+            "tokens": traj.tokens[at].tolist(),
+            "logprobs": [round(float(x), 6) for x in traj.logprobs[at]],
+            "version": int(traj.versions[at[0]]) if len(at) else -1,
+            "last_version": int(traj.versions[at[-1]]) if len(at) else -1,
         }
         if advantages is not None:
             record["advantage"] = _number(advantages[i])
@@ -191,11 +187,9 @@ def recorded_outcomes(old: list[dict], traj: Trajectories, examples, texts, by: 
     of whatever version of jaxrl."""
     known = {(r.get("group"), r.get("sample")): r for r in old}
     out = []
-    for i, (example, text) in enumerate(zip(examples, texts, strict=True)):
+    for i, (example, text, at) in enumerate(zip(examples, texts, traj.sampled(), strict=True)):
         r = known.get((int(traj.group[i]), int(traj.sample[i])), {})
-        start = traj.offsets[i] + traj.prompt_lengths[i]
-        now = {"prompt": example.prompt_text, "completion": text, "answer": jsonable(example.answer),
-               "tokens": traj.tokens[start : traj.offsets[i + 1]].tolist()}
+        now = {"prompt": example.prompt_text, "completion": text, "answer": jsonable(example.answer), "tokens": traj.tokens[at].tolist()}
         reward = r.get("reward") or {}
         same = all(name in r and r[name] == value for name, value in now.items()) and reward.get("by") == by
         out.append(reward if same else None)

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -79,15 +79,34 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0
 
 
+class Key(NamedTuple):
+    """Whose completion a request asks for. Its text is the request's id, which engines, checkpoints and other processes carry."""
+
+    stream: str  # train, greedy, eval/<set> ...
+    step: int    # that it was meant for
+    prompt: int  # position in the order of the data
+    sample: int  # index within the group
+    turn: int = 0
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self[:4])) + (f".{self.turn}" if self.turn else "")
+
+    def seed(self, root: int) -> int:
+        """Seed (uint32) of the request: a hash of where it stands in the run, the same on every host and every retry."""
+        parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
+        return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One answer to be sampled. Requests with equal prompts share one prefill where they stand together."""
+    """One completion to be sampled. Requests with equal prompts share one prefill where they stand together."""
 
     id: str
     prompt: np.ndarray  # [P] int32
     sampling: SamplingParams = SamplingParams()
     seed: int = 0       # uint32; token i of the answer uses random bits of (seed, i) only
-    group: int = 0      # for the caller's book-keeping
+    group: int = 0      # for the caller's book-keeping, as is the key
+    key: Key | None = None
 
 
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool) -> np.ndarray:
@@ -218,9 +237,3 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float,
                 "rollout.timeout_seconds, or ask for fewer or shorter answers")
         poll(min(left, 1.0))
     return [done[r.id] for r in requests]
-
-
-def request_seed(root_seed: int, name: str, step: int, prompt: int, sample: int) -> int:
-    """Seed (uint32) of one sample: a hash of where it stands in the run, the same on every host and every retry."""
-    key = "\0".join((str(int(root_seed)), name, str(int(step)), str(int(prompt)), str(int(sample))))
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")

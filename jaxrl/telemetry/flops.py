@@ -52,12 +52,12 @@ class Operations:
 
     def generation(self, traj) -> float:
         """Prompts once per group, then every sampled token but each answer's last, which nothing follows."""
-        first = np.unique(traj.group, return_index=True)[1]
+        first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         return sum(prompts) + sum(self.layers(traj.prompt_lengths, traj.lengths - 1)) + self.head * float(traj.loss_mask.sum())
 
     def _forward(self, traj, shared: bool) -> tuple[float, float]:
-        prompts = np.unique(traj.group, return_index=True)[1] if shared else np.arange(traj.num_sequences)
+        prompts = np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
         parts = self.layers(np.zeros(len(prompts)), traj.prompt_lengths[prompts]), self.layers(traj.prompt_lengths, traj.lengths)
         return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
 

@@ -112,20 +112,20 @@ def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T:
 
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=None, keep=None, positive=None):
-    """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens and sequences.
+    """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens. Denominators count trajectories.
 
     Args:
-      sequences: those of the optimizer step. aggregation, max_tokens: as aggregation_weights'.
-      dropped: [N] bool, sequences without policy loss. keep: [T] bool, tokens with one. What they take away keeps its place
+      sequences: all of the trajectories of the optimizer step. aggregation, max_tokens: as aggregation_weights'.
+      dropped: [N] bool, trajectories without policy loss. keep: [T] bool, tokens with one. What they take away keeps its place
         in the denominators.
-      positive: [N] bool, sequences of the positive-example loss; None = there is none.
+      positive: [N] bool, trajectories of the positive-example loss; None = there is none.
 
     Returns:
-      {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive sequences}.
+      {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive trajectories}.
     """
-    counts = np.zeros(traj.num_sequences)
-    counts[sequences] = np.add.reduceat(traj.loss_mask.astype(np.int64), traj.offsets[:-1])[sequences]
-    spread = lambda w: np.where(traj.loss_mask, np.repeat(w, traj.lengths), 0.0)  # noqa: E731
+    counts, whose = np.zeros(traj.num_trajectories), traj.trajectory[sequences]
+    counts[whose] = traj.total()[whose]
+    spread = lambda w: np.where(traj.loss_mask, traj.spread(w), 0.0)  # noqa: E731
     policy = aggregation_weights(counts, aggregation, groups_N=traj.group, max_tokens=max_tokens)
     policy = spread(policy if dropped is None else np.where(dropped, 0.0, policy))
     out = {"policy": policy if keep is None else np.where(keep, policy, 0.0),
