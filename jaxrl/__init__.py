@@ -28,7 +28,7 @@ _LAZY = {
     "load_config": "jaxrl.config",
     "default_config": "jaxrl.config",
     "register_reward": "jaxrl.rewards",
-    "Step": "jaxrl.recipes.given",
+    "Step": "jaxrl.given",
     "ConfigError": "jaxrl.errors",
     "RunStopped": "jaxrl.errors",
 }

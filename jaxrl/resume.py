@@ -85,7 +85,7 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     return refused, taken
 
 
-# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (recipes.inputs).
+# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (jaxrl.fingerprints).
 READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
         "reference": ("weights of the reference",)}
 

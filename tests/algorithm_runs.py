@@ -1,5 +1,6 @@
 """The tiny job with one step looked at from inside: states before and after, batches, columns, each update's metrics."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -40,18 +41,23 @@ def same(a, b):
     return len(a) == len(b) and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def photo(r, algorithm):
+def with_options(job, config):
+    """An open job as if it had been opened with another config."""
+    return dataclasses.replace(job, config=decided(config))
+
+
+def photo(parts):
     """Everything a step may change."""
-    critic, reference = algorithm.critic, algorithm.reference
+    critic, reference, policy = parts.algorithm.critic, parts.algorithm.reference, parts.policy
     return SimpleNamespace(
-        policy=host(r.state.trainable),
-        optimizer=host(r.state.opt_state),
-        updates=int(r.state.step),
-        policy_tree=host(setup.policy_params(r.state)),
+        policy=host(policy.state.trainable),
+        optimizer=host(policy.state.opt_state),
+        updates=int(policy.state.step),
+        policy_tree=host(policy.weights()),
         critic=None if critic is None or critic.shared else host(vars(critic.state)),
         running=None if critic is None else critic.host(),
         reference=None if reference is None else host(reference.params),
-        cursor=r.cursor,
+        cursor=parts.s.progress.cursor,
     )
 
 
@@ -64,8 +70,9 @@ def watched(config):
     steps, published, now = [], {}, SimpleNamespace()
     one_step, update_all, policy_steps, publish = rl.one_step, rl.update_all, rl.policy_steps, embedded.EmbeddedEngine.publish
 
-    def look_at_step(r, algorithm):
-        now.before, now.updates, now.critic_updates = photo(r, algorithm), [], []
+    def look_at_step(parts):
+        algorithm = parts.algorithm
+        now.before, now.updates, now.critic_updates = photo(parts), [], []
         if algorithm.critic is not None:
             learn = type(algorithm.critic).learn
 
@@ -77,18 +84,18 @@ def watched(config):
             algorithm.critic.learn = look_at_critic
         columns = type(algorithm).columns
 
-        def look_at_score(r, traj, layout):
+        def look_at_score(policy, traj, layout):
             now.scored = layout
-            return columns(algorithm, r, traj, layout)
+            return columns(algorithm, policy, traj, layout)
 
         algorithm.columns = look_at_score
-        metrics = one_step(r, algorithm)
-        steps.append(SimpleNamespace(**vars(now), after=photo(r, algorithm), metrics=metrics))
-        return metrics
+        done = one_step(parts)
+        steps.append(SimpleNamespace(**vars(now), after=photo(parts), metrics=done and done[0]))
+        return done
 
-    def look_at_update(r, algorithm, batch, layout, columns, seed):
+    def look_at_update(parts, batch, layout, columns, seed):
         now.batch, now.columns, now.layout = batch, columns, layout
-        return update_all(r, algorithm, batch, layout, columns, seed)
+        return update_all(parts, batch, layout, columns, seed)
 
     def look_at_policy(*args):
         found = policy_steps(*args)

@@ -25,9 +25,9 @@ from jaxrl.config import parse_flags, put  # noqa: E402
 from jaxrl.processes.exchange import to_host  # noqa: E402
 from jaxrl.processes.group import peers  # noqa: E402
 from jaxrl.recipes import supply  # noqa: E402
-from jaxrl.recipes.run import Run  # noqa: E402
 from jaxrl.recipes.setup import Job  # noqa: E402
 from jaxrl.rollout import Result  # noqa: E402
+from jaxrl.session import Session  # noqa: E402
 
 
 class Recorded:
@@ -91,24 +91,25 @@ def watch(seen):
         seen["held"].append(sorted({p.index[0].start or 0 for p in parts}))
         return out
 
-    save, take_over = Run.save, Run._take_over
+    save, restore = Session.save, Session.restore
 
     def save_and_note(run):
         seen["saved"].append([run.step, fingerprint(run)])
         save(run)
 
-    def take_over_and_note(run, restored):
-        take_over(run, restored)
-        seen["restored"].append([run.step, fingerprint(run)])
+    def restore_and_note(run, *parts):
+        restore(run, *parts)
+        if run.resumed is not None:
+            seen["restored"].append([run.step, fingerprint(run)])
 
     training.make_layout, supply.make_requests, Job.put = make_layout, make_requests, put_rows
-    Run.save, Run._take_over = save_and_note, take_over_and_note
+    Session.save, Session.restore = save_and_note, restore_and_note
 
 
 def fingerprint(run) -> str:
     """Of every array of the state, and of the place in the data."""
-    leaves = flatten(vars(run.state))
-    digest = hashlib.sha256(json.dumps([run.step, run.cursor, run.samples]).encode())
+    leaves = flatten(run.policy.arrays())
+    digest = hashlib.sha256(json.dumps(list(run.progress)).encode())
     for name in sorted(leaves):
         digest.update(name.encode() + to_host(leaves[name]).tobytes())
     return digest.hexdigest()[:16]

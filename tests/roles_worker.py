@@ -38,10 +38,10 @@ def main():
     for name, roles in LAYOUTS.items():
         places, one_step = {}, rl.one_step
 
-        def look(r, algorithm, places=places, one_step=one_step):
-            out = one_step(r, algorithm)
-            places.update(policy=devices(r.state), critic=devices(algorithm.critic.state), reference=devices(algorithm.reference.params),
-                          sampler=devices(r.engine._params), kinds=sorted({
+        def look(parts, places=places, one_step=one_step):
+            out, algorithm = one_step(parts), parts.algorithm
+            places.update(policy=devices(parts.policy.state), critic=devices(algorithm.critic.state), reference=devices(algorithm.reference.params),
+                          sampler=devices(parts.job.engine._params), kinds=sorted({
                               x.sharding.memory_kind for x in jax.tree.leaves((algorithm.critic.state, algorithm.reference.params))}))
             return out
 

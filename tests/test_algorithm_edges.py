@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithm_runs import decided, job, watched
+from algorithm_runs import job, watched, with_options
 from test_options_algorithm import algorithm, batch_of, config, jax_as_it_was, of_tokens, open_job, row, thirds  # noqa: F401
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import Reference
 from jaxrl.resume import changes_past
+from jaxrl.roles import Policy
 from jaxrl.training.update import make_apply
 
 OWN = """
@@ -137,11 +138,11 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
     metrics = {"loss": jnp.float32(0)}
     for _ in range(4):
         state, _ = apply(state, {"w/kernel": jnp.ones((1, 1))}, metrics)
-    run = SimpleNamespace(config=decided(c), job=open_job, stream=SimpleNamespace(epoch=lambda cursor: 0.0), step=1, cursor=0, state=state,
-                          optimizer=optimizer)
-    Reference(run).after_step(run)
-    before = float(run.state.trainable["w/kernel"][0, 0])
-    state, told = apply(run.state, {"w/kernel": jnp.ones((1, 1))}, metrics)
+    policy = object.__new__(Policy)
+    policy.held, policy.optimizer = state, optimizer
+    Reference(with_options(open_job, c)).after_step(SimpleNamespace(epoch=lambda: 0.0, step=1), policy)
+    before = float(policy.state.trainable["w/kernel"][0, 0])
+    state, told = apply(policy.state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     assert before - float(state.trainable["w/kernel"][0, 0]) == pytest.approx(float(told["optim/lr"]))
 
 

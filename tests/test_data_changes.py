@@ -12,15 +12,18 @@ from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_j
 from run_tools import ROOT, environment
 from tiny_job import MODEL
 
+from jaxrl import fingerprints as inputs
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config import put, redacted
 from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.models import hf
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import inputs, setup
-from jaxrl.recipes.run import Run
+from jaxrl.recipes import setup
+from jaxrl.recipes.setup import check_inputs
 from jaxrl.resume import READ
+from jaxrl.session import Session
+from jaxrl.spec import resolve
 
 HOST = """
 import os, sys
@@ -74,16 +77,16 @@ class Two(Peers):
 
 
 def test_a_host_that_reads_something_else_is_named(job):
-    run = Run(job(), with_engine=False)
+    run = Session(resolve(job()))
     for name in ("training data", "eval set test", "tokenizer", "chat template", "model config"):
         run.peers = Two(lambda facts, name=name: facts | {name: "else"})
         with pytest.raises(ConfigError, match=rf"not alike:\n  - {name}: else on process 1 on b, [^\n]+ on process 0 on a$"):
-            inputs.compared(run.config, run.peers, *read(run), None)
+            inputs.compared(run.spec, run.peers, *read(run), None)
 
 
 def read(run):
-    found = setup.read_inputs(run.config)
-    return found, *run._load_data(found)
+    found = setup.read_inputs(run.spec)
+    return found, *setup.load_data(run.spec, run.given, found)
 
 
 @pytest.fixture
@@ -99,10 +102,11 @@ def job(tmp_path):
             put(c, name.replace("__", "."), value)
         return c
 
-    run = Run(make(), with_engine=False)
-    run.check()
-    saved = Checkpointer(run.config.run.dir, run.config)
-    saved.save(1, {}, {"config": redacted(run.config), "read": run.read, "parts": {}})
+    spec = resolve(make())
+    with Session(spec) as session:
+        setup.read_all(session, with_rewards=False)
+    saved = Checkpointer(spec.run.dir, spec)
+    saved.save(1, {}, {"config": redacted(spec.asked), "read": session.read, "parts": {}})
     saved.close()
     return make
 
@@ -114,21 +118,21 @@ def change_rows(folder, name):
 
 
 def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path, job, caplog):
-    Run(job(), with_engine=False).check()
+    check_inputs(job(), with_rewards=False)
     os.utime(tmp_path / "train.jsonl", (0, 0))
-    Run(job(), with_engine=False).check()  # content counts, not time
+    check_inputs(job(), with_rewards=False)  # content counts, not time
     changes = {"data": lambda: change_rows(tmp_path, "train"), "eval": lambda: change_rows(tmp_path, "test"),
                "tokenizer": lambda: make_tokenizer(tmp_path / "tokenizer", template=TEMPLATE + " ")}
     named = {"data": "training data: ", "eval": "eval set test: ", "tokenizer": "chat template: "}
     for accepted, change in changes.items():
         change()
         with pytest.raises(ConfigError, match=f"resuming .*00000001: .*{named[accepted]}.*run.accept_changed={accepted}"):
-            Run(job(), with_engine=False).check()
+            check_inputs(job(), with_rewards=False)
         caplog.clear()
-        Run(job(run__accept_changed=(accepted,)), with_engine=False).check()
+        check_inputs(job(run__accept_changed=(accepted,)), with_rewards=False)
         assert any(f"other than when the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
         host(tmp_path, questions(16))
-    Run(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_engine=False).check()  # asked for by an option
+    check_inputs(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_rewards=False)  # asked for by an option
 
 
 def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, caplog):
@@ -137,7 +141,7 @@ def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, 
     old.save(1, {}, {"config": redacted(c), "parts": {}})
     old.close()
     with caplog.at_level(logging.WARNING):
-        Run(c, with_engine=False).check()
+        check_inputs(c, with_rewards=False)
     assert any("was written by an older jaxrl: nobody can tell whether data" in m for m in caplog.messages)
 
 
@@ -183,7 +187,7 @@ def test_weights_are_told_apart_and_commits_of_the_hub_are_kept(tmp_path, monkey
         tokenizer, asked = load_tokenizer(c), []
         assert tokenizer.chat_template == name
         found = setup.Inputs(tokenizer, {**MODEL, hf.SOURCE: {}}, (2,), None)
-        assert inputs.fingerprints(c, found, None, {})["weights of the reference"] == prints[name]
+        assert inputs.fingerprints(resolve(c), found, None, {})["weights of the reference"] == prints[name]
         c.critic.path, c.critic.revision, c.model.init = "somebody/tiny", name, "random"
         for check in ("check_weights", "check_critic"):
             monkeypatch.setattr(hf, check, lambda table, path, revision: asked.append(revision))  # noqa: B023

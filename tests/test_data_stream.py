@@ -12,8 +12,10 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jaxrl.config import default_config, help_text, put
 from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
+from jaxrl.recipes import setup
 from jaxrl.recipes.gather import gather
-from jaxrl.recipes.run import Run
+from jaxrl.session import Session
+from jaxrl.spec import resolve
 
 
 class Numbers:
@@ -125,7 +127,7 @@ def test_fewer_rows_than_a_step():
 def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
     c = tiny_job.get_config(recipe)
     c.optimizer.lr = given
-    spec = Run(c).config
+    spec = resolve(c)
     assert spec.optimizer.lr == spec.asked.optimizer.lr == rate and c.optimizer.lr == given
     assert spec.origin("optimizer.lr") == ("config" if given else f"default of {recipe}")
     assert "optimizer.lr=None\n      peak learning rate; None = by recipe: rl 1e-06, sft 2e-05" in help_text()
@@ -144,8 +146,8 @@ def test_a_run_ends_at_the_first_limit_that_is_set(tmp_path, options, expected):
     c.train.steps, c.run.dir = None, str(tmp_path)
     for name, value in options.items():
         put(c, name, value)
-    run = Run(c, with_engine=False)
-    run.check()
+    with Session(resolve(c)) as run:
+        setup.read_all(run, with_rewards=False)
     assert (run.total_steps, run.ending) == expected
 
 

@@ -12,10 +12,11 @@ import jaxrl
 from jaxrl.errors import RunStopped
 from jaxrl.models import hf
 from jaxrl.recipes import evaluate
-from jaxrl.recipes.run import Run
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.pool import RewardFailure
 from jaxrl.rollout import EngineLost
+from jaxrl.session import Session
+from jaxrl.spec import resolve
 
 
 def config(tmp_path, arg="sft", **changes):
@@ -84,7 +85,7 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
 
 
 def test_a_refused_save_is_tried_again_before_its_next_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrl.recipes.run.SAVE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("jaxrl.session.SAVE_AGAIN_SECONDS", 0.0)
     c = config(tmp_path, faults__plan=("checkpoint.enospc@step=2,phase=before",), log__every_steps=1, checkpoint__at_end=False,
                train__steps=3)
     jaxrl.train(c)
@@ -163,7 +164,7 @@ class Thing:
 def test_a_closer_that_fails_does_not_skip_the_rest(tmp_path, caplog):
     """The first error is raised and the others are logged; none hides the error of the run."""
     closed = []
-    run = Run(config(tmp_path))
+    run = Session(resolve(config(tmp_path)))
     things = [run.own(Thing(closed)), run.own(Thing(closed, OSError("second"))), run.own(Thing(closed, OSError("first")))]
     with pytest.raises(OSError, match="first"):
         run.__exit__(None, None, None)

@@ -15,7 +15,7 @@ from run_tools import environment
 import jaxrl
 from jaxrl.config import config_of
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.given import Given, Step, call, call_back, taken
+from jaxrl.given import Given, Step, call, call_back, taken
 from jaxrl.rewards import RewardPool
 
 ROWS = [{"question": f"What is {a} plus {b}?", "answer": str(a + b), "level": a} for a in range(4) for b in range(6)]
@@ -127,14 +127,14 @@ def test_only_the_first_process_calls_and_all_take_its_word():
 
     def process(first):
         return SimpleNamespace(
-            answers=[{"prompt": "x"}], step=2, total_steps=9, job=SimpleNamespace(run_dir="runs/x"), peers=SimpleNamespace(first=first),
+            step=2, total_steps=9, run_dir="runs/x", peers=SimpleNamespace(first=first),
             given=Given(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
             together=lambda what, work: meetings.append(what) or work(),
             decide=lambda what, choose: meetings.append(what) or (choose() if first else "enough"))
 
     for first in (True, False):
         run = process(first)
-        assert call_back(run, {}) == "enough" and run.answers == []
+        assert call_back(run, {}, [{"prompt": "x"}]) == "enough"
     assert called == [[{"prompt": "x"}]] and meetings == ["callbacks", "end?"] * 2
 
 

@@ -20,18 +20,19 @@ def runs(tmp_path_factory):
     out = {}
     for name, offload in (("device", False), ("host", True)):
         folder = tmp_path_factory.mktemp(name) / "run"
-        kinds, while_sampling = [], []
+        kinds, while_sampling, now = [], [], []
         with pytest.MonkeyPatch.context() as patch:
             one_step, gather = rl.one_step, rl.gather
 
-            def look_at_gather(r, v, gather=gather, while_sampling=while_sampling):
-                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(r.state.trainable)})
-                return gather(r, v)
+            def look_at_gather(*args, gather=gather, while_sampling=while_sampling, now=now):
+                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(now[0].policy.state.trainable)})
+                return gather(*args)
 
-            def look(r, algorithm, one_step=one_step, kinds=kinds):
-                metrics = one_step(r, algorithm)
-                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(r.state.opt_state) if x.ndim})
-                return metrics
+            def look(parts, one_step=one_step, kinds=kinds, now=now):
+                now[:] = [parts]
+                done = one_step(parts)
+                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(parts.policy.state.opt_state) if x.ndim})
+                return done
 
             patch.setattr(rl, "one_step", look)
             patch.setattr(rl, "gather", look_at_gather)

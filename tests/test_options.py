@@ -4,7 +4,6 @@ Options that a room's own tests already show are listed in options.csv with thos
 test_options_runs.py.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithm_runs import decided
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
@@ -33,16 +31,17 @@ from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models import hf
-from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
-from jaxrl.recipes.run import NothingFinite, Run
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.roles import NothingFinite, check_finite
 from jaxrl.rollout import Engine, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
-from jaxrl.telemetry import Telemetry
+from jaxrl.session import Progress, Session, triggers
+from jaxrl.spec import resolve
+from jaxrl.telemetry import Phases, Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
 from jaxrl.types import Sizes
@@ -160,9 +159,9 @@ def test_matmul_precision(tiny, precision, dtype, expected):
 
 
 def test_faults_reach_the_run(tiny):
-    Run(tiny()).fault("reward")
+    Session(resolve(tiny())).fault("reward")
     with pytest.raises(FaultError):
-        Run(tiny("faults.plan", ("reward.raise@step=1",))).fault("reward")
+        Session(resolve(tiny("faults.plan", ("reward.raise@step=1",)))).fault("reward")
 
 
 # -- model -----------------------------------------------------------------------------------------------------------
@@ -447,7 +446,7 @@ def test_reward_workers(tiny, tmp_path):
 
 def algorithm(c):
     job = setup.open_job(c)
-    return Algorithm(SimpleNamespace(config=job.config, job=job))
+    return Algorithm(job, 5)
 
 
 @pytest.mark.parametrize(
@@ -586,11 +585,11 @@ def test_reference_path_and_dtype(tiny, tmp_path):
 
     def reference(*pairs):
         c = tiny("run.seed", 1, *pairs)
-        r = SimpleNamespace(config=decided(c), job=setup.open_job(c), engine=None, say=lambda text: None)
-        part = Algorithm(r).reference
+        job = setup.open_job(c)
+        part = Algorithm(job, 5).reference
         if part is not None:
             part.start(None, None)
-        return part and part.params, setup.initial_params(r.job)
+        return part and part.params, setup.initial_params(job)
 
     assert reference()[0] is None  # no KL term, nothing is loaded
     own, start = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32")
@@ -628,12 +627,8 @@ def test_warm_up_as_a_fraction_and_from_a_start():
 
 def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
     def check(streak, limit):
-        r = SimpleNamespace(
-            config=tiny("optimizer.max_nonfinite", limit),
-            job=SimpleNamespace(run_dir=setup.Path("x")),
-            state=SimpleNamespace(stats={"nonfinite_streak": np.int32(streak)}),
-        )
-        Run.check_finite(r)
+        limit = tiny("optimizer.max_nonfinite", limit).optimizer.max_nonfinite
+        check_finite(SimpleNamespace(stats={"nonfinite_streak": np.int32(streak)}), limit, setup.Path("x"))
 
     check(2, 3)
     with pytest.raises(NothingFinite, match="optimizer.max_nonfinite=3"):
@@ -719,11 +714,9 @@ def test_loss_on_prompt():
 
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
-        r = SimpleNamespace(
-            config=tiny("train.max_samples", limit, "train.steps", 9), stopping=lambda: False, step=step, samples=samples, ended_by="", peers=Peers(),
-            cursor=0, stream=SimpleNamespace(exhausted=lambda cursor: False), ended=lambda: Run.ended(r),
-        )
-        return Run.finished(r)
+        s = Session(resolve(tiny("train.max_samples", limit, "train.steps", 9)))
+        s.progress, s.stream = Progress(step, 0, samples), SimpleNamespace(exhausted=lambda cursor: False)
+        return not s.goes_on()
 
     assert not finished(0, 10**9) and not finished(64, 63)
     assert finished(64, 64) and finished(0, 0, step=9)
@@ -732,11 +725,10 @@ def test_a_run_ends_at_max_samples_or_steps(tiny):
 @pytest.mark.parametrize("before, calls", [(True, 1), (False, 0)])
 def test_a_new_run_is_evaluated_before_its_first_step_where_asked(tiny, before, calls):
     seen = []
-    r = SimpleNamespace(config=tiny("eval.before", before), step=0, total_steps=5, eval_sets={"test": None}, engine=True, ended=lambda: False,
-                        due={"eval": SimpleNamespace(missed=False)},
-                        phase=lambda name: contextlib.nullcontext(), _evaluate=seen.append)
-    Run.before_first_step(r, "evaluate")
-    assert seen == ["evaluate"] * calls
+    s = Session(resolve(tiny("eval.before", before)))
+    s.stream, s.due, s.phases = SimpleNamespace(exhausted=lambda cursor: False), {"eval": SimpleNamespace(missed=False)}, Phases()
+    s.before_first_step(lambda: seen.append("asked") or ({}, {}, {}))
+    assert seen == ["asked"] * calls
 
 
 # -- triggers --------------------------------------------------------------------------------------------------------
@@ -762,9 +754,8 @@ STEPS = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0), (5, 1.25), (6, 1.5)]
     ],
 )
 def test_triggers(tiny, option, value, what, due):
-    r = SimpleNamespace(config=tiny(*[x for pair in {**OFF, option: value}.items() for x in pair]))
-    Run._triggers(r, {})
-    said = {name: [step for step, epoch in STEPS if every(step, epoch)] for name, every in r.due.items()}
+    spec = resolve(tiny(*[x for pair in {**OFF, option: value}.items() for x in pair]))
+    said = {name: [step for step, epoch in STEPS if every(step, epoch)] for name, every in triggers(spec, {}).items()}
     assert said == {"eval": [], "save": [], "export": []} | {what: due}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 import tiny_job
-from algorithm_runs import decided, job, same, watched
+from algorithm_runs import decided, job, same, watched, with_options
 from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
@@ -37,6 +37,7 @@ from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.supply import Supply
 from jaxrl.rewards.pool import RewardResult
+from jaxrl.roles import Policy
 from jaxrl.rollout import Result
 from jaxrl.schema import PRESET_NAMES, options
 from jaxrl.training.optimizer import critics_optimizer
@@ -78,7 +79,7 @@ def open_job(jax_as_it_was):
 @pytest.fixture(scope="module")
 def algorithm(open_job):
     """algorithm({option: value}) -> Algorithm of a checked config, around one tiny model."""
-    return lambda changes=None: Algorithm(SimpleNamespace(config=decided(config(changes)), job=open_job, total_steps=5))
+    return lambda changes=None: Algorithm(with_options(open_job, config(changes)), 5)
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------
@@ -431,15 +432,20 @@ def test_the_overlong_buffer_as_a_fraction_of_the_longest_answer():
 # -- which tokens the policy learns from -------------------------------------------------------------------------------
 
 
+def parts_of(c, update):
+    """What a step works with, where only the update matters: update(batches) -> metrics."""
+    policy = SimpleNamespace(put=lambda packed: packed, update=update)
+    rollouts, spec = SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None)), decided(c)
+    algorithm = SimpleNamespace(values=config_checks.resolved_algorithm(spec))
+    return rl.Parts(SimpleNamespace(spec=spec), None, algorithm, policy, rollouts, None)
+
+
 def packed_weights(changes, batch):
     """Term -> weights of the scored tokens that the first optimizer step is given, in the batch's order."""
     traj, given = batch.traj, []
-    supply = SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None))
-    r = SimpleNamespace(config=decided(config(changes)), job=SimpleNamespace(put=lambda packed: packed), state=None, supply=supply)
-    r.update = lambda state, batches: (state, given.append(list(batches)) or {})
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
-    rl.policy_steps(r, config_checks.resolved_algorithm(r.config), batch, layout, {})
+    rl.policy_steps(parts_of(config(changes), lambda batches: given.append(list(batches)) or {}), batch, layout, {})
     out, micro = {}, layout.minibatches[0].microbatches[0]
     for term, weights in given[0][0].weights.items():
         flat = np.zeros(len(traj.tokens))
@@ -586,22 +592,22 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     """Every half pass: at 0.6 and 1.2, and after a resumption at 0.9 where it would have been without."""
     changes = {"algorithm.kl.coef": 0.1, "reference.reset_epochs": 0.5}
     state = training.init_state({"w/kernel": jnp.ones(3)}, {}, optax.sgd(1.0), 0)
-    stream = SimpleNamespace(epoch=lambda cursor: cursor / 10)
-    run = SimpleNamespace(config=decided(config(changes)), job=open_job, stream=stream, step=0)
-    reference = Reference(run)
+    opened, policy = with_options(open_job, config(changes)), object.__new__(Policy)
+    reference, run = Reference(opened), SimpleNamespace(step=0)
 
     def after(cursor, value):
-        run.cursor, run.step, run.state = cursor, run.step + 1, state.replace(trainable={"w/kernel": jnp.full(3, value)})
-        return reference.after_step(run)["policy/reference_reset"], float(reference.params["w"]["kernel"][0])
+        run.step, run.epoch = run.step + 1, lambda: cursor / 10
+        policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
+        return reference.after_step(run, policy)["policy/reference_reset"], float(reference.params["w"]["kernel"][0])
 
     reference.params = {"w": {"kernel": jnp.zeros(3)}}
     assert [after(3, 1.0), after(6, 2.0), after(9, 3.0)] == [(0, 0), (1, 2), (0, 2)]
     held, said = reference.arrays(), json.loads(json.dumps(reference.host()))
-    reference = Reference(run)
+    reference = Reference(opened)
     reference.start(held, said)
     assert [after(10, 4.0), after(12, 5.0), after(33, 6.0)] == [(1, 4), (0, 4), (1, 6)]
-    still = Reference(SimpleNamespace(config=decided(config({"algorithm.kl.coef": 0.1})), job=open_job))
-    assert still.after_step(run) == {} and still.arrays() == {} and still.abstract() == {}
+    still = Reference(with_options(open_job, config({"algorithm.kl.coef": 0.1})))
+    assert still.after_step(run, policy) == {} and still.arrays() == {} and still.abstract() == {}
 
 
 def test_constant_aggregation_divides_by_a_constant_of_choice():
@@ -614,13 +620,11 @@ def test_constant_aggregation_divides_by_a_constant_of_choice():
     def weights(constant):
         c, seen = config({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": constant}), []
 
-        def update(state, batches):
+        def update(batches):
             seen.extend(np.unique(np.asarray(b.weights["policy"])).tolist() for b in batches)
-            return state, {}
+            return {}
 
-        r = SimpleNamespace(config=decided(c), state=None, update=update, job=SimpleNamespace(put=lambda batch: batch),
-                            supply=SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None)))
-        rl.policy_steps(r, config_checks.resolved_algorithm(c), batch, layout, columns)
+        rl.policy_steps(parts_of(c, update), batch, layout, columns)
         return seen
 
     assert weights(0.0) == [pytest.approx([0, 1 / (4 * 12)])] and weights(500.0) == [pytest.approx([0, 1 / (4 * 500)])]
@@ -847,8 +851,8 @@ def test_refill_in_a_run(own):
 def critic_of(changes, open_job):
     """A critic as a run starts it."""
     c = config({"algorithm.preset": "ppo", **changes})
-    r = SimpleNamespace(config=decided(c), job=open_job, total_steps=5)
-    critic = Critic(r, config_checks.resolved_algorithm(c), Algorithm(r).loss)
+    opened = with_options(open_job, c)
+    critic = Critic(opened, 5, config_checks.resolved_algorithm(c), Algorithm(opened, 5).loss)
     critic.start(None, None)
     return critic
 
@@ -897,7 +901,7 @@ def test_the_values_bound_is_the_configs(open_job, monkeypatch):
     critic_of({"critic.value_clip": 0.03}, open_job)
     shared = config({"algorithm.preset": "ppo", "critic.shared": True, "critic.value_clip": 0.04})
     assert losses[0].value_clip == 0.03 and losses[0].kind == "value"
-    assert Algorithm(SimpleNamespace(config=decided(shared), job=open_job, total_steps=5)).loss.value_clip == 0.04
+    assert Algorithm(with_options(open_job, shared), 5).loss.value_clip == 0.04
 
 
 @pytest.mark.parametrize("whose", ["optimizer.max_grad_norm", "critic.optimizer.max_grad_norm"])

@@ -15,8 +15,10 @@ from run_tools import command, environment, fingerprint, run
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
+from jaxrl.recipes import setup
 from jaxrl.recipes.evaluate import pass_at_k
-from jaxrl.recipes.run import Run
+from jaxrl.session import Session
+from jaxrl.spec import resolve
 from jaxrl.telemetry import still
 
 
@@ -303,7 +305,7 @@ def test_device_out_of_memory_names_the_remedies(tmp_path, monkeypatch, capsys, 
     def exhausted(self, component, phase=""):
         jax.jit(lambda: jax.numpy.zeros(1 << 52, "uint8") + 1)().block_until_ready()
 
-    monkeypatch.setattr("jaxrl.recipes.run.Run.fault", exhausted)
+    monkeypatch.setattr("jaxrl.session.Session.fault", exhausted)
     flags = {"run.dir": tmp_path / "run", "log.console": "off", "train.steps": 1, "rollout.slots": 16}
     assert main([f"--config={tiny_job.__file__}", *(f"--config.{name}={value}" for name, value in flags.items())]) == 1
     said = capsys.readouterr().err
@@ -317,15 +319,17 @@ def test_sequences_beyond_the_models_window_are_mentioned(tmp_path, caplog):
     """Before the first step; vLLM, which would refuse to serve them, is not even started."""
     c = config(tmp_path, train__steps=0, eval__sets=(), rollout__max_new_tokens=200)
     wants = "may be 296 tokens .* made for 256 .*shorten them, or extend the model with model.config.rope_scaling"
-    with Run(c):
+    with Session(resolve(c)) as s:
+        setup.open_run(s)
         assert re.search(wants, caplog.text)
     caplog.clear()
     c.model.config = {**tiny_job.MODEL, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    with Run(c):
+    with Session(resolve(c)) as s:
+        setup.open_run(s)
         assert not re.search(wants, caplog.text)
     c.model.config, c.rollout.engine = tiny_job.MODEL, "vllm"
-    with pytest.raises(ConfigError, match=wants), Run(c):
-        pass
+    with pytest.raises(ConfigError, match=wants), Session(resolve(c)) as s:
+        setup.open_run(s)
 
 
 def test_kl_to_the_reference_and_several_updates_per_batch(tmp_path):

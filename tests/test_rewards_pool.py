@@ -433,13 +433,13 @@ def test_a_stop_leaves_rewards_alone(pool):
     done.set()
     assert scorer.wait([group])
     scorer.close()
-    run = SimpleNamespace(config=default_config(), interrupted=lambda: stopped)
-    stopped, run.config.run.stop_seconds = False, 0.0
+    run = SimpleNamespace(spec=default_config(), interrupted=lambda: stopped)
+    stopped, run.spec.run.stop_seconds = False, 0.0
     over = out_of_patience(run)
     assert not over()
     stopped = True
     assert over()
-    run.config.run.stop_seconds = 1e6
+    run.spec.run.stop_seconds = 1e6
     assert not over() and not out_of_patience(run)()
 
 

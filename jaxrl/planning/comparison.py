@@ -14,7 +14,12 @@ PHASES = ("rollout", "score", "update", "publish")
 WARM_UP = 2  # lines of metrics that hold compilations
 
 
-class Beside:
+def comparison(spec, job, step: int) -> PlanComparison:
+    """Of a run that begins after `step` completed steps."""
+    return PlanComparison(spec, job, step)
+
+
+class PlanComparison:
     """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
 
     Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Where devices are

@@ -7,7 +7,6 @@ that need not exist.
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -70,10 +69,10 @@ def _shaped(tree, sharding_of):
 def _reinforcement(out: Lowering, job, keep):
     """Scoring and updates of policy and critic. Returns the policy's parameters."""
     c = job.config
-    run = SimpleNamespace(config=c, job=job, total_steps=end(c)[0])
-    algorithm = Algorithm(run)
+    steps = end(c)[0]
+    algorithm = Algorithm(job, steps)
     optimizer, schedule = training.make_optimizer(
-        c.optimizer, run.total_steps * algorithm.updates_per_step, setup.flat_axes(job.tree))
+        c.optimizer, steps * algorithm.updates_per_step, setup.flat_axes(job.tree))
     update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
     state = setup.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)

@@ -38,7 +38,7 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
                           "or the reward function into a file of its own")
     from jaxrl import config_checks, telemetry
     from jaxrl import data as data_room
-    from jaxrl.recipes.given import taken
+    from jaxrl.given import taken
 
     config = config_of(config)
     if not config.run.dir:
@@ -70,6 +70,7 @@ def _train(config, given, peers) -> dict:
     """`train` in a process that has met its peers."""
     from jaxrl import telemetry
     from jaxrl.config import redacted
+    from jaxrl.planning.comparison import comparison
     from jaxrl.processes.exchange import check_equal, facts
     from jaxrl.recipes import setup
     from jaxrl.spec import resolve
@@ -81,6 +82,7 @@ def _train(config, given, peers) -> dict:
     setup.start_jax(resolve(config))
     if config.run.warm_start:
         config = _after_warm_start(config, given)
+    given = given._replace(comparison=comparison)
     out = importlib.import_module(recipe_of(config).module).run(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out
@@ -119,13 +121,13 @@ def _after_warm_start(config, given):
 
 def _check_before(first, config, given) -> None:
     """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
-    from jaxrl.recipes.run import Run
+    from jaxrl.recipes.setup import check_inputs
 
     later = config.copy_and_resolve_references()
     for name in ("path", "init", "config"):
         later.model[name] = first.model[name]
     later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
-    Run(later, given).check()
+    check_inputs(later, given)
 
 
 def _finished(folder: Path) -> bool:

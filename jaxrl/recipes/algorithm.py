@@ -8,7 +8,6 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from ml_collections import FrozenConfigDict
 
 from jaxrl import training
@@ -18,7 +17,6 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
 from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
-from jaxrl.recipes.evaluate import evaluate
 from jaxrl.recipes.supply import stale_buckets
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
@@ -31,28 +29,28 @@ SAME_NAME = ("policy_loss", "ratio", "clip_low", "clip_high", "dual_clip", "delt
 class Algorithm:
     """The resolved algorithm row and what it needs per step: the loss, the scorer, the reference, the critic."""
 
-    def __init__(self, r):
-        c, v = r.config, resolved_algorithm(r.config)
-        self.values = v
+    def __init__(self, job, total_steps: int):
+        c, v = job.config, resolved_algorithm(job.config)
+        self.values, self.config = v, c
         if c.algorithm.sampled_support:
-            check_support(c, r.job.model.config.vocab_size)
+            check_support(c, job.model.config.vocab_size)
         self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
         self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
         self.old_source = c.algorithm.old_logprobs
-        self.score = self.scorer(r, "policy")
-        self.loss = self._loss(r)
-        self.critic = Critic(r, v, self.loss) if v["advantage"] == "gae" else None
-        self.reference = Reference(r, self.scorer(r, "reference")) if v["kl.coef"] else None
+        self.score = self.scorer(job, "policy")
+        self.loss = self._loss(job)
+        self.critic = Critic(job, total_steps, v, self.loss) if v["advantage"] == "gae" else None
+        self.reference = Reference(job, self.scorer(job, "reference")) if v["kl.coef"] else None
 
-    def scorer(self, r, role: str):
+    def scorer(self, job, role: str):
         """score(params, traj, layout) -> [T] log-probs, on a role's devices."""
-        if role != "policy" and r.job.mesh_of(role) is r.job.mesh:
+        if role != "policy" and job.mesh_of(role) is job.mesh:
             return self.score
-        return make_score(r.job.model, temperature=r.config.rollout.temperature, chunk=r.job.config.train.logprob_chunk,
-                          put=functools.partial(r.job.put, role=role))
+        return make_score(job.model, temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk,
+                          put=functools.partial(job.put, role=role))
 
-    def _loss(self, r) -> training.LossConfig:
-        c, v = r.config, self.values
+    def _loss(self, job) -> training.LossConfig:
+        c, v = job.config, self.values
         return training.LossConfig(
             temperature=c.rollout.temperature,
             **{name: v[name] for name in SAME_NAME},
@@ -69,10 +67,10 @@ class Algorithm:
             sequence_delta=v["mismatch.sequence_delta"],
             early_stop_ratio=c.algorithm.early_stop_ratio,
             early_stop_kl=c.algorithm.early_stop_kl,
-            chunk=r.job.config.train.logprob_chunk,
+            chunk=c.train.logprob_chunk,
             max_grad_norm=c.optimizer.max_grad_norm,
             staleness=stale_buckets(c.rollout) if c.ahead else (),
-            fp16=r.job.compute_dtype == jnp.float16,
+            fp16=job.compute_dtype == jnp.float16,
             user=FrozenConfigDict(c.user),
         )
 
@@ -81,48 +79,45 @@ class Algorithm:
         """What a checkpoint holds beside the policy."""
         return [part for part in (self.critic, self.reference) if part is not None]
 
-    def begin(self, r) -> None:
+    def begin(self, s, engine) -> None:
         """Says what was decided and is not in the row."""
-        if self.loss.mismatch == "none" and getattr(r.engine, "quantized", False):
+        if self.loss.mismatch == "none" and getattr(engine, "quantized", False):
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
                               "the one that is trained; use token_tis")
-        if self.loss.mismatch == "none" and r.config.ahead and self.old_source != "rollout":
+        if self.loss.mismatch == "none" and self.config.ahead and self.old_source != "rollout":
             log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing corrects for answers "
-                        "of older weights; set token_tis, or algorithm.preset=decoupled_ppo", r.config.rollout.max_staleness,
-                        r.config.rollout.sync_every)
+                        "of older weights; set token_tis, or algorithm.preset=decoupled_ppo", self.config.rollout.max_staleness,
+                        self.config.rollout.sync_every)
         if self.loss.mismatch != "none":
-            r.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap:g}")
+            s.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap:g}")
         if self.old_source == "recompute" and self.updates_per_step == 1:
-            r.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
+            s.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
 
-    def evaluate(self, r):
-        return evaluate(r)
-
-    def columns(self, r, traj, layout) -> dict[str, np.ndarray]:
+    def columns(self, policy, traj, layout) -> dict[str, np.ndarray]:
         """Token columns [T] of log-probs that the loss or the reward reads."""
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}
         if self.old_source == "recompute":
-            out["old"] = self.score(training.merge(r.state.trainable, r.state.frozen), traj, layout)
+            out["old"] = policy.score(traj, layout)
         elif self.old_source == "rollout":
             out["old"] = out["behaviour"]
         if self.reference is not None:
             out["ref"] = self.reference.score(traj, layout)
         return out
 
-    def operations(self, r, traj) -> dict[str, float]:
+    def operations(self, step: int, count, traj) -> dict[str, float]:
         """flops/<phase> of the step that has just been done, on the answers it learnt from (a server's sampling is its own)."""
-        count, v, shared = r.speed.operations, self.values, r.config.train.share_prompts
+        v, shared = self.values, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
         score = passes * count.scoring(traj, shared)
-        updates = r.step > r.config.critic.warmup_steps or self.critic is None
+        updates = step > self.config.critic.warmup_steps or self.critic is None
         update = updates * v["ppo_epochs"] * count.update(traj, shared)
         if self.critic is not None:
             score += count.scoring(traj, shared, head=False)
             update += (not self.critic.shared) * v["ppo_epochs"] * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
-        return out | ({"flops/rollout": count.generation(traj)} if r.config.rollout.engine == "jax" else {})
+        return out | ({"flops/rollout": count.generation(traj)} if self.config.rollout.engine == "jax" else {})
 
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
@@ -140,12 +135,12 @@ def check_support(c, vocab: int) -> None:
 
 class Reference:
     """The frozen policy that the KL pulls towards. It is a part of the checkpoint only where it is reset on the way; else it
-    can be made again. See Run.prepare for what a part is."""
+    can be made again. See Session.restore for what a part is."""
 
     name = "reference"
 
-    def __init__(self, r, scorer=None):
-        self.run, self.options, self.scorer = r, r.config.reference, scorer
+    def __init__(self, job, scorer=None):
+        self.job, self.options, self.scorer = job, job.config.reference, scorer
         self.dtype = setup.DTYPES[self.options.dtype]
         self.moves = bool(self.options.reset_steps or self.options.reset_epochs)
         self.params, self.epochs = None, 0.0
@@ -153,7 +148,7 @@ class Reference:
     def abstract(self):
         if not self.moves:
             return {}
-        shapes = jax.eval_shape(self.run.job.model.init, jax.random.key(0))
+        shapes = jax.eval_shape(self.job.model.init, jax.random.key(0))
         place = self._place()
         return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where), shapes, place)
 
@@ -161,21 +156,21 @@ class Reference:
         if host and self.moves:
             self.params, self.epochs = arrays, host["epochs"]
         else:
-            with self.run.job.on("reference"):
-                self.params = cast_params(setup.initial_params(self.run.job, self.options.path, role="reference",
+            with self.job.on("reference"):
+                self.params = cast_params(setup.initial_params(self.job, self.options.path, role="reference",
                                                                revision=self.options.revision), self.dtype)
         self._rest()
 
     def _place(self):
-        return setup.param_shardings(self.run.job, tree=self.run.job.model, role="reference")
+        return setup.param_shardings(self.job, tree=self.job.model, role="reference")
 
     def _rest(self) -> None:
-        if self.run.job.rests("reference"):
+        if self.job.rests("reference"):
             self.params = memory.to_host(self.params)
 
     def score(self, traj, layout) -> np.ndarray:
         """[T] log-probs of the scored tokens."""
-        with self.run.job.on("reference"):
+        with self.job.on("reference"):
             return self.scorer(memory.to_devices(self.params), traj, layout)
 
     def arrays(self):
@@ -184,29 +179,22 @@ class Reference:
     def host(self) -> dict | None:
         return {"epochs": self.epochs} if self.moves else None
 
-    def after_step(self, r) -> dict[str, float]:
+    def after_step(self, s, policy) -> dict[str, float]:
         """Resets where it is due; called when the step counts."""
         if not self.moves:
             return {}
-        steps, passes, epoch = self.options.reset_steps, self.options.reset_epochs, r.stream.epoch(r.cursor)
-        due = bool(steps and r.step % steps == 0)
+        steps, passes, epoch = self.options.reset_steps, self.options.reset_epochs, s.epoch()
+        due = bool(steps and s.step % steps == 0)
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
         if due:
-            self.params = cast_params(setup.policy_params(r.state), self.dtype)
-            if r.job.mesh_of("reference") is not r.job.mesh:
+            self.params = cast_params(policy.weights(), self.dtype)
+            if self.job.mesh_of("reference") is not self.job.mesh:
                 self.params = memory.moved(self.params, self._place())
             self._rest()
             if self.options.reset_optimizer:
-                fresh = jax.jit(r.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, r.state.opt_state))
-                r.state = r.state.replace(opt_state=keep_schedules(fresh(r.state.trainable), r.state.opt_state))
+                policy.restart_optimizer()
         return {"policy/reference_reset": float(due)}
-
-
-def keep_schedules(fresh, old):
-    """An optimizer state started anew whose learning-rate schedules go on where they were."""
-    is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
-    return jax.tree.map(lambda new, was: was if is_schedule(new) else new, fresh, old, is_leaf=is_schedule)
 
 
 def start_of_step(state):

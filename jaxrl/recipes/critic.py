@@ -41,16 +41,16 @@ class Running:
 
 
 class Critic:
-    """A part of a run (see Run.prepare): its arrays and host values are in every checkpoint.
+    """A part of a run (see Session.restore): its arrays and host values are in every checkpoint.
 
     Args:
-      r: the Run. v: resolved algorithm options. loss: the policy's LossConfig, whose precision options are the critic's too.
+      total_steps: of the run. v: resolved algorithm options. loss: the policy's LossConfig, whose precision options are the critic's too.
     """
 
     name = "critic"
 
-    def __init__(self, r, v: dict, loss: training.LossConfig):
-        self.job, self.options, self.shared = r.job, r.config.critic, r.config.critic.shared
+    def __init__(self, job, total_steps: int, v: dict, loss: training.LossConfig):
+        self.job, self.options, self.shared = job, job.config.critic, job.config.critic.shared
         self.num_minibatches = self.options.num_minibatches or v["num_minibatches"]
         self.epochs, self.state, self.running = v["ppo_epochs"], None, Running()
         self.role = "policy" if self.shared else "critic"
@@ -59,8 +59,8 @@ class Critic:
         if self.shared:
             return
         self.tree = ValueModel(self.job.model)
-        config = critics_optimizer(r.config)
-        total = max(1, r.total_steps * self.epochs * self.num_minibatches)
+        config = critics_optimizer(job.config)
+        total = max(1, total_steps * self.epochs * self.num_minibatches)
         axes = setup.flat_axes(self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, axes)
         loss = dataclasses.replace(loss, kind="value", value_clip=self.options.value_clip, early_stop_ratio=0.0,

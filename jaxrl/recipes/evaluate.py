@@ -7,7 +7,9 @@ import time
 
 import numpy as np
 
+from jaxrl import training
 from jaxrl.processes.exchange import gather, owner
+from jaxrl.recipes import setup
 from jaxrl.recipes.trajectories import (
     collect,
     completions,
@@ -27,8 +29,27 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
-    """Answers all rows of all of a Run's eval sets with the engine's current weights.
+class Evaluation:
+    """Answers all rows of all held-out sets with the current weights.
+
+    Args:
+      s, job: session and job. sync: roles.WeightSync. receive: takes results of requests that were under way before, or None.
+    """
+
+    def __init__(self, s, job, sync, receive=None):
+        self.s, self.job, self.sync, self.receive = s, job, sync, receive
+
+    def __call__(self) -> tuple[dict[str, float], dict[str, list[dict]], dict]:
+        """(metrics, records by set, entry of summary.json); all empty when a stop came on the way. Process 0 writes the records."""
+        self.sync.catch_up()  # the accuracy of a step is that of its weights
+        metrics, rows = evaluate(self.s, self.job, self.receive)
+        if metrics and self.s.peers.first:
+            write_rows(self.s.run_dir, self.s.step, rows)
+        return metrics, rows, summary(metrics)
+
+
+def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dict]]]:
+    """Answers all rows of all eval sets with the engine's weights.
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
     unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
@@ -37,7 +58,7 @@ def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
     Returns:
       (metrics "eval/<set>/<name>", records per set), the same on every process; both empty when a stop came on the way.
     """
-    c = r.config
+    c = job.config
     sampling = sampling_params(
         c.eval,
         c.eval.max_new_tokens or c.rollout.max_new_tokens,
@@ -46,9 +67,9 @@ def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
         c.rollout.keep_stop,
     )
     metrics, rows, hits_of = {}, {}, {}
-    for name, dataset in r.eval_sets.items():
+    for name, dataset in job.eval_sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
-        scored = answer(r, name, batch, sampling)
+        scored = answer(s, job, name, batch, sampling, receive)
         if scored is None:
             return {}, {}
         traj, examples, texts, result = scored
@@ -72,12 +93,12 @@ def evaluate(r) -> tuple[dict[str, float], dict[str, list[dict]]]:
     return metrics, rows
 
 
-def answer(r, name: str, batch, sampling):
+def answer(s, job, name: str, batch, sampling, receive=None):
     """(trajectories, example of each sequence, texts, RewardResult) of all rows; None when a stop came on the way.
 
     Each process answers and scores the rows it owns, then all hold all of them, in the order of the rows.
     """
-    c, mine = r.config, [(i, e) for i, e in batch if owner(i, r.peers.count) == r.peers.index]
+    c, mine = job.config, [(i, e) for i, e in batch if owner(i, s.peers.count) == s.peers.index]
 
     def ask(rows):
         return make_requests(rows, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0)
@@ -85,40 +106,39 @@ def answer(r, name: str, batch, sampling):
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
-        texts = completions(traj, r.job.tokenizer) if texts is None else texts
+        texts = completions(traj, job.tokenizer) if texts is None else texts
         items = reward_items(traj, examples, texts, c.data.response_prefix)
-        result = r.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(r))
+        result = job.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(s))
         return result and (traj, examples, texts, result)
 
     def work():
         if not mine:
             return [], None
-        others = None if r.supply is None else r.supply.ahead.receive
-        results = generate(r.engine, ask(mine), c.rollout.timeout_seconds, r.interrupted, others)
+        results = generate(job.engine, ask(mine), c.rollout.timeout_seconds, s.interrupted, receive)
         scored = results and score(mine, results)
         return None if scored is None else (results, scored)
 
-    done = r.together(f"answers to eval set {name}", work)
-    if done is None or r.peers.count == 1:
+    done = s.together(f"answers to eval set {name}", work)
+    if done is None or s.peers.count == 1:
         return done and done[1]
     results, scored = done
     own = [scored[2], scored[3].records()] if scored else [[], []]
     found = {}
-    for data in gather(r.peers, f"{r.place}: sizes of answers to eval set {name}", results_to_bytes(results, own)):
+    for data in gather(s.peers, f"{s.place}: sizes of answers to eval set {name}", results_to_bytes(results, own)):
         theirs, (texts, outcomes) = results_from_bytes(data)
         found |= {result.id: row for result, *row in zip(theirs, theirs, texts, outcomes, strict=True)}
     rows = [found[request.id] for request in ask(batch)]
     return score(batch, *map(list, zip(*rows, strict=True)))
 
 
-def out_of_patience(r):
+def out_of_patience(s):
     """Tells whether a stop was asked for run.stop_seconds ago (or that long after this was first asked)."""
     asked = []
 
     def over() -> bool:
-        if r.interrupted():
+        if s.interrupted():
             asked.append(time.monotonic())
-        return bool(asked) and time.monotonic() - asked[0] >= r.config.run.stop_seconds
+        return bool(asked) and time.monotonic() - asked[0] >= s.spec.run.stop_seconds
 
     return over
 
@@ -162,17 +182,31 @@ def summary(metrics: dict[str, float]) -> dict:
     return out
 
 
-def evaluate_only(r) -> dict:
+def publish_newest(s, job):
+    """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine has them. Opens
+    telemetry that writes no metrics."""
+    c = job.config
+    optimizer, _ = training.make_optimizer(c.optimizer, 1, setup.flat_axes(job.tree))
+    state = setup.abstract_state(job, optimizer)
+    restored = s.checkpointer.restore({"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True)
+    params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
+    if restored is not None:
+        s.resume_at(restored.host)
+    s.open_telemetry(read_only=True, step=s.step)
+    job.engine.publish(params, s.step)
+    return params, restored.path if restored else (c.model.path or "random initialisation")
+
+
+def evaluate_only(s, job) -> dict:
     """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
-    job = r.job
-    _, where = r.publish_newest()
-    r.console.start("eval")
-    metrics, rows = evaluate(r)
-    if r.peers.first:
-        write_rows(job.run_dir, r.step, rows)
-    r.telemetry.samples(r.step, rows)
-    note = "" if r.step else f" ({job.run_dir / 'checkpoints'} holds no checkpoint)"
-    r.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
+    _, where = publish_newest(s, job)
+    s.console.start("eval")
+    metrics, rows = evaluate(s, job)
+    if s.peers.first:
+        write_rows(s.run_dir, s.step, rows)
+    s.telemetry.samples(s.step, rows)
+    note = "" if s.step else f" ({s.run_dir / 'checkpoints'} holds no checkpoint)"
+    s.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
     out = {"evaluated": str(where), "eval": summary(metrics)}
-    r.telemetry.summary(out)
+    s.telemetry.summary(out)
     return out

@@ -18,7 +18,6 @@ from jaxrl.data import Interrupted
 from jaxrl.errors import RunStopped
 from jaxrl.imports import imported
 from jaxrl.processes.exchange import gather as gather_bytes
-from jaxrl.recipes.run import Run
 from jaxrl.recipes.supply import samples
 from jaxrl.recipes.trajectories import (
     collect,
@@ -62,7 +61,7 @@ class Answered(NamedTuple):
     asked: int
 
 
-def gather(r: Run, values: dict) -> Batch | None:
+def gather(r, values: dict) -> Batch | None:
     """The next batch, or None when a stop was asked for. `values`: the resolved algorithm options."""
     try:
         return gathered(r, values)
@@ -70,7 +69,7 @@ def gather(r: Run, values: dict) -> Batch | None:
         return None
 
 
-def gathered(r: Run, values: dict) -> Batch | None:
+def gathered(r, values: dict) -> Batch | None:
     mode, limit = values["dynamic_sampling"], r.config.algorithm.dynamic_sampling_rounds
     groups, cursor = take(r, r.cursor)
     got = ask(r, groups, values)
@@ -86,7 +85,7 @@ def gathered(r: Run, values: dict) -> Batch | None:
     return assemble(r, rounds, values, wanted, cursor)
 
 
-def take(r: Run, cursor: int, count: int = 0):
+def take(r, cursor: int, count: int = 0):
     """(`count` groups from `cursor` on, asked for on this process or another; the next cursor). 0 = a step's groups."""
     with r.phase("rollout"):
         r.fault("rollout")
@@ -97,13 +96,13 @@ def kept(rounds) -> int:
     return sum(sum(one.keep.values()) for one in rounds)
 
 
-def ask(r: Run, groups, values: dict) -> Answered | None:
+def ask(r, groups, values: dict) -> Answered | None:
     """The answers to groups and their outcomes, on every process; None when a stop was asked for."""
     own = r.together("the answers", lambda: answer(r, [g for g in groups if g.mine], values))
     return own if own is None or r.peers.count == 1 else shared(r, own, groups)
 
 
-def shared(r: Run, own: Answered, groups) -> Answered:
+def shared(r, own: Answered, groups) -> Answered:
     """What every process answered, as if this one had."""
     meta = {"texts": own.texts, "records": own.records, "greedy": list(own.greedy.items()), "keep": list(own.keep.items()),
             "asked": own.asked}
@@ -118,7 +117,7 @@ def shared(r: Run, own: Answered, groups) -> Answered:
                     {g.position: keep[g.position] for g in groups if g.position in keep}, sum(m["asked"] for _, m in parts))
 
 
-def answer(r: Run, groups, values: dict) -> Answered | None:
+def answer(r, groups, values: dict) -> Answered | None:
     """Waits for the answers to groups of this process and scores them; None when a stop was asked for."""
     c = r.config
     with r.phase("rollout"):
@@ -154,7 +153,7 @@ def present(groups, greedy: bool = False):
     return [[row[i] for row in there] for i in range(3)]
 
 
-def score(r: Run, requests, results, groups, recorded=None, texts=None):
+def score(r, requests, results, groups, recorded=None, texts=None):
     """(trajectories, texts, RewardResult, or None when a stop was asked for). What is known already, or was recorded by an earlier
     try at this step, is not asked again. groups: that of each request."""
     traj = collect(requests, results, longest_sequence(r.config))
@@ -168,7 +167,7 @@ def score(r: Run, requests, results, groups, recorded=None, texts=None):
     return traj, texts, r.rewards.score(items, recorded=recorded, stop=r.interrupted)
 
 
-def shaped(r: Run, values: dict, traj, result) -> np.ndarray:
+def shaped(r, values: dict, traj, result) -> np.ndarray:
     """Scores [N]: shaped as rewards.shape says."""
     c = r.config
     buffer = c.reward.overlong_buffer or round(values["overlong_buffer_fraction"] * c.rollout.max_new_tokens)
@@ -195,7 +194,7 @@ def has_signal(asks, traj, texts, result, members) -> bool:
     return len(found) > 1 and bool(found.max() - found.min() >= EQUAL)
 
 
-def assemble(r: Run, rounds: list[Answered], values: dict, wanted: int, cursor: int) -> Batch:
+def assemble(r, rounds: list[Answered], values: dict, wanted: int, cursor: int) -> Batch:
     """One batch of at most `wanted` groups: those with signal first (without refill: all of them), in the order asked."""
     mode, groups = values["dynamic_sampling"], [g for one in rounds for g in one.keep]
     keep = {g: k for one in rounds for g, k in one.keep.items()}

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.processes.exchange import gather, owner
-from jaxrl.recipes import setup
+from jaxrl.recipes.evaluate import publish_newest
 from jaxrl.recipes.trajectories import collect, make_requests, results_from_bytes, results_to_bytes, sampling_params
 from jaxrl.rollout import generate
 from jaxrl.training.score import make_score
@@ -22,19 +22,19 @@ from jaxrl.training.score import make_score
 PROMPTS = 8
 
 
-def report(r) -> dict:
-    """Prints the table and returns it as summary.json holds it. `r` is an open Run with an engine."""
-    c, job = r.config, r.job
-    params, where = r.publish_newest()
-    examples = [(i, r.stream.dataset[i]) for i in range(min(PROMPTS, len(r.stream.dataset)))]
+def report(s, job) -> dict:
+    """Prints the table and returns it as summary.json holds it."""
+    c, peers = job.config, s.peers
+    params, where = publish_newest(s, job)
+    examples = [(i, job.stream.dataset[i]) for i in range(min(PROMPTS, len(job.stream.dataset)))]
     sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, (), c.rollout.stop_token_ids)
     plain = dataclasses.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0)
 
     def ask(name, how):
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
-        mine = [a for a in asked if owner(a.group, r.peers.count) == r.peers.index]
-        found = r.together(f"answers {name}", lambda: generate(r.engine, mine, c.rollout.timeout_seconds))
-        parts = gather(r.peers, f"{r.place}: sizes of answers {name}", results_to_bytes(found, None)) if r.peers.count > 1 else []
+        mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
+        found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
+        parts = gather(peers, f"{s.place}: sizes of answers {name}", results_to_bytes(found, None)) if peers.count > 1 else []
         known = {result.id: result for data in parts for result in results_from_bytes(data)[0]} or {x.id: x for x in found}
         return collect(asked, [known[a.id] for a in asked])
 
@@ -46,21 +46,21 @@ def report(r) -> dict:
     now, one = ask("now", sampling), dataclasses.replace(plain, temperature=1.0)
     rows = {
         "as training samples": gap(now, c.rollout.temperature),
-        "trainer in fp32": gap(now, c.rollout.temperature, setup.build_model(c, job.hf_config, jnp.float32)),
+        "trainer in fp32": gap(now, c.rollout.temperature, dataclasses.replace(job.model, compute_dtype=jnp.dtype(jnp.float32))),
         "whole support, no penalties": gap(ask("plain", plain), c.rollout.temperature),
         "temperature 1, whole support": gap(ask("one", one), 1.0),
         "the same again, prefixes cached": gap(ask("one", one), 1.0),
     }
-    bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype in ("auto", "fp32") else 0.05
+    bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype == "fp32" else 0.05
     out = {"engine": c.rollout.engine, "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}
-    if hasattr(r.engine, "metrics"):
-        out["probe"] = r.engine.metrics()["publish/probe"]
+    if hasattr(job.engine, "metrics"):
+        out["probe"] = job.engine.metrics()["publish/probe"]
     lines = [f"  {name:34s} mean {g['mean']:.2e}  max {g['max']:.2e}  k3 {g['k3']:.2e}  outside clip {g['outside']:.2%}"
              for name, g in rows.items()]
-    r.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over {rows['as training samples']['tokens']} tokens",
+    s.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over {rows['as training samples']['tokens']} tokens",
                      f"  weights: {where}",
                      *lines, *(f"  {v}" for v in out["verdict"])]))
-    r.telemetry.summary(out)
+    s.telemetry.summary(out)
     return out
 
 

@@ -2,20 +2,21 @@
 
 for step:
     prompts      <- the next data.prompts_per_step rows of the global shuffle
-    trajectories <- rollout.group_size answers to each, from the engine
-    scores       <- rewards of the answers
+    trajectories <- rollout.group_size completions of each, from the engine
+    scores       <- rewards of the completions
     layout       <- where every sequence goes, from lengths alone
     old, ref     <- log-probs under the proximal policy and the reference, where the algorithm needs them
     advantages   <- scores relative to their group
     for each pass, for each minibatch: one optimizer step
     publish the new weights to the engine
 
-With rollout.max_staleness the answers of the next steps are on their way meanwhile (rollout.ahead, docs/asynchrony.md).
+With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.ahead, docs/asynchrony.md).
 """
 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,103 +27,124 @@ from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
 from jaxrl.recipes.advantages import advantages
 from jaxrl.recipes.algorithm import Algorithm, start_of_step
-from jaxrl.recipes.evaluate import evaluate_only
+from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.gather import gather
-from jaxrl.recipes.run import Run
-from jaxrl.recipes.setup import host_scalars
+from jaxrl.recipes.setup import Around, Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.recipes.supply import Supply
 from jaxrl.recipes.trajectories import records
+from jaxrl.roles import Policy, WeightSync, check_finite
+from jaxrl.session import Session
+from jaxrl.spec import resolve
+from jaxrl.telemetry.flops import Speed
 
 log = logging.getLogger("jaxrl")
+
+
+class Parts(NamedTuple):
+    """What a step works with; only what policy, critic and reference hold changes."""
+
+    s: Session
+    job: Job
+    algorithm: Algorithm
+    policy: Policy
+    rollouts: Supply
+    speed: Speed
 
 
 def run(config, given=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
 
     Args:
-      config: a checked ConfigDict.
-      given: what was handed over from Python (recipes.given).
+      config: a checked ConfigDict, or a Spec.
+      given: what was handed over from Python (jaxrl.given).
     """
-    with Run(config, given, with_engine=True) as r:
-        if config.run.mode == "eval":
-            return evaluate_only(r)
-        if config.run.mode == "parity":
-            return parity.report(r)
-        algorithm = Algorithm(r)
-        r.supply = r.own(Supply(r, greedy=algorithm.values["advantage_mean"] == "greedy"))
-        r.prepare(algorithm.updates_per_step, algorithm.loss, [*algorithm.parts, r.supply])
-        algorithm.begin(r)
-        r.before_first_step(algorithm.evaluate)
-        while not r.finished():
-            metrics = one_step(r, algorithm)
-            if metrics is None:  # asked to stop in the middle of a step: nothing of it is kept
+    with Session(resolve(config), given) as s:
+        job = open_run(s)
+        spec = job.config
+        if spec.run.mode == "eval":
+            return evaluate_only(s, job)
+        if spec.run.mode == "parity":
+            return parity.report(s, job)
+        algorithm = Algorithm(job, s.total_steps)
+        rollouts = s.own(Supply(Around(s, job), greedy=spec.algorithm.advantage_mean == "greedy"))
+        policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
+        s.restore(policy, [*algorithm.parts, rollouts])
+        s.introduce(describe(job), derived(spec))
+        algorithm.begin(s, job.engine)
+        sync = WeightSync(s, policy, rollouts.publish)
+        sync()
+        s.say(first_prompt(s, job))
+        speed = Speed(job, policy.state.trainable)
+        s.begin(s.given.comparison and s.given.comparison(spec, job, s.step), speed.rates)
+        evaluate = Evaluation(s, job, sync, rollouts.ahead.receive) if job.eval_sets else None
+        s.before_first_step(evaluate)
+        parts = Parts(s, job, algorithm, policy, rollouts, speed)
+        while s.goes_on():
+            done = one_step(parts)
+            if done is None:  # asked to stop in the middle of a step: nothing of it is kept
                 break
-            r.after_step(metrics, algorithm.evaluate)
-        return r.close_run(algorithm.evaluate)
+            metrics, records_ = done
+            if s.step % spec.rollout.sync_every == 0:
+                with s.phase("publish"):
+                    sync()
+            metrics |= job.engine.metrics() if hasattr(job.engine, "metrics") else {}
+            s.after_step(metrics, evaluate, policy.export, records=records_)
+        return s.finish(evaluate, policy.export)
 
 
-def one_step(r: Run, algorithm: Algorithm) -> dict | None:
-    """One RL step. Returns its metrics, or None when a stop was asked for before the update began."""
-    c, job, v = r.config, r.job, algorithm.values
-    with r.policy_at_rest():
-        batch = gather(r, v)
-    if batch is None or r.stopping():
+def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
+    """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the update."""
+    s, job, algorithm, policy, rollouts, speed = parts
+    c, v, critic, values = s.spec, algorithm.values, algorithm.critic, None
+    with policy.resting(job.engine):
+        batch = gather(rollouts.run, v)
+    if batch is None or s.stopping():
         return None
     if job.rests("sampler"):
-        r.engine.rest()
-    traj = batch.traj
-    seed = hash_seed(c.run.seed, r.step)
-    layout = training.make_layout(
-        traj.sizes,
-        job.row_shapes,
-        share_prompts=c.train.share_prompts,
-        num_minibatches=min(v["num_minibatches"], len(np.unique(traj.group))),  # a last step may be short
-        seed=seed,
-    )
-    scored = layout
-    if job.score_shapes is not job.row_shapes:
-        scored = training.make_layout(traj.sizes, job.score_shapes, share_prompts=c.train.share_prompts)
-    with r.phase("score"):
-        columns = algorithm.columns(r, traj, scored)
-        critic, values = algorithm.critic, None
+        job.engine.rest()
+    traj, seed = batch.traj, hash_seed(c.run.seed, s.step)
+    layout = lay_out(job, traj, job.row_shapes, num_minibatches=min(v["num_minibatches"], len(np.unique(traj.group))), seed=seed)
+    scored = layout if job.score_shapes is job.row_shapes else lay_out(job, traj, job.score_shapes)
+    with s.phase("score"):
+        columns = algorithm.columns(policy, traj, scored)
         if critic is not None:
-            values, raw = critic.values(r.state, traj, scored)
-        stale = r.supply.staleness(traj)
-        if r.supply.on:
+            values, raw = critic.values(policy.state, traj, scored)
+        stale = rollouts.staleness(traj)
+        if c.ahead:
             columns["staleness"] = stale
         kl = algorithm.kl(columns)
-        found = advantages(v, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
-                           rewards=batch.result.parts, columns=columns, user=c.user)
+        found = advantages(v, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts,
+                           columns=columns, user=c.user)
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
     per_answer = by_answer(found.tokens, traj)
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_answer)
-    r.answers = rows
-    r.telemetry.rollouts(r.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
-    with r.changing():
-        with r.phase("update"):
-            r.fault("update")
-            metrics = update_all(r, algorithm, batch, layout, columns, seed)
-        r.advance(batch.cursor, samples=traj.num_trajectories)
-        metrics |= r.supply.metrics(traj, stale)
-        metrics |= algorithm.reference.after_step(r) if algorithm.reference is not None else {}
-    r.telemetry.histograms(r.step, histograms(batch, columns, per_answer))
-    if r.step % c.rollout.sync_every == 0:
-        with r.phase("publish"):
-            r.publish()
-    metrics |= rollout_metrics(batch, found.zero_signal, per_answer, layout) | r.stream_metrics()
-    metrics |= algorithm.operations(r, traj)
+    s.telemetry.rollouts(s.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
+    with s.changing():
+        with s.phase("update"):
+            s.fault("update")
+            metrics = update_all(parts, batch, layout, columns, seed)
+        s.advance(batch.cursor, samples=traj.num_trajectories)
+        rollouts.ahead.used(batch.cursor)
+        metrics |= rollouts.metrics(traj, stale)
+        metrics |= algorithm.reference.after_step(s, policy) if algorithm.reference is not None else {}
+    s.telemetry.histograms(s.step, histograms(batch, columns, per_answer))
+    metrics |= rollout_metrics(batch, found.zero_signal, per_answer, layout) | stream_metrics(s, job)
+    metrics |= algorithm.operations(s.step, speed.operations, traj)
     if critic is not None:
         metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)
         metrics["value/return_mean"] = float(found.returns[traj.loss_mask].mean())
     if kl is not None:
         metrics["policy/kl_in_reward"] = float(kl[traj.loss_mask].mean())
-    metrics |= r.engine.metrics() if hasattr(r.engine, "metrics") else {}
-    check_gap(c.algorithm.mismatch, r.step, metrics)
+    check_gap(c.algorithm.mismatch, s.step, metrics)
     if (c.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
         metrics["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
-    return metrics
+    return metrics, rows
+
+
+def lay_out(job, traj, shapes, **minibatches):
+    return training.make_layout(traj.sizes, shapes, share_prompts=job.config.train.share_prompts, **minibatches)
 
 
 def judged(c, result):
@@ -135,26 +157,25 @@ def by_answer(tokens_T, traj) -> np.ndarray:
     return traj.total(tokens_T) / np.maximum(traj.total(), 1)
 
 
-def update_all(r: Run, algorithm: Algorithm, batch, layout, columns, seed: int) -> dict[str, float]:
+def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, float]:
     """All passes over all minibatches, the critic's first; metrics are means over the optimizer steps (maxima for the gaps)."""
-    c, v, traj = r.config, algorithm.values, batch.traj
-    of_critic = algorithm.critic.learn(traj, columns, seed) if algorithm.critic is not None else []
-    pending = [] if algorithm.critic is not None and r.step < c.critic.warmup_steps else policy_steps(r, v, batch, layout, columns)
+    s, critic = parts.s, parts.algorithm.critic
+    of_critic = critic.learn(batch.traj, columns, seed) if critic is not None else []
+    pending = [] if critic is not None and s.step < s.spec.critic.warmup_steps else policy_steps(parts, batch, layout, columns)
     metrics = averaged([host_scalars(m) for m in pending])
     for bucket in [name for name in metrics if name.startswith("gap/stale_")]:  # from a part of the mean to a mean
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
         metrics |= {bucket: part / share} if share else {}
     for name, value in averaged([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
-    r.check_finite()
-    if of_critic:
-        r.check_finite(algorithm.critic.state)
+    for state in (parts.policy.state, *([critic.state] if of_critic else [])):
+        check_finite(state, s.spec.optimizer.max_nonfinite, s.run_dir)
     return metrics
 
 
-def policy_steps(r: Run, v: dict, batch, layout, columns) -> list:
+def policy_steps(parts: Parts, batch, layout, columns) -> list:
     """The policy's optimizer steps on one batch; returns their metrics on the device."""
-    c, traj, pending = r.config, batch.traj, []
+    c, v, policy, traj, pending = parts.s.spec, parts.algorithm.values, parts.policy, batch.traj, []
     dropped = batch.dropped | (v["mask_truncated"] & (traj.finish == 1))
     keep = None
     if c.algorithm.shared_prefix_tokens:
@@ -164,18 +185,17 @@ def policy_steps(r: Run, v: dict, batch, layout, columns) -> list:
     if v["positive_nll_coef"]:
         positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
     if c.algorithm.early_stop_ratio or c.algorithm.early_stop_kl:
-        r.state = start_of_step(r.state)
+        policy.held = start_of_step(policy.state)
     constant = c.algorithm.aggregation_constant or c.rollout.max_new_tokens
     for _ in range(v["ppo_epochs"]):
         for minibatch in layout.minibatches:
             weights = training.loss_weights(traj, minibatch.sequences, v["aggregation"], max_tokens=constant, dropped=dropped, keep=keep,
                                             positive=positive)
-            batches = (r.job.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
-            r.state, metrics = r.update(r.state, batches)
+            metrics = policy.update(policy.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
             if keep is not None:
                 metrics["policy/prefix_masked_fraction"] = float((~keep[traj.loss_mask]).mean())
             pending.append(metrics)
-            r.supply.ahead.pick_up()  # while the device works
+            parts.rollouts.ahead.pick_up()  # while the device works
     return pending
 
 

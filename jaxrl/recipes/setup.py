@@ -21,13 +21,20 @@ from jaxrl import data as data_room
 from jaxrl import models, sharding, training
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
+from jaxrl.fingerprints import compared
 from jaxrl.limits import ends
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
+from jaxrl.recipes.trajectories import trial_items
+from jaxrl.rewards import RewardPool
+from jaxrl.rollout import make_engine
+from jaxrl.rollout.driven import Driven
 from jaxrl.rollout.select import memory_fraction, shared_gpus
+from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.spec import here, resolve
+from jaxrl.telemetry import find_sink
 from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
@@ -50,6 +57,12 @@ class Job:
     row_shapes: Any
     score_shapes: Any  # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
+    # What open_run adds: rewards of training and of evaluation, held-out sets, the stream of training rows, the rollout engine.
+    rewards: Any = None
+    eval_rewards: Any = None
+    eval_sets: dict = dataclasses.field(default_factory=dict)
+    stream: Any = None
+    engine: Any = None
 
     def mesh_of(self, role: str):
         return self.meshes.get(role, self.mesh)
@@ -127,6 +140,106 @@ def share_gpus(how: str, fraction: float, environ) -> None:
         environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     elif how == "halves" and "XLA_CLIENT_MEM_FRACTION" not in environ:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.05, BOTH_MEMORY - fraction):.2f}")
+
+
+class Around:
+    """Session and job as one value, for what asks for rollouts."""
+
+    def __init__(self, s, job):
+        self.s, self.job, self.config = s, job, job.config
+
+    def __getattr__(self, name):
+        if name in ("engine", "stream", "rewards", "eval_rewards", "eval_sets"):
+            return getattr(self.job, name)
+        if name == "cursor":
+            return self.s.progress.cursor
+        return getattr(self.s, name)
+
+
+def first_prompt(s, job) -> str:
+    """What a person should see of the data before the first step; "" where there is nothing new."""
+    if job.stream is None or s.step:
+        return ""
+    example = job.stream.dataset[0]
+    return f"first prompt ({len(example.prompt_ids)} tokens): {job.tokenizer.decode(example.prompt_ids)!r}"
+
+
+def stream_metrics(s, job) -> dict[str, float]:
+    data = job.stream.dataset
+    filtered = len(data.filtered)
+    return {
+        "data/epoch": s.epoch(),
+        "data/samples": float(s.progress.samples),
+        "data/filtered_fraction": filtered / (filtered + len(data)),
+        "data/bad_rows": float(data.bad.count),
+        "time/compiled_programs": float(job.engine.health().get("compiled", 0)) if job.engine else 0.0,
+    }
+
+
+class Read(NamedTuple):
+    """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of training rows."""
+
+    inputs: Inputs
+    rewards: Any
+    eval_rewards: Any
+    eval_sets: dict
+    stream: Any
+
+
+def read_all(s, with_rewards: bool = True) -> Read:
+    """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError."""
+    c, given, rewards, eval_rewards = s.spec, s.given, None, None
+    for sink in c.log.sinks:
+        find_sink(sink)
+    if with_rewards:  # workers start while the rest is read
+        rewards = eval_rewards = s.own(RewardPool(c, functions=given.rewards))
+        if c.eval.rewards:
+            eval_rewards = s.own(RewardPool(c, names=c.eval.rewards))
+    inputs = read_inputs(c, given.tokenizer)
+    if s.resumed is None:
+        check_weights(c, inputs)
+    train_set, eval_sets = load_data(c, given, inputs)
+    read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed)
+    stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set))
+    s.reads(stream, read)
+    if with_rewards:
+        first = next(iter(eval_sets.values()), None)
+        scored = train_set if c.recipe.samples and train_set is not None else first
+        for pool, dataset in {eval_rewards: first, rewards: scored}.items():
+            pool.wait()
+            if c.reward.trial and dataset is not None:  # a reward that fails on the first rows of what it is for stops the run here
+                pool.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
+    return Read(inputs, rewards, eval_rewards, eval_sets, stream)
+
+
+def load_data(c, given, inputs: Inputs):
+    """(training rows, or None; held-out sets by name)."""
+    tokenizer, eos = inputs.tokenizer, inputs.eos_ids[0]
+    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, given.data)
+    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, given.eval, given.data)
+
+
+def check_inputs(config, given=None, with_rewards: bool = True) -> None:
+    """Reads and checks all inputs of a job and closes them again. Raises ConfigError; touches no device."""
+    with Session(resolve(config), given) as s:
+        read_all(s, with_rewards)
+
+
+def open_run(s, with_engine: bool = True) -> Job:
+    """The job of a Session: all inputs, then devices and model, then the engine with nothing in it yet."""
+    read = read_all(s, with_engine)
+    job = open_job(s.spec, read.inputs)
+    s.settle(job.config)
+    engine = None
+    if with_engine:
+        engine = make_engine(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids, job.hf_config)
+        engine = s.own(Driven(engine) if job.config.ahead and job.apart("sampler") else engine)
+        if job.rests("sampler"):
+            if not hasattr(engine, "rest"):
+                raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} has no method rest()")
+            engine.rest()  # what is loaded next finds its devices free
+    return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets, stream=read.stream,
+                               engine=engine)
 
 
 class Inputs(NamedTuple):
@@ -350,7 +463,7 @@ def new_state(job: Job, optimizer, abstract: TrainState, params, everything=Fals
     return jax.jit(create, out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
 
 
-def describe(job: Job, extra: dict | None = None) -> str:
+def describe(job: Job) -> str:
     """What a person should know before the first step."""
     c = job.config
     device = jax.devices()[0]
@@ -367,7 +480,7 @@ def describe(job: Job, extra: dict | None = None) -> str:
         lines += algorithm_lines(c)
     decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items() if not name.startswith(("algorithm.", "optimizer.lr"))]
     lines.append("decided   " + ", ".join(decided))
-    numbers = derived(c) | (extra or {})
+    numbers = derived(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
 

@@ -7,49 +7,57 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.data import Interrupted
-from jaxrl.recipes.evaluate import evaluate, evaluate_only
-from jaxrl.recipes.run import Run
-from jaxrl.recipes.setup import host_scalars
+from jaxrl.recipes.evaluate import Evaluation, evaluate_only
+from jaxrl.recipes.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
+from jaxrl.roles import Policy, WeightSync, check_finite
+from jaxrl.session import Session
+from jaxrl.spec import resolve
+from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 
 
 def run(config, given=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
     held_out = bool(config.eval.sets or config.data.eval_fraction)
-    with Run(config, given, with_engine=held_out) as r:
-        if config.run.mode == "eval":
-            return evaluate_only(r)
-        r.prepare(
-            updates_per_step=1,
-            loss=training.LossConfig(
-                kind="nll",
-                chunk=r.job.config.train.logprob_chunk,
-                max_grad_norm=config.optimizer.max_grad_norm,
-                fp16=r.job.compute_dtype == jnp.float16,
-            ),
-        )
-        r.before_first_step(answers_by_engine)
+    with Session(resolve(config), given) as s:
+        job = open_run(s, with_engine=held_out)
+        c = job.config
+        if c.run.mode == "eval":
+            return evaluate_only(s, job)
+        policy = Policy(job, training.LossConfig(kind="nll", chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm,
+                                                 fp16=job.compute_dtype == jnp.float16), s.total_steps)
+        s.restore(policy)
+        s.introduce(describe(job), derived(c))
+        evaluate = None
+        if held_out:
+            sync = WeightSync(s, policy, job.engine.publish)
+            sync()
+            evaluate = Evaluation(s, job, sync) if job.eval_sets else None
+        s.say(first_prompt(s, job))
+        speed = Speed(job, policy.state.trainable)
+        s.begin(s.given.comparison and s.given.comparison(c, job, s.step), speed.rates)
+        s.before_first_step(evaluate)
         pending = []
-        while not r.finished():
-            with r.phase("data"):
+        while s.goes_on():
+            with s.phase("data"):
                 try:
-                    batch, cursor = r.stream.take(r.cursor)
+                    batch, cursor = job.stream.take(s.progress.cursor)
                 except Interrupted:
                     break
-                traj = demonstrations([e for _, e in batch], [p for p, _ in batch], config.train.loss_on_prompt)
-            with r.changing():
-                r.fault("update")
-                with r.phase("update"):
-                    metrics, efficiency = one_update(r, traj)
-                r.advance(cursor, samples=traj.num_trajectories)
-            pending.append((metrics, traj, efficiency, r.speed.operations.update(traj, shared=False)))
-            if r.step % config.log.every_steps == 0 or r.ended():
-                with r.phase("update"):
+                traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
+            with s.changing():
+                s.fault("update")
+                with s.phase("update"):
+                    metrics, efficiency = one_update(job, policy, traj)
+                s.advance(cursor, samples=traj.num_trajectories)
+            pending.append((metrics, traj, efficiency, speed.operations.update(traj, shared=False)))
+            if s.step % c.log.every_steps == 0 or s.ended():
+                with s.phase("update"):
                     line = averaged(pending)
-                    r.check_finite()
-                r.after_step(line | r.stream_metrics(), publish_and_answer, steps=len(pending))
+                    check_finite(policy.state, c.optimizer.max_nonfinite, s.run_dir)
+                s.after_step(line | stream_metrics(s, job), evaluate, policy.export, steps=len(pending))
                 pending = []
-        return r.close_run(publish_and_answer)
+        return s.finish(evaluate, policy.export)
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
@@ -75,13 +83,11 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
     )
 
 
-def one_update(r: Run, traj: Trajectories):
+def one_update(job, policy: Policy, traj: Trajectories):
     """One optimizer step on all sequences; metrics stay on the device."""
-    job = r.job
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
-    batches = (job.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
-    r.state, metrics = r.update(r.state, batches)
+    metrics = policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
     return metrics, layout.efficiency
 
 
@@ -98,12 +104,3 @@ def averaged(pending) -> dict[str, float]:
         "packing/efficiency": float(np.mean([e for _, _, e, _ in pending])),
         "flops/update": float(np.mean([flops for *_, flops in pending])),
     }
-
-
-def answers_by_engine(r: Run):
-    return evaluate(r)
-
-
-def publish_and_answer(r: Run):
-    r.publish()
-    return answers_by_engine(r)

@@ -30,7 +30,7 @@ def stale_buckets(rollout) -> tuple[int, ...]:
 
 class Supply:
     """The groups of the next steps: asked for, answered and, where the run is ahead, scored before their step. A part of the
-    run's checkpoints (see Run.prepare): answers not yet used, with what their rewards said, from all processes.
+    run's checkpoints (see Session.restore): answers not yet used, with what their rewards said, from all processes.
 
     Args:
       r: the Run, its engine and data open. greedy: whether every group gets a likeliest answer beside its samples.
@@ -40,6 +40,7 @@ class Supply:
 
     def __init__(self, r, greedy: bool):
         c = r.config
+        r.supply = self
         self.run, self.greedy, self.on = r, greedy, c.ahead
         if self.on and not c.rollout.partial and not hasattr(r.engine, "hold"):
             raise ConfigError(f"rollout.partial=False: the engine {c.rollout.engine} has no hold(); set rollout.partial=True")

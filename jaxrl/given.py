@@ -18,6 +18,7 @@ class Given(NamedTuple):
     eval: Mapping[str, Any] | None = None
     tokenizer: Any = None
     callbacks: tuple[Callable, ...] = ()
+    comparison: Callable | None = None  # (spec, job, step) -> what predicts the run and keeps what it measures (planning.comparison)
 
 
 class Step:
@@ -37,12 +38,11 @@ class Step:
         self.stopped = self.stopped or str(reason) or "a callback"
 
 
-def call_back(run, metrics: dict[str, float]) -> str:
-    """Process 0 calls the callbacks of a Run. Returns on all why one of them ends it, or ""; one that fails is a RunStopped on all."""
-    answers, run.answers = run.answers, []
-    step = Step(run.step, run.total_steps, metrics, answers, str(run.job.run_dir))
-    run.together("callbacks", lambda: call(run.given.callbacks if run.peers.first else (), step))
-    return run.decide("end?", lambda: step.stopped)
+def call_back(session, metrics: dict[str, float], records=()) -> str:
+    """Process 0 calls the callbacks of a run. Returns on all why one of them ends it, or ""; one that fails is a RunStopped on all."""
+    step = Step(session.step, session.total_steps, metrics, list(records), str(session.run_dir))
+    session.together("callbacks", lambda: call(session.given.callbacks if session.peers.first else (), step))
+    return session.decide("end?", lambda: step.stopped)
 
 
 def call(callbacks, step: Step) -> bool:

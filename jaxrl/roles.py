@@ -1,0 +1,172 @@
+"""The sets of parameters of a run, each on devices of its own choice: the policy, which learns, and those that stand beside it.
+
+All are of one type: where the parameters are (`mesh.roles`), whether they leave their devices between their uses, and one `score`
+of tokens under them. A teacher or a reward model is another row of the same. The sampler's copy belongs to the engine, which rests
+and wakes by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import jax
+import numpy as np
+import optax
+
+from jaxrl import training
+from jaxrl.errors import RunStopped
+from jaxrl.models import hf
+from jaxrl.recipes import setup
+from jaxrl.sharding import memory
+from jaxrl.types import TrainState
+
+
+class NothingFinite(RunStopped):
+    """Too many updates in a row were not finite."""
+
+
+class Role:
+    """Parameters on the devices of a role.
+
+    Args:
+      name: of the role; "policy", "reference", "critic" ...
+      job: what knows the role's mesh and whether it rests.
+      score: (params, traj, layout) -> [T], compiled for the role's devices.
+    """
+
+    def __init__(self, name: str, job, score=None):
+        self.name, self.job, self._score = name, job, score
+        self.held = None  # parameters, or the TrainState around them
+
+    @property
+    def rests(self) -> bool:
+        return self.job.rests(self.name)
+
+    @property
+    def put(self):
+        """Host PackedBatch -> the role's devices."""
+        return functools.partial(self.job.put, role=self.name)
+
+    def on(self):
+        """A context in which programs are those of the role's devices."""
+        return self.job.on(self.name)
+
+    def params(self):
+        """The parameters as one tree, where the devices can use them."""
+        held = self.held
+        if isinstance(held, TrainState):
+            return memory.to_devices(training.merge(held.trainable, held.frozen))
+        return memory.to_devices(held)
+
+    def score(self, traj, layout) -> np.ndarray:
+        """[T] numbers of the scored tokens under these parameters: log-probs, or values."""
+        with self.on():
+            return self._score(self.params(), traj, layout)
+
+    def rest(self) -> None:
+        """Leaves its devices, where mesh.roles says so."""
+        if self.rests:
+            self.held = memory.to_host(self.held)
+
+
+class Policy(Role):
+    """The parameters that learn, with optimizer and update program. A session keeps it (see Session.restore).
+
+    Args:
+      objective: what the update minimises. updates: optimizer steps of the whole run, for the schedule.
+    """
+
+    def __init__(self, job, objective, updates: int, score=None):
+        super().__init__("policy", job, score)
+        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), setup.flat_axes(job.tree))
+        self._update = training.make_update(job.model, self.optimizer, schedule, objective)
+
+    @property
+    def state(self) -> TrainState:
+        return self.held
+
+    def update(self, batches) -> dict:
+        """One optimizer step on microbatches; metrics stay on the device."""
+        self.held, metrics = self._update(self.held, batches)
+        return metrics
+
+    def restart_optimizer(self) -> None:
+        """The optimizer's state as at its start; learning-rate schedules go on where they are."""
+        state = self.held
+        fresh = jax.jit(self.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, state.opt_state))
+        self.held = state.replace(opt_state=keep_schedules(fresh(state.trainable), state.opt_state))
+
+    def export(self, folder) -> None:
+        """Writes the model as a Hugging Face folder."""
+        c, job = self.job.config.checkpoint, self.job
+        hf.export(job.model, self.weights(), folder, job.hf_config, c.export_dtype, tokenizer=job.tokenizer, shard_gb=c.shard_gb,
+                  eos_ids=job.eos_ids)
+
+    def weights(self):
+        """The language model's parameters (nested tree), as engine and export take them."""
+        return setup.policy_params(self.held)
+
+    @contextlib.contextmanager
+    def resting(self, engine):
+        """In host memory meanwhile, where mesh.roles says so. The engine is told where the weights are that it may have to give to
+        a server; else it would keep their old place alive."""
+        if not self.rests:
+            yield
+            return
+        moved = getattr(engine, "moved", lambda weights: None)
+        where = jax.tree.map(lambda x: x.sharding, self.held)
+        self.held = memory.to_host(self.held)
+        moved(self.weights())
+        try:
+            yield
+        finally:
+            self.held = jax.device_put(self.held, where)
+            moved(self.weights())
+
+    # ---- what a session keeps
+
+    def abstract(self) -> dict:
+        self._abstract = setup.abstract_state(self.job, self.optimizer)
+        return dict(vars(self._abstract))
+
+    def start(self, arrays: dict | None) -> None:
+        if arrays is None:
+            self.held = setup.new_state(self.job, self.optimizer, self._abstract, setup.start_params(self.job))
+        else:
+            self.held = TrainState(**arrays)
+
+    def arrays(self) -> dict:
+        return dict(vars(self.held))
+
+
+class WeightSync:
+    """Gives the engine the policy's weights, under the version = completed steps. give(params, version): the engine's, or that of
+    what stands before it."""
+
+    def __init__(self, s, policy: Policy, give):
+        self.s, self.policy, self.give, self.version = s, policy, give, -1
+
+    def __call__(self) -> None:
+        self.s.together("new weights", lambda: self.give(self.policy.weights(), self.s.step) or True)
+        self.version = self.s.step
+
+    def catch_up(self) -> None:
+        """Where the engine has the weights of an earlier step."""
+        if self.version != self.s.step:
+            self()
+
+
+def check_finite(state: TrainState, limit: int, folder) -> None:
+    """Raises NothingFinite after `limit` (optimizer.max_nonfinite) updates in a row that were not. folder: of the run."""
+    streak = int(np.asarray(state.stats["nonfinite_streak"]))
+    if streak >= limit:
+        raise NothingFinite(
+            f"{streak} updates in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
+            f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {folder / 'rollouts'}")
+
+
+def keep_schedules(fresh, old):
+    """An optimizer state started anew whose learning-rate schedules go on where they were."""
+    is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
+    return jax.tree.map(lambda new, was: was if is_schedule(new) else new, fresh, old, is_leaf=is_schedule)
