@@ -24,7 +24,7 @@ from jaxrl.checkpoint import flatten  # noqa: E402
 from jaxrl.config import parse_flags, put  # noqa: E402
 from jaxrl.processes.exchange import to_host  # noqa: E402
 from jaxrl.processes.group import peers  # noqa: E402
-from jaxrl.recipes import supply  # noqa: E402
+from jaxrl.recipes import rollouts  # noqa: E402
 from jaxrl.recipes.setup import Job  # noqa: E402
 from jaxrl.rollout import Result  # noqa: E402
 from jaxrl.session import Session  # noqa: E402
@@ -70,7 +70,7 @@ class Recorded:
 
 def watch(seen):
     """Notes what a process decides on its way."""
-    layout, requests, place = training.make_layout, supply.make_requests, Job.put
+    layout, requests, place = training.make_layout, rollouts.make_requests, Job.put
 
     def make_layout(*args, **kwargs):
         out = layout(*args, **kwargs)
@@ -102,7 +102,7 @@ def watch(seen):
         if run.resumed is not None:
             seen["restored"].append([run.step, fingerprint(run)])
 
-    training.make_layout, supply.make_requests, Job.put = make_layout, make_requests, put_rows
+    training.make_layout, rollouts.make_requests, Job.put = make_layout, make_requests, put_rows
     Session.save, Session.restore = save_and_note, restore_and_note
 
 

@@ -5,8 +5,8 @@ import collections
 import numpy as np
 import pytest
 
-from jaxrl.rollout.ahead import Ahead, last_step, staleness
 from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.queue import RolloutQueue, last_step, staleness
 
 ROWS = 1000
 
@@ -64,29 +64,30 @@ def make(engine, k, n, steps, partial=True, per_step=4, **more):
         stop = min(cursor + count, ROWS)
         return [(p, f"row {p}") for p in range(cursor, stop)], max(cursor, stop)
 
-    def ask(prompts, step):
+    def requests(prompts, step):
         return [Request(f"{step}/{p}/{i}", np.ones(1, np.int32), seed=step, group=p) for p, _ in prompts for i in range(2)]
 
-    return Ahead(engine, per_step=per_step, max_staleness=k, sync_every=n, partial=partial, steps=steps, draw=draw, ask=ask, **more)
+    return RolloutQueue(engine, per_step=per_step, max_staleness=k, sync_every=n, partial=partial, steps=steps, draw=draw,
+                        requests=requests, **more)
 
 
-def train(ahead, start, cursor, stop, n, random, refill=0.0, ledger=None):
+def train(queue, start, cursor, stop, n, random, refill=0.0, ledger=None):
     """Steps start..stop-1 as the recipe makes them; returns (cursor, ledger: [(step, position, id, versions, planned)])."""
     ledger = [] if ledger is None else ledger
     for step in range(start, stop):
-        groups, after = ahead.take(step, cursor)
-        assert ahead.wait(groups, 100.0)
+        groups, after = queue.ask(step, cursor)
+        assert queue.wait(groups, 100.0)
         if random.random() < refill:
-            more, after = ahead.take(step, after, int(random.integers(1, 5)))
-            assert ahead.wait(more, 100.0)
+            more, after = queue.ask(step, after, int(random.integers(1, 5)))
+            assert queue.wait(more, 100.0)
             groups += more
         ledger += [(step, g.position, r.id, r.versions, g) for g in groups for r in g.results.values()]
         for _ in range(3):
-            ahead.pick_up()
-        ahead.used(after)
+            queue.poll()
+        queue.release(after)
         cursor = after
         if (step + 1) % n == 0:
-            ahead.publish(None, step + 1)
+            queue.publish(None, step + 1)
     return cursor, ledger
 
 
@@ -104,13 +105,13 @@ def check(ledger, k, n):
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("refill", [0.0, 0.5])
 def test_every_group_is_used_once_in_order_within_the_bound(k, n, partial, refill):
-    ahead = make(RandomEngine(k), k, n, 20, partial)
-    ahead.publish(None, 0)
-    _, ledger = train(ahead, 0, 0, 20, n, np.random.default_rng(n), refill)
+    queue = make(RandomEngine(k), k, n, 20, partial)
+    queue.publish(None, 0)
+    _, ledger = train(queue, 0, 0, 20, n, np.random.default_rng(n), refill)
     check(ledger, k, n)
-    assert ahead.counts["used_groups"] == len(ledger) // 2
+    assert queue.counts["used_groups"] == len(ledger) // 2
     if not refill:
-        assert not ahead.groups and ahead.counts["admitted_groups"] == 80  # nothing was asked for beyond the last step
+        assert not queue.groups and queue.counts["admitted_groups"] == 80  # nothing was asked for beyond the last step
     if not partial:
         assert all(len(set(versions)) <= 1 for _, _, _, versions, _ in ledger)
     elif k:
@@ -121,9 +122,9 @@ def test_every_group_is_used_once_in_order_within_the_bound(k, n, partial, refil
 
 def test_without_staleness_the_engine_sees_one_step_at_a_time():
     engine = RandomEngine(0)
-    ahead = make(engine, 0, 1, 3)
-    ahead.publish(None, 0)
-    train(ahead, 0, 0, 3, 1, np.random.default_rng(0))
+    queue = make(engine, 0, 1, 3)
+    queue.publish(None, 0)
+    train(queue, 0, 0, 3, 1, np.random.default_rng(0))
     asked = [[f"{s}/{p}/{i}" for p in range(4 * s, 4 * s + 4) for i in range(2)] for s in range(3)]
     assert engine.calls == [("publish", 0), ("submit", asked[0]), ("publish", 1), ("submit", asked[1]), ("publish", 2),
                             ("submit", asked[2]), ("publish", 3)]
@@ -132,15 +133,15 @@ def test_without_staleness_the_engine_sees_one_step_at_a_time():
 @pytest.mark.parametrize("k,n", [(4, 1), (1, 3)])
 @pytest.mark.parametrize("at", range(1, 9))
 def test_killed_and_resumed_nothing_is_lost_or_doubled(k, n, at):
-    ahead, random = make(RandomEngine(at), k, n, 12), np.random.default_rng(at)
-    ahead.publish(None, 0)
-    cursor, ledger = train(ahead, 0, 0, at, n, random, 0.3)
-    state, results = ahead.state()
+    queue, random = make(RandomEngine(at), k, n, 12), np.random.default_rng(at)
+    queue.publish(None, 0)
+    cursor, ledger = train(queue, 0, 0, at, n, random, 0.3)
+    state, results = queue.state()
     finished = {r.id: r for r in results}
     again = make(RandomEngine(100 + at), k, n, 12)
-    again.restore(state, results, at, cursor)
+    again.restore(state, results, at, cursor, {})
     again.publish(None, at)
-    seeds = {g.position: g.planned for g in ahead.groups.values()}
+    seeds = {g.position: g.planned for g in queue.groups.values()}
     _, ledger = train(again, at, cursor, 12, n, random, 0.3, ledger)
     check(ledger, k, n)
     assert all(group.planned == seeds[p] for step, p, _, _, group in ledger if step >= at and p in seeds)  # the same seeds
@@ -150,12 +151,12 @@ def test_killed_and_resumed_nothing_is_lost_or_doubled(k, n, at):
 
 
 def test_resumed_with_a_tighter_bound_asks_again_for_what_would_be_too_old():
-    ahead = make(RandomEngine(1), 8, 1, 12)
-    ahead.publish(None, 0)
-    cursor, ledger = train(ahead, 0, 0, 4, 1, np.random.default_rng(0))
-    state, results = ahead.state()
+    queue = make(RandomEngine(1), 8, 1, 12)
+    queue.publish(None, 0)
+    cursor, ledger = train(queue, 0, 0, 4, 1, np.random.default_rng(0))
+    state, results = queue.state()
     again = make(RandomEngine(2), 1, 1, 12)
-    again.restore(state, results, 4, cursor)
+    again.restore(state, results, 4, cursor, {})
     again.publish(None, 4)
     assert len(again.groups) == 8  # two steps' groups; the others are not to be asked for yet
     _, late = train(again, 4, cursor, 12, 1, np.random.default_rng(0))
@@ -166,16 +167,16 @@ def test_resumed_with_a_tighter_bound_asks_again_for_what_would_be_too_old():
 def test_late_answers_end_the_wait_and_strangers_are_refused():
     seconds = iter(range(100))
     engine = RandomEngine(0, lengths=10**6)
-    ahead = make(engine, 1, 1, 3, clock=lambda: next(seconds))
-    ahead.publish(None, 0)
-    groups, _ = ahead.take(0, 0)
+    queue = make(engine, 1, 1, 3, clock=lambda: next(seconds))
+    queue.publish(None, 0)
+    groups, _ = queue.ask(0, 0)
     with pytest.raises(TimeoutError, match="8 answers are missing after 5 s; raise rollout.timeout_seconds"):
-        ahead.wait(groups, 5.0)
+        queue.wait(groups, 5.0)
     assert not engine.left  # aborted
-    groups, _ = ahead.take(0, 0)  # and asked for again
-    assert len(engine.left) == 16 and not ahead.wait(groups, 50.0, stop=lambda: True)
+    groups, _ = queue.ask(0, 0)  # and asked for again
+    assert len(engine.left) == 16 and not queue.wait(groups, 50.0, stop=lambda: True)
     with pytest.raises(RuntimeError, match="'x', which nobody asked for"):
-        ahead.receive([Result("x", *[np.zeros(0)] * 4, "stop", 0)])
+        queue.receive([Result("x", *[np.zeros(0)] * 4, "stop", 0)])
 
 
 def test_the_last_step_that_may_be_asked_for():

@@ -54,7 +54,6 @@ ALIASES = {
     "recipes/advantages.py": {"v": "algorithm"},
     "recipes/algorithm.py": {"v": "algorithm", "values": "algorithm", "options": "reference"},
     "recipes/critic.py": {"v": "algorithm", "options": "critic"},
-    "recipes/gather.py": {"values": "algorithm"},
     "data/stream.py": {"d": "data"},
     "checkpoint.py": {"_options": "checkpoint"},
     "telemetry/telemetry.py": {"_log": "log"},

@@ -12,8 +12,9 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jaxrl.config import default_config, help_text, put
 from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
+from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
-from jaxrl.recipes.gather import gather
+from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.session import Session
 from jaxrl.spec import resolve
 
@@ -172,10 +173,12 @@ def test_a_stop_does_not_wait_for_a_long_steps_rows(workers):
     assert stream.take(0, 3)[0] == Stream(Numbers(4_000), 3, seed=0).take(0)[0]  # it begins there anew
     stream.close()
     assert workers or len(data.read) < 500 + 256 + 4
-    step = SimpleNamespace(config=default_config(), cursor=0, phase=lambda name: contextlib.nullcontext(), fault=lambda component: None,
-                           supply=SimpleNamespace(take=lambda *_: list(stream.unless_interrupted(range(512)))))
+    session = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), fault=lambda component: None, peers=Peers())
+    config = default_config()
+    config.data.prompts_per_step = 512
+    rollouts = Rollouts(resolve(config), session, engine=None, stream=stream, rewards=None, tokenizer=None, steps=1)
     stream.interrupted = lambda: True
-    assert gather(step, {"dynamic_sampling": "off"}) is None
+    assert rollouts.next(SimpleNamespace(step=0, cursor=0)) is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -11,6 +11,7 @@ from algorithm_runs import job, same, watched
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import rl, setup
+from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.sharding import memory
 
 
@@ -22,11 +23,11 @@ def runs(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name) / "run"
         kinds, while_sampling, now = [], [], []
         with pytest.MonkeyPatch.context() as patch:
-            one_step, gather = rl.one_step, rl.gather
+            one_step, following = rl.one_step, Rollouts.next
 
-            def look_at_gather(*args, gather=gather, while_sampling=while_sampling, now=now):
+            def look_while_sampling(*args, following=following, while_sampling=while_sampling, now=now):
                 while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(now[0].policy.state.trainable)})
-                return gather(*args)
+                return following(*args)
 
             def look(parts, one_step=one_step, kinds=kinds, now=now):
                 now[:] = [parts]
@@ -35,7 +36,7 @@ def runs(tmp_path_factory):
                 return done
 
             patch.setattr(rl, "one_step", look)
-            patch.setattr(rl, "gather", look_at_gather)
+            patch.setattr(Rollouts, "next", look_while_sampling)
             roles = {"policy": {"rest": "host"}} if offload else {}
             _, steps, _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo", "mesh.roles": roles}))
         out[name] = SimpleNamespace(folder=folder, steps=steps, kinds=kinds, while_sampling=while_sampling)

@@ -31,11 +31,11 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import gather, rl, setup
+from jaxrl.recipes import rl, setup
 from jaxrl.recipes.advantages import advantages, spread
 from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
 from jaxrl.recipes.critic import Critic
-from jaxrl.recipes.supply import Supply
+from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.rollout import Result
@@ -317,15 +317,14 @@ def batch_of(changes, answer, rows=100, start=0, **functions):
     """(batch, engine, rewards) of one step: 4 prompts, 2 answers each. Position in the data = group."""
     base = {"rollout.group_size": 2, "rollout.max_new_tokens": 10, "data.epochs": 1}
     engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
-    r = SimpleNamespace(
-        config=decided(config({**base, **changes})), stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
-        cursor=start, step=0, total_steps=100, engine=engine, rewards=rewards, interrupted=lambda: False, fault=lambda name: None,
-        peers=Peers(), together=lambda what, work: work(),
-        phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []),
-        job=SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda ids, **how: [str(list(i)) for i in ids])))
-    values = config_checks.resolved_algorithm(r.config)
-    r.supply = Supply(r, greedy=values["advantage_mean"] == "greedy")
-    return gather.gather(r, values), engine, rewards
+    session = SimpleNamespace(
+        interrupted=lambda: False, fault=lambda name: None, peers=Peers(), together=lambda what, work: work(),
+        phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []))
+    source = Rollouts(
+        decided(config({**base, **changes})), session, engine=engine, rewards=rewards, steps=100,
+        stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
+        tokenizer=SimpleNamespace(batch_decode=lambda ids, **how: [str(list(i)) for i in ids]))
+    return source.next(SimpleNamespace(step=0, cursor=start)), engine, rewards
 
 
 def thirds(g, k):
@@ -435,7 +434,7 @@ def test_the_overlong_buffer_as_a_fraction_of_the_longest_answer():
 def parts_of(c, update):
     """What a step works with, where only the update matters: update(batches) -> metrics."""
     policy = SimpleNamespace(put=lambda packed: packed, update=update)
-    rollouts, spec = SimpleNamespace(ahead=SimpleNamespace(pick_up=lambda: None)), decided(c)
+    rollouts, spec = SimpleNamespace(poll=lambda: None), decided(c)
     algorithm = SimpleNamespace(values=config_checks.resolved_algorithm(spec))
     return rl.Parts(SimpleNamespace(spec=spec), None, algorithm, policy, rollouts, None)
 

@@ -16,9 +16,9 @@ import pytest
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.evaluate import out_of_patience
-from jaxrl.recipes.supply import Scorer
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 from jaxrl.rewards import pool as pool_module
+from jaxrl.rewards.background import BackgroundScorer
 
 FUNCTIONS = textwrap.dedent('''
     import asyncio, collections, itertools, multiprocessing, os, subprocess, sys, time
@@ -427,7 +427,7 @@ def test_a_stop_leaves_rewards_alone(pool):
     asked = []
     assert pool("naps", timeout_seconds=300.0).score(items(200.0), stop=lambda: asked.append(1) or len(asked) > 1) is None
     group, done = SimpleNamespace(position=0), threading.Event()
-    scorer = Scorer(lambda groups: done.wait())
+    scorer = BackgroundScorer(lambda groups: done.wait())
     scorer.add(group)
     assert not scorer.wait([group], stop=lambda: True)
     done.set()

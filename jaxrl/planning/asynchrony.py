@@ -1,4 +1,4 @@
-"""A job's clockwork in virtual time: the admission that runs use (rollout/ahead.py) between a simulated engine and trainer.
+"""A job's clockwork in virtual time: the admission that runs use (rollout/queue.py) between a simulated engine and trainer.
 
 What is simulated: an engine with so many slots, whose decode steps take `fixed + each * answers` seconds, and a trainer whose
 step takes `train + train_token * tokens`. What is real: which answers are asked for when, what waits for what, what a publish
@@ -21,8 +21,8 @@ from scipy.optimize import nnls
 
 from jaxrl.errors import ConfigError
 from jaxrl.planning import roofline, workload
-from jaxrl.rollout.ahead import Ahead, staleness
-from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.protocol import Key, Request, Result
+from jaxrl.rollout.queue import RolloutQueue, staleness
 from jaxrl.rollout.select import shared_gpus
 from jaxrl.sharding import ROLLOUT_RULES
 
@@ -129,30 +129,31 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
     step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of the time in which each works,
     "staleness" the highest}.
     """
-    number = lambda request: request.group * group_size + int(request.id.partition("/")[2])  # noqa: E731
+    number = lambda request: request.key.prompt * group_size + request.key.sample  # noqa: E731
     length = lambda request: int(lengths[number(request) % len(lengths)])  # noqa: E731
     engine = Engine(speeds, length, beside)
-    ahead = Ahead(
+    queue = RolloutQueue(
         engine, per_step=per_step, max_staleness=max_staleness, sync_every=sync_every, partial=partial, clock=engine.clock,
         steps=1 << 60,
         draw=lambda cursor, count: ([(p, None) for p in range(cursor, cursor + count)], cursor + count),
-        ask=lambda prompts, step: [Request(f"{p}/{i}", PROMPT, group=p) for p, _ in prompts for i in range(group_size)])
-    ahead.publish(None, 0)
+        requests=lambda prompts, step: [Request(str(key), PROMPT, group=p, key=key) for p, _ in prompts for i in range(group_size)
+                                        for key in [Key("train", step, p, i)]])
+    queue.publish(None, 0)
     first, cursor, trained, oldest, ends = (max_staleness + 1) * sync_every, 0, 0.0, 0, []
     for step in range(first + steps):
         if step == first:
             began = engine.now, engine.busy, trained
-        groups, cursor = ahead.take(step, cursor)
-        ahead.wait(groups, float("inf"))
+        groups, cursor = queue.ask(step, cursor)
+        queue.wait(groups, float("inf"))
         oldest = max(oldest, *(int(staleness(step, r.versions.min(), sync_every)) for g in groups for r in g.results.values()))
         tokens = sum(length(r) + prompt for g in groups for r in g.requests)
         work = speeds.train + speeds.train_token * tokens
         engine.elapse((0.0 if max_staleness or sync_every > 1 else speeds.reward) + work)
         trained += work
-        ahead.pick_up()
-        ahead.used(cursor)
+        queue.poll()
+        queue.release(cursor)
         if (step + 1) % sync_every == 0:
-            ahead.publish(None, step + 1)
+            queue.publish(None, step + 1)
         ends.append(engine.now)
     span = ends[-1] - began[0]
     return {"seconds": np.diff([speeds.publish, *ends]).tolist(), "step_seconds": span / steps,

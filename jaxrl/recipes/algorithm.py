@@ -17,7 +17,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
 from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
-from jaxrl.recipes.supply import stale_buckets
+from jaxrl.recipes.rollouts import stale_buckets
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 

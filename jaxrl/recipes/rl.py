@@ -10,7 +10,7 @@ for step:
     for each pass, for each minibatch: one optimizer step
     publish the new weights to the engine
 
-With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.ahead, docs/asynchrony.md).
+With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.queue, docs/asynchrony.md).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from jaxrl.recipes import parity
 from jaxrl.recipes.advantages import advantages
 from jaxrl.recipes.algorithm import Algorithm, start_of_step
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
-from jaxrl.recipes.gather import gather
-from jaxrl.recipes.setup import Around, Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
-from jaxrl.recipes.supply import Supply
+from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.recipes.trajectories import records
 from jaxrl.roles import Policy, WeightSync, check_finite
 from jaxrl.session import Session
@@ -47,7 +46,7 @@ class Parts(NamedTuple):
     job: Job
     algorithm: Algorithm
     policy: Policy
-    rollouts: Supply
+    rollouts: Rollouts
     speed: Speed
 
 
@@ -66,7 +65,8 @@ def run(config, given=None) -> dict:
         if spec.run.mode == "parity":
             return parity.report(s, job)
         algorithm = Algorithm(job, s.total_steps)
-        rollouts = s.own(Supply(Around(s, job), greedy=spec.algorithm.advantage_mean == "greedy"))
+        rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards, tokenizer=job.tokenizer,
+                                  steps=s.total_steps))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
         s.restore(policy, [*algorithm.parts, rollouts])
         s.introduce(describe(job), derived(spec))
@@ -76,7 +76,7 @@ def run(config, given=None) -> dict:
         s.say(first_prompt(s, job))
         speed = Speed(job, policy.state.trainable)
         s.begin(s.given.comparison and s.given.comparison(spec, job, s.step), speed.rates)
-        evaluate = Evaluation(s, job, sync, rollouts.ahead.receive) if job.eval_sets else None
+        evaluate = Evaluation(s, job, sync, rollouts.queue.receive) if job.eval_sets else None
         s.before_first_step(evaluate)
         parts = Parts(s, job, algorithm, policy, rollouts, speed)
         while s.goes_on():
@@ -97,7 +97,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     s, job, algorithm, policy, rollouts, speed = parts
     c, v, critic, values = s.spec, algorithm.values, algorithm.critic, None
     with policy.resting(job.engine):
-        batch = gather(rollouts.run, v)
+        batch = rollouts.next(s.progress)
     if batch is None or s.stopping():
         return None
     if job.rests("sampler"):
@@ -109,9 +109,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         columns = algorithm.columns(policy, traj, scored)
         if critic is not None:
             values, raw = critic.values(policy.state, traj, scored)
-        stale = rollouts.staleness(traj)
-        if c.ahead:
-            columns["staleness"] = stale
+        if batch.staleness is not None:
+            columns["staleness"] = batch.staleness
         kl = algorithm.kl(columns)
         found = advantages(v, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts,
                            columns=columns, user=c.user)
@@ -126,8 +125,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             s.fault("update")
             metrics = update_all(parts, batch, layout, columns, seed)
         s.advance(batch.cursor, samples=traj.num_trajectories)
-        rollouts.ahead.used(batch.cursor)
-        metrics |= rollouts.metrics(traj, stale)
+        rollouts.release(batch.cursor)
+        metrics |= rollouts.metrics(batch)
         metrics |= algorithm.reference.after_step(s, policy) if algorithm.reference is not None else {}
     s.telemetry.histograms(s.step, histograms(batch, columns, per_answer))
     metrics |= rollout_metrics(batch, found.zero_signal, per_answer, layout) | stream_metrics(s, job)
@@ -195,7 +194,7 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
             if keep is not None:
                 metrics["policy/prefix_masked_fraction"] = float((~keep[traj.loss_mask]).mean())
             pending.append(metrics)
-            parts.rollouts.ahead.pick_up()  # while the device works
+            parts.rollouts.poll()  # while the device works
     return pending
 
 

@@ -142,20 +142,6 @@ def share_gpus(how: str, fraction: float, environ) -> None:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.05, BOTH_MEMORY - fraction):.2f}")
 
 
-class Around:
-    """Session and job as one value, for what asks for rollouts."""
-
-    def __init__(self, s, job):
-        self.s, self.job, self.config = s, job, job.config
-
-    def __getattr__(self, name):
-        if name in ("engine", "stream", "rewards", "eval_rewards", "eval_sets"):
-            return getattr(self.job, name)
-        if name == "cursor":
-            return self.s.progress.cursor
-        return getattr(self.s, name)
-
-
 def first_prompt(s, job) -> str:
     """What a person should see of the data before the first step; "" where there is nothing new."""
     if job.stream is None or s.step:

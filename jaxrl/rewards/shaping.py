@@ -33,7 +33,7 @@ def shape(result, lengths: np.ndarray, truncated: np.ndarray, reward, max_new_to
 
     In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale;
     4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. (Then reward.norm_mean and norm_std,
-    over the whole batch; see recipes/gather.)
+    over the whole batch; see recipes/rollouts.)
 
     Args:
       result: RewardResult. lengths: [N] tokens of the answers. truncated: [N] bool, cut by the length limit.

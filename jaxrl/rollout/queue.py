@@ -1,16 +1,16 @@
-"""Running ahead of the trainer: which groups may be asked for now, and their answers until their step uses them.
+"""Running ahead of the trainer: which groups may be asked for now, and their completions until their step uses them.
 
 Step s always uses the groups that a synchronous run would use, the next ones in the order of the data, whatever finished
-first: no batch prefers short answers. So admission needs no clock, and every process computes the same from the step
-alone: a group meant for step s may be asked for as soon as the published version is at most `max_staleness` before the
-one that step s itself would publish first. The bound then holds by construction; nothing is sampled and thrown away.
+first: no batch prefers short completions. So admission needs no clock, and every process computes the same from the step
+alone: a group meant for step s may be asked for as soon as the published version is at most `max_staleness` before the one
+that step s itself would publish first. The bound then holds by construction; nothing is sampled and thrown away.
 
     step c begins, version of step c published
-    groups, cursor = ahead.take(c, cursor)      asks for all that the bound allows, steps c .. last_step(c, ...)
-    ahead.wait(groups, timeout)                 polls the engine until these groups are answered, keeps the others' answers
-    ... the update; ahead.pick_up() in between takes in what an engine finished meanwhile ...
-    ahead.used(cursor)                          these groups count as used
-    ahead.publish(params, c + 1)                at every `sync_every`-th step
+    groups, cursor = queue.ask(c, cursor)       asks for all that the bound allows, steps c .. last_step(c, ...)
+    queue.wait(groups, timeout)                 polls the engine until these groups are done, keeps the others' results
+    ... the update; queue.poll() in between takes in what an engine finished meanwhile ...
+    queue.release(cursor)                       these groups count as used
+    queue.publish(params, c + 1)                at every `sync_every`-th step
 
 A *version* is the number of completed steps of the weights; *staleness* counts publications between the version a token was
 drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than meant, never
@@ -18,7 +18,7 @@ later. A group keeps the seeds of the step it was meant for (`planned`).
 
 With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, as if nothing stood between.
 
-No jax and no Run here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread drives it.
+No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread drives it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def staleness(step: int, versions, sync_every: int):
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
-    """The requests of one prompt, asked for or waiting to be."""
+class PromptGroup:
+    """The requests for one prompt, waiting, under way or answered."""
 
     position: int   # of the prompt in the order of the data
     example: Any
     planned: int    # the step it is meant for: its seeds are of this step, and it is used then or earlier
     requests: list[Request]
-    mine: bool      # whether this process asks for it; another one's is never answered here
+    mine: bool      # whether this process asks for it; another one's has no results here
     admitted: int = -1  # version that was published when it was first asked for
     results: dict[str, Result] = dataclasses.field(default_factory=dict)  # by request id
     outcomes: dict[str, dict] = dataclasses.field(default_factory=dict)   # of rewards, by request id; the caller's to fill
@@ -62,83 +62,78 @@ class Group:
         return not self.mine or len(self.results) == len(self.requests)
 
 
-class Ahead:
-    """The groups from the run's cursor on that were asked for, in order, with the answers they have.
+class RolloutQueue:
+    """The groups from the run's cursor on that were asked for, in order, with the results they have.
 
     Args:
       engine: a protocol.Engine. One with a true attribute `beside` works while nobody polls it.
       per_step: prompts per step.
-      max_staleness, sync_every, partial: the options of config.rollout. partial: answers go on across a publish; else
-        a publish holds back what the engine has not begun and waits for what it has.
+      max_staleness, sync_every, partial: the options of config.rollout. partial: completions go on across a publish; else a
+        publish holds back what the engine has not begun and waits for what it has.
       steps: no group is asked for a step from this one on.
       draw: (cursor, count) -> ([(position, example)], next cursor); fewer at the end of the data.
-      ask: (prompts, step) -> their requests, in the order to submit them; a request's group is its position.
+      requests: (prompts, step) -> their requests, in the order to submit them; a request's group is its position.
       mine: position -> whether this process asks for it.
-      finished: called with every group of ours whose last answer came.
+      finished: called with every group of ours whose last result came.
       clock: seconds.
     """
 
     def __init__(self, engine, *, per_step: int, max_staleness: int, sync_every: int, partial: bool, steps: int,
-                 draw: Callable, ask: Callable, mine: Callable[[int], bool] = lambda position: True,
-                 finished: Callable[[Group], None] = lambda group: None, clock: Callable[[], float] = time.monotonic):
+                 draw: Callable, requests: Callable, mine: Callable[[int], bool] = lambda position: True,
+                 finished: Callable[[PromptGroup], None] = lambda group: None,
+                 clock: Callable[[], float] = time.monotonic):
         self.engine, self.per_step, self.steps = engine, per_step, steps
         self.max_staleness, self.sync_every, self.partial = max_staleness, sync_every, partial
-        self._draw, self._ask, self._mine, self._finished, self._clock = draw, ask, mine, finished, clock
+        self._draw, self._requests, self._mine, self._finished, self._clock = draw, requests, mine, finished, clock
         self.version = -1  # published last
-        self.groups: dict[int, Group] = {}  # by position, asked for and not yet used
+        self.groups: dict[int, PromptGroup] = {}  # by position, asked for and not yet used
         self.counts = dict.fromkeys(("admitted_groups", "used_groups", "asked_again"), 0)
         self._end: int | None = None  # position after the last group
-        self._unasked: list[Request] = []
-        self._under_way: dict[str, Group] = {}
+        self._waiting: list[Request] = []
+        self._under_way: dict[str, PromptGroup] = {}
 
-    # ---- a step ---------------------------------------------------------------------------------------------------
+    # ---- a step
 
-    def take(self, step: int, cursor: int, count: int = 0) -> tuple[list[Group], int]:
-        """(`count` groups from `cursor` on for the step that is next, the cursor after them); 0 = a step's. Asks for these, and
-        for all behind them that the bound allows. Fewer at the end of the data. They stay here until `used`."""
-        count = count or self.per_step
+    def ask(self, step: int, cursor: int, count: int = 0) -> tuple[list[PromptGroup], int]:
+        """(`count` groups from `cursor` on for the step that is next, the cursor after them); 0 = a step's. Submits these, and
+        all behind them that the bound allows. Fewer at the end of the data. They stay here until `release`."""
         self._end = max(cursor, self._end or 0)
-        own = cursor + count
-        last = min(last_step(step, self.max_staleness, self.sync_every), self.steps - 1)
-        for planned in range(step, max(step, last) + 1):
-            self._admit(own + (planned - step) * self.per_step, planned)
-        self._submit()
+        own = cursor + (count or self.per_step)
+        for planned in range(step, max(step, self._last(step)) + 1):
+            end = own + (planned - step) * self.per_step
+            if end > self._end:
+                prompts, self._end = self._draw(self._end, end - self._end)
+                self.counts["admitted_groups"] += len(prompts)
+                self._add(prompts, planned)
+        for request in self._waiting:
+            group = self.groups[request.group]
+            group.admitted = self.version if group.admitted < 0 else group.admitted
+        submitted, self._waiting = [r for r in self._waiting if self.groups[r.group].mine], []
+        if submitted:
+            self._under_way |= {r.id: self.groups[r.group] for r in submitted}
+            self.engine.submit(submitted)
         out = [self.groups[p] for p in range(cursor, min(own, self._end))]
         return out, cursor + len(out)
 
-    def _admit(self, end: int, planned: int) -> None:
-        """Takes up the groups before position `end`."""
-        if end <= self._end:
-            return
-        prompts, self._end = self._draw(self._end, end - self._end)
-        self.counts["admitted_groups"] += len(prompts)
-        self._add(prompts, planned)
+    def _last(self, step: int) -> int:
+        return min(last_step(step, self.max_staleness, self.sync_every), self.steps - 1)
 
     def _add(self, prompts, planned: int) -> None:
-        requests = self._ask(prompts, planned) if prompts else []
-        own = {position: [] for position, _ in prompts}
-        for request in requests:
-            own[request.group].append(request)
+        requests = self._requests(prompts, planned) if prompts else []
         for position, example in prompts:
-            self.groups[position] = Group(position, example, planned, own[position], self._mine(position))
-        self._unasked += requests
+            self.groups[position] = PromptGroup(position, example, planned, [], self._mine(position))
+        for request in requests:
+            self.groups[request.group].requests.append(request)
+        self._waiting += requests
 
-    def _submit(self) -> None:
-        asked = [r for r in self._unasked if self.groups[r.group].mine]
-        for group in (self.groups[r.group] for r in self._unasked):
-            group.admitted = self.version if group.admitted < 0 else group.admitted
-        self._unasked = []
-        if asked:
-            self._under_way |= {r.id: self.groups[r.group] for r in asked}
-            self.engine.submit(asked)
-
-    def wait(self, groups: list[Group], timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Polls until these groups are answered; False when `stop` (asked about once a second) turned true before.
+    def wait(self, groups: list[PromptGroup], timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Polls until these groups are done; False when `stop` (asked about once a second) turned true before.
 
         Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What is
         unfinished is then aborted, as after a stop.
         """
-        return self._poll_until(lambda: sum(len(g.requests) - len(g.results) for g in groups if g.mine), timeout, stop)
+        missing = lambda: sum(len(g.requests) - len(g.results) for g in groups if g.mine)  # noqa: E731
+        return self._poll_until(missing, timeout, stop)
 
     def _poll_until(self, missing: Callable[[], int], timeout: float, stop) -> bool:
         if self.engine.health()["paused"]:
@@ -148,11 +143,11 @@ class Ahead:
             rest = end - self._clock()
             stopped = stop()
             if stopped or rest <= 0:
-                self.give_up()
+                self._abort()
                 if stopped:
                     return False
-                raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise rollout.timeout_seconds, or ask "
-                                   "for fewer or shorter answers")
+                raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise rollout.timeout_seconds, or "
+                                   "ask for fewer or shorter answers")
             self.receive(self.engine.poll(min(rest, 1.0)))
         return True
 
@@ -166,29 +161,30 @@ class Ahead:
             if group.done:
                 self._finished(group)
 
-    def pick_up(self) -> None:
+    def poll(self) -> None:
         """Takes in what an engine that works beside the trainer has finished; returns at once. An engine that is lost says so
         again when it is waited for; until then the update goes on."""
         if self._under_way and getattr(self.engine, "beside", False):
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))
 
-    def give_up(self) -> None:
-        """Aborts what is under way; it would have to be asked for again."""
+    def _abort(self) -> None:
+        """Ends what is under way; it would have to be asked for again."""
         if self._under_way:
             self.engine.abort(sorted(self._under_way))
             self.engine.poll(0.0)
-            self._unasked = [r for g in self.groups.values() for r in g.requests if r.id in self._under_way] + self._unasked
-            self._under_way = {}
+            lost = [r for g in self.groups.values() for r in g.requests if r.id in self._under_way]
+            self._waiting, self._under_way = lost + self._waiting, {}
 
-    def used(self, cursor: int) -> None:
+    def release(self, cursor: int) -> None:
         """The groups before `cursor` were trained on."""
         for position in [p for p in self.groups if p < cursor]:
             del self.groups[position]
             self.counts["used_groups"] += 1
 
-    def publish(self, params, version: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False) -> None:
-        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for the answers the engine has begun."""
+    def publish(self, params, version: int, timeout: float = float("inf"),
+                stop: Callable[[], bool] = lambda: False) -> None:
+        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for what the engine has begun."""
         if self._under_way and not self.partial:
             self.engine.hold(True)
             try:
@@ -198,23 +194,23 @@ class Ahead:
         self.engine.publish(params, version)
         self.version = int(version)
 
-    # ---- a checkpoint -----------------------------------------------------------------------------------------------
+    # ---- a checkpoint
 
     def state(self) -> tuple[dict, list[Result]]:
         """(JSON-able dict, results): all that `restore` needs of the groups that are not used yet, on this process."""
-        rows = [[g.position, g.planned, g.admitted] for g in self.groups.values()]
-        return {"groups": rows, "counts": dict(self.counts)}, [r for g in self.groups.values() for r in g.results.values()]
+        groups = self.groups.values()
+        rows = [[g.position, g.planned, g.admitted] for g in groups]
+        return {"groups": rows, "counts": dict(self.counts)}, [r for g in groups for r in g.results.values()]
 
-    def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict] | None = None) -> None:
+    def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
         """Takes over what `state` gave when `step` was next and the run's cursor stood at `cursor`, all processes' results, and
         the outcomes known of their rewards.
 
-        What was unfinished is asked for again, with the same seeds, at the next `take`. So is what the options of today would
+        What was unfinished is asked for again, with the same seeds, at the next `ask`. So is what the options of today would
         use too late (they may have changed).
         """
         self.counts |= state["counts"]
-        last = min(last_step(step, self.max_staleness, self.sync_every), self.steps - 1)
-        end = cursor + self.per_step * (last + 1 - step)
+        end = cursor + self.per_step * (self._last(step) + 1 - step)
         rows = [row for row in state["groups"] if cursor <= row[0] < end]
         self.counts["admitted_groups"] -= len([row for row in state["groups"] if row[0] >= end])
         prompts, self._end = self._draw(cursor, len(rows)) if rows else ([], cursor)
@@ -228,10 +224,11 @@ class Ahead:
                 result = known.get(request.id)
                 if result is not None and self._fresh(result, use):
                     group.results[request.id] = result
-                    group.outcomes |= {i: o for i, o in [(request.id, (outcomes or {}).get(request.id))] if o is not None}
+                    if request.id in outcomes:
+                        group.outcomes[request.id] = outcomes[request.id]
         held = {i for g in self.groups.values() for i in g.results}
-        self._unasked = [r for r in self._unasked if r.id not in held]
-        self.counts["asked_again"] += sum(self.groups[r.group].mine for r in self._unasked)
+        self._waiting = [r for r in self._waiting if r.id not in held]
+        self.counts["asked_again"] += sum(self.groups[r.group].mine for r in self._waiting)
         for group in self.groups.values():
             if group.mine and group.done:
                 self._finished(group)

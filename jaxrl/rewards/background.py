@@ -1,0 +1,59 @@
+"""Rewards beside generation: a thread that scores what is finished, all that waits at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+
+class BackgroundScorer:
+    """Groups of completions, each with a `position`, scored in the order they come. score: fills a list of them."""
+
+    def __init__(self, score):
+        self._score, self._state = score, threading.Condition()
+        self._queue, self._open = deque(), set()  # groups not yet begun; those without an outcome, by position
+        self._error, self._closing = None, False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="rewards-ahead")
+        self._thread.start()
+
+    def add(self, group) -> None:
+        with self._state:
+            self._queue.append(group)
+            self._open.add(group.position)
+            self._state.notify_all()
+
+    def wait(self, groups, stop=lambda: False) -> bool:
+        """Until these have their outcomes; False if `stop` turned true before. Raises what scoring raised."""
+        wanted = {g.position for g in groups}
+        with self._state:
+            while self._error is None and self._open & wanted:
+                if stop():
+                    return False
+                self._state.wait(0.5)
+            if self._error is not None:
+                raise self._error
+        return True
+
+    def close(self) -> None:
+        """No further group is begun. What is being scored ends with the reward pool."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._state:
+                while not self._queue and not self._closing:
+                    self._state.wait()
+                if self._closing:
+                    return
+                groups, error = list(self._queue), None
+                self._queue.clear()
+            try:
+                self._score(groups)
+            except Exception as e:  # the main thread raises it
+                error = e
+            with self._state:
+                self._error = self._error or error
+                self._open.difference_update(g.position for g in groups)
+                self._state.notify_all()
