@@ -27,10 +27,10 @@ class Sizes(NamedTuple):
 class Trajectories:
     """A ragged batch in host memory. Sequence q owns tokens[offsets[q]:offsets[q+1]], a prompt and what came after it.
 
-    A trajectory is one sequence, or several, one behind the other (a history that is rewritten between turns opens a new one);
-    each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties count trajectories;
-    only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample). Nothing here is padded; only
-    `training.pack` pads.
+    A trajectory is one sequence, or several, one behind the other (a history that is rewritten between turns opens a
+    new one); each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties
+    count trajectories; only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample).
+    Nothing here is padded; only `training.pack` pads.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
@@ -43,19 +43,19 @@ class Trajectories:
     sample: np.ndarray  # [N] int32: index within the group
     seed: np.ndarray  # [N] uint32, of the first turn
     finish: np.ndarray  # [N] int8, index into FINISH
-    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: further ones, e.g. turn, reward
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: turn, reward ...
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
-    prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group, where each trajectory is one sequence
+    prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
 
     def __post_init__(self):
         whole = self.trajectory is None
         self.trajectory = np.arange(len(self.group)) if whole else np.asarray(self.trajectory)
         if self.prefix is None and not whole:
-            raise ValueError("Trajectories of several sequences need `prefix`: a group's sequences may have different prompts")
+            raise ValueError("trajectories of several sequences need `prefix`: a group may have different prompts")
         self.prefix = self.group if self.prefix is None else self.prefix
-        at = self.trajectory
-        if len(at) != len(self.offsets) - 1 or not np.array_equal(np.unique(at), np.arange(len(self.group))) or (np.diff(at) < 0).any():
-            raise ValueError(f"trajectory={at}: expected the sequences of {len(self.group)} trajectories, one behind the other")
+        at, every = self.trajectory, np.arange(self.num_trajectories)
+        if len(at) != self.num_sequences or not np.array_equal(np.unique(at), every) or (np.diff(at) < 0).any():
+            raise ValueError(f"trajectory={at}: expected sequences of {len(every)} trajectories, one behind the other")
 
     @property
     def num_sequences(self) -> int:
@@ -131,4 +131,4 @@ class TrainState:
     step: Any  # [] int32: optimizer updates applied
     version: Any  # [] int32: published weight version
     rng: Any  # key data of the root key
-    stats: Any  # dict of scalars: skipped updates, non-finite streak, whether this step was stopped early, entropy coefficients
+    stats: Any  # dict of scalars: skipped updates, non-finite streak, early stop of this step, entropy coefficients

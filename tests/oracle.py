@@ -244,12 +244,12 @@ def advantages(scores, groups, mean_of, std_of, baseline=None):
     return out
 
 
-def gae(rewards, values, mask, offsets, gamma, lams, bootstraps):
+def gae(rewards, values, mask, offsets, gamma, lams):
     """Every scored token's sum over l of (gamma lam)^l delta_{t+l}, by its definition."""
     adv, ret = [0.0] * len(mask), [0.0] * len(mask)
     for i in range(len(offsets) - 1):
         steps = [t for t in range(offsets[i], offsets[i + 1]) if mask[t]]
-        nexts = [values[t] for t in steps[1:]] + [bootstraps[i]]
+        nexts = [values[t] for t in steps[1:]] + [0.0]
         deltas = [rewards[t] + gamma * v - values[t] for t, v in zip(steps, nexts, strict=True)] if steps else []
         for k, t in enumerate(steps):
             adv[t] = sum((gamma * lams[i]) ** n * d for n, d in enumerate(deltas[k:]))

@@ -1,4 +1,4 @@
-"""A trajectory is one or more sequences: what counts trajectories does not see how they are cut; each sampled token is trained once."""
+"""A trajectory is one or more sequences: its numbers do not see how it is cut; each sampled token is trained once."""
 
 import dataclasses
 

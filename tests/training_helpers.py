@@ -72,8 +72,8 @@ def batch_of_groups(groups=5, size=4, seed=0, vocab=61, max_prompt=9, max_answer
 
 
 def conversation(rewrite: bool):
-    """(requests, results) of groups of samples with 1 to 3 turns each, with observations between them. `rewrite`: the history of a
-    turn lost as many tokens, so that it is no longer what was sampled."""
+    """(requests, results) of groups of samples with 1 to 3 turns each, with observations between them. `rewrite`: the history
+    of a turn lost as many tokens, so that it is no longer what was sampled."""
     random, requests, results = np.random.default_rng(0), [], []
     ids = lambda low, high: random.integers(1, 61, random.integers(low, high)).astype(np.int32)  # noqa: E731
     openings = [ids(2, 6) for _ in range(3)]

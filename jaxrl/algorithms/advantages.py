@@ -1,9 +1,9 @@
 """Scores and rewards to advantages and returns; host numpy, float64.
 
-`group_advantages` gives one number per answer, `token_returns` and `gae` one per token. Over tokens only the scored ones
-(`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between them are
-skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward belongs on the
-turn's last scored token.
+`group_advantages` gives one number per answer, `token_returns` and `gae` one per token. Over tokens only the scored
+ones (`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between
+them are skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward
+belongs on the turn's last scored token.
 
 Legend: N sequences, T tokens of the ragged batch; sequence i owns tokens offsets[i]:offsets[i+1].
 """
@@ -28,8 +28,9 @@ def register_advantage(name: str):
             best = {g: np.nanmax(inputs.scores[inputs.groups == g]) for g in np.unique(inputs.groups)}
             return [float(s == best[g]) for s, g in zip(inputs.scores, inputs.groups)]
 
-    It returns one number per sequence [N] or per token [T]; tokens that are not scored and sequences whose score is absent
-    are 0 afterwards, and whitening and clipping follow. Raises ValueError where the name is taken by another function.
+    It returns one number per sequence [N] or per token [T]; tokens that are not scored and sequences whose score is
+    absent are 0 afterwards, and whitening and clipping follow. Raises ValueError where the name is taken by another
+    function.
     """
 
     def register(function):
@@ -45,18 +46,20 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
 
         mean           baseline                                          mean + std is
         none           0                                                 none: REINFORCE
-        group          mean of the group                                 group: GRPO (arXiv 2402.03300, eq. 4); none: Dr.GRPO
-                                                                         (2503.20783); batch: Lite PPO (2508.08221)
+        group          mean of the group                                 group: GRPO (arXiv 2402.03300, eq. 4); none:
+                                                                         Dr.GRPO (2503.20783); batch: Lite PPO
+                                                                         (2508.08221)
         batch          mean of all scores of the batch                   batch: REINFORCE++ by sequence
         leave_one_out  mean of the group's other members                 none: RLOO (arXiv 2402.14740)
         greedy         baseline_N, the greedy answer's score             none: ReMax (arXiv 2310.10505)
 
-    std has ddof 1 and is of the raw scores, not of the centred ones: of the group, or of the batch (all present scores).
-    Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
+    std has ddof 1 and is of the raw scores, not of the centred ones: of the group, or of the batch (all present
+    scores). Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
 
-    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where the
-    baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding give
-    exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8 or are fewer than two.
+    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where
+    the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding
+    give exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8 or are fewer
+    than two.
 
     Args:
       scores_N: one score per sequence, NaN = absent.
@@ -122,8 +125,9 @@ def _centred(own, whole, baseline, mean):
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0):
     """Reward of each token [T]: the sequence's score at its last scored token, minus kl_coef * KL at each scored token.
 
-    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). A sequence whose score is missing (NaN) gets 0
-    everywhere, without its KL; one without scored tokens gets nothing. kl_T: `kl.kl_value` of the policy that sampled.
+    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). A sequence whose score is missing (NaN)
+    gets 0 everywhere, without its KL; one without scored tokens gets nothing. kl_T: `kl.kl_value` of the policy that
+    sampled.
     """
     mask = np.asarray(mask_T, bool)
     scores = np.asarray(scores_N, np.float64)
@@ -143,7 +147,7 @@ def token_returns(rewards_T, mask_T, offsets, gamma):
     return gae(rewards_T, np.zeros(len(mask_T)), mask_T, offsets, gamma, 1.0)[0]
 
 
-def gae(rewards_T, values_T, mask_T, offsets, gamma, lam, bootstrap_N=None):
+def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over scored tokens:
 
         delta_t = r_t + gamma * V_next - V_t        A_t = delta_t + gamma * lam * A_next
@@ -153,7 +157,6 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam, bootstrap_N=None):
     Args:
       rewards_T, values_T: [T], read at scored tokens.
       lam: scalar, or one per sequence [N] (see `adaptive_lambda`).
-      bootstrap_N: value after the last token [N], for answers that were cut and not ended; None = 0 for all.
 
     Returns:
       (advantages_T, returns_T), 0 on tokens that are not scored; returns = advantages + values.
@@ -164,8 +167,7 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam, bootstrap_N=None):
     n = len(counts)
     order = np.argsort(-counts, kind="stable")  # longest first: those still running are a leading slice
     decay = gamma * np.broadcast_to(np.asarray(lam, np.float64), (n,))[order]
-    value = np.zeros(n) if bootstrap_N is None else np.array(bootstrap_N, np.float64)[order]
-    running, advantages = np.zeros(n), np.zeros(len(rewards))
+    value, running, advantages = np.zeros(n), np.zeros(n), np.zeros(len(rewards))
     ends = ends[order]
     longest = int(counts.max(initial=0))
     live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # sequences with more than k scored tokens
@@ -184,8 +186,8 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam, bootstrap_N=None):
 def adaptive_lambda(lengths_N, alpha: float):
     """VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the paper's alpha is 0.05.
 
-    The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is a choice of
-    ours. Raises ValueError where alpha is not positive.
+    The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is a choice
+    of ours. Raises ValueError where alpha is not positive.
     """
     if alpha <= 0:
         raise ValueError(f"lam_alpha={alpha}: must be positive")
@@ -195,8 +197,8 @@ def adaptive_lambda(lengths_N, alpha: float):
 def whiten(advantages_T, mask_T):
     """(A - mean) / sqrt(var + 1e-8) over all scored tokens, var with ddof 1; 0 on the others [T].
 
-    REINFORCE++ (arXiv 2501.03262) and PPO in practice. Call it with the whole optimizer batch: the statistics are global,
-    never of a microbatch or host. With fewer than two scored tokens the result is 0.
+    REINFORCE++ (arXiv 2501.03262) and PPO in practice. Call it with the whole optimizer batch: the statistics are
+    global, never of a microbatch or host. With fewer than two scored tokens the result is 0.
     """
     mask = np.asarray(mask_T, bool)
     scored = np.asarray(advantages_T, np.float64)[mask]
@@ -214,20 +216,22 @@ def _scored(mask, offsets):
 
 def clip_advantages(advantages, low, high):
     """Advantages within [low, high], any shape, float64; None = no bound on that side."""
-    return np.clip(np.asarray(advantages, np.float64), -np.inf if low is None else low, np.inf if high is None else high)
+    low, high = -np.inf if low is None else low, np.inf if high is None else high
+    return np.clip(np.asarray(advantages, np.float64), low, high)
 
 
 def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, minimum: int):
     """Where the loss may count: False on the opening an answer shares with an answer of another score, bool [T].
 
-    Of two answers to one prompt that begin alike and end with different scores, the common opening is pushed both ways: what
-    remains is noise (Cosmos-RL's min_filter_prefix_tokens). An answer loses its longest prefix that it shares with any
-    answer of its group whose score differs (by 1e-8 or more), if that has at least `minimum` tokens, counted from the end
-    of the prompt. An answer that lies whole in a longer one loses all its tokens. True on all other tokens, prompts too.
-    Answers without a score (NaN) have advantage 0 and take no part.
+    Of two answers to one prompt that begin alike and end with different scores, the common opening is pushed both ways:
+    what remains is noise (Cosmos-RL's min_filter_prefix_tokens). An answer loses its longest prefix that it shares with
+    any answer of its group whose score differs (by 1e-8 or more), if that has at least `minimum` tokens, counted from
+    the end of the prompt. An answer that lies whole in a longer one loses all its tokens. True on all other tokens,
+    prompts too. Answers without a score (NaN) have advantage 0 and take no part.
 
     Args:
-      tokens_T: prompt then answer of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the prompt.
+      tokens_T: prompt then answer of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the
+      prompt.
     """
     tokens, scores = np.asarray(tokens_T), np.asarray(scores_N, np.float64)
     starts = np.asarray(offsets)[:-1] + np.asarray(prompt_lengths_N)

@@ -22,8 +22,8 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
         constant        1 / (n * max_tokens)                 Dr.GRPO (arXiv 2503.20783)
         prompt_mean     1 / (P * tokens of its prompt)       mean over prompts of their token means
 
-    n = sequences, P = prompts with at least one scored token. Tokens that are filtered later (truncated answers, sequences
-    the mismatch correction drops ...) keep their place in the denominators.
+    n = sequences, P = prompts with at least one scored token. Tokens that are filtered later (truncated answers,
+    sequences the mismatch correction drops ...) keep their place in the denominators.
 
     Args:
       counts_N: scored tokens |y_i| per sequence of the optimizer step; 0 = a sequence that does not count.

@@ -177,11 +177,6 @@ class Dataset:
         """[N] tokens of each prompt."""
         return np.diff(self._prompts.offsets)
 
-    @property
-    def target_lengths(self) -> np.ndarray:
-        """[N] tokens of each target, 0 where there is none."""
-        return np.diff(self._targets.offsets)
-
     def describe(self) -> str:
         """One line: rows, lengths, and what was left out or cut."""
         n = self.prompt_lengths

@@ -33,8 +33,8 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
 
-        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens; so it is for a
-                 function of the user's own, which sees scores less that KL)
+        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens; so it is
+                 for a function of the user's own, which sees scores less that KL)
         returns  reward to go, the number at the last scored token and the KL at each
         gae      the same rewards with a critic
 
@@ -69,17 +69,18 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
     tokens = np.where(present, tokens, 0.0)
     if v["whiten"]:
         tokens = whiten(tokens, present)
-    return Advantages(np.where(present, clip_advantages(tokens, v["advantage_low"], v["advantage_high"]), 0.0), returns, zero)
+    tokens = clip_advantages(tokens, v["advantage_low"], v["advantage_high"])
+    return Advantages(np.where(present, tokens, 0.0), returns, zero)
 
 
 def spread(name: str, found, traj) -> np.ndarray:
-    """[N] or [T] numbers of a user's function -> [T]. Raises ConfigError for other shapes and for numbers that are not finite."""
+    """[N] or [T] numbers of a user's function -> [T]. Raises ConfigError for other shapes, and where not finite."""
     found = np.asarray(found, np.float64)
     if found.shape == (traj.num_trajectories,):
         found = traj.spread(found)
     if found.shape != (len(traj.tokens),):
-        raise ConfigError(f"algorithm.advantage={name!r} returned shape {found.shape}: expected one number per sequence "
-                          f"({traj.num_trajectories}) or per token ({len(traj.tokens)})")
+        raise ConfigError(f"algorithm.advantage={name!r} returned shape {found.shape}: expected one number per "
+                          f"sequence ({traj.num_trajectories}) or per token ({len(traj.tokens)})")
     if not np.isfinite(found[traj.loss_mask]).all():
         raise ConfigError(f"algorithm.advantage={name!r} returned numbers that are not finite")
     return found

@@ -1,4 +1,4 @@
-"""Evaluation: answer every row of every held-out set, score, report accuracy, mean@k and pass@k, per set and together."""
+"""Evaluation: complete every row of every held-out set, score, report accuracy, mean@k and pass@k."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import time
 import numpy as np
 
 from jaxrl import training
-from jaxrl.processes.exchange import gather, owner
+from jaxrl.processes.exchange import owner
 from jaxrl.recipes import setup
 from jaxrl.recipes.trajectories import (
     collect,
     completions,
+    exchanged,
     make_requests,
     records,
-    results_from_bytes,
-    results_to_bytes,
     reward_items,
     sampling_params,
 )
@@ -25,7 +24,7 @@ from jaxrl.telemetry import dumps, write_atomic
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k)   (arXiv 2107.03374, eq. 1)."""
+    """Unbiased chance that one of k samples is right: 1 - C(n-c, k) / C(n, k)   (arXiv 2107.03374, eq. 1)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -33,14 +32,15 @@ class Evaluation:
     """Answers all rows of all held-out sets with the current weights.
 
     Args:
-      s, job: session and job. sync: roles.WeightSync. receive: takes results of requests that were under way before, or None.
+      s, job: session and job. sync: roles.WeightSync. receive: takes results of requests that were under way before, or
+      None.
     """
 
     def __init__(self, s, job, sync, receive=None):
         self.s, self.job, self.sync, self.receive = s, job, sync, receive
 
     def __call__(self) -> tuple[dict[str, float], dict[str, list[dict]], dict]:
-        """(metrics, records by set, entry of summary.json); all empty when a stop came on the way. Process 0 writes the records."""
+        """(metrics, records by set, entry of summary.json); all empty after a stop. Process 0 writes the records."""
         self.sync.catch_up()  # the accuracy of a step is that of its weights
         metrics, rows = evaluate(self.s, self.job, self.receive)
         if metrics and self.s.peers.first:
@@ -59,13 +59,8 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
       (metrics "eval/<set>/<name>", records per set), the same on every process; both empty when a stop came on the way.
     """
     c = job.config
-    sampling = sampling_params(
-        c.eval,
-        c.eval.max_new_tokens or c.rollout.max_new_tokens,
-        c.rollout.stop,
-        c.rollout.stop_token_ids,
-        c.rollout.keep_stop,
-    )
+    longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
+    sampling = sampling_params(c.eval, longest, c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop)
     metrics, rows, hits_of = {}, {}, {}
     for name, dataset in job.eval_sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
@@ -81,9 +76,8 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         metrics[f"eval/{name}/length_mean"] = float(traj.total().mean())
         metrics[f"eval/{name}/truncated_fraction"] = float((traj.finish == 1).mean())
         metrics[f"eval/{name}/failed_fraction"] = float(np.isnan(scores).mean())
-        metrics[f"eval/{name}/reward_mean"] = (
-            float(np.nanmean(result.total)) if np.isfinite(result.total).any() else 0.0
-        )
+        total = result.total
+        metrics[f"eval/{name}/reward_mean"] = float(np.nanmean(total)) if np.isfinite(total).any() else 0.0
         metrics |= {f"eval/{name}/reward/{k}": v for k, v in _rewards(result).items()}
         rows[name] = records(traj, examples, texts, result)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
@@ -122,13 +116,9 @@ def answer(s, job, name: str, batch, sampling, receive=None):
     if done is None or s.peers.count == 1:
         return done and done[1]
     results, scored = done
-    own = [scored[2], scored[3].records()] if scored else [[], []]
-    found = {}
-    for data in gather(s.peers, f"{s.place}: sizes of answers to eval set {name}", results_to_bytes(results, own)):
-        theirs, (texts, outcomes) = results_from_bytes(data)
-        found |= {result.id: row for result, *row in zip(theirs, theirs, texts, outcomes, strict=True)}
-    rows = [found[request.id] for request in ask(batch)]
-    return score(batch, *map(list, zip(*rows, strict=True)))
+    own = zip(scored[2], scored[3].records(), strict=True) if scored else []
+    known, _ = exchanged(s, f"sizes of answers to eval set {name}", results, own)
+    return score(batch, *map(list, zip(*(known[request.id] for request in ask(batch)), strict=True)))
 
 
 def out_of_patience(s):
@@ -156,8 +146,8 @@ def _scores(hits):
 
 
 def _rewards(result) -> dict[str, float]:
-    """Mean raw score of each reward function where it gave one, shares of what is missing, and the functions' own metrics; named as
-    in training, without its "reward/"."""
+    """Mean raw score of each reward function where it gave one, shares of what is missing, and the functions' own
+    metrics; named as in training, without its "reward/"."""
     means = {name: float(np.nanmean(part)) for name, part in result.parts.items() if np.isfinite(part).any()}
     return means | {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
 
@@ -183,12 +173,13 @@ def summary(metrics: dict[str, float]) -> dict:
 
 
 def publish_newest(s, job):
-    """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine has them. Opens
-    telemetry that writes no metrics."""
+    """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine
+    has them. Opens telemetry that writes no metrics."""
     c = job.config
     optimizer, _ = training.make_optimizer(c.optimizer, 1, setup.flat_axes(job.tree))
     state = setup.abstract_state(job, optimizer)
-    restored = s.checkpointer.restore({"trainable": state.trainable, "frozen": state.frozen}, c.run.resume, partial=True)
+    wanted = {"trainable": state.trainable, "frozen": state.frozen}
+    restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)
     params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
     if restored is not None:
         s.resume_at(restored.host)

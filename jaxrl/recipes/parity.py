@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
-from jaxrl.processes.exchange import gather, owner
+from jaxrl.processes.exchange import owner
 from jaxrl.recipes.evaluate import publish_newest
-from jaxrl.recipes.trajectories import collect, make_requests, results_from_bytes, results_to_bytes, sampling_params
+from jaxrl.recipes.trajectories import collect, exchanged, make_requests, sampling_params
 from jaxrl.rollout import generate
 from jaxrl.training.score import make_score
 
@@ -34,9 +34,8 @@ def report(s, job) -> dict:
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
         mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
         found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
-        parts = gather(peers, f"{s.place}: sizes of answers {name}", results_to_bytes(found, None)) if peers.count > 1 else []
-        known = {result.id: result for data in parts for result in results_from_bytes(data)[0]} or {x.id: x for x in found}
-        return collect(asked, [known[a.id] for a in asked])
+        known, _ = exchanged(s, f"sizes of answers {name}", found, [[]] * len(found))
+        return collect(asked, [known[a.id][0] for a in asked])
 
     def gap(traj, temperature, model=job.model):
         layout = training.make_layout(traj.sizes, job.row_shapes)

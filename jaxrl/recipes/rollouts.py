@@ -2,10 +2,11 @@
 
     batch = rollouts.next(progress)            the groups that this step uses, whatever finished first
     rollouts.poll()                            during the update: takes in what an engine has finished meanwhile
-    rollouts.release(batch.cursor)             the update is done; the cursor is the run's from now on
+    rollouts.release(batch.cursor)             the update is done; the cursor is the run's from now
     rollouts.publish(params, version)
 
-With several processes each samples and scores the groups it owns; then all hold all of them, in the order of the prompts.
+With several processes each samples and scores the groups it owns; then all hold all of them, in the order of the
+prompts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes.trajectories import (
     collect,
     completions,
+    exchanged,
     make_requests,
     recorded_outcomes,
     results_from_bytes,
@@ -65,12 +67,12 @@ class Round(NamedTuple):
 
 
 class Rollouts:
-    """The source of a run's batches, and a part of its checkpoints: completions not yet used, with what their rewards said, from
-    all processes.
+    """The source of a run's batches, and a part of its checkpoints: completions not yet used, with what their rewards
+    said, from all processes.
 
     Args:
-      spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`, `peers`, `place`),
-        what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
+      spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
+        `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
       engine, stream, rewards, tokenizer: what is open. steps: of the whole run.
     """
 
@@ -98,7 +100,7 @@ class Rollouts:
     # ---- a step
 
     def next(self, progress) -> Batch | None:
-        """The next batch, or None when a stop was asked for. Nothing counts yet: `progress` (step, cursor) is the caller's."""
+        """The next batch, or None when a stop was asked for. Nothing counts yet: `progress` is the caller's."""
         mode, limit = self.spec.algorithm.dynamic_sampling, self.spec.algorithm.dynamic_sampling_rounds
         rounds, cursor, wanted, lack = [], progress.cursor, 0, 0
         while not rounds or (mode == "refill" and len(rounds) < limit and lack > 0):
@@ -120,14 +122,14 @@ class Rollouts:
         return self._assemble(rounds, wanted, cursor, progress.step)
 
     def _requests(self, prompts, step: int) -> list:
-        """Requests of prompts meant for a step: rollout.group_size each, then those of the likeliest completions."""
+        """Requests of prompts meant for a step: group_size each, then those of the likeliest completions."""
         rollout = self.spec.rollout
         streams = [(SAMPLES, rollout.group_size, False)]
         streams += [(GREEDY, 1, True)] * (self.spec.algorithm.advantage_mean == "greedy")
         out = []
         for stream, samples, greedy in streams:
-            how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids, rollout.keep_stop,
-                                  rollout.min_new_tokens, greedy)
+            how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids,
+                                  rollout.keep_stop, rollout.min_new_tokens, greedy)
             for prompt in self.stream.unless_interrupted(prompts):
                 out += make_requests([prompt], samples, how, self.spec.run.seed, stream, step)
         return out
@@ -150,7 +152,9 @@ class Rollouts:
                 traj, texts, items = self._items(found)
                 earlier = session.telemetry.read_rollouts(step + 1)  # of a try at this step that was cut off
                 examples = [g.example for _, _, g in found]
-                recorded = recorded_outcomes(earlier, traj, examples, texts, self.rewards.key()) if earlier else [None] * len(found)
+                recorded = [None] * len(found)
+                if earlier:
+                    recorded = recorded_outcomes(earlier, traj, examples, texts, self.rewards.key())
                 recorded = [g.outcomes.get(q.id, old) for (q, _, g), old in zip(found, recorded, strict=True)]
                 result = self.rewards.score(items, recorded=recorded, stop=session.interrupted)
                 if result is None:
@@ -181,18 +185,16 @@ class Rollouts:
 
     def _everyones(self, own: Round, groups) -> Round:
         """What came of these groups on every process, as if it had on this one."""
-        meta = [[row[3:] for row in own.rows], list(own.greedy.items()), list(own.keep.items()), own.asked]
-        payload = results_to_bytes([row[1] for row in own.rows], meta)
-        sent = gather(self.session.peers, f"{self.session.place}: the answers' sizes", payload)
-        parts = [results_from_bytes(data) for data in sent]
-        known = {r.id: (r, *more) for results, meta in parts for r, more in zip(results, meta[0], strict=True)}
-        keep = {g: k for _, meta in parts for g, k in meta[2]}
-        return Round([(q, known[q.id][0], g, *known[q.id][1:]) for g in groups for q in g.requests if q.id in known],
-                     {g: s for _, meta in parts for g, s in meta[1]},
-                     {g.position: keep[g.position] for g in groups if g.position in keep}, sum(meta[3] for _, meta in parts))
+        meta = [list(own.greedy.items()), list(own.keep.items()), own.asked]
+        results, more = [row[1] for row in own.rows], [row[3:] for row in own.rows]
+        known, metas = exchanged(self.session, "the answers' sizes", results, more, meta)
+        greedy, keep = (dict(pair for meta in metas for pair in meta[i]) for i in (0, 1))
+        rows = [(q, known[q.id][0], g, *known[q.id][1:]) for g in groups for q in g.requests if q.id in known]
+        keep = {g.position: keep[g.position] for g in groups if g.position in keep}
+        return Round(rows, greedy, keep, sum(asked for *_, asked in metas))
 
     def _assemble(self, rounds: list[Round], wanted: int, cursor: int, step: int) -> Batch:
-        """One batch of at most `wanted` groups: those with signal first (without refill: all of them), in the order asked."""
+        """One batch of at most `wanted` groups: those with signal first (without refill: all), in the order asked."""
         c, mode = self.spec, self.spec.algorithm.dynamic_sampling
         keep = {g: k for one in rounds for g, k in one.keep.items()}
         chosen, metrics, asked = set(keep), {}, sum(one.asked for one in rounds)
@@ -200,9 +202,11 @@ class Rollouts:
             good = [g for g in keep if keep[g]]
             chosen = set((good + [g for g in keep if not keep[g]])[:wanted])
             if len(good) < wanted:
-                log.warning("step %d: %d of %d groups have signal after %d rounds (algorithm.dynamic_sampling_rounds=%d); the "
-                            "others teach nothing", step + 1, len(good), wanted, len(rounds), c.algorithm.dynamic_sampling_rounds)
-            metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": 1 - len(chosen) / max(len(keep), 1)}
+                log.warning("step %d: %d of %d groups have signal after %d rounds "
+                            "(algorithm.dynamic_sampling_rounds=%d); the others teach nothing", step + 1, len(good),
+                            wanted, len(rounds), c.algorithm.dynamic_sampling_rounds)
+            discarded = 1 - len(chosen) / max(len(keep), 1)
+            metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": discarded}
             asked = len(chosen) * c.rollout.group_size
         rows = [row for one in rounds for row in one.rows if row[2].position in chosen]
         if not rows:
@@ -234,7 +238,8 @@ class Rollouts:
         if batch.staleness is None:
             return {}
         own, groups = batch.staleness[batch.traj.loss_mask], self.queue.groups.values()
-        return {"staleness/mean": float(own.mean()), "staleness/max": float(own.max()), "rollout/ahead_groups": float(len(groups)),
+        return {"staleness/mean": float(own.mean()), "staleness/max": float(own.max()),
+                "rollout/ahead_groups": float(len(groups)),
                 "rollout/ahead_answered": float(sum(g.done for g in groups if g.mine))}
 
     # ---- a part of checkpoints
@@ -275,13 +280,14 @@ def answered(groups, stream: str) -> list:
 
 
 def has_signal(judge, traj, texts, result, members) -> bool:
-    """Whether a group can teach something: its raw scores differ, or those of the reward named `judge`, or that function of the
-    user's says so."""
+    """Whether a group can teach something: its raw scores differ, or those of the reward named `judge`, or that
+    function of the user's says so."""
     where = np.flatnonzero(members)
     if callable(judge):
         return bool(judge({
             "scores": result.total[where], "rewards": {name: part[where] for name, part in result.parts.items()},
-            "completions": [texts[i] for i in where], "lengths": traj.total()[where], "truncated": traj.finish[where] == 1}))
+            "completions": [texts[i] for i in where], "lengths": traj.total()[where],
+            "truncated": traj.finish[where] == 1}))
     scores = (result.parts[judge] if judge else result.total)[where]
     scores = scores[np.isfinite(scores)]
     return len(scores) > 1 and bool(scores.max() - scores.min() >= EQUAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxrl.processes.exchange import decode, encode
+from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.rewards import RewardItem
 from jaxrl.rollout import Key, Request, Result, SamplingParams
 from jaxrl.telemetry.run_dir import jsonable
@@ -14,7 +14,7 @@ from jaxrl.types import FINISH, Trajectories
 def sampling_params(
     group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0, greedy=False
 ) -> SamplingParams:
-    """SamplingParams from config.rollout or config.eval (they share option names); `greedy` takes the likeliest token."""
+    """SamplingParams from config.rollout or config.eval (they share option names). greedy: the likeliest token."""
     return SamplingParams(
         temperature=0.0 if greedy else group.temperature,
         top_p=group.top_p,
@@ -35,19 +35,21 @@ def make_requests(
 ) -> list[Request]:
     """One request per (prompt, sample), ordered; `batch` is [(position, Example)]."""
     keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
-    return [Request(str(key), example.prompt_ids, sampling, key.seed(root_seed), key.prompt, key) for key, example in keys]
+    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key) for key, e in keys]
 
 
 def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Trajectories of answered requests, in request order.
 
-    Turns follow each other: requests whose keys differ in the turn alone are one trajectory. Where a turn's prompt begins with all
-    tokens so far, the sequence goes on, and what the prompt adds to them is masked; else the turn opens a new sequence. Further
-    columns: kept; support where engines tell it; turn (-1 where not sampled) where one is not the first.
+    Turns follow each other: requests whose keys differ in the turn alone are one trajectory. Where a turn's prompt
+    begins with all tokens so far, the sequence goes on, and what the prompt adds to them is masked; else the turn opens
+    a new
+    sequence. Further columns: kept; support where engines tell it; turn (-1 where not sampled) where one is not the
+    first.
 
     With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length").
     """
-    pieces, tokens, opening, finish = [], [], [], []  # pieces: tokens of prompts that are new, and of completions
+    pieces, tokens, opening, finish = [], [], [], []  # pieces: how many new tokens prompts and completions bring
     before, history = None, np.zeros(0, np.int32)
     for request, result in zip(requests, results, strict=True):
         size, reason = len(result.tokens), result.finish
@@ -70,11 +72,13 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     columns = {"kept": column([r.kept for r in results], 0)}
     if any(r.support is not None and r.support.shape[1] for r in results):
         columns["support"] = column([r.support for r in results], -1, np.int32)
-    several, prefix = any(q.key.turn for q in requests), {}
     firsts, opens = (np.array(flags) for flags in zip(*opening, strict=True))
     heads, begins = ([q for q, flag in zip(requests, flags, strict=True) if flag] for flags in (firsts, opens))
+    several, known = any(q.key.turn for q in requests), {}
+    prefixes = [known.setdefault((q.group, q.prompt.tobytes()), len(known)) for q in begins if several]
     if several:
-        columns["turn"] = column([np.full(len(r.tokens), q.key.turn) for q, r in zip(requests, results, strict=True)], -1, np.int32)
+        turns = [np.full(len(r.tokens), q.key.turn) for q, r in zip(requests, results, strict=True)]
+        columns["turn"] = column(turns, -1, np.int32)
     return Trajectories(
         tokens=np.concatenate(tokens).astype(np.int32),
         offsets=np.append((np.cumsum(np.sum(pieces, 1)) - np.sum(pieces, 1))[opens], len(mask)),
@@ -88,7 +92,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         finish=np.array(finish, np.int8),
         columns=columns,
         trajectory=(np.cumsum(firsts) - 1)[opens] if several else None,
-        prefix=np.array([prefix.setdefault((q.group, q.prompt.tobytes()), len(prefix)) for q in begins]) if several else None,
+        prefix=np.array(prefixes) if several else None,
     )
 
 
@@ -104,7 +108,7 @@ def completions(traj: Trajectories, tokenizer) -> list[str]:
 
 
 def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[RewardItem]:
-    """One item per trajectory; `examples`, `texts` are parallel to them. `prefix`: data.response_prefix, part of it for rewards."""
+    """One item per trajectory, as are `examples` and `texts`. prefix: data.response_prefix, which rewards see."""
     return [
         RewardItem(
             prompt=example.prompt,
@@ -121,7 +125,7 @@ def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
-    """The first two rows as if they had been answered with their reference answers; for trying reward functions."""
+    """The first two rows as if their reference answers were completions; for trying reward functions."""
     items = []
     for i in range(min(2, len(dataset))):
         example = dataset[i]
@@ -133,10 +137,10 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
 
 
 def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
-    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `tokens` are all it sampled, `version`
-    and `last_version` those of its first and last token."""
-    out = []
-    for i, (example, text, scored, at) in enumerate(zip(examples, texts, result.records(), traj.sampled(), strict=True)):
+    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `tokens` are all it
+    sampled, `version` and `last_version` those of its first and last token."""
+    out, rows = [], zip(examples, texts, result.records(), traj.sampled(), strict=True)
+    for i, (example, text, scored, at) in enumerate(rows):
         record = {
             "group": int(traj.group[i]),
             "sample": int(traj.sample[i]),
@@ -181,15 +185,24 @@ def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
     return out, meta
 
 
+def exchanged(session, what: str, results: list[Result], rows, meta=None) -> tuple[dict, list]:
+    """({request id: (result, *its row)}, meta) of every process. Collective; rows and meta are JSON-able."""
+    sent = gather(session.peers, f"{session.place}: {what}", results_to_bytes(results, [list(rows), meta]))
+    parts = [results_from_bytes(data) for data in sent]
+    known = {r.id: (r, *row) for results, (rows, _) in parts for r, row in zip(results, rows, strict=True)}
+    return known, [meta for _, (_, meta) in parts]
+
+
 def recorded_outcomes(old: list[dict], traj: Trajectories, examples, texts, by: str) -> list[dict | None]:
-    """Outcomes of an earlier try at the same step: where prompt, sample, sampled tokens, their text and the reference answer are
-    the same, and the same code scored them under the same options (`by`: RewardPool.key()); else None. old: rows of `records`,
-    of whatever version of jaxrl."""
+    """Outcomes of an earlier try at the same step: where prompt, sample, sampled tokens, their text and the reference
+    answer are the same, and the same code scored them under the same options (`by`: RewardPool.key()); else None.
+    old: rows of `records`, of whatever version of jaxrl."""
     known = {(r.get("group"), r.get("sample")): r for r in old}
     out = []
     for i, (example, text, at) in enumerate(zip(examples, texts, traj.sampled(), strict=True)):
         r = known.get((int(traj.group[i]), int(traj.sample[i])), {})
-        now = {"prompt": example.prompt_text, "completion": text, "answer": jsonable(example.answer), "tokens": traj.tokens[at].tolist()}
+        now = {"prompt": example.prompt_text, "completion": text, "answer": jsonable(example.answer),
+               "tokens": traj.tokens[at].tolist()}
         reward = r.get("reward") or {}
         same = all(name in r and r[name] == value for name, value in now.items()) and reward.get("by") == by
         out.append(reward if same else None)

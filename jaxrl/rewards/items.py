@@ -47,7 +47,8 @@ class RewardResult:
     def records(self) -> list[dict]:
         """Per answer a JSON-able {parts, outcomes, metrics, by}: what `RewardPool.score(recorded=...)` takes."""
         return [{"parts": {n: float(self.parts[n][i]) if o == "ok" else None for n, o in outcomes.items()},
-                 "outcomes": outcomes, "metrics": self.item_metrics[i], "by": self.by} for i, outcomes in enumerate(self.outcomes)]
+                 "outcomes": outcomes, "metrics": self.item_metrics[i], "by": self.by}
+                for i, outcomes in enumerate(self.outcomes)]
 
 
 def failed_items(results: dict) -> set[int]:
@@ -57,7 +58,8 @@ def failed_items(results: dict) -> set[int]:
 def is_result(reply) -> bool:
     if not isinstance(reply, dict) or not isinstance(reply.get("metrics"), dict):
         return False
-    return isinstance(reply.get("value"), float) if reply.get("outcome") == "ok" else isinstance(reply.get("outcome"), str)
+    outcome = reply.get("outcome")
+    return isinstance(reply.get("value"), float) if outcome == "ok" else isinstance(outcome, str)
 
 
 def is_failure(outcome: str) -> bool:

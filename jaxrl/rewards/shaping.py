@@ -28,7 +28,7 @@ def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty:
     return penalty * np.clip((np.asarray(lengths, np.float64) - (max_tokens - buffer)) / buffer, 0.0, 1.0)
 
 
-def shape(result, lengths: np.ndarray, truncated: np.ndarray, reward, max_new_tokens: int, buffer: int | None = None) -> np.ndarray:
+def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int | None = None) -> np.ndarray:
     """Shaped scores [N] float64 of a RewardResult; a score that is absent (NaN) stays absent throughout.
 
     In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale;
@@ -37,8 +37,8 @@ def shape(result, lengths: np.ndarray, truncated: np.ndarray, reward, max_new_to
 
     Args:
       result: RewardResult. lengths: [N] tokens of the answers. truncated: [N] bool, cut by the length limit.
-      reward: config.reward. max_new_tokens: the limit the answers were sampled under. buffer: of the overlong penalty, in
-        tokens; None = reward.overlong_buffer.
+      reward: config.reward. max_new_tokens: the limit the answers were sampled under. buffer: of the overlong penalty,
+        in tokens; None = reward.overlong_buffer.
     """
     score = np.array(result.total, np.float64)
     if reward.zero_without_end:

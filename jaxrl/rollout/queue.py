@@ -1,9 +1,10 @@
 """Running ahead of the trainer: which groups may be asked for now, and their completions until their step uses them.
 
-Step s always uses the groups that a synchronous run would use, the next ones in the order of the data, whatever finished
-first: no batch prefers short completions. So admission needs no clock, and every process computes the same from the step
-alone: a group meant for step s may be asked for as soon as the published version is at most `max_staleness` before the one
-that step s itself would publish first. The bound then holds by construction; nothing is sampled and thrown away.
+Step s always uses the groups that a synchronous run would use, the next ones in the order of the data, whatever
+finished first: no batch prefers short completions. So admission needs no clock, and every process computes the same
+from the step alone: a group meant for step s may be asked for as soon as the published version is at most
+`max_staleness` before the one that step s itself would publish first. The bound then holds by construction; nothing is
+sampled and thrown away.
 
     step c begins, version of step c published
     groups, cursor = queue.ask(c, cursor)       asks for all that the bound allows, steps c .. last_step(c, ...)
@@ -12,13 +13,15 @@ that step s itself would publish first. The bound then holds by construction; no
     queue.release(cursor)                       these groups count as used
     queue.publish(params, c + 1)                at every `sync_every`-th step
 
-A *version* is the number of completed steps of the weights; *staleness* counts publications between the version a token was
-drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than meant, never
-later. A group keeps the seeds of the step it was meant for (`planned`).
+A *version* is the number of completed steps of the weights; *staleness* counts publications between the version a token
+was drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than
+meant, never later. A group keeps the seeds of the step it was meant for (`planned`).
 
-With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, as if nothing stood between.
+With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, as if nothing
+stood between.
 
-No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread drives it.
+No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread
+drives it.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class PromptGroup:
     mine: bool      # whether this process asks for it; another one's has no results here
     admitted: int = -1  # version that was published when it was first asked for
     results: dict[str, Result] = dataclasses.field(default_factory=dict)  # by request id
-    outcomes: dict[str, dict] = dataclasses.field(default_factory=dict)   # of rewards, by request id; the caller's to fill
+    outcomes: dict[str, dict] = dataclasses.field(default_factory=dict)   # of rewards, by request id; the caller's
 
     @property
     def done(self) -> bool:
@@ -68,8 +71,8 @@ class RolloutQueue:
     Args:
       engine: a protocol.Engine. One with a true attribute `beside` works while nobody polls it.
       per_step: prompts per step.
-      max_staleness, sync_every, partial: the options of config.rollout. partial: completions go on across a publish; else a
-        publish holds back what the engine has not begun and waits for what it has.
+      max_staleness, sync_every, partial: the options of config.rollout. partial: completions go on across a publish;
+        else a publish holds back what the engine has not begun and waits for what it has.
       steps: no group is asked for a step from this one on.
       draw: (cursor, count) -> ([(position, example)], next cursor); fewer at the end of the data.
       requests: (prompts, step) -> their requests, in the order to submit them; a request's group is its position.
@@ -95,8 +98,9 @@ class RolloutQueue:
     # ---- a step
 
     def ask(self, step: int, cursor: int, count: int = 0) -> tuple[list[PromptGroup], int]:
-        """(`count` groups from `cursor` on for the step that is next, the cursor after them); 0 = a step's. Submits these, and
-        all behind them that the bound allows. Fewer at the end of the data. They stay here until `release`."""
+        """(`count` groups from `cursor` on for the step that is next, the cursor after them); 0 = a step's. Submits
+        these, and all behind them that the bound allows. Fewer at the end of the data. They stay here until
+        `release`."""
         self._end = max(cursor, self._end or 0)
         own = cursor + (count or self.per_step)
         for planned in range(step, max(step, self._last(step)) + 1):
@@ -129,8 +133,8 @@ class RolloutQueue:
     def wait(self, groups: list[PromptGroup], timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
         """Polls until these groups are done; False when `stop` (asked about once a second) turned true before.
 
-        Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What is
-        unfinished is then aborted, as after a stop.
+        Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What
+        is unfinished is then aborted, as after a stop.
         """
         missing = lambda: sum(len(g.requests) - len(g.results) for g in groups if g.mine)  # noqa: E731
         return self._poll_until(missing, timeout, stop)
@@ -146,8 +150,8 @@ class RolloutQueue:
                 self._abort()
                 if stopped:
                     return False
-                raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise rollout.timeout_seconds, or "
-                                   "ask for fewer or shorter answers")
+                raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise "
+                                   "rollout.timeout_seconds, or ask for fewer or shorter answers")
             self.receive(self.engine.poll(min(rest, 1.0)))
         return True
 
@@ -162,8 +166,8 @@ class RolloutQueue:
                 self._finished(group)
 
     def poll(self) -> None:
-        """Takes in what an engine that works beside the trainer has finished; returns at once. An engine that is lost says so
-        again when it is waited for; until then the update goes on."""
+        """Takes in what an engine that works beside the trainer has finished; returns at once. An engine that is lost
+        says so again when it is waited for; until then the update goes on."""
         if self._under_way and getattr(self.engine, "beside", False):
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))
@@ -184,7 +188,7 @@ class RolloutQueue:
 
     def publish(self, params, version: int, timeout: float = float("inf"),
                 stop: Callable[[], bool] = lambda: False) -> None:
-        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for what the engine has begun."""
+        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for what it has begun."""
         if self._under_way and not self.partial:
             self.engine.hold(True)
             try:
@@ -203,11 +207,11 @@ class RolloutQueue:
         return {"groups": rows, "counts": dict(self.counts)}, [r for g in groups for r in g.results.values()]
 
     def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
-        """Takes over what `state` gave when `step` was next and the run's cursor stood at `cursor`, all processes' results, and
-        the outcomes known of their rewards.
+        """Takes over what `state` gave when `step` was next and the run's cursor stood at `cursor`, all processes'
+        results, and the outcomes known of their rewards.
 
-        What was unfinished is asked for again, with the same seeds, at the next `ask`. So is what the options of today would
-        use too late (they may have changed).
+        What was unfinished is asked for again, with the same seeds, at the next `ask`. So is what the options of today
+        would use too late (they may have changed).
         """
         self.counts |= state["counts"]
         end = cursor + self.per_step * (self._last(step) + 1 - step)

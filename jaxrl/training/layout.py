@@ -1,7 +1,7 @@
 """Where every sequence goes: minibatch, microbatch, row. Computed from lengths alone, the same on every process.
 
-A row holds blocks. A block is one copy of a prompt followed by completions of it (one when prompts are not shared). A sequence
-never crosses a row, a row never crosses a microbatch, a microbatch never crosses an optimizer step.
+A row holds blocks. A block is one copy of a prompt followed by completions of it (one when prompts are not shared). A
+sequence never crosses a row, a row never crosses a microbatch, a microbatch never crosses an optimizer step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class RowShapes:
-    """The static shapes a run may use: row lengths, ascending, and for each the row counts, descending, multiples of `shards`."""
+    """Static shapes: row lengths, ascending; for each its row counts, descending, multiples of `shards`."""
 
     lengths: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
@@ -88,16 +88,18 @@ def make_layout(
 ) -> Layout:
     """Places sequences.
 
-    Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows: by first-fit
-    decreasing, where completions of the emptiest rows fill up others while that saves whole rows, or row by row, where that takes
-    fewer. Rows are cut into microbatches of static row counts, in which every data shard gets about the same work of attention.
+    Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows: by
+    first-fit decreasing, where completions of the emptiest rows fill up others while that saves whole rows, or row by
+    row, where that takes fewer. Rows are cut into microbatches of static row counts, in which every data shard gets
+    about the same work of attention.
 
     Args:
       sizes: of the sequences.
       shapes: static row shapes.
       num_minibatches: optimizer steps per pass.
       share_prompts: one prompt copy per block instead of one per completion.
-      keep_groups: all of a group in one microbatch, for losses that compare its members. Raises ConfigError where one is too large.
+      keep_groups: all of a group in one microbatch, for losses that compare its members. Raises ConfigError where one
+      is too large.
       seed: decides the minibatches; unused with one.
     """
     sizes = Sizes(*map(np.asarray, sizes[:3]), np.asarray(sizes.prefixes) if share_prompts else None)
@@ -146,9 +148,11 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
     for length, counts in zip(shapes.lengths, shapes.counts, strict=True):
         mine = [unit for unit, need in zip(units, needs, strict=True) if lower < need <= length]
         lower = length
-        for rows in _whole_groups(mine, length, counts[0]) if keep_groups else [_rows([b for (b,) in mine], length, sizes)]:
+        parts = _whole_groups(mine, length, counts[0]) if keep_groups else [_rows([b for (b,) in mine], length, sizes)]
+        for rows in parts:
             work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows} if shapes.shards > 1 else {}
-            rows = sorted(rows, key=lambda row: -work[row]) if work else rows  # a microbatch is as slow as its slowest shard
+            if work:  # a microbatch is as slow as its slowest shard
+                rows = sorted(rows, key=lambda row, work=work: -work[row])
             while rows:
                 # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
                 small = len(rows) <= (counts[-1] if keep_groups else min(2 * counts[-1], counts[0] - 1))
@@ -169,8 +173,8 @@ def _whole_groups(groups, length, most):
     while groups:
         rows, n = _fit_rows(groups[0], length), 1
         if len(rows) > most:
-            raise ConfigError(f"train.tokens_per_microbatch: a group needs {len(rows)} rows of {length} tokens at once, a microbatch has "
-                              f"{most}; raise it to {len(rows) * length} per data shard")
+            raise ConfigError(f"train.tokens_per_microbatch: a group needs {len(rows)} rows of {length} tokens at "
+                              f"once, a microbatch has {most}; raise it to {len(rows) * length}")
         while n < len(groups) and len(more := _fit_rows([b for g in groups[: n + 1] for b in g], length)) <= most:
             rows, n = more, n + 1
         groups = groups[n:]
@@ -178,7 +182,7 @@ def _whole_groups(groups, length, most):
 
 
 def attention_work(block: Block, prompts, completions) -> int:
-    """Pairs of a query and a key that it sees: the prompt's among themselves, each completion's with the prompt and its own."""
+    """Pairs of a query and a key that it sees: the prompt's own, each completion's with the prompt and its own."""
     prompt, own = int(prompts[block.sequences[0]]), completions[list(block.sequences)].astype(np.int64)
     if len(own) == 1:
         prompt, own = 0, own + prompt
@@ -186,7 +190,7 @@ def attention_work(block: Block, prompts, completions) -> int:
 
 
 def _dealt(rows, shards, work):
-    """The rows of a microbatch, each next one, by work, to the shard that has least of it; a shard's rows are neighbours."""
+    """The rows of a microbatch, by work, each to the shard that has least of it; a shard's rows are neighbours."""
     room, load, mine = len(rows) // shards, np.zeros(shards), [[] for _ in range(shards)]
     for row in sorted(rows, key=lambda row: -work.get(row, 0)):
         k = min((k for k in range(shards) if len(mine[k]) < room), key=lambda k: (load[k], k))
@@ -211,8 +215,8 @@ CANDIDATES = 32  # prompts that are looked through for the completions that fill
 
 
 def _fill_rows(blocks, length, sizes):
-    """One row after another: the largest rest of a prompt's sequences, then whole rests that fit, largest first, then the
-    completions of one prompt that fill what is left best, where they are more than the copy of their prompt."""
+    """One row after another: the largest rest of a prompt's sequences, then whole rests that fit, largest first, then
+    the completions of one prompt that fill what is left best, where they are more than the copy of their prompt."""
     completions = sizes.completions
     rests = {}
     for block in blocks:
@@ -222,7 +226,7 @@ def _fill_rows(blocks, length, sizes):
     rows = []
 
     def take(p, ids) -> int:
-        """Puts sequences of one prompt into the newest row as a block and takes them out of the rest; returns its tokens."""
+        """Moves sequences of one prompt from the rests into the newest row, as a block; returns its tokens."""
         tokens = int(completions[ids].sum())
         rows[-1] += (Block(tuple(sorted(ids)), prompt[p] + tokens),)
         rests[p] = [i for i in rests[p] if i not in set(ids)]
@@ -250,7 +254,7 @@ def _fill_rows(blocks, length, sizes):
 
 
 def _best_sum(ids, completions, room: int) -> list[int]:
-    """The completions whose tokens come nearest to `room` without exceeding it (subset sums as the bits of an integer)."""
+    """The completions whose tokens come nearest to `room` from below (subset sums as the bits of an integer)."""
     if room <= 0:
         return []
     within, sums = (1 << (room + 1)) - 1, [1]
@@ -280,8 +284,9 @@ def _spread(row, others, length, sizes):
     free = np.array([length - sum(b.tokens for b in other) for other in others])
     others, prefixes = [list(other) for other in others], sizes.prefixes
     for i in sorted((i for b in row for i in b.sequences), key=lambda i: (-sizes.completions[i], i)):
-        home = [None if prefixes is None else next((k for k, b in enumerate(other) if prefixes[b.sequences[0]] == prefixes[i]), None)
-                for other in others]
+        home = [None] * len(others)
+        if prefixes is not None:
+            home = [next((k for k, b in enumerate(o) if prefixes[b.sequences[0]] == prefixes[i]), None) for o in others]
         cost = np.array([sizes.completions[i] + (0 if k is not None else sizes.prompts[i]) for k in home])
         best = int(np.lexsort((free - cost, cost, free < cost))[0])
         if free[best] < cost[best]:

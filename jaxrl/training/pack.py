@@ -12,13 +12,6 @@ from jaxrl.training.layout import Microbatch
 from jaxrl.types import PackedBatch, Trajectories
 
 
-def scored_tokens(traj: Trajectories, i: int) -> np.ndarray:
-    """Indices into the ragged arrays of the tokens of sequence i that are predicted and in the loss."""
-    start, end = traj.offsets[i], traj.offsets[i + 1]
-    inside = np.flatnonzero(traj.loss_mask[start:end])
-    return start + inside[inside > 0]  # the very first token has nothing that predicts it
-
-
 def pack(
     traj: Trajectories,
     micro: Microbatch,
@@ -37,78 +30,70 @@ def pack(
 
     Returns:
       PackedBatch in host memory. Scored slots are front-packed in each row; unused slots have weight 0, source 0 and
-      target 0. Segment ids count from 1 in each row: prompt, then its answers.
+      target 0. Segment ids count from 1 in each row: prompt, then its completions.
     """
-    rows, length = len(micro.rows), micro.row_length
-    ints = {
-        k: np.zeros((rows, length), np.int32)
-        for k in ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
-    }
-    cols = {k: np.zeros((rows, length, *c.shape[1:]), np.int32 if c.dtype.kind == "i" else dtype) for k, c in columns.items()}
-    wts = {k: np.zeros((rows, length), dtype) for k in weights}
-    for r, row in enumerate(micro.rows):
-        cursor = scored = segment = sequence = 0
-        for block in row:
-            cursor, scored, segment, sequence = _place(
-                traj, block, r, cursor, scored, segment, sequence, ints, columns, cols, weights, wts)
-    return PackedBatch(**ints, columns=cols, weights=wts)
+    (row, at, token, *held), (scored_row, slot, scored_token, *scored) = _places(traj, micro)
 
+    def filled(rows, places, values, kind=np.int32):
+        out = np.zeros((len(micro.rows), micro.row_length, *values.shape[1:]), kind)
+        out[rows, places] = values
+        return out
 
-def _place(traj, block, r, cursor, scored, segment, sequence, ints, columns, cols, weights, wts):
-    """Writes one block at `cursor`; returns the new cursor and the counts of scored slots, segments and sequences."""
-    prompt_start = cursor
-    first = block.sequences[0]
-    prompt_length = int(traj.prompt_lengths[first])
-    prompt_segment = segment + 1 if prompt_length else 0
-    segment = prompt_segment or segment
-    begin = traj.offsets[first]
-    _write(ints, r, cursor, traj.tokens[begin : begin + prompt_length], 0, prompt_segment, 0)
-    cursor += prompt_length
-    for k, i in enumerate(block.sequences):
-        start, end = int(traj.offsets[i]), int(traj.offsets[i + 1])
-        answer = traj.tokens[start + prompt_length : end]
-        segment += 1
-        _write(ints, r, cursor, answer, prompt_length, segment, prompt_segment)
-        idx = scored_tokens(traj, i)
-        if k:  # loss on prompt tokens (SFT) is counted once per prompt copy
-            idx = idx[idx - start >= prompt_length]
-        local = idx - start
-        slots = slice(scored, scored + len(idx))
-        before = local - 1
-        ints["sources"][r, slots] = np.where(
-            before < prompt_length, prompt_start + before, cursor + before - prompt_length
-        )
-        ints["targets"][r, slots] = traj.tokens[idx]
-        sequence += len(idx) > 0
-        ints["sequences"][r, slots] = sequence
-        for name, column in columns.items():
-            cols[name][r, slots] = column[idx]
-        for name, weight in weights.items():
-            wts[name][r, slots] = weight[idx]
-        scored += len(idx)
-        cursor += len(answer)
-    return cursor, scored, segment, sequence
-
-
-def _write(ints, r, cursor, tokens, first_position, segment, prefix):
-    where = slice(cursor, cursor + len(tokens))
-    ints["tokens"][r, where] = tokens
-    ints["positions"][r, where] = np.arange(first_position, first_position + len(tokens))
-    ints["segments"][r, where] = segment
-    ints["prefixes"][r, where] = prefix
+    held = dict(zip(("positions", "segments", "prefixes"), held, strict=True), tokens=traj.tokens[token])
+    scored = dict(zip(("sources", "sequences"), scored, strict=True), targets=traj.tokens[scored_token])
+    return PackedBatch(
+        **{name: filled(row, at, values) for name, values in held.items()},
+        **{name: filled(scored_row, slot, values) for name, values in scored.items()},
+        columns={name: filled(scored_row, slot, c[scored_token], np.int32 if c.dtype.kind == "i" else dtype)
+                 for name, c in columns.items()},
+        weights={name: filled(scored_row, slot, w[scored_token], dtype) for name, w in weights.items()},
+    )
 
 
 def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T: np.ndarray) -> None:
     """Writes scored values back to their tokens in `out_T`, the inverse of `pack`'s column layout."""
-    for r, row in enumerate(micro.rows):
-        scored = 0
-        for block in row:
-            for k, i in enumerate(block.sequences):
-                idx = scored_tokens(traj, i)
-                if k:
-                    idx = idx[idx - traj.offsets[i] >= traj.prompt_lengths[i]]
-                out_T[idx] = values_RxS[r, scored : scored + len(idx)]
-                scored += len(idx)
+    _, (row, slot, token, *_) = _places(traj, micro)
+    out_T[token] = values_RxS[row, slot]
+
+
+def _places(traj: Trajectories, micro: Microbatch):
+    """Where the tokens of a microbatch go; int arrays in the order of the rows.
+
+    Returns:
+      of every packed token its (row, index in the row, token of the batch, position, segment, prefix), and
+      of every scored one its (row, slot, token of the batch, index in the row of what predicts it, sequence in the
+      row). Loss on prompt tokens (SFT) is counted once per prompt copy; the first token of a sequence has nothing that
+      predicts it.
+    """
+    pieces = []  # of the first token row, index, token, position; length, segment, prefix, sequence; what predicts it
+    for r, blocks in enumerate(micro.rows):
+        cursor = segment = 0
+        for block in blocks:
+            first, begin = block.sequences[0], cursor
+            prompt = int(traj.prompt_lengths[first])
+            segment += prompt > 0
+            shared = segment if prompt else 0
+            pieces.append((r, cursor, traj.offsets[first], 0, prompt, shared, 0, first, 0))
+            cursor += prompt
+            for i in block.sequences:
+                segment += 1
+                size = int(traj.offsets[i + 1] - traj.offsets[i]) - prompt
+                start, before = traj.offsets[i] + prompt, begin + prompt - 1
+                pieces.append((r, cursor, start, prompt, size, segment, shared, i, before))
+                cursor += size
+    pieces = np.array(pieces, np.int64).reshape(-1, 9)
+    sizes = pieces[:, 4]
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    row, at, token, position, _, segment, prefix, sequence, before = np.repeat(pieces, sizes, axis=0).T
+    at, token, position = at + within, token + within, position + within
+    scored = traj.loss_mask[token] & (position > 0)
+    source = np.where(within == 0, before, at - 1)[scored]
+    scored_row, sequence = row[scored], sequence[scored]
+    counts = np.bincount(scored_row, minlength=len(micro.rows))
+    first = (np.cumsum(counts) - counts)[scored_row]  # scored token of each one's row
+    number = np.cumsum(np.diff(sequence, prepend=-1) != 0)
+    return ((row, at, token, position, segment, prefix),
+            (scored_row, np.arange(len(first)) - first, token[scored], source, number - number[first] + 1))
 
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=None, keep=None, positive=None):
@@ -116,8 +101,8 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=
 
     Args:
       sequences: all of the trajectories of the optimizer step. aggregation, max_tokens: as aggregation_weights'.
-      dropped: [N] bool, trajectories without policy loss. keep: [T] bool, tokens with one. What they take away keeps its place
-        in the denominators.
+      dropped: [N] bool, trajectories without policy loss. keep: [T] bool, tokens with one. What they take away keeps
+        its place in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.
 
     Returns:
