@@ -458,8 +458,8 @@ def test_skipped_observations_are_as_if_removed():
     junk = [np.where(mask, x, np.nan) for x in (rewards, values)]
     lam = np.array([0.1, 0.5, 0.9, 1.0, 0.0])
     for got, want in zip(
-        alg.gae(*junk, mask, offsets, 0.9, lam, np.ones(5)),
-        alg.gae(rewards[mask], values[mask], np.ones(mask.sum(), bool), inside, 0.9, lam, np.ones(5)),
+        alg.gae(*junk, mask, offsets, 0.9, lam),
+        alg.gae(rewards[mask], values[mask], np.ones(mask.sum(), bool), inside, 0.9, lam),
         strict=True,
     ):
         np.testing.assert_array_equal(got[mask], want)

@@ -1,6 +1,6 @@
 """A trajectory is one or more sequences: its numbers do not see how it is cut; each sampled token is trained once."""
 
-import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,7 +48,8 @@ def test_turns_become_trajectories(rewrite):
     same = traj.prefix[:, None] == traj.prefix  # a copy of a prompt is shared where it is the same
     heads = [traj.tokens[o:o + n].tolist() for o, n in zip(traj.offsets, traj.prompt_lengths, strict=False)]
     assert same.tolist() == [[a == b for b in heads] for a in heads]
-    items = reward_items(traj, [dataclasses.make_dataclass("E", ["prompt", "answer", "columns"])("p", None, {})] * 6, list("abcdef"))
+    example = SimpleNamespace(prompt="p", answer=None, columns={})
+    items = reward_items(traj, [example] * 6, list("abcdef"))
     assert [item.token_ids for item in items] == list(last.values())
     decode = type("T", (), {"batch_decode": lambda self, ids, **how: [i.tolist() for i in ids]})()
     assert completions(traj, decode) == list(last.values())
@@ -83,8 +84,9 @@ def test_sequence_means_by_enumeration(pair):
     """1 / (n |y|): |y| are the tokens a trajectory sampled in all its turns, n the trajectories."""
     _, _, parts = pair
     weights = training.loss_weights(parts, np.arange(12), "sequence_mean")["policy"]
-    lengths = [sum(int(parts.loss_mask[parts.offsets[q]:parts.offsets[q + 1]].sum()) for q in np.flatnonzero(parts.trajectory == i))
-               for i in range(6)]
+    lengths = [0] * 6
+    for q, (start, end) in enumerate(zip(parts.offsets, parts.offsets[1:], strict=False)):
+        lengths[parts.trajectory[q]] += int(parts.loss_mask[start:end].sum())
     for q in range(12):
         for t in range(parts.offsets[q], parts.offsets[q + 1]):
             assert weights[t] == (1 / (6 * lengths[parts.trajectory[q]]) if parts.loss_mask[t] else 0)
@@ -97,7 +99,8 @@ def test_a_group_that_is_kept_lies_in_one_microbatch():
     sizes, shapes = Sizes(prompts, answers, groups, groups), RowShapes((64, 96), ((4, 1), (4, 1)))
     for share in (True, False):
         layout = training.make_layout(sizes, shapes, num_minibatches=3, keep_groups=True, share_prompts=share)
-        held = [sorted(i for row in m.rows for b in row for i in b.sequences) for mini in layout.minibatches for m in mini.microbatches]
+        micros = [m for mini in layout.minibatches for m in mini.microbatches]
+        held = [sorted(i for row in m.rows for b in row for i in b.sequences) for m in micros]
         assert sorted(i for part in held for i in part) == list(range(60))
         assert all(len(part) == 2 * len(set(groups[part])) for part in held)
     with pytest.raises(ConfigError, match="train.tokens_per_microbatch: a group needs 2 rows of 64 tokens at once"):

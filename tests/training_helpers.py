@@ -85,7 +85,8 @@ def conversation(rewrite: bool):
             requests.append(Request(str(key), prompt, seed=key.seed(0), group=g, key=key))
             tokens = ids(1, 5)
             logprobs = -random.random(len(tokens)).astype(np.float32)
-            results.append(Result(str(key), tokens, logprobs, 0 * logprobs, np.full(len(tokens), turn, np.int32), "stop", 0))
+            versions = np.full(len(tokens), turn, np.int32)
+            results.append(Result(str(key), tokens, logprobs, 0 * logprobs, versions, "stop", 0))
             history = np.concatenate([history, tokens, ids(1, 4)])
     return requests, results
 
@@ -107,6 +108,8 @@ def cut(traj):
     known = {}
     prefix = [known.setdefault(traj.tokens[w[:p]].tobytes(), len(known)) for w, p in source]
     return where, dataclasses.replace(
-        traj, tokens=traj.tokens[where], offsets=np.array(offsets), loss_mask=fresh, logprobs=np.where(fresh, traj.logprobs[where], 0),
+        traj, tokens=traj.tokens[where], offsets=np.array(offsets), loss_mask=fresh,
+        logprobs=np.where(fresh, traj.logprobs[where], 0),
         versions=np.where(fresh, traj.versions[where], -1), prompt_lengths=np.array(prompts, np.int32),
-        columns={name: column[where] for name, column in traj.columns.items()}, trajectory=np.array(trajectory), prefix=np.array(prefix))
+        columns={name: column[where] for name, column in traj.columns.items()}, trajectory=np.array(trajectory),
+        prefix=np.array(prefix))
