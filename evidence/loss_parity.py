@@ -22,12 +22,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, os.path.dirname(__file__))
+sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).resolve().parent.parent / "tests")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from common import commit, record, table  # noqa: E402
+from training_helpers import policy_objective  # noqa: E402
 
 from jaxrl.algorithms import (  # noqa: E402
     PRESETS,
@@ -39,9 +40,6 @@ from jaxrl.algorithms import (  # noqa: E402
     value_loss,
     whiten,
 )
-from jaxrl.recipes.algorithm import SAME_NAME  # noqa: E402
-from jaxrl.training import LossConfig  # noqa: E402
-from jaxrl.training.update import policy_terms  # noqa: E402
 
 GROUP, GROUPS, T, LONGEST = 4, 4, 10, 16
 LACKING = {"trl": "loss_type=vespo, top_entropy_quantile, normalize_then_sum, a lower bound of truncated weights",
@@ -103,15 +101,14 @@ def loss(b: dict, preset: str, *, old="old", mask="mask", advantages="advantages
                                                 "ref": b["ref"]}.items()},
         sequences=jnp.ones(counted.shape, jnp.int32))
     choice = row["mismatch.correction"]
-    cfg = LossConfig(
-        **{name: row[name] for name in SAME_NAME}, kl_coef=row["kl.coef"], kl_estimator=row["kl.estimator"], old="column",
+    cfg = policy_objective(
+        **{name: value for name, value in row.items() if "." not in name and name != "old_logprobs"},
+        kl_coef=row["kl.coef"], kl_estimator=row["kl.estimator"], old="column",
         mismatch="none" if choice == "auto" else choice, mismatch_cap=row["mismatch.cap"], mismatch_low=row["mismatch.low"],
         sequence_delta=row["mismatch.sequence_delta"])
 
     def value(logp):
-        fixed = jax.lax.stop_gradient(logp)
-        total, _ = policy_terms(
-            logp, jnp.asarray(b["entropy"]), fixed, batch, batch.weights["token"], jnp.asarray(counted), cfg, None)
+        total, _ = cfg.policy_terms(logp, jnp.asarray(b["entropy"]), batch, batch.weights["token"], jnp.asarray(counted), None)
         return total + (extra(logp, batch.weights["policy"]) if extra else 0.0)
 
     found, grad = jax.value_and_grad(value)(jnp.asarray(b["logp"]))

@@ -6,6 +6,7 @@ Counts are global over all hosts unless the text says "per data shard". Times ar
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jaxrl.registry import RECIPES
@@ -17,7 +18,7 @@ class Option(NamedTuple):
     default: Any
     doc: str
     kind: type | None = None
-    choices: tuple | None = None
+    choices: Collection | None = None
     bound: str = ""
 
 
@@ -44,7 +45,7 @@ PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo"
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
-        "recipe": O("rl", "the job to run", choices=tuple(RECIPES)),
+        "recipe": O("rl", "the job to run", choices=RECIPES),
         "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tiny_job
-from training_helpers import batch_of_groups
+from training_helpers import batch_of_groups, policy_objective
 
 import jaxrl
 from jaxrl import models, sharding, training
@@ -29,12 +29,12 @@ from jaxrl.config import default_config
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.placement import split_of
 from jaxrl.training.layout import RowShapes
-from jaxrl.training.update import LossConfig, loss_and_metrics
+from jaxrl.training.update import loss_and_metrics
 from jaxrl.types import PackedBatch
 
 HF = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16,
       "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
-LOSS = LossConfig(old="column", kl_coef=0.1, chunk=64)
+LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from algorithm_runs import job, watched, with_options
 from test_options_algorithm import algorithm, batch_of, config, jax_as_it_was, of_tokens, open_job, row, thirds  # noqa: F401
+from training_helpers import policy_objective
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
@@ -131,7 +132,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
     c = config({"algorithm.kl.coef": 0.1, "reference.reset_steps": 1, "reference.reset_optimizer": True, "optimizer.name": "sgd",
                 "optimizer.lr": 1.0, "optimizer.warmup_steps": 4, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": 0.0})
     optimizer, schedule = training.make_optimizer(c.optimizer, 100, {"w/kernel": ("embed", "mlp")})
-    loss = training.LossConfig(max_grad_norm=0.0)
+    loss = policy_objective(max_grad_norm=0.0)
     apply = make_apply(optimizer, schedule, loss)
     state = training.init_state({"w/kernel": jnp.zeros((1, 1))}, {}, optimizer, 0)
     state = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)

@@ -7,6 +7,7 @@ test_options_runs.py.
 import json
 import logging
 import math
+import operator
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ import optax
 import pytest
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
-from training_helpers import batch_of_groups
+from training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import config_checks, training
 from jaxrl.algorithms import group_advantages
@@ -453,25 +454,25 @@ def algorithm(c):
     "name, value, field",
     [
         ("rollout.temperature", 0.7, "temperature"),
-        ("algorithm.clip_low", 0.1, "clip_low"),
-        ("algorithm.clip_high", 0.28, "clip_high"),
+        ("algorithm.clip_low", 0.1, "options.clip_low"),
+        ("algorithm.clip_high", 0.28, "options.clip_high"),
         ("algorithm.kl.coef", 0.05, "kl_coef"),
-        ("algorithm.entropy_coef", 0.01, "entropy_coef"),
-        ("algorithm.mismatch.correction", "token_tis", "mismatch"),
-        ("algorithm.mismatch.cap", 3.0, "mismatch_cap"),
+        ("algorithm.entropy_coef", 0.01, "options.entropy_coef"),
+        ("algorithm.mismatch.correction", "token_tis", "options.mismatch.correction"),
+        ("algorithm.mismatch.cap", 3.0, "options.mismatch.cap"),
         ("train.logprob_chunk", 77, "chunk"),
         ("optimizer.max_grad_norm", 0.3, "max_grad_norm"),
     ],
 )
 def test_algorithm_options_reach_the_loss(tiny, name, value, field):
-    assert getattr(algorithm(tiny(name, value)).loss, field) == value
-    assert getattr(algorithm(tiny()).loss, field) != value
+    read = operator.attrgetter(field)
+    assert read(algorithm(tiny(name, value)).loss) == value and read(algorithm(tiny()).loss) != value
 
 
 def test_kl_estimator_reaches_the_loss(tiny):
     for estimator in ("k2", "k3"):
         c = tiny("algorithm.kl.coef", 0.1, "algorithm.kl.estimator", estimator)
-        assert algorithm(c).loss.kl_estimator == estimator
+        assert algorithm(c).loss.options.kl.estimator == estimator
 
 
 def test_old_logprobs_and_the_number_of_updates(tiny):
@@ -479,20 +480,20 @@ def test_old_logprobs_and_the_number_of_updates(tiny):
 
     def source(*pairs):
         a = algorithm(tiny(*pairs))
-        return a.old_source, a.loss.old, a.updates_per_step
+        return a.old_source, a.loss.scores_old, a.updates_per_step
 
-    assert source() == ("current", "current", 1)
-    assert source("algorithm.ppo_epochs", 3) == ("recompute", "column", 3)
-    assert source("algorithm.ppo_epochs", 2, "algorithm.num_minibatches", 4) == ("recompute", "column", 8)
-    assert source("algorithm.old_logprobs", "recompute") == ("recompute", "column", 1)
-    assert source("algorithm.old_logprobs", "rollout") == ("rollout", "column", 1)
+    assert source() == ("current", False, 1)
+    assert source("algorithm.ppo_epochs", 3) == ("recompute", True, 3)
+    assert source("algorithm.ppo_epochs", 2, "algorithm.num_minibatches", 4) == ("recompute", True, 8)
+    assert source("algorithm.old_logprobs", "recompute") == ("recompute", True, 1)
+    assert source("algorithm.old_logprobs", "rollout") == ("rollout", True, 1)
 
 
 def test_mismatch_correction_by_default_where_the_sampler_is_not_exact(tiny):
-    assert algorithm(tiny()).loss.mismatch == "none"
-    assert algorithm(tiny("rollout.dtype", "bf16")).loss.mismatch == "token_tis"
-    assert algorithm(tiny("rollout.dtype", "bf16", "algorithm.mismatch.correction", "none")).loss.mismatch == "none"
-    assert algorithm(tiny("rollout.dtype", "bf16", "algorithm.old_logprobs", "rollout")).loss.mismatch == "none"
+    assert algorithm(tiny()).loss.options.mismatch.correction == "none"
+    assert algorithm(tiny("rollout.dtype", "bf16")).loss.options.mismatch.correction == "token_tis"
+    assert algorithm(tiny("rollout.dtype", "bf16", "algorithm.mismatch.correction", "none")).loss.options.mismatch.correction == "none"
+    assert algorithm(tiny("rollout.dtype", "bf16", "algorithm.old_logprobs", "rollout")).loss.options.mismatch.correction == "none"
 
 
 def test_advantage_options(tiny):
@@ -517,7 +518,7 @@ def test_preset_fills_what_is_not_set(tiny):
 
 @pytest.fixture(scope="module")
 def loss_of():
-    """loss_of(change of the columns, **LossConfig) -> (loss, metrics) of one packed batch of groups.
+    """loss_of(change of the columns, **options of policy_objective) -> (loss, metrics) of one packed batch of groups.
 
     The model is a table of hidden states by token: what is looked at comes after it.
     """
@@ -534,7 +535,7 @@ def loss_of():
     def compute(change, **options):
         weights = training.loss_weights(traj, np.arange(9), options.pop("aggregation", "token_mean"))
         batch = training.pack(traj, layout.minibatches[0].microbatches[0], columns | change(columns), weights)
-        cfg = training.LossConfig(**options)
+        cfg = policy_objective(**options)
         loss, metrics = loss_and_metrics(params, {}, jax.tree.map(jnp.asarray, batch), model, cfg)
         return float(loss), {k: float(v) for k, v in metrics.items()}
 

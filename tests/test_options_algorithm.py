@@ -40,8 +40,9 @@ from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.rollout import Result
 from jaxrl.schema import PRESET_NAMES, options
+from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
-from jaxrl.training.update import find_policy_loss, loss_and_metrics, make_apply
+from jaxrl.training.update import loss_and_metrics, make_apply
 from jaxrl.types import Trajectories
 
 
@@ -106,7 +107,7 @@ def token_losses(algorithm):
 
         def loss(x):
             t = Tokens(x, old, old, None, jnp.asarray([found], jnp.float32), mask, ids, None, {})
-            return find_policy_loss(cfg.policy_loss)(t, cfg)[0]
+            return find_policy_loss(cfg.options.policy_loss)(t, cfg.options)[0]
 
         return np.asarray(loss(logp))[0], np.asarray(jax.grad(lambda x: loss(x).sum())(logp))[0]
 
@@ -851,7 +852,7 @@ def critic_of(changes, open_job):
     """A critic as a run starts it."""
     c = config({"algorithm.preset": "ppo", **changes})
     opened = with_options(open_job, c)
-    critic = Critic(opened, 5, config_checks.resolved_algorithm(c), Algorithm(opened, 5).loss)
+    critic = Critic(opened, 5, config_checks.resolved_algorithm(c))
     critic.start(None, None)
     return critic
 
@@ -899,7 +900,7 @@ def test_the_values_bound_is_the_configs(open_job, monkeypatch):
         model, optimizer, schedule, loss))[1])
     critic_of({"critic.value_clip": 0.03}, open_job)
     shared = config({"algorithm.preset": "ppo", "critic.shared": True, "critic.value_clip": 0.04})
-    assert losses[0].value_clip == 0.03 and losses[0].kind == "value"
+    assert losses[0] == training.Value(clip=0.03, chunk=losses[0].chunk, max_grad_norm=1.0)
     assert Algorithm(with_options(open_job, shared), 5).loss.value_clip == 0.04
 
 

@@ -1,6 +1,5 @@
 """Every preset: micro-batches, packing, shared prompts, padding and data shards leave its loss and gradient unchanged."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_training import gradient, layout_of, one_at_a_time, worst
-from training_helpers import batch_of_groups, params_of, tiny_model
+from training_helpers import batch_of_groups, params_of, policy_objective, tiny_model
 
 from jaxrl import training
 from jaxrl.algorithms import PRESETS
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes.algorithm import SAME_NAME
-from jaxrl.training.update import policy_terms
 
 LAYOUTS = ("padded_wide", "packed", "packed_shared_8_microbatches")
 
@@ -28,16 +25,17 @@ def loss_of(preset):
     v = PRESETS[preset]
     correction = v["mismatch.correction"]
     in_loss = v["kl.placement"] == "loss"
-    return training.LossConfig(
-        **{name: v[name] for name in SAME_NAME} | {"entropy_coef": 0.01}, old="column", chunk=32, max_grad_norm=0.0,
+    return policy_objective(
+        **{name: value for name, value in v.items() if "." not in name and name != "old_logprobs"}
+        | {"entropy_coef": 0.01}, old="column", chunk=32, max_grad_norm=0.0,
         kl_coef=(v["kl.coef"] or 0.1) * in_loss, kl_estimator=v["kl.estimator"],
         mismatch="token_tis" if correction == "auto" else correction, mismatch_cap=v["mismatch.cap"])
 
 
 LOSSES = {name: loss_of(name) for name in PRESETS}
-LOSSES["bounds"] = dataclasses.replace(LOSSES["grpo"], dual_clip=1.1, delta=1.3, mismatch="sequence_mis", mismatch_cap=4.0,
+LOSSES["bounds"] = policy_objective(LOSSES["grpo"], dual_clip=1.1, delta=1.3, mismatch="sequence_mis", mismatch_cap=4.0,
                                        mismatch_low=0.3, sequence_delta=0.05)
-LOSSES["means"] = dataclasses.replace(LOSSES["gspo"], ratio="sequence_token", mismatch="geometric_tis", mismatch_cap=1.01)
+LOSSES["means"] = policy_objective(LOSSES["gspo"], ratio="sequence_token", mismatch="geometric_tis", mismatch_cap=1.01)
 
 
 def weights_of(traj, preset):
@@ -53,8 +51,7 @@ def sensitivities(traj, columns, weights, layout, loss, logp_T, entropy_T):
 
     def terms(logp, entropy, batch):
         token = batch.weights["token"]
-        fixed = jax.lax.stop_gradient(logp)
-        return policy_terms(logp, entropy, fixed, batch, token, token > 0, loss, None)
+        return loss.policy_terms(logp, entropy, batch, token, token > 0, None)
 
     for micro in layout.minibatches[0].microbatches:
         batch = training.pack(traj, micro, {**columns, "logp": logp_T, "entropy": entropy_T}, weights, np.float64)
@@ -98,7 +95,7 @@ def test_the_gradient_through_the_model_neither():
         model = tiny_model(jnp.float64)
         params = params_of(model, jnp.float64)
         traj, columns = batch_of_groups(groups=3, size=3)
-        loss = dataclasses.replace(LOSSES["vapo"], value_coef=0.5, value_clip=0.2)
+        loss = policy_objective(LOSSES["vapo"], value_coef=0.5, value_clip=0.2)
         params = ValueModel(model, keep_head=True).with_head(params)
         params["value"]["kernel"] += np.random.default_rng(0).normal(size=32)
         columns |= {"return": columns["advantage"] + 1.0, "old_value": 0.3 * columns["ref"]}

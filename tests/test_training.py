@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_helpers import batch_of_groups, conversation, cut, params_of, tiny_model
+from training_helpers import batch_of_groups, conversation, cut, params_of, policy_objective, tiny_model
 
 from jaxrl import training
 from jaxrl.config import default_config
@@ -27,7 +27,7 @@ LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
     "packed_shared_8_microbatches": (48, 1, True),
     "one_row": (512, 1, True),
 }
-LOSS = training.LossConfig(
+LOSS = policy_objective(
     kl_coef=0.1, entropy_coef=0.01, old="column", mismatch="token_tis", chunk=32, max_grad_norm=0.0
 )
 
@@ -331,7 +331,7 @@ def test_frozen_parameters_have_no_optimizer_state_and_do_not_move():
 
 
 def test_gradient_clipping_bounds_the_update():
-    loss = training.LossConfig(old="column", max_grad_norm=1e-3, chunk=32)
+    loss = policy_objective(old="column", max_grad_norm=1e-3, chunk=32)
     before, after, metrics = _update(optax.sgd(1.0), loss)
     moved = np.sqrt(sum(np.square(after.trainable[k] - before.trainable[k]).sum() for k in before.trainable))
     assert float(metrics["optim/grad_norm"]) > 1e-3 and moved == pytest.approx(1e-3, rel=1e-3)
@@ -341,7 +341,7 @@ def test_fp16_loss_scale_halves_on_overflow_and_the_step_is_skipped():
     model = tiny_model(jnp.float16)
     traj, columns = batch_of_groups()
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
-    loss = training.LossConfig(old="current", chunk=32, fp16=True)
+    loss = policy_objective(old="current", chunk=32, fp16=True)
     update = training.make_update(model, optax.sgd(1e-2), lambda i: 1e-2, loss)
     trainable, frozen = training.partition(params_of(model), (".*",), ())
     state = training.init_state(trainable, frozen, optax.sgd(1e-2), 0, fp16=True)

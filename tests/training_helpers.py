@@ -6,9 +6,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import FrozenConfigDict
 
-from jaxrl import models
+from jaxrl import models, training
+from jaxrl.config import default_config, editable
 from jaxrl.rollout import Key, Request, Result
+from jaxrl.spec import resolve
 from jaxrl.types import Trajectories
 
 HF = {
@@ -25,6 +28,27 @@ HF = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+
+
+NESTED = {"kl_coef": "kl.coef", "kl_estimator": "kl.estimator", "mismatch": "mismatch.correction", "mismatch_cap": "mismatch.cap",
+          "mismatch_low": "mismatch.low", "sequence_delta": "mismatch.sequence_delta", "old": "old_logprobs"}
+
+
+def policy_objective(base=None, **changes):
+    """The policy's objective with GRPO's options and no mismatch correction, or `base`, with `changes` of either."""
+    if base is None:
+        options = editable(resolve(default_config(), engine="jax")).algorithm
+        base = training.PolicyGradient(options=FrozenConfigDict({**options, "user": {}}))
+        changes = {"mismatch": "none", "old": "current"} | changes
+    own = {name: changes.pop(name) for name in list(changes) if name in {f.name for f in dataclasses.fields(base)}}
+    options = base.options.to_dict()
+    for name, value in changes.items():
+        value = {"column": "recompute"}.get(value, value) if name == "old" else value
+        *group, leaf = NESTED.get(name, name).split(".")
+        node = options[group[0]] if group else options
+        assert leaf in node, name
+        node[leaf] = value
+    return dataclasses.replace(base, options=FrozenConfigDict(options), **own)
 
 
 def tiny_model(dtype=jnp.float32, remat="none"):

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxrl.config import default_config, editable, free_tables, options, put
 from jaxrl.errors import ConfigError
+from jaxrl.registry import RECIPES, Recipe, recipe_of
 
 # Only shapes, memory and collectives are asked for: machine code is made as cheaply as it can be.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -44,7 +45,8 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     if platform == "tpu" and not has_libtpu():
         raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra `plan`)")
     folder = tempfile.TemporaryDirectory(prefix="jaxrl-plan-")
-    job = {"config": json.loads(editable(config).to_json_best_effort()), "hf_config": hf_config, "platform": platform, "name": target.name,
+    job = {"config": json.loads(editable(config).to_json_best_effort()), "recipe": recipe_of(config)._asdict(),
+           "hf_config": hf_config, "platform": platform, "name": target.name,
            "topology": target.topology, "count": target.count, "per_host": target.per_host, "mesh": mesh,
            "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}
     (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str), "utf-8")
@@ -133,6 +135,7 @@ def _compile(job: dict) -> dict:
 
     from jaxrl.planning import collectives, programs
 
+    RECIPES.setdefault(job["config"]["run"]["recipe"], Recipe(**job["recipe"]))  # one that its user's process has added
     meshes = _meshes(job)
     low = programs.lower(config_of(job["config"]), job["hf_config"], *meshes,
                          wanted=None if job["wanted"] is None else set(job["wanted"]))

@@ -18,7 +18,7 @@ from jaxrl import sharding, training
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.limits import end
 from jaxrl.recipes import setup
-from jaxrl.recipes.algorithm import Algorithm
+from jaxrl.recipes.algorithm import Algorithm, precision
 from jaxrl.rollout.embedded import DTYPES, _empty_table
 from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.shapes import from_config
@@ -76,8 +76,7 @@ def _reinforcement(out: Lowering, job, keep):
     update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
     state = setup.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)
-    columns, weights = _columns(c, algorithm)
-    _update(out, job, "update", update, state, columns, weights, keep)
+    _update(out, job, "update", update, state, algorithm.loss, keep)
     reference = None
     if algorithm.reference is not None:
         tree = jax.eval_shape(job.model.init, jax.random.key(0))
@@ -86,15 +85,14 @@ def _reinforcement(out: Lowering, job, keep):
                                  setup.param_shardings(job, tree=job.model))
         out.live["reference"] = reference
     batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",))
-    if algorithm.old_source == "recompute" and keep("score"):
+    if "old" in algorithm.loss.needs and keep("score"):
         out.programs["score"] = algorithm.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
         out.programs["score_reference"] = algorithm.score.program.lower(reference, batch)
     critic = algorithm.critic
     if critic is not None and not critic.shared:
         critic_state = critic.abstract()
-        _update(out, job, "critic", critic.update, critic_state, {n: (jnp.float32, ()) for n in ("return", "old_value")},
-                ("token",), keep)
+        _update(out, job, "critic", critic.update, critic_state, critic.loss, keep)
         params_of_critic = training.merge(critic_state.trainable, critic_state.frozen)
     else:
         params_of_critic = params
@@ -105,28 +103,17 @@ def _reinforcement(out: Lowering, job, keep):
 
 def _supervised(out: Lowering, job, keep):
     c = job.config
-    loss = training.LossConfig(kind="nll", chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm,
-                               fp16=job.compute_dtype == jnp.float16)
+    loss = training.NextToken(**precision(job))
     optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], setup.flat_axes(job.tree))
     update = training.make_update(job.model, optimizer, schedule, loss)
     state = setup.abstract_state(job, optimizer)
-    _update(out, job, "update", update, state, {}, ("policy", "token"), keep)
+    _update(out, job, "update", update, state, loss, keep)
     return training.merge(state.trainable, state.frozen)
 
 
-def _columns(c, algorithm):
-    """(columns, weights) that Algorithm.columns and the recipe give the policy's update."""
-    v, one = algorithm.values, (jnp.float32, ())
-    columns = {"behaviour": one, "advantage": one} | _support(c)
-    if algorithm.loss.staleness:
-        columns["staleness"] = one
-    if algorithm.old_source != "current":
-        columns["old"] = one
-    if algorithm.reference is not None:
-        columns["ref"] = one
-    if algorithm.critic is not None:
-        columns |= {"return": one, "old_value": one}
-    return columns, ("policy", "token") + (("positive",) if v["positive_nll_coef"] else ())
+def _columns(c, objective) -> dict:
+    """Columns that an objective reads -> (dtype, further dimensions)."""
+    return {name: (jnp.int32, (c.rollout.top_k,)) if name == "support" else (jnp.float32, ()) for name in objective.columns}
 
 
 def _support(c):
@@ -149,7 +136,7 @@ def _batch(job, shape, columns, weights) -> PackedBatch:
                        weights={name: array(jnp.float32) for name in weights})
 
 
-def _update(out: Lowering, job, name, update, state, columns, weights, keep):
+def _update(out: Lowering, job, name, update, state, objective, keep):
     """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply takes the step.
 
     An optimizer state that rests in host memory is on the devices while it is applied.
@@ -158,7 +145,7 @@ def _update(out: Lowering, job, name, update, state, columns, weights, keep):
     state = state.replace(opt_state=jax.tree.map(on_devices, state.opt_state))
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     empty, accumulate, apply = update.compiled(state)
-    batch = _batch(job, max_rows(job.row_shapes), columns, weights)
+    batch = _batch(job, max_rows(job.row_shapes), _columns(job.config, objective), objective.weights)
     everywhere = sharding.replicated(job.mesh)
     grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, batch)
     grads = _shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable))

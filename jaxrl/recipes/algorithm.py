@@ -22,8 +22,6 @@ from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
 log = logging.getLogger("jaxrl")
-SAME_NAME = ("policy_loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "cispo_max_ratio", "cispo_min_ratio",
-             "sapo_tau_pos", "sapo_tau_neg", "dppo_low", "dppo_high", "entropy_coef", "entropy_target", "positive_nll_coef")
 
 
 class Algorithm:
@@ -38,8 +36,11 @@ class Algorithm:
         self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
-        self.loss = self._loss(job)
-        self.critic = Critic(job, total_steps, v, self.loss) if v["advantage"] == "gae" else None
+        self.loss = training.PolicyGradient(
+            options=FrozenConfigDict({**c.algorithm, "user": c.user}), staleness=stale_buckets(c.rollout) if c.ahead else (),
+            value_coef=c.critic.coef if c.shares_trunk else 0.0, value_clip=c.critic.value_clip, temperature=c.rollout.temperature,
+            **precision(job))
+        self.critic = Critic(job, total_steps, v) if v["advantage"] == "gae" else None
         self.reference = Reference(job, self.scorer(job, "reference")) if v["kl.coef"] else None
 
     def scorer(self, job, role: str):
@@ -49,31 +50,6 @@ class Algorithm:
         return make_score(job.model, temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk,
                           put=functools.partial(job.put, role=role))
 
-    def _loss(self, job) -> training.LossConfig:
-        c, v = job.config, self.values
-        return training.LossConfig(
-            temperature=c.rollout.temperature,
-            **{name: v[name] for name in SAME_NAME},
-            entropy_rate=c.algorithm.entropy_rate,
-            entropy_max=c.algorithm.entropy_max,
-            kl_coef=0.0 if self.kl_in_reward else v["kl.coef"],
-            kl_estimator=v["kl.estimator"],
-            value_coef=c.critic.coef if v["advantage"] == "gae" and c.critic.shared else 0.0,
-            value_clip=c.critic.value_clip,
-            old="current" if self.old_source == "current" else "column",
-            mismatch=c.algorithm.mismatch.correction,
-            mismatch_cap=v["mismatch.cap"],
-            mismatch_low=v["mismatch.low"],
-            sequence_delta=v["mismatch.sequence_delta"],
-            early_stop_ratio=c.algorithm.early_stop_ratio,
-            early_stop_kl=c.algorithm.early_stop_kl,
-            chunk=c.train.logprob_chunk,
-            max_grad_norm=c.optimizer.max_grad_norm,
-            staleness=stale_buckets(c.rollout) if c.ahead else (),
-            fp16=job.compute_dtype == jnp.float16,
-            user=FrozenConfigDict(c.user),
-        )
-
     @property
     def parts(self) -> list:
         """What a checkpoint holds beside the policy."""
@@ -81,15 +57,16 @@ class Algorithm:
 
     def begin(self, s, engine) -> None:
         """Says what was decided and is not in the row."""
-        if self.loss.mismatch == "none" and getattr(engine, "quantized", False):
+        mismatch = self.config.algorithm.mismatch
+        if mismatch.correction == "none" and getattr(engine, "quantized", False):
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
                               "the one that is trained; use token_tis")
-        if self.loss.mismatch == "none" and self.config.ahead and self.old_source != "rollout":
+        if mismatch.correction == "none" and self.config.ahead and self.old_source != "rollout":
             log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing corrects for answers "
                         "of older weights; set token_tis, or algorithm.preset=decoupled_ppo", self.config.rollout.max_staleness,
                         self.config.rollout.sync_every)
-        if self.loss.mismatch != "none":
-            s.say(f"mismatch correction: {self.loss.mismatch}, cap {self.loss.mismatch_cap:g}")
+        if mismatch.correction != "none":
+            s.say(f"mismatch correction: {mismatch.correction}, cap {mismatch.cap:g}")
         if self.old_source == "recompute" and self.updates_per_step == 1:
             s.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
 
@@ -122,6 +99,12 @@ class Algorithm:
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
         return kl_value(columns["old"], columns["ref"], self.values["kl.estimator"]) if self.kl_in_reward else None
+
+
+def precision(job) -> dict:
+    """The options of every objective of a job."""
+    c = job.config
+    return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
 
 
 def check_support(c, vocab: int) -> None:

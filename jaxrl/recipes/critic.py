@@ -7,6 +7,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
@@ -44,12 +45,12 @@ class Critic:
     """A part of a run (see Session.restore): its arrays and host values are in every checkpoint.
 
     Args:
-      total_steps: of the run. v: resolved algorithm options. loss: the policy's LossConfig, whose precision options are the critic's too.
+      total_steps: of the run. v: resolved algorithm options.
     """
 
     name = "critic"
 
-    def __init__(self, job, total_steps: int, v: dict, loss: training.LossConfig):
+    def __init__(self, job, total_steps: int, v: dict):
         self.job, self.options, self.shared = job, job.config.critic, job.config.critic.shared
         self.num_minibatches = self.options.num_minibatches or v["num_minibatches"]
         self.epochs, self.state, self.running = v["ppo_epochs"], None, Running()
@@ -63,9 +64,9 @@ class Critic:
         total = max(1, total_steps * self.epochs * self.num_minibatches)
         axes = setup.flat_axes(self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, axes)
-        loss = dataclasses.replace(loss, kind="value", value_clip=self.options.value_clip, early_stop_ratio=0.0,
-                                   early_stop_kl=0.0, entropy_target=0.0, max_grad_norm=config.max_grad_norm)
-        self.update = training.make_update(self.job.model, self.optimizer, schedule, loss)
+        self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk, max_grad_norm=config.max_grad_norm,
+                                   fp16=job.compute_dtype == jnp.float16)
+        self.update = training.make_update(self.job.model, self.optimizer, schedule, self.loss)
 
     # ---- a part of the run
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
 from jaxrl.data import Interrupted
+from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.roles import Policy, WeightSync, check_finite
@@ -24,8 +24,7 @@ def run(config, given=None) -> dict:
         c = job.config
         if c.run.mode == "eval":
             return evaluate_only(s, job)
-        policy = Policy(job, training.LossConfig(kind="nll", chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm,
-                                                 fp16=job.compute_dtype == jnp.float16), s.total_steps)
+        policy = Policy(job, training.NextToken(**precision(job)), s.total_steps)
         s.restore(policy)
         s.introduce(describe(job), derived(c))
         evaluate = None

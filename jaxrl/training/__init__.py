@@ -1,16 +1,20 @@
 """Packing, the jitted scoring and update steps, optimizer and schedules."""
 
 from jaxrl.training.layout import Layout, Minibatch, make_layout, row_shapes
+from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Value, sequence_weights
 from jaxrl.training.optimizer import make_optimizer, make_schedule
 from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_score
 from jaxrl.training.state import init_state, merge, partition
-from jaxrl.training.update import LossConfig, at_once, make_update
+from jaxrl.training.update import at_once, make_update
 
 __all__ = [
     "Layout",
-    "LossConfig",
     "Minibatch",
+    "NextToken",
+    "Objective",
+    "PolicyGradient",
+    "Value",
     "at_once",
     "init_state",
     "loss_weights",
@@ -23,5 +27,6 @@ __all__ = [
     "pack",
     "partition",
     "row_shapes",
+    "sequence_weights",
     "unpack",
 ]

@@ -1,0 +1,282 @@
+"""What an update minimises, as a value: which token columns and weights it reads, which roles must have spoken before, and how the
+loss of a microbatch follows from what the model says of its tokens. Update, scoring and planner read the same value.
+
+A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the host, so losses and
+metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (scored tokens of the step).
+
+An objective of sequences (preferences, say) is the weighted update of NextToken, with the weights of `sequence_weights`.
+
+Legend: R rows, S scored slots per row, N trajectories, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms import (
+    Tokens,
+    adaptive_entropy_coef,
+    kl_penalty,
+    masked_exp,
+    mismatch_ratio,
+    mismatch_weight,
+    nll_loss,
+    off_policy_sequence_mask,
+    policy_loss,
+    value_loss,
+)
+from jaxrl.imports import imported
+from jaxrl.models.value import values
+from jaxrl.training.score import forward_hidden, logprobs_of
+
+
+class Outputs:
+    """What a model says of a packed microbatch; computed where an objective asks for it, from one forward pass."""
+
+    def __init__(self, model, params, batch, objective: Objective):
+        self.model, self.params, self.batch, self.objective = model, params, batch, objective
+        self.token = batch.weights["token"]
+        self.mask = self.token > 0
+        self.hidden = forward_hidden(model, params, batch)
+
+    def logprobs(self):
+        """(log-probs of the targets, entropies, {their token means}), [R, S]."""
+        logp, entropy = logprobs_of(self.model, self.params, self.hidden, self.batch, temperature=self.objective.temperature,
+                                    chunk=self.objective.chunk, valid_RxS=self.mask)
+        mean = lambda x: jnp.sum(self.token * jax.lax.stop_gradient(x))  # noqa: E731
+        return logp, entropy, {"policy/entropy": mean(entropy), "policy/logprob": mean(logp)}
+
+    def values(self):
+        """[R, S] of the value head."""
+        return values(self.params, self.hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The part that all objectives have. `columns` and `weights` are names in PackedBatch; `needs` says who must have scored the batch
+    before: "old" (the policy itself), "reference", "critic"."""
+
+    temperature: float = 1.0
+    chunk: int = 1024          # scored tokens whose logits exist at once
+    max_grad_norm: float = 1.0
+    fp16: bool = False
+
+    weights = ("policy", "token")
+    columns = needs = ()
+    entropy_target, may_stop = 0.0, False  # what only some adapt, and whether updates may be left out
+
+    def loss(self, outputs: Outputs, batch, entropy_coef=None):
+        """(weighted sum of token losses, metrics) of one microbatch."""
+        raise TypeError(f"{type(self).__name__} has no loss")
+
+    def stops(self, already, metrics):
+        """Whether the rest of an RL step's updates is left out."""
+        return already
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken(Objective):
+    """-sum_t w_policy * logp: supervised fine-tuning, and every objective of sequences."""
+
+    def loss(self, outputs, batch, entropy_coef=None):
+        logp, _, metrics = outputs.logprobs()
+        return -jnp.sum(batch.weights["policy"] * logp), metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Value(Objective):
+    """The critic's: sum_t w_token * value loss."""
+
+    clip: float = 0.0
+
+    weights = ("token",)
+    columns = ("return", "old_value")
+
+    @jax.named_scope("critic")
+    def loss(self, outputs, batch, entropy_coef=None):
+        predicted, token = outputs.values(), outputs.token
+        token_loss, stats = value_loss(predicted, batch.columns["old_value"], batch.columns["return"], outputs.mask, self.clip)
+        loss = jnp.sum(token * token_loss)
+        return loss, {
+            "value/loss": jax.lax.stop_gradient(loss),
+            "value/clip_fraction": jnp.sum(token * stats["clipped"]),
+            "value/mean": jnp.sum(token * jax.lax.stop_gradient(predicted)),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyGradient(Objective):
+    """The policy's, in reinforcement learning:
+
+    sum_t w_policy * (factor * policy loss + kl.coef * kl) - entropy_coef * w_token * entropy
+    + positive_nll_coef * w_positive * nll + value_coef * value loss; factor = mismatch weight and sequence mask.
+
+    options: config.algorithm with nothing left to decide, and `user`, the table config.user. A policy loss gets them as its `cfg`, so
+    an option of its own needs its row in the schema and nothing here.
+    """
+
+    options: Any = None
+    staleness: tuple[int, ...] = ()  # first values of the buckets of column "staleness" in which the gap is shown
+    value_coef: float = 0.0  # > 0: the policy's own trunk has a value head, whose loss is added
+    value_clip: float = 0.0
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the KL term in the loss."""
+        return self.options.kl.coef if self.options.kl.placement == "loss" else 0.0
+
+    @property
+    def scores_old(self) -> bool:
+        """Whether the ratio is taken to a column "old"; else it is 1 by construction."""
+        return self.options.old_logprobs != "current"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        o = self.options
+        return ("old",) * (o.old_logprobs == "recompute") + ("reference",) * bool(o.kl.coef) + ("critic",) * (o.advantage == "gae")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        o = self.options
+        return ("behaviour", "advantage", *["staleness"] * bool(self.staleness), *["old"] * self.scores_old, *["ref"] * bool(o.kl.coef),
+                *["support"] * o.sampled_support, *(("return", "old_value") if o.advantage == "gae" else ()))
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return ("policy", "token", *["positive"] * bool(self.options.positive_nll_coef))
+
+    @property
+    def entropy_target(self) -> float:
+        return self.options.entropy_target
+
+    @property
+    def may_stop(self) -> bool:
+        return bool(self.options.early_stop_ratio or self.options.early_stop_kl)
+
+    def loss(self, outputs, batch, entropy_coef=None):
+        logp, entropy, metrics = outputs.logprobs()
+        loss, more = self.policy_terms(logp, entropy, batch, outputs.token, outputs.mask, entropy_coef)
+        if self.value_coef:
+            value, own = Value(clip=self.value_clip).loss(outputs, batch)
+            loss, more = loss + self.value_coef * value, more | own
+        return loss, metrics | more
+
+    @jax.named_scope("loss")
+    def policy_terms(self, logp, entropy, batch, token, mask, entropy_coef):
+        """(sum of all terms of the policy's loss, metrics) from log-probs and entropies [R, S]."""
+        o, weight, columns, fixed = self.options, batch.weights["policy"], batch.columns, jax.lax.stop_gradient(logp)
+        old = columns["old"] if self.scores_old else fixed
+        behaviour, ref = columns.get("behaviour"), columns.get("ref")
+        tokens = Tokens(logp, old, behaviour, ref, columns["advantage"], mask, batch.sequences, entropy, columns)
+        token_loss, stats = find_policy_loss(o.policy_loss)(tokens, o)
+        factor, metrics = self._mismatch_factor(tokens, fixed, token, mask)
+        loss = jnp.sum(weight * (token_loss if factor is None else token_loss * factor))
+        metrics["policy/loss"] = jax.lax.stop_gradient(loss)
+        if self.kl_coef:
+            loss += self.kl_coef * jnp.sum(weight * kl_penalty(logp, ref, old, mask, o.kl.estimator))
+        if ref is not None:
+            metrics["policy/kl"] = jnp.sum(token * kl_penalty(fixed, ref, fixed, mask, "k3"))
+        if o.entropy_coef or o.entropy_target:
+            coef = o.entropy_coef if entropy_coef is None else entropy_coef
+            loss -= coef * jnp.sum(token * entropy)
+            metrics["policy/entropy_coef"] = jnp.sum(token) * coef
+        if o.positive_nll_coef:
+            nll = jnp.sum(batch.weights["positive"] * nll_loss(logp, mask))
+            loss += o.positive_nll_coef * nll
+            metrics["policy/positive_nll"] = jax.lax.stop_gradient(nll)
+        return loss, metrics | _ratio_metrics(token, mask, fixed, old, stats) | self._gap_metrics(token, mask, fixed, old, batch)
+
+    def _mismatch_factor(self, tokens, fixed, token, mask):
+        """(factor on the policy loss or None, metrics) of what corrects for completions that another policy drew."""
+        o, factor, metrics = self.options.mismatch, None, {}
+        if o.correction != "none":
+            level, _, action = o.correction.partition("_")
+            options = dict(sequences=tokens.sequences, level=level)
+            factor = mismatch_weight(tokens.old, tokens.behaviour, mask, o.cap, action={"tis": "truncate", "mis": "mask"}[action],
+                                     low=o.low, **options)
+            raw = mismatch_ratio(tokens.old, tokens.behaviour, mask, **options)
+            changed = (raw > o.cap) | ((factor == 0) & mask)
+            metrics = {
+                "gap/weight_mean": jnp.sum(token * factor),
+                "gap/ratio_mean": jnp.sum(token * raw),
+                "gap/ratio_max": jnp.max(raw),
+                "gap/corrected_fraction": jnp.sum(token * changed),
+            }
+        if o.sequence_delta:
+            kept = off_policy_sequence_mask(fixed, tokens.behaviour, tokens.advantage, mask, tokens.sequences, o.sequence_delta)
+            metrics["policy/sequence_masked_fraction"] = jnp.sum(token * (1 - kept))
+            factor = kept if factor is None else factor * kept
+        return factor, metrics
+
+    def _gap_metrics(self, token, mask, fixed, old, batch):
+        """Sampler-trainer difference of log-probs: mean and max of |d|, k3, share of tokens outside the clip range; by staleness
+        {"staleness/<first>": share of the tokens in a bucket, "gap/stale_<first>": its part of gap/mean}."""
+        if "behaviour" not in batch.columns:
+            return {}
+        d = jnp.where(mask, old - batch.columns["behaviour"], 0)
+        ratio = masked_exp(d, mask)
+        outside = (ratio > 1 + self.options.clip_high) | (ratio < 1 - self.options.clip_low)
+        out = {
+            "gap/mean": jnp.sum(token * jnp.abs(d)),
+            "gap/max": jnp.max(jnp.abs(d)),
+            "gap/k3": jnp.sum(token * (ratio - 1 - d)),
+            "gap/outside_clip": jnp.sum(token * (outside & mask)),
+            "old_gap/max": jnp.max(jnp.abs(jnp.where(mask, fixed - old, 0))),
+        }
+        for first, following in zip(self.staleness, (*self.staleness[1:], jnp.inf), strict=False):
+            inside = mask & (batch.columns["staleness"] >= first) & (batch.columns["staleness"] < following)
+            out[f"staleness/{first}"] = jnp.sum(token * inside)
+            out[f"gap/stale_{first}"] = jnp.sum(token * jnp.where(inside, jnp.abs(d), 0))
+        return out
+
+    def stops(self, already, metrics):
+        o = self.options
+        if o.early_stop_ratio:
+            already |= metrics["policy/ratio_mean"] > o.early_stop_ratio
+        if o.early_stop_kl:
+            already |= metrics["policy/approx_kl"] > o.early_stop_kl
+        return already
+
+    def entropy_coefs(self, stats, entropy):
+        """The adaptive coefficient after this step, and what the next one applies of it."""
+        o = self.options
+        coef, _ = adaptive_entropy_coef(stats["entropy_coef"], entropy, o.entropy_target, o.entropy_rate, o.entropy_max)
+        coef = coef.astype(stats["entropy_coef"].dtype)
+        return {"entropy_coef": coef, "entropy_applied": jnp.where(entropy <= o.entropy_target, coef, 0)}
+
+
+def find_policy_loss(name: str):
+    """A registered policy loss, or the function an import path names. See algorithms.register_policy_loss."""
+    return imported(name) if ":" in name else policy_loss(name)
+
+
+# Metrics of the stats that the losses of this house return; those of other losses are policy/<name>.
+STAT_NAMES = {"ratio": "ratio_mean", "clipped": "clip_fraction", "clipped_low": "clip_low_fraction",
+              "clipped_high": "clip_high_fraction", "dual_clipped": "dual_clip_fraction"}
+
+
+def _ratio_metrics(token, mask, fixed, old, stats):
+    ratio = masked_exp(fixed - old, mask)
+    out = {"policy/ratio_mean": jnp.sum(token * ratio),  # by token, unless the loss says what it used
+           "policy/approx_kl": jnp.sum(token * (ratio - 1 - jnp.where(mask, fixed - old, 0)))}
+    return out | {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x)) for name, x in stats.items()}
+
+
+def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
+    """Weights [T] with which NextToken's update is that of any loss L(s_1 ... s_N) of the sums s_i of a trajectory's log-probs.
+
+    By the chain rule the gradient of L is sum_i dL/ds_i sum_t grad logp_t; NextToken's is -sum_t w_t grad logp_t, so w_t = -dL/ds_i.
+    The derivatives are taken on the host in float64 over the whole batch (see algorithms.preference), so packing, microbatches and
+    mesh cannot change the gradient.
+
+    Args:
+      derivative_N: dL/ds_i, already divided by L's denominator.
+    """
+    count = max(int(traj.loss_mask.sum()), 1)
+    return {"policy": np.where(traj.loss_mask, -traj.spread(np.asarray(derivative_N, np.float64)), 0.0),
+            "token": np.where(traj.loss_mask, 1.0 / count, 0.0)}
