@@ -43,47 +43,35 @@ class Trajectories:
     sample: np.ndarray  # [N] int32: index within the group
     seed: np.ndarray  # [N] uint32, of the first turn
     finish: np.ndarray  # [N] int8, index into FINISH
-    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: turn, reward ...
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: kept, support, turn ...
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
+    # made of these:
+    lengths: np.ndarray = dataclasses.field(init=False)  # [Q] tokens of each sequence
+    completion_lengths: np.ndarray = dataclasses.field(init=False)  # [Q] those behind its prompt
+    first: np.ndarray = dataclasses.field(init=False)  # [N] each trajectory's first sequence
+    spans: np.ndarray = dataclasses.field(init=False)  # [N+1] where the tokens of each trajectory begin, and the end
 
     def __post_init__(self):
-        whole = self.trajectory is None
-        self.trajectory = np.arange(len(self.group)) if whole else np.asarray(self.trajectory)
+        whole, count, self.lengths = self.trajectory is None, len(self.group), np.diff(self.offsets)
+        self.trajectory = np.arange(count) if whole else np.asarray(self.trajectory)
+        at, held = self.trajectory, np.unique(self.trajectory)
+        if len(at) != len(self.lengths) or (np.diff(at) < 0).any() or not np.array_equal(held, np.arange(count)):
+            raise ValueError(f"trajectory={at}: expected the sequences of {count} trajectories, one behind the other")
         if self.prefix is None and not whole:
             raise ValueError("trajectories of several sequences need `prefix`: a group may have different prompts")
         self.prefix = self.group if self.prefix is None else self.prefix
-        at, every = self.trajectory, np.arange(self.num_trajectories)
-        if len(at) != self.num_sequences or not np.array_equal(np.unique(at), every) or (np.diff(at) < 0).any():
-            raise ValueError(f"trajectory={at}: expected sequences of {len(every)} trajectories, one behind the other")
+        self.completion_lengths = self.lengths - self.prompt_lengths
+        self.first = np.searchsorted(at, np.arange(count))
+        self.spans = self.offsets[[*self.first, len(at)]]
 
     @property
     def num_sequences(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.lengths)
 
     @property
     def num_trajectories(self) -> int:
         return len(self.group)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[Q] tokens of each sequence."""
-        return np.diff(self.offsets)
-
-    @property
-    def completion_lengths(self) -> np.ndarray:
-        """[Q] tokens of each sequence behind its prompt."""
-        return self.lengths - self.prompt_lengths
-
-    @property
-    def first(self) -> np.ndarray:
-        """[N] each trajectory's first sequence."""
-        return np.searchsorted(self.trajectory, np.arange(self.num_trajectories))
-
-    @property
-    def spans(self) -> np.ndarray:
-        """[N+1] where the tokens of each trajectory begin, and the end of the last."""
-        return self.offsets[[*self.first, self.num_sequences]]
 
     @property
     def sizes(self) -> Sizes:

@@ -11,6 +11,7 @@ prompts.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any, NamedTuple
 
@@ -81,16 +82,21 @@ class Rollouts:
     def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int):
         self.spec, self.session, self.stream = spec, session, stream
         self.rewards, self.tokenizer = rewards, tokenizer
-        c, peers = spec.rollout, session.peers
-        if spec.ahead and not c.partial and not hasattr(engine, "hold"):
-            raise ConfigError(f"rollout.partial=False: the engine {c.engine} has no hold(); set rollout.partial=True")
+        rollout, peers = spec.rollout, session.peers
+        if spec.ahead and not rollout.partial and not hasattr(engine, "hold"):
+            raise ConfigError(f"rollout.partial=False: the engine {rollout.engine} has no hold(); set it to True")
         self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(
-            engine, per_step=spec.data.prompts_per_step, max_staleness=c.max_staleness, sync_every=c.sync_every,
-            partial=c.partial, steps=steps, draw=stream.take, requests=self._requests,
-            mine=lambda position: owner(position, peers.count) == peers.index,
+            engine, per_step=spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
+            sync_every=rollout.sync_every, partial=rollout.partial, steps=steps, draw=stream.take,
+            requests=self._requests, mine=lambda position: owner(position, peers.count) == peers.index,
             finished=self.scorer.add if spec.ahead else lambda group: None)
         self.poll, self.release = self.queue.poll, self.queue.release
+        how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids, rollout.keep_stop,
+                              rollout.min_new_tokens)
+        self.streams = [(SAMPLES, rollout.group_size, how)]  # name, samples per prompt, sampling
+        if spec.algorithm.advantage_mean == "greedy":
+            self.streams.append((GREEDY, 1, dataclasses.replace(how, temperature=0.0)))
         self._payloads: list[bytes] = []
 
     def close(self) -> None:
@@ -123,16 +129,9 @@ class Rollouts:
 
     def _requests(self, prompts, step: int) -> list:
         """Requests of prompts meant for a step: group_size each, then those of the likeliest completions."""
-        rollout = self.spec.rollout
-        streams = [(SAMPLES, rollout.group_size, False)]
-        streams += [(GREEDY, 1, True)] * (self.spec.algorithm.advantage_mean == "greedy")
-        out = []
-        for stream, samples, greedy in streams:
-            how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids,
-                                  rollout.keep_stop, rollout.min_new_tokens, greedy)
-            for prompt in self.stream.unless_interrupted(prompts):
-                out += make_requests([prompt], samples, how, self.spec.run.seed, stream, step)
-        return out
+        seed = self.spec.run.seed
+        return [request for name, samples, how in self.streams for prompt in self.stream.unless_interrupted(prompts)
+                for request in make_requests([prompt], samples, how, seed, name, step)]
 
     def _complete(self, groups, step: int) -> Round | None:
         """Waits for groups of this process and scores them; None when a stop was asked for."""

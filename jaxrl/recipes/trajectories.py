@@ -12,11 +12,11 @@ from jaxrl.types import FINISH, Trajectories
 
 
 def sampling_params(
-    group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0, greedy=False
+    group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0
 ) -> SamplingParams:
-    """SamplingParams from config.rollout or config.eval (they share option names). greedy: the likeliest token."""
+    """SamplingParams from config.rollout or config.eval, which share option names."""
     return SamplingParams(
-        temperature=0.0 if greedy else group.temperature,
+        temperature=group.temperature,
         top_p=group.top_p,
         top_k=group.top_k,
         min_p=group.min_p,

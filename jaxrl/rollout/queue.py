@@ -130,20 +130,23 @@ class RolloutQueue:
             self.groups[request.group].requests.append(request)
         self._waiting += requests
 
-    def wait(self, groups: list[PromptGroup], timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Polls until these groups are done; False when `stop` (asked about once a second) turned true before.
+    def wait(self, groups: list[PromptGroup] | None, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Polls until these groups are done (None: all that the engine has begun); False when `stop` (asked about once
+        a second) turned true before.
 
         Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What
         is unfinished is then aborted, as after a stop.
         """
-        missing = lambda: sum(len(g.requests) - len(g.results) for g in groups if g.mine)  # noqa: E731
-        return self._poll_until(missing, timeout, stop)
-
-    def _poll_until(self, missing: Callable[[], int], timeout: float, stop) -> bool:
         if self.engine.health()["paused"]:
             raise RuntimeError("the rollout engine is paused: call resume() before waiting for it")
         end = self._clock() + timeout
-        while left := missing():
+        while True:
+            if groups is None:
+                left = self.engine.health()["running"] if self._under_way else 0
+            else:
+                left = sum(len(g.requests) - len(g.results) for g in groups if g.mine)
+            if not left:
+                return True
             rest = end - self._clock()
             stopped = stop()
             if stopped or rest <= 0:
@@ -153,7 +156,6 @@ class RolloutQueue:
                 raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise "
                                    "rollout.timeout_seconds, or ask for fewer or shorter answers")
             self.receive(self.engine.poll(min(rest, 1.0)))
-        return True
 
     def receive(self, results: list[Result]) -> None:
         """Keeps results that came from the engine. Raises RuntimeError for one that nobody here asked for."""
@@ -192,7 +194,7 @@ class RolloutQueue:
         if self._under_way and not self.partial:
             self.engine.hold(True)
             try:
-                self._poll_until(lambda: self.engine.health()["running"] if self._under_way else 0, timeout, stop)
+                self.wait(None, timeout, stop)
             finally:
                 self.engine.hold(False)
         self.engine.publish(params, version)

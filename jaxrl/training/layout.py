@@ -148,9 +148,11 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
     for length, counts in zip(shapes.lengths, shapes.counts, strict=True):
         mine = [unit for unit, need in zip(units, needs, strict=True) if lower < need <= length]
         lower = length
-        parts = _whole_groups(mine, length, counts[0]) if keep_groups else [_rows([b for (b,) in mine], length, sizes)]
-        for rows in parts:
-            work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows} if shapes.shards > 1 else {}
+        alone = [b for unit in mine for b in unit]
+        for rows in _whole_groups(mine, length, counts[0]) if keep_groups else [_rows(alone, length, sizes)]:
+            work = {}
+            if shapes.shards > 1:
+                work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows}
             if work:  # a microbatch is as slow as its slowest shard
                 rows = sorted(rows, key=lambda row, work=work: -work[row])
             while rows:
@@ -269,32 +271,32 @@ def _best_sum(ids, completions, room: int) -> list[int]:
 
 
 def _fewer_rows(rows, length, sizes):
-    """Empties the emptiest rows, sequence by sequence, into what is free in others, as long as whole rows come free.
+    """Empties the emptiest rows, sequence by sequence, each to where least stays free, as long as rows come free.
 
     A sequence that comes to a row with a block of its prompt joins it; elsewhere it brings a copy of its prompt.
     """
-    rows = sorted(rows, key=lambda row: -sum(b.tokens for b in row))
-    while len(rows) > 1 and (spread := _spread(rows[-1], rows[:-1], length, sizes)) is not None:
-        rows = sorted(spread, key=lambda row: -sum(b.tokens for b in row))
-    return rows
-
-
-def _spread(row, others, length, sizes):
-    """`others` with the sequences of `row` in them, each where least stays free; None where one finds no room."""
-    free = np.array([length - sum(b.tokens for b in other) for other in others])
-    others, prefixes = [list(other) for other in others], sizes.prefixes
-    for i in sorted((i for b in row for i in b.sequences), key=lambda i: (-sizes.completions[i], i)):
-        home = [None] * len(others)
-        if prefixes is not None:
-            home = [next((k for k, b in enumerate(o) if prefixes[b.sequences[0]] == prefixes[i]), None) for o in others]
-        cost = np.array([sizes.completions[i] + (0 if k is not None else sizes.prompts[i]) for k in home])
-        best = int(np.lexsort((free - cost, cost, free < cost))[0])
-        if free[best] < cost[best]:
-            return None
-        free[best] -= cost[best]
-        if home[best] is None:
-            others[best].append(Block((i,), int(cost[best])))
-        else:
-            block = others[best][home[best]]
-            others[best][home[best]] = Block(tuple(sorted((*block.sequences, i))), block.tokens + int(cost[best]))
-    return [tuple(other) for other in others]
+    prefixes = sizes.prefixes
+    while True:
+        rows = sorted(rows, key=lambda row: -sum(b.tokens for b in row))
+        free = np.array([length - sum(b.tokens for b in row) for row in rows[:-1]])
+        filled = [list(row) for row in rows[:-1]]
+        moving = [i for b in (rows[-1] if filled else ()) for i in b.sequences]
+        for i in sorted(moving, key=lambda i: (-sizes.completions[i], i)):
+            home = [None] * len(filled)
+            if prefixes is not None:
+                same = [[prefixes[b.sequences[0]] == prefixes[i] for b in row] for row in filled]
+                home = [row.index(True) if any(row) else None for row in same]
+            cost = np.array([sizes.completions[i] + (0 if k is not None else sizes.prompts[i]) for k in home])
+            best = int(np.lexsort((free - cost, cost, free < cost))[0])
+            if free[best] < cost[best]:
+                return rows
+            free[best] -= cost[best]
+            if home[best] is None:
+                filled[best].append(Block((i,), int(cost[best])))
+            else:
+                block = filled[best][home[best]]
+                together = Block(tuple(sorted((*block.sequences, i))), block.tokens + int(cost[best]))
+                filled[best][home[best]] = together
+        if not moving:
+            return rows
+        rows = [tuple(row) for row in filled]
