@@ -55,7 +55,7 @@ ALIASES = {
     "recipes/trajectories.py": {"group": "rollout eval"},
     "recipes/setup.py": {"c": "model"},
     "recipes/rl.py": {"v": "algorithm", "limits": "algorithm.mismatch"},
-    "recipes/advantages.py": {"v": "algorithm"},
+    "recipes/advantages.py": {"options": "algorithm"},
     "recipes/algorithm.py": {"v": "algorithm", "values": "algorithm", "options": "reference"},
     "recipes/critic.py": {"v": "algorithm", "options": "critic"},
     "data/stream.py": {"d": "data"},

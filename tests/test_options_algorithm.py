@@ -193,7 +193,7 @@ def of_tokens(changes, scores, lengths, **given):
     """Advantages of the answers' tokens under an algorithm row, and the critic's returns."""
     traj = trajectories(lengths, range(len(lengths)))
     given = {k: np.where(traj.loss_mask, np.resize(np.insert(v, 0, 9.0), len(traj.tokens)), 9.0) for k, v in given.items()}
-    found = advantages(row({**PLAIN, **changes}), traj, np.asarray(scores, float), **given)
+    found = advantages(decided(config({**PLAIN, **changes})).algorithm, traj, np.asarray(scores, float), **given)
     return found.tokens[traj.loss_mask], None if found.returns is None else found.returns[traj.loss_mask]
 
 
@@ -402,8 +402,8 @@ def test_the_greedy_baseline_is_the_score_of_the_greedy_answer():
     greedy = [r for r in engine.asked if r.sampling.temperature == 0]
     assert [r.group for r in greedy] == [0, 1, 2, 3] and batch.traj.num_sequences == 8
     np.testing.assert_array_equal(batch.baseline, np.repeat([0, 3, 6, 9], 2))
-    values = row({"algorithm.preset": "remax", "algorithm.advantage_mean": "greedy"})
-    found = advantages(values, batch.traj, batch.scores, baseline=batch.baseline).tokens[batch.traj.loss_mask]
+    options = decided(config({"algorithm.preset": "remax", "algorithm.advantage_mean": "greedy"})).algorithm
+    found = advantages(options, batch.traj, batch.scores, baseline=batch.baseline).tokens[batch.traj.loss_mask]
     np.testing.assert_array_equal(found, [0, 1, 7, 8, 14, 15, 21, 22])
     assert batch_of({}, lambda g, k: [g])[0].baseline is None
 

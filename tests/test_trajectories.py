@@ -9,10 +9,10 @@ from training_helpers import conversation, cut
 from jaxrl import training
 from jaxrl.algorithms.aggregation import AGGREGATIONS
 from jaxrl.config import default_config
-from jaxrl.config_checks import resolved_algorithm
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.advantages import advantages
 from jaxrl.recipes.trajectories import collect, completions, reward_items
+from jaxrl.spec import resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.types import Sizes
 
@@ -73,9 +73,8 @@ def test_numbers_of_trajectories_do_not_see_how_they_are_cut(pair):
     for preset, extra in (("grpo", {}), ("reinforce_pp", {"kl": values}), ("ppo", {"values": values})):
         config = default_config()
         config.algorithm.preset = preset
-        row = resolved_algorithm(config)
         given = [{k: v if t is whole else v[where] for k, v in extra.items()} for t in (whole, parts)]
-        a, b = (advantages(row, t, SCORES, **more) for t, more in zip((whole, parts), given, strict=True))
+        a, b = (advantages(resolve(config).algorithm, t, SCORES, **more) for t, more in zip((whole, parts), given, strict=True))
         np.testing.assert_allclose(b.tokens, np.where(mask, a.tokens[where], 0), rtol=1e-12, atol=1e-15, err_msg=preset)
         assert a.zero_signal.tolist() == b.zero_signal.tolist()
 

@@ -27,9 +27,9 @@ class Advantages(NamedTuple):
     zero_signal: np.ndarray  # [N] bool: sequences of groups whose scores carry no signal
 
 
-def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
+def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
                user=None) -> Advantages:
-    """Advantages as the row `v` of algorithm options says.
+    """Advantages as the group `algorithm` of a Spec says.
 
     Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
 
@@ -46,30 +46,30 @@ def advantages(v: dict, traj, scores, *, baseline=None, kl=None, values=None, re
     """
     mask, spans = traj.loss_mask, traj.spans
     present = traj.spread(np.isfinite(scores)) & mask
-    kind, returns = v["advantage"], None
+    kind, returns = options.advantage, None
     if kl is not None and kind not in ("returns", "gae"):
-        scores = scores - v["kl.coef"] * traj.total(kl)
+        scores = scores - options.kl.coef * traj.total(kl)
     numbers, zero = group_advantages(
-        scores, traj.group, mean=v["advantage_mean"], std=v["advantage_std"], baseline_N=baseline)
+        scores, traj.group, mean=options.advantage_mean, std=options.advantage_std, baseline_N=baseline)
     if kind == "outcome":
         tokens = traj.spread(numbers)
     elif kind in ("returns", "gae"):
         numbers = np.where(np.isfinite(scores), numbers, np.nan)
-        per_token = token_rewards(numbers, mask, spans, kl, v["kl.coef"])
+        per_token = token_rewards(numbers, mask, spans, kl, options.kl.coef)
         if kind == "returns":
-            tokens = token_returns(per_token, mask, spans, v["gamma"])
+            tokens = token_returns(per_token, mask, spans, options.gamma)
         else:
-            lam = adaptive_lambda(traj.total(), v["lam_alpha"]) if v["lam_alpha"] else v["lam"]
-            tokens, _ = gae(per_token, values, mask, spans, v["gamma"], lam)
-            own = v["lam"] if v["critic_lam"] is None else v["critic_lam"]
-            returns = np.where(present, gae(per_token, values, mask, spans, v["gamma"], own)[1], values)
+            lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
+            tokens, _ = gae(per_token, values, mask, spans, options.gamma, lam)
+            own = options.lam if options.critic_lam is None else options.critic_lam
+            returns = np.where(present, gae(per_token, values, mask, spans, options.gamma, own)[1], values)
     else:
         own = ADVANTAGES[kind] if kind in ADVANTAGES else imported(kind)
         tokens = spread(kind, own(AdvantageInputs(scores, traj.group, mask, spans, rewards, columns, user)), traj)
     tokens = np.where(present, tokens, 0.0)
-    if v["whiten"]:
+    if options.whiten:
         tokens = whiten(tokens, present)
-    tokens = clip_advantages(tokens, v["advantage_low"], v["advantage_high"])
+    tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
     return Advantages(np.where(present, tokens, 0.0), returns, zero)
 
 

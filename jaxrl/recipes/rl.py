@@ -112,8 +112,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         if batch.staleness is not None:
             columns["staleness"] = batch.staleness
         kl = algorithm.kl(columns)
-        found = advantages(v, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts,
-                           columns=columns, user=c.user)
+        found = advantages(c.algorithm, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
+                           rewards=batch.result.parts, columns=columns, user=c.user)
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
