@@ -1,11 +1,11 @@
 """Scores and rewards to advantages and returns; host numpy, float64.
 
-`group_advantages` gives one number per answer, `token_returns` and `gae` one per token. Over tokens only the scored
+`group_advantages` gives one number per trajectory, `token_returns` and `gae` one per token. Over tokens only the scored
 ones (`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between
 them are skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward
 belongs on the turn's last scored token.
 
-Legend: N sequences, T tokens of the ragged batch; sequence i owns tokens offsets[i]:offsets[i+1].
+Legend: N trajectories, T tokens of the ragged batch; trajectory i owns tokens offsets[i]:offsets[i+1].
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register_advantage(name: str):
             best = {g: np.nanmax(inputs.scores[inputs.groups == g]) for g in np.unique(inputs.groups)}
             return [float(s == best[g]) for s, g in zip(inputs.scores, inputs.groups)]
 
-    It returns one number per sequence [N] or per token [T]; tokens that are not scored and sequences whose score is
+    It returns one number per trajectory [N] or per token [T]; tokens not scored and trajectories whose score is
     absent are 0 afterwards, and whitening and clipping follow. Raises ValueError where the name is taken by another
     function.
     """
@@ -62,13 +62,13 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     than two.
 
     Args:
-      scores_N: one score per sequence, NaN = absent.
-      groups_N: group id per sequence, in any order.
+      scores_N: one score per trajectory, NaN = absent.
+      groups_N: group id per trajectory, in any order.
       mean, std: rows of the table above.
-      baseline_N: score of the greedy answer to each sequence's prompt; read with mean="greedy" only.
+      baseline_N: score of the greedy completion of each one's prompt; read with mean="greedy" only.
 
     Returns:
-      (advantages_N float64, zero_signal_N bool): the second marks the sequences of groups whose advantages are all 0.
+      (advantages_N float64, zero_signal_N bool): the second marks the members of groups whose advantages are all 0.
 
     Raises ValueError for unknown names and where baseline_N is missing.
     """
@@ -123,9 +123,9 @@ def _centred(own, whole, baseline, mean):
 
 
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0):
-    """Reward of each token [T]: the sequence's score at its last scored token, minus kl_coef * KL at each scored token.
+    """Reward of each token [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each.
 
-    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). A sequence whose score is missing (NaN)
+    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). A trajectory whose score is missing (NaN)
     gets 0 everywhere, without its KL; one without scored tokens gets nothing. kl_T: `kl.kl_value` of the policy that
     sampled.
     """
@@ -152,11 +152,11 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
 
         delta_t = r_t + gamma * V_next - V_t        A_t = delta_t + gamma * lam * A_next
 
-    where next is the sequence's next scored token: across observation tokens V_next and A_next are carried through.
+    where next is the trajectory's next scored token: across observation tokens V_next and A_next are carried through.
 
     Args:
       rewards_T, values_T: [T], read at scored tokens.
-      lam: scalar, or one per sequence [N] (see `adaptive_lambda`).
+      lam: scalar, or one per trajectory [N] (see `adaptive_lambda`).
 
     Returns:
       (advantages_T, returns_T), 0 on tokens that are not scored; returns = advantages + values.
@@ -170,7 +170,7 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
     value, running, advantages = np.zeros(n), np.zeros(n), np.zeros(len(rewards))
     ends = ends[order]
     longest = int(counts.max(initial=0))
-    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # sequences with more than k scored tokens
+    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # those with more than k scored tokens
     for k in range(longest):
         now = slice(0, live[k])
         at = ends[now] - 1 - k
@@ -209,7 +209,7 @@ def whiten(advantages_T, mask_T):
 
 
 def _scored(mask, offsets):
-    """(counts_N, ends_N): scored tokens per sequence, and where they end among all scored tokens."""
+    """(counts_N, ends_N): scored tokens per trajectory, and where they end among all scored tokens."""
     upto = np.concatenate([[0], np.cumsum(mask)])[np.asarray(offsets)]
     return np.diff(upto), upto[1:]
 

@@ -3,7 +3,7 @@
 The loss is then a plain sum of weight * token loss, so micro-batches, packing, padding and the number of data shards
 cannot change it. Denominators belong to one optimizer step and are known on the host.
 
-Legend: N sequences of one optimizer step.
+Legend: N trajectories of one optimizer step (the papers' sequences).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant", "prom
 
 
 def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens=None):
-    """Weight of each scored token of a sequence, float64 [N]; 0 for a sequence without scored tokens.
+    """Weight of each scored token of a trajectory, float64 [N]; 0 for one without scored tokens.
 
         token_mean      1 / sum_j |y_j|                      DAPO (arXiv 2503.14476)
         sequence_mean   1 / (n * |y_i|)                      GRPO (arXiv 2402.03300), GSPO
@@ -22,13 +22,13 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
         constant        1 / (n * max_tokens)                 Dr.GRPO (arXiv 2503.20783)
         prompt_mean     1 / (P * tokens of its prompt)       mean over prompts of their token means
 
-    n = sequences, P = prompts with at least one scored token. Tokens that are filtered later (truncated answers,
+    n = trajectories, P = prompts with at least one scored token. Tokens that are filtered later (truncated completions,
     sequences the mismatch correction drops ...) keep their place in the denominators.
 
     Args:
-      counts_N: scored tokens |y_i| per sequence of the optimizer step; 0 = a sequence that does not count.
+      counts_N: scored tokens |y_i| per trajectory of the optimizer step; 0 = one that does not count.
       aggregation: one of the above.
-      groups_N: prompt id per sequence, for prompt_mean.
+      groups_N: prompt id per trajectory, for prompt_mean.
       max_tokens: the constant of Dr.GRPO: the longest answer that may be sampled, never a width of this batch.
 
     Raises ValueError for other names, and where groups_N or max_tokens is missing.
@@ -47,7 +47,7 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
         weight = np.full_like(counts, 1.0 / (n * max_tokens))
     elif aggregation == "prompt_mean":
         if groups_N is None:
-            raise ValueError("aggregation='prompt_mean' needs groups_N, the prompt of each sequence")
+            raise ValueError("aggregation='prompt_mean' needs groups_N, the prompt of each trajectory")
         _, prompt = np.unique(np.asarray(groups_N), return_inverse=True)
         tokens = np.bincount(prompt, weights=counts)
         weight = 1.0 / (max(np.count_nonzero(tokens), 1) * np.maximum(tokens, 1.0))[prompt]

@@ -23,10 +23,10 @@ class Tokens(NamedTuple):
 
 
 class AdvantageInputs(NamedTuple):
-    """Host numpy arrays. N sequences, T tokens; sequence i owns tokens [offsets[i], offsets[i+1])."""
+    """Host numpy arrays. N trajectories, T tokens; trajectory i owns tokens [offsets[i], offsets[i+1])."""
 
     scores: Any  # [N] float64, shaped rewards; NaN = absent
-    groups: Any  # [N] prompt of the sequence
+    groups: Any  # [N] prompt of the trajectory
     mask: Any  # [T] bool: the policy sampled the token
     offsets: Any  # [N+1]
     rewards: dict[str, Any]  # name -> [N] raw values of one reward, NaN = absent
