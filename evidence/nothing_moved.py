@@ -92,8 +92,9 @@ def main() -> int:
     table(["case", "lines of metrics", "rollouts", "files of weights", "differences"], rows)
     for name, found in failed.items():
         print("\n".join(f"{name}: {d}" for d in found[:5]))
-    record("nothing_moved", {"before": subprocess.run(["git", "-C", str(before), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(), "cases": {r[0]: dict(zip(
-        ("lines", "rollouts", "weights", "differences"), r[1:], strict=True)) for r in rows}})
+    git = subprocess.run(["git", "-C", str(before), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    names = ("lines", "rollouts", "weights", "differences")
+    record("nothing_moved", {"before": git.stdout.strip(), "cases": {name: dict(zip(names, counts, strict=True)) for name, *counts in rows}})
     return 1 if any(failed.values()) else 0
 
 

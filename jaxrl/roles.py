@@ -114,15 +114,14 @@ class Policy(Role):
         if not self.rests:
             yield
             return
-        moved = getattr(engine, "moved", lambda weights: None)
         where = jax.tree.map(lambda x: x.sharding, self.held)
         self.held = memory.to_host(self.held)
-        moved(self.weights())
+        engine.moved(self.weights())
         try:
             yield
         finally:
             self.held = jax.device_put(self.held, where)
-            moved(self.weights())
+            engine.moved(self.weights())
 
     # ---- what a session keeps
 

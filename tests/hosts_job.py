@@ -26,11 +26,11 @@ from jaxrl.processes.exchange import to_host  # noqa: E402
 from jaxrl.processes.group import peers  # noqa: E402
 from jaxrl.recipes import rollouts  # noqa: E402
 from jaxrl.recipes.setup import Job  # noqa: E402
-from jaxrl.rollout import Result  # noqa: E402
+from jaxrl.rollout import Engine, Health, Result  # noqa: E402
 from jaxrl.session import Session  # noqa: E402
 
 
-class Recorded:
+class Recorded(Engine):
     """An engine that repeats the answers of another run's rollouts/ and eval/ files."""
 
     def __init__(self, config, *_):
@@ -57,15 +57,12 @@ class Recorded:
                       np.full(len(logprobs), step, np.int32), row["finish"], request.seed)
 
     def health(self):
-        return {"ok": True, "paused": False}
+        return Health(True)
 
     def publish(self, params, version):
         pass
 
-    abort = pause = resume = close = lambda self, *args: None
-
-    def counters(self):
-        return {}
+    abort = close = lambda self, *args: None
 
 
 def watch(seen):

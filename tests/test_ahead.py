@@ -5,16 +5,16 @@ import collections
 import numpy as np
 import pytest
 
-from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result
 from jaxrl.rollout.queue import RolloutQueue, last_step, staleness
 
 ROWS = 1000
 
 
-class RandomEngine:
+class RandomEngine(Engine):
     """Answers in random order, tokens under the version of their moment; an answer may span publishes."""
 
-    beside = True
+    info = EngineInfo(concurrent=True, holds=True)
 
     def __init__(self, seed, lengths=6):
         self.random, self.lengths = np.random.default_rng(seed), lengths
@@ -51,12 +51,15 @@ class RandomEngine:
     def hold(self, on):
         self.held = on
 
+    def close(self):
+        self.left.clear()
+
     def publish(self, params, version):
         self.version = version
         self.calls.append(("publish", version))
 
     def health(self):
-        return {"paused": False, "running": len(self.begun & set(self.left))}
+        return Health(True, version=self.version, running=len(self.begun & set(self.left)))
 
 
 def make(engine, k, n, steps, partial=True, per_step=4, **more):

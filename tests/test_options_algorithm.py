@@ -38,7 +38,7 @@ from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
-from jaxrl.rollout import Result
+from jaxrl.rollout import Engine, Health, Result
 from jaxrl.schema import PRESET_NAMES, options
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
@@ -277,14 +277,14 @@ class Prompts:
         return SimpleNamespace(prompt_ids=np.array([7]), prompt=f"p{i}", prompt_text=f"p{i}", columns={}, answer=None)
 
 
-class Echo:
+class Echo(Engine):
     """An engine whose answer to prompt g, sample k is the tokens answer(g, k); `asked` holds the requests."""
 
     def __init__(self, answer):
         self.answer, self.asked, self.waiting = answer, [], []
 
     def health(self):
-        return {"paused": False}
+        return Health(True)
 
     def submit(self, requests):
         self.asked += requests
@@ -293,6 +293,8 @@ class Echo:
     def poll(self, deadline_s):
         out, self.waiting = [self.result(r) for r in self.waiting], []
         return out
+
+    abort = publish = close = None  # never called here
 
     def result(self, r):
         k = "greedy" if r.sampling.temperature == 0 else r.key.sample

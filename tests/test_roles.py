@@ -144,6 +144,6 @@ def test_a_resting_sampler_holds_nothing_and_comes_back(tmp_path):
             pass
         answers.append(found[0].tokens.tolist())
         engine.rest()
-        assert engine._params is None and engine._cache is None and not engine.health()["ok"]
+        assert engine._params is None and engine._cache is None and not engine.health().ok
     assert answers[0] == answers[1] and len(answers[0]) > 0
     engine.close()

@@ -22,12 +22,12 @@ from rollout_helpers import (
 )
 
 from jaxrl.rollout import Engine, Request, SamplingParams, generate, make_engine
-from jaxrl.rollout.driven import Driven
+from jaxrl.rollout.threaded import ThreadedEngine
 
 ENGINES = {
     "embedded": functools.partial(engine, compaction=False),
     "import path": functools.partial(engine, engine=f"{os.path.abspath(__file__)}:own_engine", compaction=False),
-    "driven": lambda **options: Driven(engine(compaction=False, **options)),
+    "driven": lambda **options: ThreadedEngine(engine(compaction=False, **options)),
     "vllm": lambda **options: engine(engine="vllm", servers=(vllm_server(),), seeded="true", **options),
 }
 ROWS = [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in ENGINES]
@@ -61,7 +61,7 @@ def left_idle(made):
     made.resume()
     made.abort()
     made.poll(0.0)
-    if made.health()["version"] != 0:
+    if made.health().version != 0:
         made.publish(params(), 0)
 
 
@@ -230,7 +230,7 @@ def test_abort_returns_what_is_there(here):
     here.abort()
     rest = here.poll(0.0)
     assert {r.id for r in rest} == {f"r{i}" for i in range(1, 19)} and all(r.finish == "abort" for r in rest)
-    assert here.health()["waiting"] == here.health()["running"] == 0
+    assert here.health().waiting == here.health().running == 0
     whole = generate(here, asked[:1], TIMEOUT)[0]
     np.testing.assert_array_equal(gone["r0"].tokens, whole.tokens[:len(gone["r0"].tokens)])
 
@@ -242,7 +242,7 @@ def test_pause_holds_everything_and_resume_goes_on(here):
     here.poll(0.0)
     here.pause()
     before = here.counters()
-    assert here.poll(0.0) == [] and here.health()["paused"] and here.counters() == before
+    assert here.poll(0.0) == [] and here.health().paused and here.counters() == before
     with pytest.raises(RuntimeError, match="resume"):
         generate(here, requests(1), TIMEOUT)
     here.resume()
@@ -269,7 +269,7 @@ def test_publish_in_flight_marks_the_version_of_every_token(here):
         want = log_softmax(teacher_logits(a.prompt, r.tokens, seed=1))
         np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
         assert (r.versions == 7).all()
-    assert here.health()["version"] == 7
+    assert here.health().version == 7
 
 
 BAD = [
@@ -289,7 +289,7 @@ def test_a_bad_request_is_refused_by_name_and_nothing_is_queued(idle, change, me
     with pytest.raises(ValueError, match=message) as error:
         idle.submit([good[0], bad])
     assert repr(bad.id) in str(error.value)
-    assert idle.health()["waiting"] == 0 and len(generate(idle, good, TIMEOUT)) == 2
+    assert idle.health().waiting == 0 and len(generate(idle, good, TIMEOUT)) == 2
 
 
 def test_more_stop_tokens_than_the_static_shapes_hold_are_refused(here):
@@ -306,14 +306,14 @@ def test_an_unfinished_id_cannot_be_submitted_again(idle):
 def test_generate_gives_up_at_the_deadline_and_cleans_up(idle):
     with pytest.raises(TimeoutError, match="20 of 20 answers.*timeout_seconds"):
         generate(idle, long_requests(20), 0.0)
-    assert idle.health()["waiting"] == idle.health()["running"] == 0
+    assert idle.health().waiting == idle.health().running == 0
     assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
 
 
 def test_generate_can_be_stopped(idle):
     asked = iter([False, False, True])
     assert generate(idle, long_requests(40), TIMEOUT, lambda: next(asked)) is None
-    assert idle.health()["waiting"] == idle.health()["running"] == 0
+    assert idle.health().waiting == idle.health().running == 0
     assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
 
 
@@ -334,15 +334,15 @@ def test_counters_add_up(here):
 @pytest.mark.parametrize("name", ROWS)
 def test_life_begins_with_publish_and_ends_with_close(name):
     made = ENGINES[name](publish=False)
-    assert not made.health()["ok"]
+    assert not made.health().ok
     made.submit(requests(1))
     with pytest.raises(RuntimeError, match="publish"):
         made.poll(0.0)
     made.publish(params(), 3)
-    assert made.health()["ok"] and made.health()["version"] == 3
+    assert made.health().ok and made.health().version == 3
     made.close()
     made.close()
-    assert made.health()["closed"] and not made.health()["ok"]
+    assert made.health().closed and not made.health().ok
     for call in (lambda: made.submit([]), lambda: made.poll(0.0), made.abort, made.pause, made.resume,
                  lambda: made.publish(params(), 4)):
         with pytest.raises(RuntimeError, match="closed"):

@@ -88,7 +88,7 @@ def test_tiles_of_the_engine(monkeypatch):
     engine.poll(0.0)
     engine.publish(weights_of(engine._programs.model, 1), 0)
     engine.submit(groups((3,), "second"))
-    while engine.health()["running"] + engine.health()["waiting"]:
+    while engine.health().running + engine.health().waiting:
         engine.poll(0.0)
     assert any(sizes == [1, 3] for _, sizes in seen)  # the same prompt under other weights is not the same
 

@@ -143,7 +143,7 @@ def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_pat
     host = subprocess.Popen([sys.executable, "-m", "jaxrl.serve", *flags], env={**os.environ, "JAXRL_SERVE_HOST": "127.0.0.1"})
     try:
         with on_url(str(folder), health_seconds=5.0, max_requests=4) as engine:
-            assert len(engine.health()["servers"]) == 1 and engine.publisher.transport.name == "network"
+            assert len(engine.health().servers) == 1 and engine.publisher.transport.name == "network"
             end = time.monotonic() + 200
             while len(listed(folder)) < 2:
                 assert time.monotonic() < end and host.poll() is None

@@ -73,7 +73,7 @@ def test_weights_by_broadcast_up_to_nccl_itself(nccl):
         assert engine.publisher.last_publish["bytes"] > 500_000 and engine.publisher.last_probe < 1e-4 and not joins
         engine._processes[0].kill()
         engine.poll(0.0)
-        while engine.health()["servers"][engine.router.replicas[0].url] != "ready":
+        while engine.health().servers[engine.router.replicas[0].url] != "ready":
             engine.poll(0.5)
             time.sleep(0.2)
         assert joins == [2] and engine.counters()["restarts"] == 1
@@ -101,7 +101,7 @@ def test_tensor_parallel_workers_hold_their_slices():
 @pytest.mark.slow
 def test_a_quantised_cache_gets_a_measured_bound():
     with own_servers(engine_kwargs={"kv_cache_dtype": "fp8"}) as engine:
-        assert engine.quantized and engine.publisher._bound >= 3 * engine.publisher.last_probe > 0
+        assert engine.info.quantized and engine.publisher._bound >= 3 * engine.publisher.last_probe > 0
 
 
 def test_a_servers_own_options_are_checked_by_vllm():
@@ -178,7 +178,7 @@ def test_pause_holds_and_abort_ends():
         done = []
         while new := engine.poll(0.5):
             done += new
-        assert engine.health()["paused"] and engine.health()["waiting"] > 0
+        assert engine.health().paused and engine.health().waiting > 0
         engine.publish(params(1), 3)
         engine.resume()
         while not (new := engine.poll(5.0)):
@@ -186,7 +186,7 @@ def test_pause_holds_and_abort_ends():
         engine.abort()
         rest = engine.poll(1.0)  # some may have ended between the two polls
         assert sum(r.finish == "abort" for r in rest) > 32 and {r.id for r in [*done, *new, *rest]} == {r.id for r in many(64)}
-        assert engine.health()["waiting"] == engine.health()["running"] == 0
+        assert engine.health().waiting == engine.health().running == 0
         answers_are_of(engine, 1, 3)
 
 

@@ -545,7 +545,7 @@ def failing(config, model, tokenizer, mesh, eos_ids, hf_config):
     poll = made.poll
 
     def lost(deadline):
-        if made.health()["version"] >= 3:
+        if made.health().version >= 3:
             raise EngineLost("no server is left: http://127.0.0.1:1: ended by SIGKILL")
         return poll(deadline)
 

@@ -322,7 +322,7 @@ def test_a_given_server_sleeps_through_the_update():
     with on_url(rollout_placement="colocated", publish=False) as engine:
         control, memory = engine.controls[0], engine.memories[engine.controls[0].url]
         engine.rest()  # before there are any weights
-        assert (memory.state, control.is_sleeping(), engine.health()["ok"]) == ("asleep", True, False)
+        assert (memory.state, control.is_sleeping(), engine.health().ok) == ("asleep", True, False)
         for seed in (0, 1):
             engine.publish(params(seed), seed)
             assert (memory.state, control.is_sleeping()) == ("awake", False)
@@ -378,7 +378,7 @@ def test_a_server_of_ours_that_fails_asleep_comes_back():
         said.about("is ended to make room for the update")
         assert process.exit_status() is not None
         engine.poll(0.0)
-        assert engine.health()["servers"][control.url].startswith("dead")  # not started while the trainer has the memory
+        assert engine.health().servers[control.url].startswith("dead")  # not started while the trainer has the memory
         control.sleep = sleep
         engine.publish(params(1), 1)
         wait_until_ready(engine, 1)

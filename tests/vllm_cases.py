@@ -132,7 +132,7 @@ def hit_while_generating(engine, blow, after=0.5):
 
 def wait_until_ready(engine, count, seconds=120.0):
     end = time.monotonic() + seconds
-    while sum(s == "ready" for s in engine.health()["servers"].values()) < count:
+    while sum(s == "ready" for s in engine.health().servers.values()) < count:
         assert time.monotonic() < end, engine.health()
         engine.poll(0.0)
         time.sleep(0.2)

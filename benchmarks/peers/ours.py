@@ -16,6 +16,8 @@ from pathlib import Path
 import measure
 import numpy as np
 
+from jaxrl.rollout import Engine, Health, Result
+
 HERE = Path(__file__).resolve()
 PHASES = {"rollout": "generation", "publish": "generation", "score": "scoring", "update": "update"}
 
@@ -78,7 +80,7 @@ class Lengths:
         self._inner.submit(limited)
 
 
-class Recorded:
+class Recorded(Engine):
     """Answers every prompt with what the work has recorded, at once. Versions are those last published."""
 
     def __init__(self, work):
@@ -86,8 +88,6 @@ class Recorded:
         self._done, self._version = [], -1
 
     def submit(self, requests) -> None:
-        from jaxrl.rollout import Result
-
         seen = {}
         for r in requests:
             place = self._places[np.asarray(r.prompt, np.int32).tobytes()]
@@ -104,18 +104,11 @@ class Recorded:
     def publish(self, params, version) -> None:
         self._version = version
 
-    def health(self) -> dict:
-        return {"ok": True, "closed": False, "paused": False, "version": self._version, "waiting": 0, "running": 0, "compiled": 0}
-
-    def counters(self) -> dict:
-        return {}
+    def health(self) -> Health:
+        return Health(True, version=self._version)
 
     def abort(self, ids=None) -> None:
         self._done = []
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
 
     def close(self) -> None: ...
 

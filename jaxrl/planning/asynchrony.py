@@ -21,7 +21,8 @@ from scipy.optimize import nnls
 
 from jaxrl.errors import ConfigError
 from jaxrl.planning import roofline, workload
-from jaxrl.rollout.protocol import Key, Request, Result
+from jaxrl.rollout import protocol
+from jaxrl.rollout.protocol import Health, Key, Request, Result
 from jaxrl.rollout.queue import RolloutQueue, staleness
 from jaxrl.rollout.select import shared_gpus
 from jaxrl.sharding import ROLLOUT_RULES
@@ -47,8 +48,8 @@ class Speeds:
     publish: float = 0.0
 
 
-class Engine:
-    """A protocol.Engine in virtual time. beside: it works while the trainer does (devices of its own); else only while polled.
+class Engine(protocol.Engine):
+    """An engine in virtual time. beside: it works while the trainer does (devices of its own); else only while polled.
 
     length: request -> tokens of its answer. Requests are begun in order as slots come free.
     """
@@ -61,6 +62,17 @@ class Engine:
         self._mark = self._owed = 0.0    # tokens that a slot has decoded since the start; seconds of prompts still to compute
         self._done: list[Result] = []
         self._held, self._version, self._count = False, -1, itertools.count()
+
+    @property
+    def info(self) -> protocol.EngineInfo:
+        return protocol.EngineInfo(concurrent=self.beside, holds=True)
+
+    def abort(self, ids=None) -> None:
+        self._waiting.clear()
+        self._running.clear()
+
+    def close(self) -> None:
+        self.abort()
 
     def clock(self) -> float:
         return self.now
@@ -87,8 +99,8 @@ class Engine:
         self.now += self.speeds.publish
         self._version = version
 
-    def health(self) -> dict:
-        return {"paused": False, "running": len(self._running)}
+    def health(self) -> Health:
+        return Health(True, version=self._version, running=len(self._running))
 
     def _work(self, end: float, until_done: bool = False) -> None:
         while self.now < end and not (until_done and self._done):

@@ -58,7 +58,7 @@ class Algorithm:
     def begin(self, s, engine) -> None:
         """Says what was decided and is not in the row."""
         mismatch = self.config.algorithm.mismatch
-        if mismatch.correction == "none" and getattr(engine, "quantized", False):
+        if mismatch.correction == "none" and engine.info.quantized:
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
                               "the one that is trained; use token_tis")
         if mismatch.correction == "none" and self.config.ahead and self.old_source != "rollout":

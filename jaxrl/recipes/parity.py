@@ -52,8 +52,8 @@ def report(s, job) -> dict:
     }
     bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype == "fp32" else 0.05
     out = {"engine": c.rollout.engine, "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}
-    if hasattr(job.engine, "metrics"):
-        out["probe"] = job.engine.metrics()["publish/probe"]
+    if (probe := job.engine.metrics().get("publish/probe")) is not None:
+        out["probe"] = probe
     lines = [f"  {name:34s} mean {g['mean']:.2e}  max {g['max']:.2e}  k3 {g['k3']:.2e}  outside clip {g['outside']:.2%}"
              for name, g in rows.items()]
     s.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over {rows['as training samples']['tokens']} tokens",

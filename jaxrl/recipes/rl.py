@@ -87,7 +87,7 @@ def run(config, given=None) -> dict:
             if s.step % spec.rollout.sync_every == 0:
                 with s.phase("publish"):
                     sync()
-            metrics |= job.engine.metrics() if hasattr(job.engine, "metrics") else {}
+            metrics |= job.engine.metrics()
             s.after_step(metrics, evaluate, policy.export, records=records_)
         return s.finish(evaluate, policy.export)
 

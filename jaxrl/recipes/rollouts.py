@@ -83,7 +83,7 @@ class Rollouts:
         self.spec, self.session, self.stream = spec, session, stream
         self.rewards, self.tokenizer = rewards, tokenizer
         rollout, peers = spec.rollout, session.peers
-        if spec.ahead and not rollout.partial and not hasattr(engine, "hold"):
+        if spec.ahead and not rollout.partial and not engine.info.holds:
             raise ConfigError(f"rollout.partial=False: the engine {rollout.engine} has no hold(); set it to True")
         self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(

@@ -29,8 +29,8 @@ from jaxrl.processes.exchange import put
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import make_engine
-from jaxrl.rollout.driven import Driven
 from jaxrl.rollout.select import memory_fraction, shared_gpus
+from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.spec import here, resolve
@@ -158,7 +158,7 @@ def stream_metrics(s, job) -> dict[str, float]:
         "data/samples": float(s.progress.samples),
         "data/filtered_fraction": filtered / (filtered + len(data)),
         "data/bad_rows": float(data.bad.count),
-        "time/compiled_programs": float(job.engine.health().get("compiled", 0)) if job.engine else 0.0,
+        "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
     }
 
 
@@ -219,10 +219,10 @@ def open_run(s, with_engine: bool = True) -> Job:
     engine = None
     if with_engine:
         engine = make_engine(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids, job.hf_config)
-        engine = s.own(Driven(engine) if job.config.ahead and job.apart("sampler") else engine)
+        engine = s.own(ThreadedEngine(engine) if job.config.ahead and job.apart("sampler") else engine)
         if job.rests("sampler"):
-            if not hasattr(engine, "rest"):
-                raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} has no method rest()")
+            if not engine.info.sleeps:
+                raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest (EngineInfo.sleeps)")
             engine.rest()  # what is loaded next finds its devices free
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets, stream=read.stream,
                                engine=engine)

@@ -21,7 +21,7 @@ from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.programs import Progress, programs
-from jaxrl.rollout.protocol import Request, Result, check_ids, check_request
+from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
@@ -69,7 +69,7 @@ class Sample:
         return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """See protocol.Engine. The work is done inside `poll`, at least one chunk per call while there is any."""
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
@@ -92,6 +92,8 @@ class EmbeddedEngine:
         self._ended_at: set[int] = set()  # up to two lengths of answers
 
     # ---- the protocol -------------------------------------------------------------------------------------------
+
+    info = EngineInfo(holds=True, sleeps=True)
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
@@ -154,10 +156,9 @@ class EmbeddedEngine:
         self._check_open()
         self._paused = False
 
-    def health(self) -> dict:
-        return {"ok": not self._closed and self._params is not None, "closed": self._closed, "paused": self._paused,
-                "version": self._version, "waiting": len(self._waiting), "running": len(self._running),
-                "slots": self.shapes.slots, "compiled": len(self._programs.compiled)}
+    def health(self) -> Health:
+        return Health(not self._closed and self._params is not None, self._closed, self._paused, self._version, len(self._waiting),
+                      len(self._running), self.shapes.slots, len(self._programs.compiled))
 
     def counters(self) -> dict:
         """Totals since the start. compiled: programs of these shapes so far. slot_steps: decode steps times slots of

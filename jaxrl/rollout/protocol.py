@@ -8,12 +8,13 @@ Only numpy here: a process without an accelerator can speak this protocol.
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,39 +165,81 @@ class Result:
                           # where the engine was not asked for it
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """A rollout engine. One thread drives it.
+@dataclasses.dataclass(frozen=True)
+class EngineInfo:
+    """What callers may count on. Nobody asks an engine for its class or its methods."""
+
+    concurrent: bool = False  # it works while nobody polls it
+    holds: bool = False       # `hold` keeps it from beginning
+    sleeps: bool = False      # `rest` frees its devices until the next `publish`
+    quantized: bool = False   # it samples from other numbers than the weights it was given; may be known only after the first publish
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """How an engine is. waiting and running count requests that are not begun, and begun; servers: URL -> state, where it has some."""
+
+    ok: bool
+    closed: bool = False
+    paused: bool = False
+    version: int = -1  # of the published weights; -1 = none yet
+    waiting: int = 0
+    running: int = 0
+    slots: int = 0
+    compiled: int = 0
+    servers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Engine(abc.ABC):
+    """A rollout engine. One thread drives it. Six methods are its own to write; what the others do by default is nothing.
 
     Weights must have been published before the first `poll` that works.
     """
 
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo()
+
+    @abc.abstractmethod
     def submit(self, requests: list[Request]) -> None:
         """Queues requests in order. Raises ValueError, queueing none, naming the request that cannot be served."""
 
+    @abc.abstractmethod
     def poll(self, deadline_s: float) -> list[Result]:
         """Results finished since the last poll; waits until something has finished or the deadline has passed."""
 
+    @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
         """Ends requests (None = all): the next poll returns each with what it has and finish "abort"."""
 
-    def pause(self) -> None:
-        """No further token is sampled until `resume`; what is unfinished keeps its place."""
-
-    def hold(self, on: bool) -> None:
-        """While on, no answer is begun; those begun (health()["running"]) are finished."""
-
+    @abc.abstractmethod
     def publish(self, params: Any, version: int) -> None:
-        """Makes these weights the ones sampled from. Unfinished answers go on under the new version."""
+        """Makes these weights (the model's parameter tree) the ones sampled from. Unfinished completions go on under the new version."""
 
-    def resume(self) -> None: ...
+    @abc.abstractmethod
+    def health(self) -> Health:
+        """At any time, closed too."""
 
-    def health(self) -> dict: ...
-
-    def counters(self) -> dict: ...
-
+    @abc.abstractmethod
     def close(self) -> None:
-        """Frees everything; any later call raises RuntimeError."""
+        """Frees everything; any later call but `health` raises RuntimeError."""
+
+    def hold(self, on: bool) -> None:  # noqa: B027
+        """While on, no completion is begun; those begun (health().running) are finished. For engines whose info says `holds`."""
+
+    def rest(self) -> None:  # noqa: B027
+        """Frees the devices until the next `publish`; nothing may be under way. For engines whose info says `sleeps`."""
+
+    def moved(self, params: Any) -> None:  # noqa: B027
+        """The published weights lie here from now on, in host memory perhaps."""
+
+    def metrics(self) -> dict[str, float]:
+        """For the line of a step."""
+        return {}
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start."""
+        return {}
 
 
 def generate(engine: Engine, requests: Sequence[Request], timeout: float,
@@ -209,7 +252,7 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float,
     Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
     RuntimeError when the engine is paused or returns an answer that nobody here asked for.
     """
-    if engine.health()["paused"]:
+    if engine.health().paused:
         raise RuntimeError("the rollout engine is paused: call resume() before generate()")
     end = time.monotonic() + timeout
     engine.submit(list(requests))

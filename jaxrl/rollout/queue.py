@@ -69,7 +69,7 @@ class RolloutQueue:
     """The groups from the run's cursor on that were asked for, in order, with the results they have.
 
     Args:
-      engine: a protocol.Engine. One with a true attribute `beside` works while nobody polls it.
+      engine: a protocol.Engine.
       per_step: prompts per step.
       max_staleness, sync_every, partial: the options of config.rollout. partial: completions go on across a publish;
         else a publish holds back what the engine has not begun and waits for what it has.
@@ -137,12 +137,12 @@ class RolloutQueue:
         Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What
         is unfinished is then aborted, as after a stop.
         """
-        if self.engine.health()["paused"]:
+        if self.engine.health().paused:
             raise RuntimeError("the rollout engine is paused: call resume() before waiting for it")
         end = self._clock() + timeout
         while True:
             if groups is None:
-                left = self.engine.health()["running"] if self._under_way else 0
+                left = self.engine.health().running if self._under_way else 0
             else:
                 left = sum(len(g.requests) - len(g.results) for g in groups if g.mine)
             if not left:
@@ -170,7 +170,7 @@ class RolloutQueue:
     def poll(self) -> None:
         """Takes in what an engine that works beside the trainer has finished; returns at once. An engine that is lost
         says so again when it is waited for; until then the update goes on."""
-        if self._under_way and getattr(self.engine, "beside", False):
+        if self._under_way and self.engine.info.concurrent:
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))
 

@@ -7,8 +7,10 @@ import importlib.util
 import logging
 from pathlib import Path
 
+from jaxrl.config import editable
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
+from jaxrl.rollout.protocol import EngineInfo
 
 log = logging.getLogger("jaxrl")
 OWN = ("auto", "jax", "vllm")
@@ -68,7 +70,8 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
       eos_ids: end-of-text token ids.
       hf_config: the model's HF config; vLLM needs it.
 
-    An import path names a function with these six arguments that returns a protocol.Engine.
+    An import path names a function with these six arguments (the config is a copy, which it may change) that returns a
+    protocol.Engine.
 
     Raises ConfigError for an engine that cannot be had or cannot serve the config.
     """
@@ -81,7 +84,11 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
     if name == "vllm":
         from jaxrl.rollout.vllm.engine import make_engine as make
     else:
-        make = find_factory(name)
+        made = find_factory(name)(editable(config), model, tokenizer, mesh, eos_ids, hf_config)
+        if not isinstance(getattr(made, "info", None), EngineInfo):
+            raise ConfigError(f"rollout.engine={name!r} made a {type(made).__name__} that says nothing of itself: derive it from "
+                              "jaxrl.rollout.Engine (docs/extending.md)")
+        return made
     return make(config, model, tokenizer, mesh, eos_ids, hf_config)
 
 

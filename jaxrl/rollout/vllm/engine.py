@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.exchange import local_copies
 from jaxrl.processes.group import Peers, peers
-from jaxrl.rollout.protocol import EngineLost, Request, Result, check_ids, check_request
+from jaxrl.rollout.protocol import Engine, EngineInfo, EngineLost, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.select import listed, server_folder
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter
@@ -45,14 +45,13 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
     return VllmEngine(config, model, tokenizer, tuple(int(i) for i in eos_ids), hf_config, dtype)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """See protocol.Engine. `logprobs` are those of the distribution drawn from and `kept` is 0: vLLM reports log-probs after
     its own truncation, so under top-p, top-k or min-p the gap to the trainer's includes the mass that was cut.
 
     Of several processes each has an engine with servers of its own, or with its share of rollout.servers. A publish begins
     with a copy of the weights in every process, which is collective; from there on each can try again by itself."""
 
-    beside = True  # the servers work while nobody polls
 
     def __init__(self, config, model, tokenizer, eos_ids, hf_config, dtype: str):
         self.config, self.options, self.model = config, config.rollout.vllm, model
@@ -228,16 +227,14 @@ class VllmEngine:
                       "publish/probe": self.publisher.last_probe}
 
     @property
-    def quantized(self) -> bool:
-        """Whether a server computes with other weights or another cache than it was given. Known after the first publish."""
-        return self.publisher.quantized
+    def info(self) -> EngineInfo:
+        return EngineInfo(concurrent=True, holds=True, sleeps=True, quantized=self.publisher.quantized)
 
-    def health(self) -> dict:
-        replicas = self.router.replicas
-        return {"ok": not self._closed and any(r.state == "ready" for r in replicas), "closed": self._closed,
-                "paused": self._paused, "version": self._version, "waiting": len(self._ids) - self._running(),
-                "running": self._running(), "slots": self.options.max_requests * len(replicas),
-                "servers": {r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas}}
+    def health(self) -> Health:
+        replicas, running = self.router.replicas, self._running()
+        return Health(not self._closed and any(r.state == "ready" for r in replicas), self._closed, self._paused, self._version,
+                      len(self._ids) - running, running, self.options.max_requests * len(replicas),
+                      servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def counters(self) -> dict:
         """Totals since the start, and the engines' own counters summed over servers. Compiled: vLLM compiles for itself."""

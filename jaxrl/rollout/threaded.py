@@ -7,17 +7,16 @@ programs does not matter. Every call of the caller waits for the poll in progres
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 
-from jaxrl.rollout.protocol import Request, Result
+from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result
 
 
-class Driven:
+class ThreadedEngine(Engine):
     """See protocol.Engine. Results do not depend on time as long as all requests of a poll's wait are waited for; which of
     them are done at a publish does."""
-
-    beside = True
 
     def __init__(self, engine):
         self._engine = engine
@@ -43,7 +42,7 @@ class Driven:
         finally:
             with self._state:
                 self._asking -= 1
-                self._work = self._engine.health()["version"] >= 0
+                self._work = self._engine.health().version >= 0
                 self._state.notify_all()
 
     def _drive(self) -> None:
@@ -69,7 +68,11 @@ class Driven:
 
     def _begun(self) -> bool:
         health = self._engine.health()
-        return not health["paused"] and health["running"] > 0
+        return not health.paused and health.running > 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return dataclasses.replace(self._engine.info, concurrent=True)
 
     def submit(self, requests: list[Request]) -> None:
         with self._still() as engine:
@@ -78,9 +81,9 @@ class Driven:
 
     def poll(self, deadline_s: float) -> list[Result]:
         end, health = time.monotonic() + deadline_s, self._engine.health()
-        if health["closed"]:
+        if health.closed:
             raise RuntimeError("rollout: the engine is closed")
-        if self._open and health["version"] < 0:
+        if self._open and health.version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
         with self._state:
             while not self._results and self._error is None and self._open and (left := end - time.monotonic()) > 0:
@@ -114,11 +117,14 @@ class Driven:
         with self._still() as engine:
             engine.resume()
 
-    def health(self) -> dict:
+    def health(self) -> Health:
         return self._engine.health()
 
     def counters(self) -> dict:
         return self._engine.counters()
+
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
 
     def close(self) -> None:
         """Ends the thread after the poll in progress, then the engine."""
