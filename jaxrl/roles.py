@@ -14,10 +14,9 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl import training
+from jaxrl import parameters, training
 from jaxrl.errors import RunStopped
 from jaxrl.models import hf
-from jaxrl.recipes import setup
 from jaxrl.sharding import memory
 from jaxrl.types import TrainState
 
@@ -36,21 +35,22 @@ class Role:
     """
 
     def __init__(self, name: str, job, score=None):
-        self.name, self.job, self._score = name, job, score
+        self.name = self.place = name  # place: the role whose devices it has
+        self.job, self._score = job, score
         self.held = None  # parameters, or the TrainState around them
 
     @property
     def rests(self) -> bool:
-        return self.job.rests(self.name)
+        return self.job.rests(self.place)
 
     @property
     def put(self):
         """Host PackedBatch -> the role's devices."""
-        return functools.partial(self.job.put, role=self.name)
+        return functools.partial(self.job.put, role=self.place)
 
     def on(self):
         """A context in which programs are those of the role's devices."""
-        return self.job.on(self.name)
+        return self.job.on(self.place)
 
     def params(self):
         """The parameters as one tree, where the devices can use them."""
@@ -79,7 +79,7 @@ class Policy(Role):
 
     def __init__(self, job, objective, updates: int, score=None):
         super().__init__("policy", job, score)
-        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), setup.flat_axes(job.tree))
+        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), parameters.flat_axes(job.tree))
         self._update = training.make_update(job.model, self.optimizer, schedule, objective)
 
     @property
@@ -105,7 +105,7 @@ class Policy(Role):
 
     def weights(self):
         """The language model's parameters (nested tree), as engine and export take them."""
-        return setup.policy_params(self.held)
+        return parameters.policy_params(self.held)
 
     @contextlib.contextmanager
     def resting(self, engine):
@@ -126,12 +126,12 @@ class Policy(Role):
     # ---- what a session keeps
 
     def abstract(self) -> dict:
-        self._abstract = setup.abstract_state(self.job, self.optimizer)
+        self._abstract = parameters.abstract_state(self.job, self.optimizer)
         return dict(vars(self._abstract))
 
     def start(self, arrays: dict | None) -> None:
         if arrays is None:
-            self.held = setup.new_state(self.job, self.optimizer, self._abstract, setup.start_params(self.job))
+            self.held = parameters.new_state(self.job, self.optimizer, self._abstract, parameters.start_params(self.job))
         else:
             self.held = TrainState(**arrays)
 

@@ -56,7 +56,7 @@ def photo(parts):
         policy_tree=host(policy.weights()),
         critic=None if critic is None or critic.shared else host(vars(critic.state)),
         running=None if critic is None else critic.host(),
-        reference=None if reference is None else host(reference.params),
+        reference=None if reference is None else host(reference.held),
         cursor=parts.s.progress.cursor,
     )
 

@@ -40,9 +40,9 @@ def main():
 
         def look(parts, places=places, one_step=one_step):
             out, algorithm = one_step(parts), parts.algorithm
-            places.update(policy=devices(parts.policy.state), critic=devices(algorithm.critic.state), reference=devices(algorithm.reference.params),
+            places.update(policy=devices(parts.policy.state), critic=devices(algorithm.critic.state), reference=devices(algorithm.reference.held),
                           sampler=devices(parts.job.engine._params), kinds=sorted({
-                              x.sharding.memory_kind for x in jax.tree.leaves((algorithm.critic.state, algorithm.reference.params))}))
+                              x.sharding.memory_kind for x in jax.tree.leaves((algorithm.critic.state, algorithm.reference.held))}))
             return out
 
         rl.one_step = look

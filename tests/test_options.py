@@ -24,7 +24,7 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups, policy_objective
 
-from jaxrl import config_checks, training
+from jaxrl import config_checks, parameters, training
 from jaxrl.algorithms import group_advantages
 from jaxrl.config import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
@@ -117,7 +117,7 @@ def same(a, b):
 
 
 def test_the_seed_decides_parameters_and_samples(tiny):
-    first, again, other = (setup.initial_params(setup.open_job(tiny("run.seed", s))) for s in (0, 0, 1))
+    first, again, other = (parameters.initial_params(setup.open_job(tiny("run.seed", s))) for s in (0, 0, 1))
     assert same(first, again) and not same(first, other)
     example = SimpleNamespace(prompt_ids=np.arange(3))
     seeds = [[r.seed for r in make_requests([(5, example)], 4, None, s, "train", 1)] for s in (0, 0, 1)]
@@ -171,7 +171,7 @@ def test_faults_reach_the_run(tiny):
 def test_model_config_and_init(tiny, tmp_path):
     """init=random reads a folder's config only, init=pretrained its weights too; model.config wins over the folder."""
     job = setup.open_job(tiny("run.seed", 3))
-    params = setup.initial_params(job)
+    params = parameters.initial_params(job)
     assert job.model.config.num_layers == 1
     assert setup.open_job(tiny("model.config.num_hidden_layers", 3)).model.config.num_layers == 3
     hf.export(job.model, params, tmp_path / "m", job.hf_config, "fp32", tokenizer=job.tokenizer)
@@ -180,7 +180,7 @@ def test_model_config_and_init(tiny, tmp_path):
         c = tiny("model.path", path, "model.init", init)
         c.model.config = {}
         job = setup.open_job(c)
-        assert job.model.config.num_layers == 1 and same(setup.initial_params(job), params) == equal
+        assert job.model.config.num_layers == 1 and same(parameters.initial_params(job), params) == equal
     c = tiny("model.path", path)
     c.model.config = {"num_hidden_layers": 3}
     assert setup.open_job(c).model.config.num_layers == 3
@@ -250,8 +250,8 @@ def test_remat_every_recomputes_layers_together(tiny):
 def test_trainable_and_frozen_decide_what_has_optimizer_state(tiny):
     def names(*pairs):
         job = setup.open_job(tiny(*pairs))
-        optimizer, _ = training.make_optimizer(job.config.optimizer, 10, setup.flat_axes(job.tree))
-        state = setup.abstract_state(job, optimizer)
+        optimizer, _ = training.make_optimizer(job.config.optimizer, 10, parameters.flat_axes(job.tree))
+        state = parameters.abstract_state(job, optimizer)
         moments = {str(getattr(p[-1], "key", "")) for p, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)}
         assert set(state.trainable) <= moments and not set(state.frozen) & moments
         return set(state.trainable), set(state.frozen)
@@ -304,7 +304,7 @@ MESHES = """
         c.mesh.update({"dp": dp, "fsdp": fsdp, "tp": tp})
         setup.start_jax(c)
         job = setup.open_job(c)
-        up = setup.param_shardings(job)["layer_0"]["mlp"]["up"]["kernel"]
+        up = parameters.param_shardings(job)["layer_0"]["mlp"]["up"]["kernel"]
         tokens = job.put(jax.numpy.zeros((8, 4)))
         ids = jax.numpy.zeros((8, 4), int)
         calls = []
@@ -581,7 +581,7 @@ def test_truncated_answers_can_be_masked():
 
 def test_reference_path_and_dtype(tiny, tmp_path):
     job = setup.open_job(tiny("run.seed", 9))
-    given = setup.initial_params(job)
+    given = parameters.initial_params(job)
     hf.export(job.model, given, tmp_path / "ref", job.hf_config, "fp32", tokenizer=job.tokenizer)
 
     def reference(*pairs):
@@ -590,7 +590,7 @@ def test_reference_path_and_dtype(tiny, tmp_path):
         part = Algorithm(job, 5).reference
         if part is not None:
             part.start(None, None)
-        return part and part.params, setup.initial_params(job)
+        return part and part.held, parameters.initial_params(job)
 
     assert reference()[0] is None  # no KL term, nothing is loaded
     own, start = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32")
@@ -702,8 +702,8 @@ def test_log_probs_are_fp32_under_bf16():
 def test_param_dtype(tiny):
     for name, dtype in (("fp32", jnp.float32), ("bf16", jnp.bfloat16)):
         job = setup.open_job(tiny("train.param_dtype", name))
-        params = jax.eval_shape(lambda job=job: setup.initial_params(job))
-        state = setup.abstract_state(job, optax.sgd(1.0))
+        params = jax.eval_shape(lambda job=job: parameters.initial_params(job))
+        state = parameters.abstract_state(job, optax.sgd(1.0))
         assert {x.dtype for x in jax.tree.leaves((params, state.trainable))} == {jnp.dtype(dtype)}
 
 

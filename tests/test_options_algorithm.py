@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
 
-from jaxrl import config_checks, training
+from jaxrl import config_checks, parameters, training
 from jaxrl.algorithms import PRESETS, Tokens
 from jaxrl.config import put
 from jaxrl.data.stream import Stream
@@ -600,9 +600,9 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     def after(cursor, value):
         run.step, run.epoch = run.step + 1, lambda: cursor / 10
         policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
-        return reference.after_step(run, policy)["policy/reference_reset"], float(reference.params["w"]["kernel"][0])
+        return reference.after_step(run, policy)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
 
-    reference.params = {"w": {"kernel": jnp.zeros(3)}}
+    reference.held = {"w": {"kernel": jnp.zeros(3)}}
     assert [after(3, 1.0), after(6, 2.0), after(9, 3.0)] == [(0, 0), (1, 2), (0, 2)]
     held, said = reference.arrays(), json.loads(json.dumps(reference.host()))
     reference = Reference(opened)
@@ -924,7 +924,7 @@ def test_the_critic_is_sharded_like_the_policy(open_job):
     job, model = dataclasses.replace(open_job, mesh=mesh), open_job.model
 
     def shards(tree):
-        shapes, where = jax.eval_shape(tree.init, jax.random.key(0)), setup.param_shardings(job, tree=tree)
+        shapes, where = jax.eval_shape(tree.init, jax.random.key(0)), parameters.param_shardings(job, tree=tree)
         return flatten_dict(jax.tree.map(lambda x, place: place.shard_shape(x.shape), shapes, where), sep="/")
 
     critic, policy = shards(ValueModel(model)), shards(model)

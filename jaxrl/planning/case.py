@@ -15,9 +15,10 @@ from jaxrl.config import load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention import tpu
 from jaxrl.models import hf
+from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory
 from jaxrl.planning.workload import SIZES, data_shards
-from jaxrl.recipes.setup import BOTH_MEMORY, DTYPES, source_of
+from jaxrl.recipes.setup import BOTH_MEMORY
 from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import targets

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl import sharding, training
+from jaxrl import parameters, sharding, training
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.limits import end
 from jaxrl.recipes import setup
@@ -72,17 +72,17 @@ def _reinforcement(out: Lowering, job, keep):
     steps = end(c)[0]
     algorithm = Algorithm(job, steps)
     optimizer, schedule = training.make_optimizer(
-        c.optimizer, steps * algorithm.updates_per_step, setup.flat_axes(job.tree))
+        c.optimizer, steps * algorithm.updates_per_step, parameters.flat_axes(job.tree))
     update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
-    state = setup.abstract_state(job, optimizer)
+    state = parameters.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)
     _update(out, job, "update", update, state, algorithm.loss, keep)
     reference = None
     if algorithm.reference is not None:
         tree = jax.eval_shape(job.model.init, jax.random.key(0))
-        dtype = setup.DTYPES[c.reference.dtype]
+        dtype = parameters.DTYPES[c.reference.dtype]
         reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, dtype, sharding=w), tree,
-                                 setup.param_shardings(job, tree=job.model))
+                                 parameters.param_shardings(job, tree=job.model))
         out.live["reference"] = reference
     batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",))
     if "old" in algorithm.loss.needs and keep("score"):
@@ -97,16 +97,16 @@ def _reinforcement(out: Lowering, job, keep):
     else:
         params_of_critic = params
     if critic is not None and keep("value"):
-        out.programs["value"] = critic.score.program.lower(params_of_critic, batch)
-    return setup.without_value(params)
+        out.programs["value"] = critic._score.program.lower(params_of_critic, batch)
+    return parameters.without_value(params)
 
 
 def _supervised(out: Lowering, job, keep):
     c = job.config
     loss = training.NextToken(**precision(job))
-    optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], setup.flat_axes(job.tree))
+    optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], parameters.flat_axes(job.tree))
     update = training.make_update(job.model, optimizer, schedule, loss)
-    state = setup.abstract_state(job, optimizer)
+    state = parameters.abstract_state(job, optimizer)
     _update(out, job, "update", update, state, loss, keep)
     return training.merge(state.trainable, state.frozen)
 

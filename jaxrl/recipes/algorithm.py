@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import FrozenConfigDict
 
-from jaxrl import training
+from jaxrl import parameters, training
 from jaxrl.algorithms import kl_value
 from jaxrl.config_checks import resolved_algorithm
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
-from jaxrl.recipes import setup
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import stale_buckets
+from jaxrl.roles import Role
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
@@ -116,48 +116,37 @@ def check_support(c, vocab: int) -> None:
         raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")
 
 
-class Reference:
+class Reference(Role):
     """The frozen policy that the KL pulls towards. It is a part of the checkpoint only where it is reset on the way; else it
     can be made again. See Session.restore for what a part is."""
 
-    name = "reference"
-
-    def __init__(self, job, scorer=None):
-        self.job, self.options, self.scorer = job, job.config.reference, scorer
-        self.dtype = setup.DTYPES[self.options.dtype]
+    def __init__(self, job, score=None):
+        super().__init__("reference", job, score)
+        self.options = job.config.reference
+        self.dtype = parameters.DTYPES[self.options.dtype]
         self.moves = bool(self.options.reset_steps or self.options.reset_epochs)
-        self.params, self.epochs = None, 0.0
+        self.epochs = 0.0
 
     def abstract(self):
         if not self.moves:
             return {}
         shapes = jax.eval_shape(self.job.model.init, jax.random.key(0))
-        place = self._place()
-        return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where), shapes, place)
+        return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where), shapes, self._place())
 
     def start(self, arrays, host: dict | None) -> None:
         if host and self.moves:
-            self.params, self.epochs = arrays, host["epochs"]
+            self.held, self.epochs = arrays, host["epochs"]
         else:
-            with self.job.on("reference"):
-                self.params = cast_params(setup.initial_params(self.job, self.options.path, role="reference",
-                                                               revision=self.options.revision), self.dtype)
-        self._rest()
+            with self.on():
+                start = parameters.initial_params(self.job, self.options.path, role=self.name, revision=self.options.revision)
+                self.held = cast_params(start, self.dtype)
+        self.rest()
 
     def _place(self):
-        return setup.param_shardings(self.job, tree=self.job.model, role="reference")
-
-    def _rest(self) -> None:
-        if self.job.rests("reference"):
-            self.params = memory.to_host(self.params)
-
-    def score(self, traj, layout) -> np.ndarray:
-        """[T] log-probs of the scored tokens."""
-        with self.job.on("reference"):
-            return self.scorer(memory.to_devices(self.params), traj, layout)
+        return parameters.param_shardings(self.job, tree=self.job.model, role=self.name)
 
     def arrays(self):
-        return self.params if self.moves else {}
+        return self.held if self.moves else {}
 
     def host(self) -> dict | None:
         return {"epochs": self.epochs} if self.moves else None
@@ -171,10 +160,10 @@ class Reference:
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
         if due:
-            self.params = cast_params(policy.weights(), self.dtype)
-            if self.job.mesh_of("reference") is not self.job.mesh:
-                self.params = memory.moved(self.params, self._place())
-            self._rest()
+            self.held = cast_params(policy.weights(), self.dtype)
+            if self.job.mesh_of(self.name) is not self.job.mesh:
+                self.held = memory.moved(self.held, self._place())
+            self.rest()
             if self.options.reset_optimizer:
                 policy.restart_optimizer()
         return {"policy/reference_reset": float(due)}
@@ -184,5 +173,3 @@ def start_of_step(state):
     """The state with the flag of an early stop cleared."""
     flag = state.stats["stopped"]
     return state.replace(stats={**state.stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)})
-
-

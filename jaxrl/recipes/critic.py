@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import training
+from jaxrl import parameters, training
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes import setup
+from jaxrl.roles import Role
 from jaxrl.sharding import memory
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.score import make_value_score
@@ -41,28 +40,26 @@ class Running:
         self.count = total
 
 
-class Critic:
+class Critic(Role):
     """A part of a run (see Session.restore): its arrays and host values are in every checkpoint.
 
     Args:
       total_steps: of the run. v: resolved algorithm options.
     """
 
-    name = "critic"
-
     def __init__(self, job, total_steps: int, v: dict):
-        self.job, self.options, self.shared = job, job.config.critic, job.config.critic.shared
+        self.options, self.shared = job.config.critic, job.config.critic.shared
+        super().__init__("critic", job)
+        self.place = "policy" if self.shared else "critic"
+        self._score = make_value_score(job.model, put=self.put)
         self.num_minibatches = self.options.num_minibatches or v["num_minibatches"]
-        self.epochs, self.state, self.running = v["ppo_epochs"], None, Running()
-        self.role = "policy" if self.shared else "critic"
-        self.put = functools.partial(self.job.put, role=self.role)
-        self.score = make_value_score(self.job.model, put=self.put)
+        self.epochs, self.running = v["ppo_epochs"], Running()
         if self.shared:
             return
         self.tree = ValueModel(self.job.model)
         config = critics_optimizer(job.config)
         total = max(1, total_steps * self.epochs * self.num_minibatches)
-        axes = setup.flat_axes(self.tree)
+        axes = parameters.flat_axes(self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, axes)
         self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk, max_grad_norm=config.max_grad_norm,
                                    fp16=job.compute_dtype == jnp.float16)
@@ -71,25 +68,24 @@ class Critic:
     # ---- a part of the run
 
     def abstract(self):
-        return {} if self.shared else setup.abstract_state(
-            self.job, self.optimizer, self.tree, everything=True, role=self.role)
+        return {} if self.shared else parameters.abstract_state(
+            self.job, self.optimizer, self.tree, everything=True, role=self.place)
 
     def start(self, arrays, host: dict | None) -> None:
         """From a checkpoint's arrays and host values, or anew (None)."""
         if host:
             self.running = Running(**host)
         if not self.shared:
-            with self.job.on(self.role):
-                self.state = arrays if host else self._new()
+            with self.on():
+                self.held = arrays if host else self._new()
             self.rest()
 
-    def rest(self) -> None:
-        """Leaves its devices, where mesh.roles says so."""
-        if self.job.rests("critic") and not self.shared:
-            self.state = memory.to_host(self.state)
+    @property
+    def state(self):
+        return self.held
 
     def arrays(self):
-        return {} if self.shared else self.state
+        return {} if self.shared else self.held
 
     def host(self) -> dict:
         return dataclasses.asdict(self.running)
@@ -97,34 +93,34 @@ class Critic:
     def _new(self):
         """The trunk of critic.path, or the policy's at its start; the value head of a reward model, or zero."""
         job, abstract = self.job, self.abstract()
-        dtype = setup.DTYPES[job.config.train.param_dtype]
-        shardings = setup.param_shardings(job, tree=self.tree, role=self.role)
+        dtype = parameters.DTYPES[job.config.train.param_dtype]
+        shardings = parameters.param_shardings(job, tree=self.tree, role=self.place)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = self.options.revision if self.options.path else job.config.model.revision
-            params = hf.load_critic(job.model, setup.source_of(source), revision, shardings, dtype)
+            params = hf.load_critic(job.model, parameters.source_of(source), revision, shardings, dtype)
         else:
             init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731
             params = jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
-        return setup.new_state(job, self.optimizer, abstract, params, everything=True)
+        return parameters.new_state(job, self.optimizer, abstract, params, everything=True)
 
     # ---- its steps
 
     def values(self, policy_state, traj, layout):
         """(values [T] in units of the score, what the network says of them [T]) before any update of this step."""
         if self.shared:
-            raw = self.score(training.merge(policy_state.trainable, policy_state.frozen), traj, layout)
+            raw = self._score(training.merge(policy_state.trainable, policy_state.frozen), traj, layout)
         else:
-            with self.job.on(self.role):
-                self.state = self._awake(self.state)
-                raw = self.score(training.merge(self.state.trainable, self.state.frozen), traj, layout)
+            with self.on():
+                self.held = self._awake(self.held)
+                raw = self._score(training.merge(self.held.trainable, self.held.frozen), traj, layout)
         if not self.options.normalize:
             return raw.astype(np.float64), raw
         return self.running.mean + self.running.std * raw.astype(np.float64), raw
 
     def _awake(self, state):
         """The state where its devices can use it; what the optimizer keeps in host memory comes when it is applied."""
-        if not self.job.rests("critic"):
+        if not self.rests:
             return state
         woken = memory.to_devices(state.replace(opt_state=None))
         keep = self.job.config.optimizer.offload
@@ -146,12 +142,12 @@ class Critic:
             traj.sizes, job.row_shapes, share_prompts=c.train.share_prompts,
             num_minibatches=min(self.num_minibatches, len(np.unique(traj.group))), seed=seed)
         columns = {name: columns[name] for name in ("return", "old_value")}
-        with job.on(self.role):
+        with self.on():
             for _ in range(self.epochs):
                 for minibatch in layout.minibatches:
                     weights = {"token": training.loss_weights(traj, minibatch.sequences, "token_mean")["token"]}
                     batches = (self.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
-                    self.state, metrics = self.update(self.state, batches)
+                    self.held, metrics = self.update(self.held, batches)
                     pending.append(metrics)
         self.rest()
         return pending

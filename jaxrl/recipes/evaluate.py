@@ -7,9 +7,8 @@ import time
 
 import numpy as np
 
-from jaxrl import training
+from jaxrl import parameters, training
 from jaxrl.processes.exchange import owner
-from jaxrl.recipes import setup
 from jaxrl.recipes.trajectories import (
     collect,
     completions,
@@ -176,11 +175,11 @@ def publish_newest(s, job):
     """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine
     has them. Opens telemetry that writes no metrics."""
     c = job.config
-    optimizer, _ = training.make_optimizer(c.optimizer, 1, setup.flat_axes(job.tree))
-    state = setup.abstract_state(job, optimizer)
+    optimizer, _ = training.make_optimizer(c.optimizer, 1, parameters.flat_axes(job.tree))
+    state = parameters.abstract_state(job, optimizer)
     wanted = {"trainable": state.trainable, "frozen": state.frozen}
     restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)
-    params = setup.initial_params(job) if restored is None else setup.without_value(training.merge(**restored.arrays))
+    params = parameters.initial_params(job) if restored is None else parameters.without_value(training.merge(**restored.arrays))
     if restored is not None:
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
@@ -25,6 +24,7 @@ from jaxrl.fingerprints import compared
 from jaxrl.limits import ends
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
+from jaxrl.parameters import DTYPES, source_of
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.rewards import RewardPool
@@ -35,10 +35,8 @@ from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.spec import here, resolve
 from jaxrl.telemetry import find_sink
-from jaxrl.types import TrainState
 
 log = logging.getLogger("jaxrl")
-DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
 
 
@@ -92,11 +90,6 @@ class Job:
     def tree(self):
         """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
         return ValueModel(self.model, keep_head=True) if self.config.shares_trunk else self.model
-
-
-def flat_axes(tree) -> dict[str, tuple]:
-    """Parameter name -> logical axis names."""
-    return flatten_dict(tree.logical_axes(), sep="/", is_leaf=lambda _, x: isinstance(x, tuple))
 
 
 def start_jax(config) -> None:
@@ -269,14 +262,6 @@ def check_weights(config, inputs: Inputs) -> None:
                 raise ConfigError(f"{name}={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 
 
-def source_of(path: str) -> str:
-    """Where a model really is. Without a network the hub is given up at once."""
-    found = data_room.resolve(path) if path else ""
-    if found and not Path(found).is_dir():
-        data_room.offline_if_unreachable()
-    return found
-
-
 def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
 
@@ -365,88 +350,6 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
     if not ids:
         raise ConfigError("model.eos_tokens is empty and neither model nor tokenizer names an end-of-text token")
     return ids
-
-
-def param_shardings(job: Job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
-    """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel) and role."""
-    tree = tree or job.tree
-    shapes = jax.eval_shape(tree.init, jax.random.key(0))
-    return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), shapes, rules)
-
-
-def policy_params(state: TrainState):
-    """The language model's parameters (nested tree), without a value head."""
-    return without_value(training.merge(state.trainable, state.frozen))
-
-
-def without_value(params):
-    return {name: node for name, node in params.items() if name != "value"}
-
-
-def initial_params(job: Job, path: str = "", dtype=None, role="policy", revision=None):
-    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or model.path, or random
-    from run.seed."""
-    c = job.config.model
-    dtype = dtype or DTYPES[job.config.train.param_dtype]
-    shardings = param_shardings(job, tree=job.model, role=role)
-    source = path or (c.path if c.init == "pretrained" else "")
-    if source:
-        return hf.load_params(job.model, source_of(source), revision if path else c.revision, shardings, dtype)
-    init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
-    return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
-
-
-def start_params(job: Job):
-    """What the policy's TrainState starts from: initial_params, with a value head at zero where the critic shares its trunk."""
-    params = initial_params(job)
-    if job.tree is job.model:
-        return params
-    return jax.jit(job.tree.with_head, out_shardings=param_shardings(job), donate_argnums=0)(params)
-
-
-def _parts(job: Job, params, everything: bool):
-    patterns = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
-    return training.partition(params, *patterns)
-
-
-def abstract_state(job: Job, optimizer, tree=None, everything=False, role="policy") -> TrainState:
-    """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
-
-    tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
-    """
-    c, tree = job.config, tree or job.tree
-    dtype = DTYPES[c.train.param_dtype]
-    params = jax.eval_shape(tree.init, jax.random.key(0))
-    where = param_shardings(job, tree=tree, role=role)
-    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, where)
-    trainable, frozen = _parts(job, params, everything)
-    fp16 = job.compute_dtype == jnp.float16
-    state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16), trainable, frozen)
-    known = {**trainable, **frozen}
-    everywhere = sharding.replicated(job.mesh_of(role))
-
-    def place(path, leaf):
-        # Moments carry their parameter's name as the last key of their path.
-        param = known.get(getattr(path[-1], "key", None)) if path else None
-        same = param is not None and param.shape == leaf.shape
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
-
-    def rest(leaf):
-        where = memory.resting(leaf.sharding) if leaf.ndim else leaf.sharding
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-    state = jax.tree_util.tree_map_with_path(place, state)
-    return state.replace(opt_state=jax.tree.map(rest, state.opt_state)) if c.optimizer.offload else state
-
-
-def new_state(job: Job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
-    """TrainState at step 0 around `params` (whose buffers are taken over)."""
-    c = job.config
-    trainable, frozen = _parts(job, params, everything)
-    shardings = jax.tree.map(lambda s: s.sharding, abstract)
-    fp16 = job.compute_dtype == jnp.float16
-    create = lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16)  # noqa: E731
-    return jax.jit(create, out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
 
 
 def describe(job: Job) -> str:
