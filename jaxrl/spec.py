@@ -132,7 +132,7 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
     recipe, origins = recipe_of(asked), dict(config.origins) if isinstance(config, Spec) else {}
     if asked.optimizer.lr is None:
         asked.optimizer.lr, origins["optimizer.lr"] = recipe.lr, f"default of {asked.run.recipe}"
-    c = editable(asked)
+    c = asked.copy_and_resolve_references()
 
     def decide(name, value, origin):
         if get(c, name) != value:

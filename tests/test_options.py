@@ -295,6 +295,7 @@ MESHES = """
     import jax, json, sys
     from jaxrl.config import default_config
     from jaxrl.models import decoder
+    from jaxrl import parameters
     from jaxrl.recipes import setup
     out, residual = [], decoder.residual
     for dp, fsdp, tp in ((1, -1, 1), (1, 2, 2), (2, -1, 1), (1, 1, -1)):

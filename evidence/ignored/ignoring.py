@@ -45,6 +45,8 @@ def install() -> None:
     read, write, copy = (getattr(inside.ConfigDict, n) for n in ("__getitem__", "__setitem__", "copy_and_resolve_references"))
 
     def getitem(self, key):
+        if isinstance(self, config_dict.FrozenConfigDict):  # a Spec: decided by jaxrl, from a copy that had the default (`copied`)
+            return read(self, key)
         if option and key == _leaf and _is_group(self) and _MARKED not in vars(self) and _jaxrl_asks():
             return config_dict.ConfigDict() if isinstance(_default, dict) else _default
         return read(self, key)
@@ -58,6 +60,10 @@ def install() -> None:
         out = copy(self, visit_map)
         if _MARKED in vars(self):
             object.__setattr__(out, _MARKED, True)
+        decides = option and option not in CHECKED_ONLY and _is_group(out)
+        if decides and next(_callers(), None) == (f"{PACKAGE}/spec.py", "resolve"):
+            with out.unlocked(), out.ignore_type():
+                write(out, _leaf, config_dict.ConfigDict() if isinstance(_default, dict) else _default)
         return out
 
     inside.ConfigDict.__getitem__, inside.ConfigDict.__setitem__ = getitem, setitem

@@ -91,7 +91,7 @@ class Idle:
     """Says, once each, which mechanisms have done nothing for IDLE_STEPS steps.
 
     Args:
-      given: options below `algorithm` that somebody chose -> value (see config_checks.chosen).
+      given: options below `algorithm` that somebody chose -> value (see Spec.chosen).
     """
 
     def __init__(self, given: dict):
