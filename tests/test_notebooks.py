@@ -1,5 +1,6 @@
 """The notebooks' first cell, wherever they are opened; what they train is run by .ci/run (JAXRL_QUICKSTART=grpo:tiny makes it short)."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -63,3 +64,11 @@ def test_what_they_ask_for_is_what_the_package_says():
     for path in NOTEBOOKS:
         for number, source in enumerate(cells(path)):
             compile(source, f"{path.name}[{number}]", "exec")
+
+
+def test_what_they_import_from_jaxrl_is_there():
+    found = [node for path in NOTEBOOKS for source in cells(path) for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxrl")]
+    assert found
+    for node in found:
+        exec(compile(ast.Module([node], []), "import", "exec"), {})
