@@ -2,10 +2,11 @@
 
     python evidence/nothing_moved.py BEFORE [AFTER]       two checkouts; AFTER is this one where it is left out
 
-Cases (tests/tiny_job.py, a two-layer model from scratch): GRPO with a KL and two updates a batch, PPO with a critic, GRPO at the
-synchronous limit of configs/grpo_async.py, GRPO ahead of its steps, SFT, two processes, a run that is stopped and goes on, and a
-checkpoint that BEFORE writes and AFTER goes on from. Compared are all metrics but those of the clock and of compilations, the rollouts
-but for the key of the code that scored them, and the exported weights. Writes evidence/results/nothing_moved.json; about five minutes.
+Cases: some steps of configs/grpo.py, ppo.py and grpo_async.py (at its synchronous limit), all tiny, and of configs/grpo_sft.py; then
+of tests/tiny_job.py (a two-layer model from scratch) GRPO with a KL and two updates a batch, GRPO ahead of its steps, two processes, a
+run that is stopped and goes on, and a checkpoint that BEFORE writes and AFTER goes on from. Compared are all metrics but those of the
+clock and of compilations, the rollouts but for the key of the code that scored them, and the exported weights. Writes
+evidence/results/nothing_moved.json; about ten minutes.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ from pathlib import Path
 from common import record, table
 
 ROOT = Path(__file__).resolve().parent.parent
-GRPO = ("algorithm.kl.coef=0.05", "algorithm.num_minibatches=2", "train.steps=4")
-CASES = {  # name -> (argument of the config, options of the first run, of the run that goes on, processes)
-    "grpo": ("", GRPO, None, 1),
-    "ppo": ("", ("algorithm.preset=ppo", "train.steps=3"), None, 1),
-    "synchronous": ("", ("rollout.max_staleness=0", "rollout.sync_every=1", "algorithm.preset=decoupled_ppo", "train.steps=3"), None, 1),
-    "ahead": ("", ("rollout.max_staleness=2", "train.steps=4"), None, 1),
-    "sft": (":sft", ("train.steps=4",), None, 1),
-    "two_processes": ("", ("train.steps=2", "mesh.fsdp=2"), None, 2),
-    "resumed": ("", ("train.steps=2", "checkpoint.every_steps=1"), ("train.steps=4", "checkpoint.every_steps=1"), 1),
+TINY, SHORT = "tests/tiny_job.py", ("eval.before=False", "eval.after=False")
+KL = ("algorithm.kl.coef=0.05", "algorithm.num_minibatches=2", "train.steps=4")
+SYNCHRONOUS = ("rollout.max_staleness=0", "rollout.partial=False", "train.steps=3", *SHORT)
+CASES = {  # name -> (config, options of the first run, of the run that goes on, processes)
+    "configs/grpo.py:tiny": ("configs/grpo.py:tiny", ("train.steps=3", *SHORT), None, 1),
+    "configs/ppo.py:tiny": ("configs/ppo.py:tiny", ("train.steps=3", *SHORT), None, 1),
+    "configs/grpo_async.py:tiny, synchronous": ("configs/grpo_async.py:tiny", SYNCHRONOUS, None, 1),
+    "configs/grpo_sft.py": ("configs/grpo_sft.py", ("train.steps=4", *SHORT), None, 1),
+    "kl": (TINY, KL, None, 1),
+    "ahead": (TINY, ("rollout.max_staleness=2", "train.steps=4"), None, 1),
+    "two processes": (TINY, ("train.steps=2", "mesh.fsdp=2"), None, 2),
+    "resumed": (TINY, ("train.steps=2", "checkpoint.every_steps=1"), ("train.steps=4", "checkpoint.every_steps=1"), 1),
 }
 CLOCK = ("time", "perf/", "rollout/ahead_answered")
 
 
-def run(tree: Path, folder: Path, argument: str, options, processes: int) -> None:
+def run(tree: Path, folder: Path, config: str, options, processes: int) -> None:
     command = [sys.executable, "-m"]
     command += ["jaxrl.launch", f"--processes={processes}", "--devices=1", "--"] if processes > 1 else ["jaxrl.main"]
     flags = ["checkpoint.export_at_end=True", "log.console=plain", f"run.dir={folder}", *options]
-    command += [f"--config={tree / 'tests' / 'tiny_job.py'}{argument}", *(f"--config.{flag}" for flag in flags)]
+    command += [f"--config={tree / config}", *(f"--config.{flag}" for flag in flags)]
     env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode:
@@ -68,27 +72,30 @@ def differences(a, b, where: str = "") -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:60]} -> {str(b)[:60]}"]
 
 
+def row(name: str, found: dict, differences: list) -> list:
+    return [name, len(found["metrics"]), sum(map(len, found["rollouts"].values())), len(found["weights"]), len(differences)]
+
+
 def main() -> int:
     before, after = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else ROOT
     rows, failed = [], {}
     with tempfile.TemporaryDirectory() as place:
-        for name, (argument, first, again, processes) in CASES.items():
+        for name, (config, first, again, processes) in CASES.items():
             found = []
             for side, tree in (("before", before), ("after", after)):
-                folder = Path(place) / side / name
+                folder = Path(place) / side / "".join(c if c.isalnum() else "_" for c in name)
                 for options in (first, *([again] if again else [])):
-                    run(tree, folder, argument, options, processes)
+                    run(tree, folder, config, options, processes)
                 found.append(seen(folder))
             failed[name] = differences(*found)
-            rows.append([name, len(found[0]["metrics"]), sum(map(len, found[0]["rollouts"].values())), len(found[0]["weights"]), len(failed[name])])
+            rows.append(row(name, found[0], failed[name]))
         folder = Path(place) / "across"  # the checkpoint of before, the code of after
-        argument, first, again, processes = CASES["resumed"]
-        run(before, folder, argument, first, processes)
-        run(after, folder, argument, again, processes)
+        config, first, again, processes = CASES["resumed"]
+        run(before, folder, config, first, processes)
+        run(after, folder, config, again, processes)
         mine = seen(Path(place) / "before" / "resumed")
         failed["a checkpoint of before"] = differences(mine, seen(folder))
-        rows.append(["a checkpoint of before", len(mine["metrics"]), sum(map(len, mine["rollouts"].values())), len(mine["weights"]),
-                     len(failed["a checkpoint of before"])])
+        rows.append(row("a checkpoint of before", mine, failed["a checkpoint of before"]))
     table(["case", "lines of metrics", "rollouts", "files of weights", "differences"], rows)
     for name, found in failed.items():
         print("\n".join(f"{name}: {d}" for d in found[:5]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from ml_collections import ConfigDict, FrozenConfigDict
@@ -51,10 +52,13 @@ class Spec:
     origins: Mapping[str, str]
     platform: Platform | None = None
 
-    def __getattr__(self, group):
-        if group.startswith("__"):
-            raise AttributeError(group)
-        return getattr(self.options, group)
+    def __post_init__(self):
+        vars(self).update({group: self.options[group] for group in self.options})
+
+    def __getattr__(self, name):  # of a config
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.options, name)
 
     def __getitem__(self, group):
         return self.options[group]
@@ -65,22 +69,22 @@ class Spec:
             return self.origins[name]
         return "default" if get(self.asked, name) in (None, options()[name].default) else "config"
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Bound on prompt + completion in tokens."""
         return longest_sequence(self)
 
-    @property
+    @cached_property
     def completions(self) -> int:
         """Completions to a prompt in one step."""
         return self.rollout.group_size if self.recipe.samples else 1
 
-    @property
+    @cached_property
     def ahead(self) -> bool:
         """Whether completions may be asked for before their step."""
         return self.rollout.max_staleness > 0 or self.rollout.sync_every > 1
 
-    @property
+    @cached_property
     def updates(self) -> tuple[int, int]:
         """(passes over a step's batch, optimizer steps per pass)."""
         return (self.algorithm.ppo_epochs, self.algorithm.num_minibatches) if self.recipe.samples else (1, 1)
@@ -98,7 +102,7 @@ class Spec:
         """Whether the policy has a value head of its own."""
         return self.needs_critic and self.critic.shared
 
-    @property
+    @cached_property
     def kl_in_reward(self) -> bool:
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 

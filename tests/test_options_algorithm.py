@@ -32,7 +32,7 @@ from jaxrl.models.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import rl, setup
-from jaxrl.recipes.advantages import advantages, spread
+from jaxrl.recipes.algorithm import advantages, spread
 from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import Rollouts
@@ -438,8 +438,7 @@ def parts_of(c, update):
     """What a step works with, where only the update matters: update(batches) -> metrics."""
     policy = SimpleNamespace(put=lambda packed: packed, update=update)
     rollouts, spec = SimpleNamespace(poll=lambda: None), decided(c)
-    algorithm = SimpleNamespace(values=config_checks.resolved_algorithm(spec))
-    return rl.Parts(SimpleNamespace(spec=spec), None, algorithm, policy, rollouts, None)
+    return rl.Parts(SimpleNamespace(spec=spec), None, None, policy, rollouts, None)
 
 
 def packed_weights(changes, batch):
@@ -854,7 +853,7 @@ def critic_of(changes, open_job):
     """A critic as a run starts it."""
     c = config({"algorithm.preset": "ppo", **changes})
     opened = with_options(open_job, c)
-    critic = Critic(opened, 5, config_checks.resolved_algorithm(c))
+    critic = Critic(opened, 5)
     critic.start(None, None)
     return critic
 

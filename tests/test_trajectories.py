@@ -10,7 +10,7 @@ from jaxrl import training
 from jaxrl.algorithms.aggregation import AGGREGATIONS
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.advantages import advantages
+from jaxrl.recipes.algorithm import advantages
 from jaxrl.recipes.trajectories import collect, completions, reward_items
 from jaxrl.spec import resolve
 from jaxrl.training.layout import RowShapes

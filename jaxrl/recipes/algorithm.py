@@ -1,9 +1,11 @@
-"""What the algorithm options come to: the loss, who scores what, and the models beside the policy."""
+"""What the algorithm options come to: the loss, who scores what, the models beside the policy, and the advantages."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,20 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from jaxrl import parameters, training
-from jaxrl.algorithms import kl_value
-from jaxrl.config_checks import resolved_algorithm
+from jaxrl.algorithms import (
+    ADVANTAGES,
+    AdvantageInputs,
+    adaptive_lambda,
+    clip_advantages,
+    gae,
+    group_advantages,
+    kl_value,
+    token_returns,
+    token_rewards,
+    whiten,
+)
 from jaxrl.errors import ConfigError
+from jaxrl.imports import imported
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import stale_buckets
@@ -25,23 +38,21 @@ log = logging.getLogger("jaxrl")
 
 
 class Algorithm:
-    """The resolved algorithm row and what it needs per step: the loss, the scorer, the reference, the critic."""
+    """What the options of a job's algorithm need per step: the loss, the scorer, the reference, the critic."""
 
     def __init__(self, job, total_steps: int):
-        c, v = job.config, resolved_algorithm(job.config)
-        self.values, self.config = v, c
+        c = self.config = job.config
         if c.algorithm.sampled_support:
             check_support(c, job.model.config.vocab_size)
-        self.updates_per_step = v["ppo_epochs"] * v["num_minibatches"]
-        self.kl_in_reward = bool(v["kl.coef"]) and v["kl.placement"] == "reward"
+        self.updates_per_step = math.prod(c.updates)
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
             options=FrozenConfigDict({**c.algorithm, "user": c.user}), staleness=stale_buckets(c.rollout) if c.ahead else (),
             value_coef=c.critic.coef if c.shares_trunk else 0.0, value_clip=c.critic.value_clip, temperature=c.rollout.temperature,
             **precision(job))
-        self.critic = Critic(job, total_steps, v) if v["advantage"] == "gae" else None
-        self.reference = Reference(job, self.scorer(job, "reference")) if v["kl.coef"] else None
+        self.critic = Critic(job, total_steps) if c.needs_critic else None
+        self.reference = Reference(job, self.scorer(job, "reference")) if c.needs_reference else None
 
     def scorer(self, job, role: str):
         """score(params, traj, layout) -> [T] log-probs, on a role's devices."""
@@ -85,20 +96,21 @@ class Algorithm:
 
     def operations(self, step: int, count, traj) -> dict[str, float]:
         """flops/<phase> of the step that has just been done, on the answers it learnt from (a server's sampling is its own)."""
-        v, shared = self.values, self.config.train.share_prompts
+        epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
         score = passes * count.scoring(traj, shared)
         updates = step > self.config.critic.warmup_steps or self.critic is None
-        update = updates * v["ppo_epochs"] * count.update(traj, shared)
+        update = updates * epochs * count.update(traj, shared)
         if self.critic is not None:
             score += count.scoring(traj, shared, head=False)
-            update += (not self.critic.shared) * v["ppo_epochs"] * count.update(traj, shared, head=False)
+            update += (not self.critic.shared) * epochs * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
         return out | ({"flops/rollout": count.generation(traj)} if self.config.rollout.engine == "jax" else {})
 
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
-        return kl_value(columns["old"], columns["ref"], self.values["kl.estimator"]) if self.kl_in_reward else None
+        c = self.config
+        return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
 
 
 def precision(job) -> dict:
@@ -173,3 +185,71 @@ def start_of_step(state):
     """The state with the flag of an early stop cleared."""
     flag = state.stats["stopped"]
     return state.replace(stats={**state.stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)})
+
+
+# ---- scores -> one advantage per scored token, on the host in float64
+
+
+class Advantages(NamedTuple):
+    tokens: np.ndarray  # [T] float64, 0 where not scored and where the score is absent
+    returns: np.ndarray | None  # [T] float64: what the critic learns; its own value where the score is absent
+    zero_signal: np.ndarray  # [N] bool: sequences of groups whose scores carry no signal
+
+
+def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
+               user=None) -> Advantages:
+    """Advantages as the group `algorithm` of a Spec says.
+
+    Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
+
+        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens; so it is
+                 for a function of the user's own, which sees scores less that KL)
+        returns  reward to go, the number at the last scored token and the KL at each
+        gae      the same rewards with a critic
+
+    then whitened over all tokens of sequences with a score, then clipped.
+
+    Args:
+      scores: [N], NaN = absent. baseline: [N] greedy scores. kl: [T] or None. values: [T] for gae.
+      rewards, columns, user: for a function of the user's own.
+    """
+    mask, spans = traj.loss_mask, traj.spans
+    present = traj.spread(np.isfinite(scores)) & mask
+    kind, returns = options.advantage, None
+    if kl is not None and kind not in ("returns", "gae"):
+        scores = scores - options.kl.coef * traj.total(kl)
+    numbers, zero = group_advantages(
+        scores, traj.group, mean=options.advantage_mean, std=options.advantage_std, baseline_N=baseline)
+    if kind == "outcome":
+        tokens = traj.spread(numbers)
+    elif kind in ("returns", "gae"):
+        numbers = np.where(np.isfinite(scores), numbers, np.nan)
+        per_token = token_rewards(numbers, mask, spans, kl, options.kl.coef)
+        if kind == "returns":
+            tokens = token_returns(per_token, mask, spans, options.gamma)
+        else:
+            lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
+            tokens, _ = gae(per_token, values, mask, spans, options.gamma, lam)
+            own = options.lam if options.critic_lam is None else options.critic_lam
+            returns = np.where(present, gae(per_token, values, mask, spans, options.gamma, own)[1], values)
+    else:
+        own = ADVANTAGES[kind] if kind in ADVANTAGES else imported(kind)
+        tokens = spread(kind, own(AdvantageInputs(scores, traj.group, mask, spans, rewards, columns, user)), traj)
+    tokens = np.where(present, tokens, 0.0)
+    if options.whiten:
+        tokens = whiten(tokens, present)
+    tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
+    return Advantages(np.where(present, tokens, 0.0), returns, zero)
+
+
+def spread(name: str, found, traj) -> np.ndarray:
+    """[N] or [T] numbers of a user's function -> [T]. Raises ConfigError for other shapes, and where not finite."""
+    found = np.asarray(found, np.float64)
+    if found.shape == (traj.num_trajectories,):
+        found = traj.spread(found)
+    if found.shape != (len(traj.tokens),):
+        raise ConfigError(f"algorithm.advantage={name!r} returned shape {found.shape}: expected one number per "
+                          f"sequence ({traj.num_trajectories}) or per token ({len(traj.tokens)})")
+    if not np.isfinite(found[traj.loss_mask]).all():
+        raise ConfigError(f"algorithm.advantage={name!r} returned numbers that are not finite")
+    return found

@@ -44,16 +44,16 @@ class Critic(Role):
     """A part of a run (see Session.restore): its arrays and host values are in every checkpoint.
 
     Args:
-      total_steps: of the run. v: resolved algorithm options.
+      total_steps: of the run.
     """
 
-    def __init__(self, job, total_steps: int, v: dict):
+    def __init__(self, job, total_steps: int):
         self.options, self.shared = job.config.critic, job.config.critic.shared
         super().__init__("critic", job)
         self.place = "policy" if self.shared else "critic"
         self._score = make_value_score(job.model, put=self.put)
-        self.num_minibatches = self.options.num_minibatches or v["num_minibatches"]
-        self.epochs, self.running = v["ppo_epochs"], Running()
+        self.epochs, minibatches = job.config.updates
+        self.num_minibatches, self.running = self.options.num_minibatches or minibatches, Running()
         if self.shared:
             return
         self.tree = ValueModel(self.job.model)

@@ -15,6 +15,7 @@ With rollout.max_staleness the completions of the next steps are on their way me
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -25,8 +26,7 @@ from jaxrl import training
 from jaxrl.algorithms import explained_variance, shared_prefix_mask
 from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
-from jaxrl.recipes.advantages import advantages
-from jaxrl.recipes.algorithm import Algorithm, start_of_step
+from jaxrl.recipes.algorithm import Algorithm, advantages, start_of_step
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
@@ -95,7 +95,7 @@ def run(config, given=None) -> dict:
 def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the update."""
     s, job, algorithm, policy, rollouts, speed = parts
-    c, v, critic, values = s.spec, algorithm.values, algorithm.critic, None
+    c, critic, values = s.spec, algorithm.critic, None
     with policy.resting(job.engine):
         batch = rollouts.next(s.progress)
     if batch is None or s.stopping():
@@ -103,8 +103,9 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     if job.rests("sampler"):
         job.engine.rest()
     traj, seed = batch.traj, hash_seed(c.run.seed, s.step)
-    layout = lay_out(job, traj, job.row_shapes, num_minibatches=min(v["num_minibatches"], len(np.unique(traj.group))), seed=seed)
-    scored = layout if job.score_shapes is job.row_shapes else lay_out(job, traj, job.score_shapes)
+    lay_out = functools.partial(training.make_layout, traj.sizes, share_prompts=c.train.share_prompts)
+    layout = lay_out(job.row_shapes, num_minibatches=min(c.algorithm.num_minibatches, len(np.unique(traj.group))), seed=seed)
+    scored = layout if job.score_shapes is job.row_shapes else lay_out(job.score_shapes)
     with s.phase("score"):
         columns = algorithm.columns(policy, traj, scored)
         if critic is not None:
@@ -117,8 +118,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
-    per_answer = by_answer(found.tokens, traj)
-    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_answer)
+    per_completion = traj.total(found.tokens) / np.maximum(traj.total(), 1)  # [N] means over scored tokens
+    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion)
     s.telemetry.rollouts(s.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
     with s.changing():
         with s.phase("update"):
@@ -128,8 +129,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         rollouts.release(batch.cursor)
         metrics |= rollouts.metrics(batch)
         metrics |= algorithm.reference.after_step(s, policy) if algorithm.reference is not None else {}
-    s.telemetry.histograms(s.step, histograms(batch, columns, per_answer))
-    metrics |= rollout_metrics(batch, found.zero_signal, per_answer, layout) | stream_metrics(s, job)
+    s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
+    metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
     metrics |= algorithm.operations(s.step, speed.operations, traj)
     if critic is not None:
         metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)
@@ -142,18 +143,9 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     return metrics, rows
 
 
-def lay_out(job, traj, shapes, **minibatches):
-    return training.make_layout(traj.sizes, shapes, share_prompts=job.config.train.share_prompts, **minibatches)
-
-
 def judged(c, result):
     """[N] raw values of the reward whose pass mark is accuracy; of the first one where that is a reward of evaluation only."""
     return result.parts.get(c.eval.accuracy_from, next(iter(result.parts.values())))
-
-
-def by_answer(tokens_T, traj) -> np.ndarray:
-    """[N] mean over each answer's scored tokens."""
-    return traj.total(tokens_T) / np.maximum(traj.total(), 1)
 
 
 def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, float]:
@@ -174,21 +166,22 @@ def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, flo
 
 def policy_steps(parts: Parts, batch, layout, columns) -> list:
     """The policy's optimizer steps on one batch; returns their metrics on the device."""
-    c, v, policy, traj, pending = parts.s.spec, parts.algorithm.values, parts.policy, batch.traj, []
-    dropped = batch.dropped | (v["mask_truncated"] & (traj.finish == 1))
+    c, policy, traj, pending = parts.s.spec, parts.policy, batch.traj, []
+    a = c.algorithm
+    dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
     keep = None
-    if c.algorithm.shared_prefix_tokens:
+    if a.shared_prefix_tokens:
         keep = shared_prefix_mask(traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores,
-                                  c.algorithm.shared_prefix_tokens)
+                                  a.shared_prefix_tokens)
     positive = None
-    if v["positive_nll_coef"]:
+    if a.positive_nll_coef:
         positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
-    if c.algorithm.early_stop_ratio or c.algorithm.early_stop_kl:
+    if a.early_stop_ratio or a.early_stop_kl:
         policy.held = start_of_step(policy.state)
-    constant = c.algorithm.aggregation_constant or c.rollout.max_new_tokens
-    for _ in range(v["ppo_epochs"]):
+    constant = a.aggregation_constant or c.rollout.max_new_tokens
+    for _ in range(a.ppo_epochs):
         for minibatch in layout.minibatches:
-            weights = training.loss_weights(traj, minibatch.sequences, v["aggregation"], max_tokens=constant, dropped=dropped, keep=keep,
+            weights = training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant, dropped=dropped, keep=keep,
                                             positive=positive)
             metrics = policy.update(policy.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
             if keep is not None:
@@ -217,8 +210,8 @@ def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
                     "%g); --config.run.mode=parity looks for the cause", step, gap, limits.warn)
 
 
-def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
-    """Host metrics of one batch of answers."""
+def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, float]:
+    """Host metrics of one batch of completions."""
     traj, scores = batch.traj, batch.shaped
     lengths = traj.total()
     known = scores[np.isfinite(scores)]
@@ -234,7 +227,7 @@ def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
         "rollout/tokens": float(lengths.sum()),
         "rollout/prompt_tokens": float(len(traj.tokens) - lengths.sum()),
         "rollout/kept_mass_mean": float(np.exp(traj.columns["kept"][traj.loss_mask]).mean()),
-        "advantage/abs_mean": float(np.abs(per_answer).mean()),
+        "advantage/abs_mean": float(np.abs(per_completion).mean()),
         "packing/efficiency": layout.efficiency,
     }
     for name, values in batch.result.parts.items():
@@ -243,10 +236,10 @@ def rollout_metrics(batch, zero_signal, per_answer, layout) -> dict[str, float]:
     return out | {k if "/" in k else f"reward/{k}": v for k, v in batch.result.metrics.items()} | batch.metrics
 
 
-def histograms(batch, columns, per_answer) -> dict[str, np.ndarray]:
+def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
     """What telemetry.names.HISTOGRAMS tells of one batch. Log-probs under the current policy stay on the device."""
     traj, scores = batch.traj, batch.shaped
-    out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_answer}
+    out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_completion}
     if "old" in columns:
         out["log_ratio"] = (columns["old"] - columns["behaviour"])[traj.loss_mask]
     if "staleness" in columns:
