@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
@@ -13,7 +14,7 @@ from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.names_elsewhere import not_yet
-from jaxrl.registry import recipe_of
+from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.select import chosen_engine, server_folder
 from jaxrl.schema import BOUNDS, CHANGEABLE, element_kind, options
 from jaxrl.sharding import targets
@@ -38,7 +39,9 @@ def _types(cfg):
         value = get(cfg, name)
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
-        if opt.choices and value not in opt.choices:
+        if opt.or_path and ":" in value:
+            out += _import_path(name, value, Recipe)
+        elif opt.choices and value not in opt.choices:
             missing = f"; {not_yet(str(value))}" if not_yet(str(value)) else ""
             out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}{missing}")
         if isinstance(opt.default, tuple):
@@ -360,12 +363,13 @@ MOST_SUPPORT = 128
 ESTIMATORS = ("outcome", "returns", "gae")
 
 
-def _import_path(name, path):
+def _import_path(name, path, kind=Callable):
     try:
         found = imported(path)
     except Exception as e:  # it is the user's code: anything may go wrong in it
         return [f"{name}={path!r} cannot be imported: {type(e).__name__}: {e}"]
-    return [] if callable(found) else [f"{name}={path!r} is a {type(found).__name__}, not a function"]
+    wanted = "a function" if kind is Callable else f"a {kind.__name__}"
+    return [] if isinstance(found, kind) else [f"{name}={path!r} is a {type(found).__name__}, not {wanted}"]
 
 
 def _batch_division(cfg, v):

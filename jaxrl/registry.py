@@ -1,17 +1,22 @@
 """Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks for a recipe's name.
 
-A new recipe is a file with `run(spec, given)`, a row here, and its options in `schema`.
+A new recipe is a file with `run(spec, given)`, a row here, and its options in `schema`. One of a user's own has its row in its file:
+run.recipe=./my_file.py:RECIPE; its options are below `user`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
+
+from jaxrl.imports import imported
 
 
 class Recipe(NamedTuple):
     """One kind of job."""
 
-    module: str              # of its run(spec, given)
+    run: str | Callable      # run(spec, given), or the module that has it
     lr: float                # optimizer.lr where nobody sets it
     samples: bool            # it learns from completions that an engine samples and rewards score; else from those in the rows
     modes: tuple[str, ...]   # values of run.mode that it has
@@ -28,5 +33,12 @@ RECIPES = {
 
 
 def recipe_of(config) -> Recipe:
-    """The row of a config's run.recipe."""
-    return RECIPES[config.run.recipe]
+    """The row of a config's run.recipe. Raises what its import raises where that is a path."""
+    name = config.run.recipe
+    return imported(name) if ":" in name else RECIPES[name]
+
+
+def short_name(recipe: str) -> str:
+    """rl of "rl", my_file of "./folder/my_file.py:RECIPE", module of "package.module:RECIPE"."""
+    where = recipe.partition(":")[0]
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]

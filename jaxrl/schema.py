@@ -13,13 +13,15 @@ from jaxrl.registry import RECIPES
 
 
 class Option(NamedTuple):
-    """One option. `kind` is needed only where the default is None; `choices` bounds a string, `bound` (a key of BOUNDS) a number."""
+    """One option. `kind` is needed only where the default is None; `choices` bounds a string (`or_path`: an import
+    path will do, too), `bound` (a key of BOUNDS) a number."""
 
     default: Any
     doc: str
     kind: type | None = None
     choices: Collection | None = None
     bound: str = ""
+    or_path: bool = False
 
 
 BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
@@ -45,7 +47,7 @@ PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo"
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
-        "recipe": O("rl", "the job to run", choices=RECIPES),
+        "recipe": O("rl", "the job to run; or the import path of a Recipe of your own (docs/extend.md)", choices=RECIPES, or_path=True),
         "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),

@@ -211,6 +211,8 @@ def test_files_of_the_text_are_trained_with(block, small):
     for name, value in parse_flags(block.runs_with.split())[1].items():
         put(c, name, value)
     c.run.dir = "runs/block"
+    if needed := re.search(r"needs ([\w.]+)", block.note):
+        runpy.run_path(needed[1])
     jaxrl.train(c)
     assert small
 

@@ -32,8 +32,7 @@ from jaxrl.models.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import rl, setup
-from jaxrl.recipes.algorithm import advantages, spread
-from jaxrl.recipes.algorithm import Algorithm, Reference, start_of_step
+from jaxrl.recipes.algorithm import Algorithm, Reference, advantages, spread, start_of_step
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.rewards.pool import RewardResult

@@ -1,7 +1,6 @@
 """A new loss option, a new recipe and a new kind of objective need what belongs to them and no change elsewhere."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_job
 from data_cases import write_jsonl
+from test_docs import ROOT, blocks_of
 from test_training import LAYOUTS, gradient, layout_of
 from training_helpers import batch_of_groups, params_of, tiny_model
 
@@ -18,7 +18,8 @@ from jaxrl.algorithms import POLICY_LOSSES, register_policy_loss
 from jaxrl.algorithms.preference import dpo
 from jaxrl.config import put
 from jaxrl.errors import ConfigError
-from jaxrl.registry import RECIPES, Recipe
+from jaxrl.imports import imported
+from jaxrl.registry import RECIPES
 from jaxrl.schema import SCHEMA, Option
 from jaxrl.training.score import make_score
 
@@ -49,31 +50,44 @@ def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
     del POLICY_LOSSES["hasty"]
 
 
-def test_a_recipe_is_a_file_a_row_and_its_options(monkeypatch, tmp_path):
-    """Weighted SFT from a file of scored completions trains, resumes and is planned; jaxrl has no line about it."""
-    monkeypatch.setitem(RECIPES, "weighted_sft", Recipe("weighted_sft", 1e-3, samples=False, modes=("train", "plan")))
-    assert len(Path(__file__).with_name("weighted_sft.py").read_text().splitlines()) < 150
+def test_a_recipe_is_a_file_of_its_own(monkeypatch, tmp_path):
+    """Weighted SFT as docs/extend.md prints it trains, resumes and is planned; jaxrl has no line about it. Its row may stand in RECIPES, too."""
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "extend.md") if b.saved_as == "weighted_sft.py")
+    (tmp_path / block.saved_as).write_text(block.text)
+    assert len(block.text.splitlines()) < 150
+    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i), "score": (i % 3) / 2} for i in range(12)]
     write_jsonl(tmp_path / "scored.jsonl", rows)
 
-    def config(steps, sharpness):
+    def config(steps, power, recipe="./weighted_sft.py:RECIPE"):
         c = tiny_job.get_config("sft")
-        c.run.recipe, c.run.dir, c.log.console = "weighted_sft", str(tmp_path / f"run{sharpness}"), "off"
-        c.data.path, c.data.prompts_per_step, c.train.steps, c.optimizer.lr = (str(tmp_path / "scored.jsonl"),), 4, steps, None
-        c.user.sharpness, c.checkpoint.every_steps = sharpness, 1
+        c.run.recipe, c.run.dir, c.log.console = recipe, f"runs/{power}", "off"
+        c.data.path, c.data.prompts_per_step, c.train.steps, c.optimizer.lr = ("scored.jsonl",), 4, steps, None
+        c.user.power, c.checkpoint.every_steps = power, 1
         return c
 
     assert jaxrl.train(config(2, 1.0))["steps"] == 2
     done = jaxrl.train(config(3, 1.0))
-    lines = [json.loads(x) for x in (tmp_path / "run1.0" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(x) for x in (tmp_path / "runs/1.0/metrics.jsonl").read_text().splitlines()]
     assert done["steps"] == 3 and [x["step"] for x in lines] == [1, 2, 3] and lines[0]["optim/lr"] == pytest.approx(1e-3)
-    jaxrl.train(config(1, 0.0))  # all weigh the same: another loss
-    other = json.loads((tmp_path / "run0.0" / "metrics.jsonl").read_text().splitlines()[0])
+    monkeypatch.setitem(RECIPES, "weighted_sft", imported("./weighted_sft.py:RECIPE"))
+    jaxrl.train(config(1, 0.0, recipe="weighted_sft"))  # all weigh the same: another loss
+    other = json.loads((tmp_path / "runs/0.0/metrics.jsonl").read_text().splitlines()[0])
     assert other["loss"] > lines[0]["loss"] > 0
     c = config(3, 1.0)
     c.run.mode, c.plan.target = "plan", "cpu:1"
     plan = jaxrl.train(c)
     assert plan["fits"] and set(plan["phases"]) == {"update"}
+
+
+def test_a_recipe_that_is_none_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("RECIPE = 3\n")
+    for path, why in (("./mine.py:RECIPE", "is a int, not a Recipe"), ("./mine.py:OTHER", "cannot be imported"), ("./no.py:RECIPE", "No such file")):
+        c = tiny_job.get_config("sft")
+        c.run.recipe = path
+        with pytest.raises(ConfigError, match=f"run.recipe='{path}'.*{why}"):
+            config_checks.check(c)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "packed_shared_8_microbatches"])

@@ -45,7 +45,8 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     if platform == "tpu" and not has_libtpu():
         raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra `plan`)")
     folder = tempfile.TemporaryDirectory(prefix="jaxrl-plan-")
-    job = {"config": json.loads(editable(config).to_json_best_effort()), "recipe": recipe_of(config)._asdict(),
+    recipe = None if ":" in config.run.recipe else recipe_of(config)._asdict()
+    job = {"config": json.loads(editable(config).to_json_best_effort()), "recipe": recipe, "cwd": os.getcwd(),
            "hf_config": hf_config, "platform": platform, "name": target.name,
            "topology": target.topology, "count": target.count, "per_host": target.per_host, "mesh": mesh,
            "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}
@@ -121,13 +122,14 @@ def config_of(plain: dict):
 
 
 def main(job_file: str, result_file: str) -> None:
-    job = json.loads(Path(job_file).read_text("utf-8"))
+    job, result_file = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
+    os.chdir(job["cwd"])  # where ./file.py of the config is
     since = time.monotonic()
     try:
         result = _compile(job)
     except ConfigError as e:
         result = {"problem": str(e)}
-    Path(result_file).write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}), "utf-8")
+    result_file.write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}), "utf-8")
 
 
 def _compile(job: dict) -> dict:
@@ -135,7 +137,8 @@ def _compile(job: dict) -> dict:
 
     from jaxrl.planning import collectives, programs
 
-    RECIPES.setdefault(job["config"]["run"]["recipe"], Recipe(**job["recipe"]))  # one that its user's process has added
+    if job["recipe"] is not None:  # one that the asking process has added, too
+        RECIPES.setdefault(job["config"]["run"]["recipe"], Recipe(**job["recipe"]))
     meshes = _meshes(job)
     low = programs.lower(config_of(job["config"]), job["hf_config"], *meshes,
                          wanted=None if job["wanted"] is None else set(job["wanted"]))

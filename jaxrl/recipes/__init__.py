@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxrl.config import config_of, load_config
 from jaxrl.errors import ConfigError
-from jaxrl.registry import recipe_of
+from jaxrl.registry import recipe_of, short_name
 
 
 def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=()) -> dict:
@@ -42,7 +42,7 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
 
     config = config_of(config)
     if not config.run.dir:
-        config.run.dir = f"runs/{config.run.recipe}"
+        config.run.dir = f"runs/{short_name(config.run.recipe)}"
     given = taken(config, model, data, rewards, tokenizer, eval, callbacks)
     config_checks.check(config)
     if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
@@ -83,7 +83,8 @@ def _train(config, given, peers) -> dict:
     if config.run.warm_start:
         config = _after_warm_start(config, given)
     given = given._replace(comparison=comparison)
-    out = importlib.import_module(recipe_of(config).module).run(config, given)
+    run = recipe_of(config).run
+    out = (run if callable(run) else importlib.import_module(run).run)(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out
 

@@ -87,7 +87,7 @@ def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
         made = find_factory(name)(editable(config), model, tokenizer, mesh, eos_ids, hf_config)
         if not isinstance(getattr(made, "info", None), EngineInfo):
             raise ConfigError(f"rollout.engine={name!r} made a {type(made).__name__} that says nothing of itself: derive it from "
-                              "jaxrl.rollout.Engine (docs/extending.md)")
+                              "jaxrl.rollout.Engine (docs/extend.md)")
         return made
     return make(config, model, tokenizer, mesh, eos_ids, hf_config)
 
