@@ -39,11 +39,11 @@ class Role:
         self.job, self._score = job, score
         self.held = None  # parameters, or the TrainState around them
 
-    @property
+    @functools.cached_property
     def rests(self) -> bool:
         return self.job.rests(self.place)
 
-    @property
+    @functools.cached_property
     def put(self):
         """Host PackedBatch -> the role's devices."""
         return functools.partial(self.job.put, role=self.place)

@@ -11,7 +11,7 @@ from jaxrl.algorithms.aggregation import AGGREGATIONS
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import advantages
-from jaxrl.recipes.trajectories import collect, completions, reward_items
+from jaxrl.recipes.trajectories import collect, reward_items
 from jaxrl.spec import resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.types import Sizes
@@ -49,10 +49,10 @@ def test_turns_become_trajectories(rewrite):
     heads = [traj.tokens[o:o + n].tolist() for o, n in zip(traj.offsets, traj.prompt_lengths, strict=False)]
     assert same.tolist() == [[a == b for b in heads] for a in heads]
     example = SimpleNamespace(prompt="p", answer=None, columns={})
-    items = reward_items(traj, [example] * 6, list("abcdef"))
+    decode = type("T", (), {"batch_decode": lambda self, ids, **how: [str(i.tolist()) for i in ids]})()
+    texts, items = reward_items(traj, [example] * 6, decode)
     assert [item.token_ids for item in items] == list(last.values())
-    decode = type("T", (), {"batch_decode": lambda self, ids, **how: [i.tolist() for i in ids]})()
-    assert completions(traj, decode) == list(last.values())
+    assert texts == [item.completion for item in items] == [str(ids) for ids in last.values()]
 
 
 def test_numbers_of_trajectories_do_not_see_how_they_are_cut(pair):

@@ -11,7 +11,6 @@ from jaxrl import parameters, training
 from jaxrl.processes.exchange import owner
 from jaxrl.recipes.trajectories import (
     collect,
-    completions,
     exchanged,
     make_requests,
     records,
@@ -99,8 +98,7 @@ def answer(s, job, name: str, batch, sampling, receive=None):
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
-        texts = completions(traj, job.tokenizer) if texts is None else texts
-        items = reward_items(traj, examples, texts, c.data.response_prefix)
+        texts, items = reward_items(traj, examples, job.tokenizer, c.data.response_prefix, texts)
         result = job.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(s))
         return result and (traj, examples, texts, result)
 

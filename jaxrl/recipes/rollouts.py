@@ -25,7 +25,6 @@ from jaxrl.imports import imported
 from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes.trajectories import (
     collect,
-    completions,
     exchanged,
     make_requests,
     recorded_outcomes,
@@ -170,8 +169,7 @@ class Rollouts:
         """(trajectories, texts, reward items) of (request, result, group)."""
         requests, results, groups = zip(*found, strict=True)
         traj = collect(requests, results, self.spec.longest)
-        texts = completions(traj, self.tokenizer) if texts is None else texts
-        return traj, texts, reward_items(traj, [g.example for g in groups], texts, self.spec.data.response_prefix)
+        return traj, *reward_items(traj, [g.example for g in groups], self.tokenizer, self.spec.data.response_prefix, texts)
 
     def _score_early(self, groups: list[PromptGroup]) -> None:
         """Rewards of finished groups, samples and likeliest completions apart."""

@@ -96,32 +96,19 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     )
 
 
-def last_turns(traj: Trajectories) -> list[np.ndarray]:
-    """The token ids of each trajectory's last turn: its completion."""
+def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", texts=None) -> tuple[list[str], list[RewardItem]]:
+    """(completions, items), one of each per trajectory, as are `examples`.
+
+    A completion is the last turn, decoded without special tokens; for rewards and people, never re-encoded. texts: the completions,
+    where they are known. prefix: data.response_prefix, which rewards see.
+    """
     turn = traj.columns.get("turn")
-    return [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
-
-
-def completions(traj: Trajectories, tokenizer) -> list[str]:
-    """Decoded completions without special tokens; for rewards and people, never re-encoded."""
-    return tokenizer.batch_decode(last_turns(traj), skip_special_tokens=True)
-
-
-def reward_items(traj: Trajectories, examples, texts, prefix: str = "") -> list[RewardItem]:
-    """One item per trajectory, as are `examples` and `texts`. prefix: data.response_prefix, which rewards see."""
-    return [
-        RewardItem(
-            prompt=example.prompt,
-            completion=prefix + text,
-            columns={"answer": example.answer, **example.columns},
-            finish=FINISH[finish],
-            group=int(group),
-            sample=int(sample),
-            token_ids=ids.tolist(),
-        )
-        for example, text, finish, group, sample, ids in zip(
-            examples, texts, traj.finish, traj.group, traj.sample, last_turns(traj), strict=True)
-    ]
+    ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if texts is None else texts
+    rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, strict=True)
+    return texts, [RewardItem(prompt=example.prompt, completion=prefix + text, columns={"answer": example.answer, **example.columns},
+                              finish=FINISH[finish], group=int(group), sample=int(sample), token_ids=tokens.tolist())
+                   for example, text, finish, group, sample, tokens in rows]
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
@@ -139,27 +126,31 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
 def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
     """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `tokens` are all it
     sampled, `version` and `last_version` those of its first and last token."""
-    out, rows = [], zip(examples, texts, result.records(), traj.sampled(), strict=True)
-    for i, (example, text, scored, at) in enumerate(rows):
-        record = {
+    out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
+    for i, (example, text, scored, at, score) in enumerate(rows):
+        out.append({
             "group": int(traj.group[i]),
             "sample": int(traj.sample[i]),
             "seed": int(traj.seed[i]),
             "prompt": example.prompt_text,
             "completion": text,
             "answer": example.answer,
-            "score": _number(result.total[i]),
+            "score": score,
             "reward": scored,
             "finish": FINISH[traj.finish[i]],
             "tokens": traj.tokens[at].tolist(),
             "logprobs": [round(float(x), 6) for x in traj.logprobs[at]],
             "version": int(traj.versions[at[0]]) if len(at) else -1,
             "last_version": int(traj.versions[at[-1]]) if len(at) else -1,
-        }
-        if advantages is not None:
-            record["advantage"] = _number(advantages[i])
-        out.append(record)
+        })
+    if advantages is not None:
+        out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]
     return out
+
+
+def _finite(numbers) -> list:
+    """None for what is not finite, which JSON has no word for."""
+    return np.where(np.isfinite(numbers), numbers, None).tolist()
 
 
 COLUMNS = ("tokens", "logprobs", "kept", "versions")
@@ -207,8 +198,3 @@ def recorded_outcomes(old: list[dict], traj: Trajectories, examples, texts, by: 
         same = all(name in r and r[name] == value for name, value in now.items()) and reward.get("by") == by
         out.append(reward if same else None)
     return out
-
-
-def _number(x):
-    x = float(x)
-    return x if np.isfinite(x) else None
