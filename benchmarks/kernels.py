@@ -139,13 +139,13 @@ def documents(length, count):
 
 def attention(table, model, length, count):
     """Forward and backward of one row: a document, or `count` packed ones."""
-    from jaxrl.kernels.attention import api, gpu, reference, tpu
+    from jaxrl.kernels.attention.packed import api, gpu, reference, tpu
     from jaxrl.kernels.platform import platform
 
     heads, groups, size, _, _ = MODELS[model]
     q, k, v, d_out = (normal(i, (1, length, h, size)) for i, h in enumerate((heads, groups, groups, heads)))
     lengths, positions, segments = documents(length, count)
-    ids = (positions, positions, segments, segments, None)
+    ids = reference.Ids(positions, positions, segments, segments)
     scale, flops = size ** -0.5, 4 * size * heads * sum(int(n) * (int(n) + 1) // 2 for n in lengths)
     name = "attention" if count == 1 else "packed attention"
     shape = f"{length} tokens" if count == 1 else f"{count} documents in {length}"
@@ -154,13 +154,13 @@ def attention(table, model, length, count):
         work = {"gpu": gpu.work_of, "tpu": tpu.work_of}.get(implementation)
         options = dict(window=0, softcap=0.0, scale=scale)
         if work is not None:
-            options["work"] = jax.jit(lambda *ids: work(q.shape, k.shape, q.dtype, *ids, None, window=0))(*ids[:4])
-        return lambda q, k, v: api.IMPLEMENTATIONS[implementation](q, k, v, *ids, **options)
+            options["work"] = jax.jit(lambda ids: work(q.shape, k.shape, q.dtype, ids, window=0))(ids)
+        return lambda q, k, v: api.IMPLEMENTATIONS[implementation](q, k, v, ids, **options)
 
     def library(function, **options):
         mask = {}
         if count > 1:
-            mask["mask"] = reference.visible(*(None if x is None else jnp.asarray(x) for x in ids), 0)[:, None]
+            mask["mask"] = reference.visible(jax.tree.map(jnp.asarray, ids), 0)[:, None]
         return lambda q, k, v: function(q, k, v, scale=scale, **(mask or dict(is_causal=True)), **options)
 
     def tokamax():
@@ -181,7 +181,7 @@ def attention(table, model, length, count):
                        f"tokamax mosaic{suffix}": tokamax}
     if "gpu" in makers:
         table.measure("block lists", model, shape, "gpu", lambda: compiled(
-            lambda *ids: gpu.work_of(q.shape, k.shape, q.dtype, *ids, None, window=0), *ids[:4]))
+            lambda ids: gpu.work_of(q.shape, k.shape, q.dtype, ids, window=0), ids))
     for implementation, make in makers.items():
         table.measure(f"{name} forward", model, shape, implementation, lambda make=make: compiled(make(), q, k, v), flops=flops)
 
@@ -221,23 +221,23 @@ def torch_attention(table, name, model, shape, sizes, flops):
 
 def decoding(table, model, slots, length):
     """One token of every slot of a cache whose slots are filled evenly from a quarter to the whole."""
-    from jaxrl.kernels.attention import api
+    from jaxrl.kernels.attention import cached
 
     heads, groups, size, _, _ = MODELS[model]
     q = normal(0, (slots, 1, heads, size))
     k, v = (normal(i, (1, slots, length, groups * size)) for i in (1, 2))
     positions = np.linspace(length // 4, length - 1, slots).astype(np.int32)[:, None]
     moved = 2 * k.dtype.itemsize * groups * size * int((positions + 1).sum())
-    names = [n for n in dict.fromkeys((*api.CACHED_ORDERS[jax.default_backend()], "xla"))]
+    names = [n for n in dict.fromkeys((*cached.api.ORDERS[jax.default_backend()], "xla"))]
     for name in names:
         table.measure("decoding", model, f"{slots} slots of {length}", name, lambda name=name: compiled(
-            functools.partial(api.CACHED[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v, positions, 0), moved=moved)
+            functools.partial(cached.api.IMPLEMENTATIONS[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v, positions, 0), moved=moved)
 
 
 def shared_decoding(table, model, slots, group, prompt, answers):
     """One token of every slot, `group` slots to a prompt, at the places of answers from the first token to the last; with the
     prompts read once and with every slot's own copy read."""
-    from jaxrl.kernels.attention import api, share
+    from jaxrl.kernels.attention import cached, share
 
     heads, groups, size, _, _ = MODELS[model]
     q, width, shared = normal(0, (slots, 1, heads, size)), groups * size, prompt - 1  # a slot writes its prompt's last key itself
@@ -247,15 +247,15 @@ def shared_decoding(table, model, slots, group, prompt, answers):
     positions = positions.astype(np.int32)
     moved = 2 * k.dtype.itemsize * width * (int((positions + 1 - shared).sum()) + slots // group * shared)
     tiles = share([slot // group for slot in range(slots)], [shared] * slots)
-    ours = [(name, tiles) for name in api.CACHED_ORDERS[jax.default_backend()] if name in api.CACHED_WORK]
+    ours = [(name, tiles) for name in cached.api.ORDERS[jax.default_backend()] if name in cached.api.WORK]
     for name, known in (*ours, *((name, None) for name, _ in ours), ("xla", None)):
 
         def make(name=name, tiles=known):
             more = {}
-            if name in api.CACHED_WORK:  # once per token, for all layers
-                work = functools.partial(api.CACHED_WORK[name], window=0, heads=heads, size=size, shared=tiles)
+            if name in cached.api.WORK:  # once per token, for all layers
+                work = functools.partial(cached.api.WORK[name], window=0, heads=heads, size=size, shared=tiles)
                 more["work"] = jax.jit(lambda positions: work(positions, k.shape, k.dtype))(positions)
-            attend = functools.partial(api.CACHED[name], window=0, softcap=0.0, scale=size ** -0.5)
+            attend = functools.partial(cached.api.IMPLEMENTATIONS[name], window=0, softcap=0.0, scale=size ** -0.5)
             return compiled(lambda q, k, v, positions, more: attend(q, k, v, positions, 0, **more), q, k, v, positions, more)
 
         table.measure("decoding, shared prompts", model, f"{slots} slots, {group} per prompt of {prompt}, answers to {answers}",
@@ -287,7 +287,7 @@ def correctness(names) -> list[dict]:
     """Every implementation against float64 on this device, the shared cases and decoding: rows with "error", "" where it held."""
     import attention_cases
 
-    from jaxrl.kernels.attention import api, decode
+    from jaxrl.kernels.attention import cached
 
     rows = []
 
@@ -312,18 +312,18 @@ def correctness(names) -> list[dict]:
         k, v = (normal(i, (2, slots, length, groups * size)) for i in (1, 2))
         positions = jax.random.randint(jax.random.key(3), (slots, 1), 0, length)
         options = dict(window=window, softcap=softcap, scale=size ** -0.5)
-        got = jax.jit(functools.partial(api.CACHED[name], **options))(q, k, v, positions, 1).astype(jnp.float32)
+        got = jax.jit(functools.partial(cached.api.IMPLEMENTATIONS[name], **options))(q, k, v, positions, 1).astype(jnp.float32)
         with jax.default_matmul_precision("highest"):
-            want = decode.reference_attention(*(x.astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
+            want = cached.reference.attention(*(x.astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
         assert error < 0.01, f"off by {error:.1e}"
 
-    for name in dict.fromkeys((*api.CACHED_ORDERS[jax.default_backend()], "xla")):
+    for name in dict.fromkeys((*cached.api.ORDERS[jax.default_backend()], "xla")):
         for case in ((3, 208, 4, 2, 64, 0, 0.0), (40, 1104, 14, 2, 128, 600, 0.0), (1, 1072, 2, 1, 128, 0, 0.0),
                      (40, 96, 8, 8, 256, 0, 5.0)):
             held(f"decoding {name}", case, lambda name=name, case=case: decodes(name, *case))
         with mock.patch.object(*attention_cases.SMALL_BLOCKS):
-            for case in attention_cases.SHARED_CASES if name in api.CACHED_WORK else ():
+            for case in attention_cases.SHARED_CASES if name in cached.api.WORK else ():
                 case = dataclasses.replace(case, dtype="bfloat16")
                 held(f"decoding {name}", case, lambda name=name, case=case: attention_cases.check_shared(name, case))
     return rows
@@ -368,7 +368,7 @@ def markdown(result) -> str:
 
 
 def run(tiny: bool, minutes: float) -> dict:
-    from jaxrl.kernels.attention import api
+    from jaxrl.kernels.attention.packed import api
 
     started, sizes = time.monotonic(), TINY if tiny else FULL
     ours = {"gpu": ("gpu", "cudnn"), "tpu": ("tpu",)}.get(jax.default_backend(), ())

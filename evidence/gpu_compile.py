@@ -25,7 +25,9 @@ import jax.numpy as jnp  # noqa: E402
 from common import record, table  # noqa: E402
 from jax import export  # noqa: E402
 
-from jaxrl.kernels.attention import decode_gpu, gpu, share  # noqa: E402
+from jaxrl.kernels.attention import cached, share  # noqa: E402
+from jaxrl.kernels.attention.packed import gpu  # noqa: E402
+from jaxrl.kernels.attention.packed.reference import Ids  # noqa: E402
 
 LENGTH, HEADS, GROUPS, ROWS = 4096, 8, 2, 2
 CASES = [(size, 0, 0.0) for size in (64, 80, 96, 128, 192, 256)] + [(128, 1024, 0.0), (128, 0, 30.0), (256, 1024, 50.0)]
@@ -59,21 +61,22 @@ def kernels():
         options = dict(window=window, softcap=softcap, scale=size ** -0.5, interpret=False)
 
         def loss(q, k, v, positions, segments, options=options):
-            return gpu.attention(q, k, v, positions, positions, segments, segments, segments, **options).astype(jnp.float32).sum()
+            ids = Ids(positions, positions, segments, segments, segments)
+            return gpu.attention(q, k, v, ids, **options).astype(jnp.float32).sum()
 
         for name, module in zip(("forward", "dq", "dk, dv"), modules(jax.grad(loss, (0, 1, 2)), q, k, v, at, at), strict=True):
             yield name, size, window, softcap, module
         query = jax.ShapeDtypeStruct((256, 1, HEADS, size), jnp.bfloat16)
         cache = jax.ShapeDtypeStruct((2, 256, LENGTH, GROUPS * size), jnp.bfloat16)
         where = jax.ShapeDtypeStruct((256, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-        for module in modules(functools.partial(decode_gpu.attention, **options), query, cache, cache, *where):
+        for module in modules(functools.partial(cached.gpu.attention, **options), query, cache, cache, *where):
             yield "decoding", size, window, softcap, module
-        if window or size > decode_gpu.WIDEST:
+        if window or size > cached.gpu.WIDEST:
             continue
         tiles = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), share([None] * 256, [0] * 256))
 
         def shared(q, k, v, positions, layer, tiles, options=options):
-            return decode_gpu.attention(q, k, v, positions, layer, shared=tiles, **options)
+            return cached.gpu.attention(q, k, v, positions, layer, shared=tiles, **options)
 
         for module in modules(shared, query, cache, cache, *where, tiles):
             yield "decoding, shared prompts", size, window, softcap, module

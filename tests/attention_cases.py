@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.kernels.attention import api, decode, decode_tpu, reference, share, tuned, tuned_gpu
+from jaxrl.kernels.attention import cached, packed, share
+from jaxrl.kernels.attention.gpu_chip import sizes_of
+from jaxrl.kernels.attention.packed.reference import Ids
 
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # of the norm, and of the largest entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of api.attention. `layout` names a function of this module that makes positions, segments, prefixes [B, L]."""
+    """One call of packed.api.attention. `layout` names a function of this module that makes positions, segments, prefixes [B, L]."""
 
     layout: str
     length: int = 300
@@ -119,7 +121,7 @@ def all_padding(length):
 
 
 def inputs(case: Case):
-    """(q, k, v), cotangent, the six arrays of ids of api.attention, [B, L] which queries mean something: numpy, float32."""
+    """(q, k, v), cotangent, Ids, [B, L] which queries mean something: numpy, float32."""
     rng = np.random.default_rng(len(str(case)))
     positions, segments, prefixes = globals()[case.layout](case.length)
     batch, shape = positions.shape[0], (case.length, case.size)
@@ -135,7 +137,7 @@ def inputs(case: Case):
     cotangent = np.where(means[..., None, None], cotangent, 0)
     of_keys = [None if x is None else x[:, order] for x in (positions, segments)]
     of_queries = [None if x is None else x[:, last] for x in (positions, segments, prefixes)]
-    ids = (of_queries[0], of_keys[0], of_queries[1], of_keys[1], of_queries[2])
+    ids = Ids(of_queries[0], of_keys[0], of_queries[1], of_keys[1], of_queries[2])
     return (q[:, last], k[:, order], v[:, order]), cotangent[:, last], ids, means[:, last]
 
 
@@ -145,13 +147,13 @@ def truth(case: Case):
     qkv, cotangent, ids, _ = inputs(case)
     with jax.enable_x64(True):
         qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (qkv, cotangent))
-        return [np.asarray(x) for x in _both(reference.attention, case)(qkv, cotangent, ids)]
+        return [np.asarray(x) for x in _both(packed.reference.attention, case)(qkv, cotangent, ids)]
 
 
 def _both(attend, case: Case):
     """The jitted function (qkv, cotangent, ids) -> (out, dq, dk, dv)."""
     def both(qkv, cotangent, ids):
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, *ids, **case.options), *qkv)
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, ids, **case.options), *qkv)
         return (out, *pull(cotangent))
 
     return jax.jit(both)
@@ -160,9 +162,9 @@ def _both(attend, case: Case):
 def check(implementation, case: Case):
     """Holds an implementation to float64: forward and all gradients, finite everywhere, bitwise equal when run again.
 
-    implementation: a name in api.IMPLEMENTATIONS (called itself: nothing falls back), or a function with its arguments.
+    implementation: a name in packed.api.IMPLEMENTATIONS (called itself: nothing falls back), or a function with its arguments.
     """
-    attend = api.IMPLEMENTATIONS[implementation] if isinstance(implementation, str) else implementation
+    attend = packed.api.IMPLEMENTATIONS[implementation] if isinstance(implementation, str) else implementation
     qkv, cotangent, ids, means = inputs(case)
     qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), (qkv, cotangent))
     run, means = _both(attend, case), means[..., None, None]
@@ -182,7 +184,7 @@ def check(implementation, case: Case):
 
 @dataclasses.dataclass(frozen=True)
 class SharedCase:
-    """One call of api.cached_attention with slots that share prompts.
+    """One call of cached.api.cached_attention with slots that share prompts.
 
     prompts: (positions shared, slots) per prompt. A slot more is idle and in no tile; of every prompt of several slots the last
     but one has ended.
@@ -232,21 +234,21 @@ def shared_inputs(case: SharedCase):
 def read_once(name: str, size: int, length: int) -> int:
     """Of `length` shared positions those that the kernel `name` reads once (on TPUs in blocks of 128, see SMALL_BLOCKS)."""
     if name == "tpu":
-        return length // decode_tpu.ALIGNED * decode_tpu.ALIGNED if length >= 128 else 0
-    keys = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+        return length // cached.tpu.ALIGNED * cached.tpu.ALIGNED if length >= 128 else 0
+    keys = sizes_of(cached.tuned.GPU, size).block
     return length // keys * keys
 
 
-SMALL_BLOCKS = (tuned, "CACHE_BYTES", 1)  # what to set for check_shared on TPUs
+SMALL_BLOCKS = (cached.tuned, "CACHE_BYTES", 1)  # what to set for check_shared on TPUs
 
 
 def check_shared(name, case: SharedCase, **options):
     """Holds a kernel that reads shared prompts once to float64. Its results are bitwise the same when it runs again, when other
     slots' copies hold something else, and when every slot is alone in its tile.
 
-    name: in api.CACHED_WORK. options: of that function.
+    name: in cached.api.WORK. options: of that function.
     """
-    attend = functools.partial(api.CACHED[name], **options)
+    attend = functools.partial(cached.api.IMPLEMENTATIONS[name], **options)
     (q, k, v), positions, names, lengths = shared_inputs(case)
     tiles = share(names, lengths)
     busy = positions[:, 0] < case.length
@@ -255,7 +257,7 @@ def check_shared(name, case: SharedCase, **options):
     assert str(out.dtype) == case.dtype and np.isfinite(out.astype(np.float32)).all()
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)]
-        want = np.asarray(decode.reference_attention(*wide, positions, 1, **case.options))
+        want = np.asarray(cached.reference.attention(*wide, positions, 1, **case.options))
     error = np.linalg.norm((out.astype(np.float64) - want)[busy]) / np.linalg.norm(want[busy])
     assert error < TOLERANCE[case.dtype], f"off by {error:.1e}"
     others = np.zeros(k.shape[1:3] + (1,), bool)  # copies in slots that are not their tile's first

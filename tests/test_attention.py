@@ -14,7 +14,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import ARCHITECTURES, SIZES
 
-from jaxrl.kernels.attention import api, attention, blockwise, cached_attention, decode_tpu, tpu, tuned
+from jaxrl.kernels.attention import attention, cached, cached_attention, fallback
+from jaxrl.kernels.attention.packed import api, blockwise, tpu, tuned
+from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
 from jaxrl.models import build
 
@@ -192,7 +194,7 @@ def computed(lengths):
     positions, segments = packed(lengths)
     length = positions.shape[1]
     x = jnp.ones((1, length, 1, 8))
-    counts = jax.jit(lambda *a: tpu.computed_tiles(*a, positions, positions, segments, segments, None))(x, x, x)
+    counts = jax.jit(lambda *a: tpu.computed_tiles(*a, Ids(positions, positions, segments, segments)))(x, x, x)
     return {name: int(count) * tuned.TILE**2 for name, count in counts.items()}
 
 
@@ -208,7 +210,7 @@ def test_empty_rows_are_no_work():
     positions = np.arange(512, dtype=np.int32)[None].repeat(2, 0)
     segments = np.stack([np.zeros(512, np.int32), np.repeat([1, 0], [100, 412]).astype(np.int32)])
     x = jnp.ones((2, 512, 2, 8))
-    counts = tpu.computed_tiles(x, x, x, positions, positions, segments, segments, None)
+    counts = tpu.computed_tiles(x, x, x, Ids(positions, positions, segments, segments))
     assert {name: int(count) for name, count in counts.items()} == {"forward": 1, "queries": 1, "keys": 1}
 
 
@@ -232,7 +234,7 @@ CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, g
 def test_cached_implementations_agree(case, monkeypatch):
     """XLA's and the TPU kernel against the reference in float64, in one layer of three, twice; float64 too where it is taken.
     What lies behind a slot's position does not matter."""
-    monkeypatch.setattr(tuned, "CACHE_BYTES", 1)  # 128 positions at a time
+    monkeypatch.setattr(cached.tuned, "CACHE_BYTES", 1)  # 128 positions at a time
     options = {name: case[name] for name in ("window", "softcap", "scale") if name in case}
     sizes = {name: case[name] for name in case if name not in options}
     q, k, v, positions = cached_inputs(**sizes)
@@ -255,14 +257,14 @@ def test_cached_implementations_agree(case, monkeypatch):
 @pytest.mark.parametrize("window", [0, 200])
 def test_cached_work_is_what_slots_see(window, monkeypatch):
     """The kernel's list names exactly the blocks with a visible position, in order, and one block for an idle slot."""
-    monkeypatch.setattr(tuned, "CACHE_BYTES", 1)
+    monkeypatch.setattr(cached.tuned, "CACHE_BYTES", 1)
     positions = np.array([[0], [127], [128], [700], [1000], [999]], np.int32)
-    work = decode_tpu.work_of(jnp.asarray(positions), (1, 6, 1000, 128), jnp.float32, window=window)
+    work = cached.tpu.work_of(jnp.asarray(positions), (1, 6, 1000, 128), jnp.float32, window=window)
     want = []
     for slot, position in enumerate(positions[:, 0]):
         seen = [c for c in range(1000) if c <= position and (not window or position - c < window)] if position < 1000 else [0]
         want += [(slot, block) for block in sorted({c // 128 for c in seen})]
-    words, call = np.asarray(work.words[0]), decode_tpu.Call(128, 1000, 1)
+    words, call = np.asarray(work.words[0]), cached.tpu.Call(128, 1000, 1)
     assert [(int(call.place(w)), int(call.start(w)) // 128) for w in words[:int(work.count[0])]] == want
     assert (words[len(want):] == -1).all()
 
@@ -293,7 +295,7 @@ def test_who_is_asked(monkeypatch):
 
 
 def test_who_is_asked_for_the_cache(monkeypatch):
-    asked = spied(monkeypatch, api.CACHED)
+    asked = spied(monkeypatch, cached.api.IMPLEMENTATIONS)
     q, k, v, positions = cached_inputs(length=20)
     for implementation, want in (("auto", "xla"), ("blockwise", "xla"), ("reference", "reference"), ("tpu", "tpu")):
         cached_attention(q, k, v, positions, 0, implementation=implementation)
@@ -306,7 +308,7 @@ def test_who_is_asked_for_the_cache(monkeypatch):
 
 def test_a_refusal_is_said_once(caplog):
     q, k, v, positions, *_ = inputs(dtype=np.float32)
-    api._say.cache_clear()
+    fallback.say_once.cache_clear()
     for _ in range(2):
         attention(q, k, v, positions, positions, implementation="tpu")
     said = [r.getMessage() for r in caplog.records]
@@ -321,10 +323,10 @@ def test_the_platform_is_that_of_the_mesh():
     leave_mesh()
     with jax.sharding.use_abstract_mesh(tpu_mesh):
         assert platform() == "tpu" and api.order("auto") == ("tpu", "blockwise", "reference")
-        assert api.cached_order("auto") == ("tpu", "xla") and api.order("reference") == ("reference", "blockwise")
+        assert cached.api.order("auto") == ("tpu", "xla") and api.order("reference") == ("reference", "blockwise")
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
         assert platform() == "gpu" and api.order("auto") == ("gpu", "cudnn", "blockwise", "reference")
-        assert api.cached_order("auto") == ("gpu", "xla")
+        assert cached.api.order("auto") == ("gpu", "xla")
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
         assert platform() == "cpu"
 

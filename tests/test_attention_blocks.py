@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from attention_cases import CASES, Case, inputs
 
-from jaxrl.kernels.attention.blocks import active_blocks, block_lists
-from jaxrl.kernels.attention.reference import visible
+from jaxrl.kernels.attention.packed.blocks import active_blocks, block_lists
+from jaxrl.kernels.attention.packed.reference import visible
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (128, 128)])
@@ -14,12 +14,12 @@ def test_lists_are_the_masks_own_blocks(case: Case, sizes):
     """Active is a block with a visible pair of a real query, and no other; lists ascend and repeat their last entry."""
     ids = inputs(case)[2]
     block_q, block_k = sizes
-    mask = np.asarray(visible(*ids, case.window))
+    mask = np.asarray(visible(ids, case.window))
     if ids[2] is not None:
         mask = mask & (ids[2] != 0)[..., None]
     mask = np.pad(mask, [(0, 0), (0, -mask.shape[1] % block_q), (0, -mask.shape[2] % block_k)])
     want = mask.reshape(len(mask), mask.shape[1] // block_q, block_q, -1, block_k).any(axis=(2, 4))
-    active = active_blocks(*ids, window=case.window, block_q=block_q, block_k=block_k)
+    active = active_blocks(ids, window=case.window, block_q=block_q, block_k=block_k)
     np.testing.assert_array_equal(active, want)
     for lists, own in ((block_lists(active), want), (block_lists(active.swapaxes(1, 2)), want.swapaxes(1, 2))):
         assert lists.blocks.shape == own.shape

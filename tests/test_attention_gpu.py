@@ -15,7 +15,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from tiny_models import ARCHITECTURES, SIZES
 
-from jaxrl.kernels.attention import cudnn, decode, decode_gpu, gpu, gpu_plan, reference, tuned_gpu
+from jaxrl.kernels.attention import cached, gpu_chip
+from jaxrl.kernels.attention.gpu_chip import sizes_of
+from jaxrl.kernels.attention.packed import cudnn, gpu, gpu_plan, reference
+from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.models import build
 from jaxrl.sharding.mesh import AXES
 
@@ -42,12 +45,12 @@ def test_blocks_without_work_are_not_computed():
     segments = np.repeat(np.arange(1, 5), lengths).astype(np.int32)[None]
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
     q, k, v = (jnp.ones((1, sum(lengths), h, 64), jnp.bfloat16) for h in (heads, groups, groups))
-    ids = positions, positions, segments, segments, np.zeros_like(segments)
-    counted = gpu.computed_blocks(q, k, v, *ids, scale=0.1, interpret=strict())
-    mask = np.asarray(reference.visible(*ids, 0))[0]
-    sizes = gpu.sizes_of(64)
-    for name, rows, columns, copies in (("forward", 64, sizes.forward.keys, heads), ("queries", 64, sizes.queries.keys, heads),
-                                        ("keys", sizes.keys.queries, 64, heads)):
+    ids = Ids(positions, positions, segments, segments, np.zeros_like(segments))
+    counted = gpu.computed_blocks(q, k, v, ids, scale=0.1, interpret=strict())
+    mask = np.asarray(reference.visible(ids, 0))[0]
+    sizes = gpu.sizes_for(64)
+    for name, rows, columns, copies in (("forward", 64, sizes.forward.block, heads), ("queries", 64, sizes.queries.block, heads),
+                                        ("keys", sizes.keys.block, 64, heads)):
         active = mask.reshape(-1, rows, mask.shape[1] // columns, columns).any(axis=(1, 3)).sum()
         assert counted[name][0].sum() == active * copies, name
         assert counted[name][1] == rows * columns, name
@@ -60,10 +63,10 @@ def test_work_of_sixteen_documents(size):
     lengths = np.random.default_rng(0).multinomial(16384, np.full(16, 1 / 16))
     segments = np.repeat(np.arange(1, 17), lengths).astype(np.int32)[None]
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
-    area, sizes = (lengths * (lengths + 1) // 2).sum(), gpu.sizes_of(size)
-    for parts, block, transposed in ((2, sizes.forward.keys, False), (sizes.queries.consumers, sizes.queries.keys, False),
-                                     (sizes.keys.consumers, sizes.keys.queries, True)):
-        plan = gpu_plan.plan(1, positions, positions, segments, segments, None, window=0, parts=parts, block=block,
+    area, sizes = (lengths * (lengths + 1) // 2).sum(), gpu.sizes_for(size)
+    for parts, block, transposed in ((2, sizes.forward.block, False), (sizes.queries.consumers, sizes.queries.block, False),
+                                     (sizes.keys.consumers, sizes.keys.block, True)):
+        plan = gpu_plan.plan(1, Ids(positions, positions, segments, segments), window=0, parts=parts, block=block,
                              transposed=transposed)
         wanted = np.asarray(plan.lists)[..., None] >> np.arange(parts) & 1
         work = int(wanted.sum()) * 64 * block
@@ -77,8 +80,8 @@ def test_plan():
     for layout, length in (("prompts", 500), ("documents", 700), ("whole", 384), ("padding", 300)):
         for window, transposed in ((0, False), (90, False), (0, True)):
             ids = attention_cases.inputs(Case(layout, length=length))[2]
-            plan = gpu_plan.plan(ids[0].shape[0], *ids, window=window, parts=2, block=64, transposed=transposed)
-            mask = np.asarray(reference.visible(*ids, window))
+            plan = gpu_plan.plan(len(ids.q_positions), ids, window=window, parts=2, block=64, transposed=transposed)
+            mask = np.asarray(reference.visible(ids, window))
             if ids[2] is not None:
                 mask &= (ids[2] != 0)[..., None]
             seen = np.pad(mask, [(0, 0), (0, -length % 128), (0, -length % 128)])
@@ -108,31 +111,28 @@ DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, 
 def test_decoding(case, monkeypatch):
     """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what lies
     behind a slot's blocks is not read."""
-    from jaxrl.kernels.attention import decode_gpu_kernel
-
     slots, length, heads, groups, size, window, softcap, chips = case
-    for module in (tuned_gpu, decode_gpu_kernel):
-        monkeypatch.setattr(module, "MULTIPROCESSORS", chips)
+    monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", chips)
     rng = np.random.default_rng(2)
     q = jnp.asarray(rng.normal(size=(slots, 1, heads, size)), jnp.bfloat16)
     k, v = (jnp.asarray(rng.normal(size=(2, slots, length, groups * size)), jnp.bfloat16) for _ in range(2))
     positions = np.append(rng.integers(0, length, slots - 1), length - 1).astype(np.int32)[:, None]
     positions[1:2] = length if slots > 2 else positions[1:2]
-    keys = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+    keys = sizes_of(cached.tuned.GPU, size).block
     unread = (np.arange(length) // keys > positions // keys) & (np.arange(length) < length - keys)
     k, v = (jnp.where(unread[..., None], jnp.nan, x) for x in (k, v))
     options = dict(window=window, softcap=softcap, scale=size ** -0.5)
-    got = np.asarray(decode_gpu.attention(q, k, v, positions, 1, interpret=strict(), **options), np.float32)
-    want = decode.reference_attention(*(jnp.nan_to_num(x).astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
+    got = np.asarray(cached.gpu.attention(q, k, v, positions, 1, interpret=strict(), **options), np.float32)
+    want = cached.reference.attention(*(jnp.nan_to_num(x).astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
     busy = (positions < length)[..., None, None]
     assert np.isfinite(got).all() and not np.where(busy, 0, got).any()
     assert np.linalg.norm(np.where(busy, got - want, 0)) < 0.01 * np.linalg.norm(want)
 
 
 def test_parts_of_decoding():
-    assert decode_gpu.splits_of(1024, 4096, 64) == 1
-    assert decode_gpu.splits_of(2, 4096, 64) == 16
-    assert decode_gpu.splits_of(20, 4096, 64) == 14
+    assert cached.gpu.splits_of(1024, 4096, 64) == 1
+    assert cached.gpu.splits_of(2, 4096, 64) == 16
+    assert cached.gpu.splits_of(20, 4096, 64) == 14
 
 
 def lowered(function, *shapes):
@@ -153,15 +153,14 @@ def shapes(length, size, heads=4, groups=2, batch=2):
 def test_kernels_lower_for_cuda(size, softcap, window):
     """Forward, dq and dk with dv, in the body that keeps operands in registers; shared memory fits."""
     def loss(q, k, v, positions, segments, prefixes):
-        out = gpu.attention(q, k, v, positions, positions, segments, segments, prefixes, window=window, softcap=softcap,
-                            scale=0.1, interpret=False)
+        ids = Ids(positions, positions, segments, segments, prefixes)
+        out = gpu.attention(q, k, v, ids, window=window, softcap=softcap, scale=0.1, interpret=False)
         return out.astype(jnp.float32).sum()
 
     assert lowered(jax.grad(loss, (0, 1, 2)), *shapes(1000, size)).count("@mosaic_gpu_v2") == 3
-    alone = functools.partial(gpu.attention, window=window, softcap=softcap, scale=0.1, q_segments_BxL=None, k_segments_BxS=None,
-                              q_prefixes_BxL=None, interpret=False)
+    alone = functools.partial(gpu.attention, window=window, softcap=softcap, scale=0.1, interpret=False)
     q, k, v, positions, *_ = shapes(1024, size)
-    assert lowered(lambda q, k, v, p: alone(q, k, v, p, p), q, k, v, positions).count("@mosaic_gpu_v2") == 1
+    assert lowered(lambda q, k, v, p: alone(q, k, v, Ids(p, p)), q, k, v, positions).count("@mosaic_gpu_v2") == 1
 
 
 @pytest.mark.mosaic
@@ -170,7 +169,7 @@ def test_decoding_lowers_for_cuda(size, slots):
     q = jax.ShapeDtypeStruct((slots, 1, 12, size), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((24, slots, 2048, 2 * size), jnp.bfloat16)
     positions, layer = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((slots, 1), ()))
-    call = functools.partial(decode_gpu.attention, window=0, softcap=0.0, scale=0.1, interpret=False)
+    call = functools.partial(cached.gpu.attention, window=0, softcap=0.0, scale=0.1, interpret=False)
     assert lowered(call, q, cache, cache, positions, layer).count("@mosaic_gpu_v2") == 1
 
 
@@ -212,7 +211,7 @@ def test_what_is_refused():
     at = np.arange(64, dtype=np.int32)[None]
     cache = np.zeros((3, 1, 64, 64), jnp.bfloat16)
 
-    def refused(reason, *qkv, of=gpu.attention, ids=(at, at, None, None, None), softcap=0.0, scale=0.1, **rest):
+    def refused(reason, *qkv, of=gpu.attention, ids=(Ids(at, at),), softcap=0.0, scale=0.1, **rest):
         with pytest.raises(NotImplementedError, match=reason):
             of(*qkv, *ids, window=0, softcap=softcap, scale=scale, **rest)
 
@@ -222,14 +221,14 @@ def test_what_is_refused():
     refused("1 queries for 64 keys", q[:, :1], k, v, of=on_a_gpu)
     if not MOSAIC:
         refused("jax 0.1", q, k, v)
-        refused("jax 0.1", q[:, :1], cache, cache, of=decode_gpu.attention, ids=(at[:, :1], 0))
+        refused("jax 0.1", q[:, :1], cache, cache, of=cached.gpu.attention, ids=(at[:, :1], 0))
         return
     refused("float32 inputs", *(x.astype(np.float32) for x in (q, k, v)))
     refused("one type", q, k.astype(np.float16), v)
     refused("head size 40", *(x[..., :40] for x in (q, k, v)))
-    refused("one query per row", q[:, :1], k, v, ids=(at[:, :1], at, None, None, None))
+    refused("one query per row", q[:, :1], k, v, ids=(Ids(at[:, :1], at),))
     refused("scale -1", q, k, v, scale=-1)
-    one = dict(of=decode_gpu.attention, ids=(at[:, :1], 0))
+    one = dict(of=cached.gpu.attention, ids=(at[:, :1], 0))
     refused("takes one", q[:, :1], cache.astype(np.float16), cache, **one)
     refused("cache length 50", q[:, :1], cache[:, :, :50], cache[:, :, :50], **one)
     refused("head size 32", q[:, :1, :, :32], cache, cache, **one)
@@ -247,15 +246,15 @@ def test_rows_that_cudnn_serves():
     def single(layout, length=40, shuffled=False):
         case = Case(layout, length=length, shuffled=shuffled)
         ids = attention_cases.inputs(case)[2]
-        return bool(cudnn.one_sequence((ids[0].shape[0], length), *ids)[0])
+        return bool(cudnn.one_sequence((len(ids.q_positions), length), ids)[0])
 
     assert single("whole") and not single("whole", shuffled=True)
     assert not single("documents") and not single("prompts") and not single("ones") and not single("padding")
     positions, segments, prefixes = attention_cases.rows_of([[(30, 3, 0, 0)], [(40, 1, 0, 0)], []], 40)
-    answer, lengths = cudnn.one_sequence((3, 40), positions, positions, segments, segments, prefixes)
+    answer, lengths = cudnn.one_sequence((3, 40), Ids(positions, positions, segments, segments, prefixes))
     assert answer and lengths.tolist() == [30, 40, 1]
     later, _, _ = attention_cases.rows_of([[(30, 3, 0, 1)], [(40, 1, 0, 0)], []], 40)
-    assert not cudnn.one_sequence((3, 40), later, later, segments, segments, prefixes)[0]
+    assert not cudnn.one_sequence((3, 40), Ids(later, later, segments, segments, prefixes))[0]
 
 
 def test_cudnn_lowers_for_cuda(monkeypatch):
@@ -265,7 +264,7 @@ def test_cudnn_lowers_for_cuda(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
     def loss(q, k, v, positions, segments, prefixes):
-        out = on_a_gpu(q, k, v, positions, positions, segments, segments, prefixes, window=100, softcap=0.0, scale=0.1)
+        out = on_a_gpu(q, k, v, Ids(positions, positions, segments, segments, prefixes), window=100, softcap=0.0, scale=0.1)
         return out.astype(jnp.float32).sum()
 
     module = lowered(jax.grad(loss, (0, 1, 2)), *shapes(1024, 64))

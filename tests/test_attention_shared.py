@@ -12,8 +12,8 @@ from attention_cases import SHARED_CASES, SMALL_BLOCKS, check_shared, shared_inp
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.kernels.attention import api, decode_gpu, decode_tpu, share, shares_prompts, tuned_gpu
-from jaxrl.kernels.attention.shared import WIDTH
+from jaxrl.kernels.attention import cached, gpu_chip, share, shares_prompts
+from jaxrl.kernels.attention.cached.shared import WIDTH
 
 os.environ.setdefault("PJRT_NPROC", "8")  # for the interpreter of Mosaic GPU
 
@@ -68,7 +68,7 @@ def test_tpu_kernel_neither_races_nor_reads_what_was_not_written(case, small_blo
 
 @functools.partial(jax.jit, static_argnums=1)
 def tpu_work(positions, shape, tiles=None):
-    return decode_tpu.work_of(positions, shape, jnp.bfloat16, window=0, shared=tiles)
+    return cached.tpu.work_of(positions, shape, jnp.bfloat16, window=0, shared=tiles)
 
 
 def entries(work, call):
@@ -80,7 +80,7 @@ def entries(work, call):
 
 def test_a_prompt_is_read_once_on_tpus():
     """8 slots with a prompt of 1024 tokens in blocks of 512: twice a block for all, then one of each slot."""
-    shape, call = (28, 9, 1536, 256), decode_tpu.Call(512, 1536, WIDTH)
+    shape, call = (28, 9, 1536, 256), cached.tpu.Call(512, 1536, WIDTH)
     positions = np.array([[1023 + 60 * i] for i in range(8)] + [[1536]], np.int32)
     tiles = share(["p"] * 8 + [None], [1023] * 9)
     work = tpu_work(positions, shape, tiles)
@@ -100,16 +100,16 @@ def test_nothing_is_shared_below_a_block_or_out_of_line(shape, length):
     tiles = share(["p"] * 9, [length] * 9)
     work, alone = (tpu_work(positions, shape, t) for t in (tiles, None))
     assert int(work.count[0]) == int(alone.count[0])
-    assert not any(tile for _, tile, _ in entries(work, decode_tpu.Call(512, shape[2], work.width)))
+    assert not any(tile for _, tile, _ in entries(work, cached.tpu.Call(512, shape[2], work.width)))
 
 
 def test_layers_with_a_window_read_their_own_copies(small_blocks):
     (q, k, v), positions, names, lengths = shared_inputs(SHARED_CASES[0])
     tiles = share(names, lengths)
-    run = jax.jit(lambda tiles: api.cached_attention(q, k, v, positions, 1, implementation="tpu", window=200, shared=tiles))
+    run = jax.jit(lambda tiles: cached.api.cached_attention(q, k, v, positions, 1, implementation="tpu", window=200, shared=tiles))
     got, want = (np.asarray(run(t)) for t in (tiles, None))
     assert got.tobytes() == want.tobytes()
-    work = api.cached_work_of(positions, k.shape, k.dtype, 4, 64, window=200, implementation="tpu", shared=tiles)["tpu"]
+    work = cached.api.cached_work_of(positions, k.shape, k.dtype, 4, 64, window=200, implementation="tpu", shared=tiles)["tpu"]
     assert work.width == 1
 
 
@@ -123,11 +123,8 @@ def test_gpu_kernel(case, part, monkeypatch):
     """Races, uninitialised memory and reads beyond an end looked for; few multiprocessors, or many and tiles in parts."""
     from test_attention_gpu import strict
 
-    from jaxrl.kernels.attention import decode_gpu_kernel
-
-    for module in (tuned_gpu, decode_gpu_kernel):
-        monkeypatch.setattr(module, "MULTIPROCESSORS", 2 if part == 16 else 12)
-        monkeypatch.setattr(module, "PART", part)
+    monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", 2 if part == 16 else 12)
+    monkeypatch.setattr(cached.tuned, "PART", part)
     check_shared("gpu", case, interpret=strict())
 
 
@@ -142,7 +139,7 @@ def test_gpu_kernel_lowers_for_cuda(heads, size, softcap):
     tiles = jax.tree.map(lambda x: shape(x.shape, x.dtype), tiles)
 
     def call(q, k, v, positions, layer, tiles):
-        return decode_gpu.attention(q, k, v, positions, layer, shared=tiles, window=0, softcap=softcap, scale=0.1,
+        return cached.gpu.attention(q, k, v, positions, layer, shared=tiles, window=0, softcap=softcap, scale=0.1,
                                     interpret=False)
 
     arguments = q, cache, cache, shape((64, 1), jnp.int32), shape((), jnp.int32), tiles
@@ -152,7 +149,7 @@ def test_gpu_kernel_lowers_for_cuda(heads, size, softcap):
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def gpu_work(positions, tiles, heads, length=2048, size=128):
     shape = (28, len(positions), length, 2 * size)
-    return decode_gpu.work_of(positions, shape, jnp.bfloat16, window=0, shared=tiles, heads=heads, size=size)
+    return cached.gpu.work_of(positions, shape, jnp.bfloat16, window=0, shared=tiles, heads=heads, size=size)
 
 
 def test_a_prompt_is_read_once_on_gpus():

@@ -13,7 +13,7 @@ from attention_cases import SMALL_BLOCKS
 from rollout_helpers import END, config, prompt, random_params
 
 from jaxrl import models
-from jaxrl.kernels.attention.shared import WIDTH
+from jaxrl.kernels.attention.cached.shared import WIDTH
 from jaxrl.rollout import Request, SamplingParams, generate, make_engine
 
 TIMEOUT = 300.0

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import Shared, attention, cached_attention, share
-from jaxrl.kernels.attention.shared import WIDTH
+from jaxrl.kernels.attention.cached.shared import WIDTH
 from jaxrl.planning import compiling, programs
 
 # rows, queries, query heads, key-value heads, head size, dtype, options

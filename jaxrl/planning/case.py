@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl import models, sharding
 from jaxrl.config import load_config
 from jaxrl.errors import ConfigError
-from jaxrl.kernels.attention import tpu
+from jaxrl.kernels.attention.packed import tpu
 from jaxrl.models import hf
 from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory

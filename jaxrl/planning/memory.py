@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from jaxrl.kernels.attention import blockwise
+from jaxrl.kernels.attention.packed import blockwise
 from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets

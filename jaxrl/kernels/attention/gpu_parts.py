@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels of this folder share: tiles in shared memory, matrix products, scores and masks.
+"""What the Mosaic GPU kernels of both ops share: tiles in shared memory, a ring of them, matrix products, scores.
 
 A kernel runs in warpgroups of 128 threads: one producer, which lets the copy engine fill a ring of tiles, and
 consumers, which multiply. Scores are kept in base 2 (times log2 e), so that softmax is one fused multiply-add and one
@@ -11,7 +11,6 @@ runs anywhere: it stages the left operand in shared memory. Everything else is o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -20,28 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
-HIDDEN = -1e30  # the score of a hidden key: finite, so that a row of hidden keys stays finite
-SEEN = -1e20    # a row's maximum is above this where it saw a key
-ROWS = 64       # rows of a matrix product of one warpgroup
-
+SEEN = -1e20  # a row's maximum is above this where it saw a key
+PARAMS = plgpu.CompilerParams(approx_math=True)
 WGMMA, BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """The static part of a call: factor on the scores, soft-cap and window (0 = none), whether there are segments,
-    whether `accumulate` keeps to registers, and whether blocks are counted."""
-
-    scale: float
-    softcap: float
-    window: int
-    segments: bool
-    in_registers: bool
-    count: bool = False
-
-
 def swizzled(shape, dtype, parts=1):
-    """Shared memory that the copy engine and the matrix unit read without bank conflicts; the last axis may be cut in parts."""
+    """Shared memory that the copy engine and the matrix unit read without bank conflicts; the last axis may be cut in
+    parts."""
     swizzle = plgpu.find_swizzle(shape[-1] // parts * jnp.finfo(dtype).bits)
     columns = 8 * swizzle // jnp.finfo(dtype).bits
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
@@ -91,28 +76,6 @@ def in_base_2(raw, op):
     return tanh * (op.softcap * LOG2E), tanh
 
 
-def visible(q_info, k_info, shape, op, transposed=False):
-    """bool `shape`: which key each query sees. Rows are queries, or keys where `transposed`.
-
-    q_info [positions, segments, prefixes] and k_info [positions, segments]: int32 in shared memory, as `gpu_plan`
-    makes them; without segments only positions. Before the copy engine overwrites them, commit_smem.
-    """
-    q_layout, q_axis, k_layout, k_axis = (BY_COLUMN, 1, BY_ROW, 0) if transposed else (BY_ROW, 0, BY_COLUMN, 1)
-    q_pos, *q_rest = (_spread(q_info.at[i], q_layout, q_axis, shape) for i in range(3 if op.segments else 1))
-    k_pos, *k_rest = (_spread(k_info.at[i], k_layout, k_axis, shape) for i in range(2 if op.segments else 1))
-    mask = k_pos <= q_pos
-    if op.window:
-        mask &= q_pos - k_pos < op.window
-    if op.segments:
-        (own, prefix), (segment,) = q_rest, k_rest
-        mask &= (segment == own) | (segment == prefix)
-    return mask
-
-
-def _spread(ref, layout, axis, shape):
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=layout), shape, [axis])
-
-
 def rows(vector, shape):
     """A value per row, for every column."""
     return lax.broadcast_in_dim(vector, shape, [0])
@@ -127,23 +90,30 @@ def slot_of(step, stages):
     return lax.rem(step, jnp.int32(stages))
 
 
-def steps(n_full, n, body, skip, wanted, carry):
-    """body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask, of which
-    skip(step) passes those that are not wanted(step): another warpgroup's work, with which this one keeps pace."""
-    def some(i, carry):
-        def passed(carry):
-            skip(i)
-            return carry
-
-        return lax.cond(wanted(i), lambda c: body(i, c, masked=True), passed, carry)
-
-    carry = lax.fori_loop(jnp.int32(0), n_full, lambda i, c: body(i, c, masked=False), carry)
-    return lax.fori_loop(n_full, n, some, carry)
-
-
 def ring(n, stages, fill, before=0):
-    """The producer's loop: fill(step, slot, reused); `reused`: consumers must have freed the slot. before: steps done so far."""
+    """The producer's loop: fill(step, slot, reused); `reused`: consumers must have freed the slot. before: steps done
+    so far."""
     def one(step, _):
         fill(step, slot_of(before + step, stages), before + step >= stages)
 
     lax.fori_loop(jnp.int32(0), n, one, None)
+
+
+def ring_barriers(consumers, stages, first, second):
+    """Of a ring whose slots' two halves are filled and freed apart, by so many copies each."""
+    free = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
+    return dict(first_ready=plgpu.Barrier(num_arrivals=first, num_barriers=stages), first_free=free,
+                second_ready=plgpu.Barrier(num_arrivals=second, num_barriers=stages), second_free=free)
+
+
+def load(own, slot, ready, **sources):
+    """Copies each source to own[name].at[slot]; `ready` hears of each."""
+    for name, source in sources.items():
+        plgpu.copy_gmem_to_smem(source, own[name].at[slot], ready)
+
+
+def refill(own, slot, reused, first, second):
+    """The producer's step: {name: source} of each half, once consumers have freed it."""
+    for half, sources in (("first", first), ("second", second)):
+        pl.when(reused)(lambda half=half: plgpu.barrier_wait(own[f"{half}_free"].at[slot]))
+        load(own, slot, own[f"{half}_ready"].at[slot], **sources)

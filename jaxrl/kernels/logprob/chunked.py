@@ -1,20 +1,21 @@
-"""`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time (all of them where they are few).
+"""`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time (all of them where
+they are few).
 
-The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are skipped.
-The forward pass keeps its inputs and three numbers per token (see _Sums); the backward pass computes each chunk's logits
-again and writes
+The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are
+skipped. The forward pass keeps its inputs and three numbers per token (see _Sums); the backward pass computes each
+chunk's logits again and writes
     d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H)
 (H the entropy), then applies the chain rule of temperature and soft-cap.
 
-On CPUs the vocabulary is cut into blocks too, so that a chunk's logits stay in the cache from the product that makes them to the
-last use of them; the sums over the vocabulary are then carried from block to block. One CPU device that has few logits in all
-(KEPT_CPU) keeps them, after the soft-cap, for the backward pass.
+On CPUs the vocabulary is cut into blocks too, so that a chunk's logits stay in the cache from the product that makes
+them to the last use of them; the sums over the vocabulary are then carried from block to block. One CPU device that has
+few logits in all (KEPT_CPU) keeps them, after the soft-cap, for the backward pass.
 
 On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
 
-Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens of the
-vocabulary in a block.
+Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens
+of the vocabulary in a block.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, capped_logits
 from jaxrl.kernels.platform import platform
 
-LOGITS_CPU, NARROWEST = 1 << 20, 128  # logits at once that a CPU's cache holds, in blocks of the vocabulary no narrower than this
+LOGITS_CPU, NARROWEST = 1 << 20, 128  # logits at once that a CPU's cache holds, in blocks no narrower than this
 KEPT_CPU = 1 << 26  # logits of a microbatch, 256 MiB, that a CPU keeps for the backward pass
 
 
@@ -76,8 +77,8 @@ def _first_token(vocab: int, axis):
 
 
 def held(tokens, vocab: int, axis):
-    """(index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`. axis: the mesh axis
-    that the vocabulary is split over, None = whole."""
+    """(index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`. axis: the
+    mesh axis that the vocabulary is split over, None = whole."""
     return _held(tokens, vocab, _first_token(vocab, axis))
 
 
@@ -100,7 +101,8 @@ class _Sums(NamedTuple):
     @classmethod
     def none(cls, count: int, most: int, dtype):
         low, zero = jnp.full(count, OUTSIDE, dtype), jnp.zeros(count, dtype)
-        return cls(low, zero, zero, zero, jnp.full((count, most), -1, jnp.int32), jnp.full((count, most), -jnp.inf, dtype))
+        ids, logits = jnp.full((count, most), -1, jnp.int32), jnp.full((count, most), -jnp.inf, dtype)
+        return cls(low, zero, zero, zero, ids, logits)
 
     def raised(self, top):
         """The same with respect to a higher top."""
@@ -120,7 +122,8 @@ class _Sums(NamedTuple):
         if ids.shape[1]:
             known = logits_CxW if block.seen is None else jnp.where(block.seen, logits_CxW, -jnp.inf)
             more, places = jax.lax.top_k(known, min(ids.shape[1], known.shape[1]))
-            ids, logits = _best(jnp.concatenate([ids, block.first + places], 1), jnp.concatenate([logits, more], 1), ids.shape[1])
+            ids, logits = _best(jnp.concatenate([ids, block.first + places], 1),
+                                jnp.concatenate([logits, more], 1), ids.shape[1])
         return _Sums(sums.top, sums.total + weights.sum(-1), sums.mean + (weights * shifted).sum(-1),
                      jnp.where(here, found, sums.target), ids, logits)
 
@@ -130,7 +133,9 @@ class _Sums(NamedTuple):
             return self
         every = lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True)  # noqa: E731
         sums = self.raised(jax.lax.pmax(self.top, axis))
-        ids, logits = _best(every(sums.ids), every(sums.logits), sums.ids.shape[1]) if sums.ids.shape[1] else (sums.ids, sums.logits)
+        ids, logits = sums.ids, sums.logits
+        if ids.shape[1]:
+            ids, logits = _best(every(ids), every(logits), ids.shape[1])
         total, mean, target = (jax.lax.psum(x, axis) for x in (sums.total, sums.mean, sums.target))
         return _Sums(sums.top, total, mean, target, ids, logits)
 
@@ -156,8 +161,8 @@ class _Block(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """This device's part of the output matrix [D, V] (transposed: [V, D]), in blocks of `width`; the last one begins where it ends
-    with the vocabulary, so that all are of one shape."""
+    """This device's part of the output matrix [D, V] (transposed: [V, D]), in blocks of `width`; the last one begins
+    where it ends with the vocabulary, so that all are of one shape."""
 
     weights: jax.Array
     transposed: bool
@@ -225,7 +230,8 @@ class _Head(NamedTuple):
 def logprob_and_entropy(
         hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed):
     """See api.logprob_and_entropy."""
-    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed, False)[0]
+    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split,
+                    transposed, keep=False)[0]
 
 
 def _placed(local, split, transposed: bool, inputs: str, outputs: str):
@@ -267,11 +273,13 @@ def _forward(hidden, head, targets, valid, support, temperature, softcap, top, c
 
             return jax.lax.cond(at[0] < valid.size, compute, skip, kept)
 
-        kept, out = jax.lax.scan(one, kept, (jnp.arange(len(line.at)), line.at, *(line.chunks(x) for x in (hidden, targets, support))))
+        per_token = (line.chunks(x) for x in (hidden, targets, support))
+        kept, out = jax.lax.scan(one, kept, (jnp.arange(len(line.at)), line.at, *per_token))
         return (*(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False)), kept)
 
     inputs = hidden, head, targets, valid, support, temperature
-    logp, entropy, highest, log_sum, *most, kept = _placed(local, split, transposed, "rvrrrw", "rrrrrrw" if top else "rrrrw")(*inputs)
+    placed = _placed(local, split, transposed, "rvrrrw", "rrrrrrw" if top else "rrrrw")
+    logp, entropy, highest, log_sum, *most, kept = placed(*inputs)
     return (logp, entropy, *most), (*inputs, highest, log_sum, entropy, kept)
 
 
@@ -287,7 +295,7 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
         def one(grad_head, xs):
             t, at, h_CxD, t_C, kept_CxK, *numbers = xs
             highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
-            h_DxC = h_CxD.T if platform() != "cpu" else jax.lax.optimization_barrier(h_CxD.T)  # transposed once, not per block
+            h_DxC = h_CxD.T if platform() != "cpu" else jax.lax.optimization_barrier(h_CxD.T)  # once, not per block
 
             def add(grads, i):
                 grad_head, grad_h = grads
@@ -318,10 +326,11 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
             one, jnp.zeros((head.shape[1], head.shape[0]) if transposed else head.shape, acc),
             (jnp.arange(len(line.at)), line.at, *(line.chunks(x) for x in per_token)))
         grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
-        grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products run at the machine's speed
+        grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products are fastest
         return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 
-    grad_hidden, grad_head = _placed(local, split, transposed, "rvrrrwrrrrr", "rv")(*saved[:-1], *grads[:2])  # the most probable tokens have none
+    placed = _placed(local, split, transposed, "rvrrrwrrrrr", "rv")  # the most probable tokens have no gradient
+    grad_hidden, grad_head = placed(*saved[:-1], *grads[:2])
     return grad_hidden, grad_head, None, None, None, None
 
 

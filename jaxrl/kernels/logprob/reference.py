@@ -12,9 +12,8 @@ import jax.numpy as jnp
 def capped_logits(hidden, head, softcap, transposed):
     """[..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = jax.lax.dot_general(
-        hidden, head.astype(hidden.dtype), (((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())), preferred_element_type=acc
-    )
+    contract = ((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())
+    logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=acc)
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
@@ -31,7 +30,8 @@ def allowed(support, vocab: int):
     return mask.reshape(*support.shape[:-1], vocab)
 
 
-def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, transposed):
+def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top,
+                        transposed):
     """See api.logprob_and_entropy."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)

@@ -1,11 +1,13 @@
-"""`attention` in XLA over the blocks of keys that each block of queries sees: the work follows the documents, not the row.
+"""`attention` in XLA over the blocks of keys that each block of queries sees: the work follows the documents, not the
+row.
 
-Neighbouring blocks of queries gather their key blocks together, as many for each as the one that needs most (of a few sizes,
-chosen on the device; where that is all of them, nothing is gathered). The backward pass computes the scores again. At most SCORES
-numbers exist at once, or those of one block of queries per row, so memory is linear in the row length.
+Neighbouring blocks of queries gather their key blocks together, as many for each as the one that needs most (of a few
+sizes, chosen on the device; where that is all of them, nothing is gathered). The backward pass computes the scores
+again. At most SCORES numbers exist at once, or those of one block of queries per row, so memory is linear in the row
+length.
 
-Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, C queries or keys per block,
-N query blocks, M key blocks, m gathered ones.
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, C queries or keys per
+block, N query blocks, M key blocks, m gathered ones.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention import reference
-from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, BlockLists, active_blocks, block_lists
+from jaxrl.kernels.attention.packed import reference
+from jaxrl.kernels.attention.packed.blocks import NO_KEY, NO_QUERY, BlockLists, active_blocks, block_lists
+from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
 
 BLOCK = 64
@@ -26,49 +29,48 @@ SCORES = 1 << 24  # numbers at once
 SCORES_CPU = 1 << 20  # what its cache holds
 
 
-def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
-            window) -> BlockLists:
-    """The key blocks of every query block, for all layers of a window. Looks at as many queries at once as have SCORES pairs.
+def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> BlockLists:
+    """The key blocks of every query block, for all layers of a window. Looks at as many queries at once as have SCORES
+    pairs.
 
     NotImplementedError for short rows: there `auto` runs the reference, which has no use for the lists.
     """
     del kv_shape, dtype
     if q_shape[1] < WORTH_IT:
         raise NotImplementedError(f"{q_shape[1]} queries: the reference is faster")
-    return _lists(q_shape[0], q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window)
+    return _lists(q_shape[0], ids, window)
 
 
-def _lists(rows, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window) -> BlockLists:
-    blocks = -(-q_positions_BxL.shape[1] // BLOCK)
-    at_once = max(1, SCORES // (rows * BLOCK * k_positions_BxS.shape[1]))
+def _lists(rows, ids: Ids, window) -> BlockLists:
+    blocks = -(-ids.q_positions.shape[1] // BLOCK)
+    at_once = max(1, SCORES // (rows * BLOCK * ids.k_positions.shape[1]))
     count = -(-blocks // at_once)
 
     def cut(x, value):
         return None if x is None else _cut_blocks(_cut(x, value), count, -(-blocks // count))
 
-    def some(ids):
-        positions, segments, prefixes = (None if x is None else x.reshape(len(x), -1) for x in ids)
-        return active_blocks(positions, k_positions_BxS, segments, k_segments_BxS, prefixes, window=window, block_q=BLOCK, block_k=BLOCK)
+    def some(of_queries):
+        positions, segments, prefixes = (None if x is None else x.reshape(len(x), -1) for x in of_queries)
+        own = ids._replace(q_positions=positions, q_segments=segments, q_prefixes=prefixes)
+        return active_blocks(own, window=window, block_q=BLOCK, block_k=BLOCK)
 
-    found = jax.lax.map(some, (cut(q_positions_BxL, NO_QUERY), cut(q_segments_BxL, 0), cut(q_prefixes_BxL, 0)))
+    found = jax.lax.map(some, (cut(ids.q_positions, NO_QUERY), cut(ids.q_segments, 0), cut(ids.q_prefixes, 0)))
     return block_lists(_joined(found, blocks))
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-              q_prefixes_BxL, *, window, softcap, scale, chosen=True, work=None):
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None):
     """See api.attention. Without `chosen`, short rows are left to the reference (NotImplementedError)."""
-    length = q_BxLxHxK.shape[1]
+    rows, length = q_BxLxHxK.shape[:2]
     if not chosen and length < WORTH_IT:
         raise NotImplementedError(f"{length} queries: the reference is faster")
     if work is None:
-        work = _lists(len(q_BxLxHxK), q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window)
-    if q_segments_BxL is None:
-        q_segments_BxL, k_segments_BxS = jnp.ones_like(q_positions_BxL), jnp.ones_like(k_positions_BxS)
-    if q_prefixes_BxL is None:
-        q_prefixes_BxL = jnp.zeros_like(q_segments_BxL)
-    rows = len(q_BxLxHxK)
-    ids = [_cut(jnp.broadcast_to(x, (rows, x.shape[1])), value) for x, value in (
-        (q_positions_BxL, NO_QUERY), (q_segments_BxL, 0), (q_prefixes_BxL, 0), (k_positions_BxS, NO_KEY), (k_segments_BxS, 0))]
+        work = _lists(rows, ids, window)
+    if ids.q_segments is None:
+        ids = ids._replace(q_segments=jnp.ones_like(ids.q_positions), k_segments=jnp.ones_like(ids.k_positions))
+    if ids.q_prefixes is None:
+        ids = ids._replace(q_prefixes=jnp.zeros_like(ids.q_segments))
+    ids = Ids(*(_cut(jnp.broadcast_to(x, (rows, x.shape[1])), value)
+                for x, value in zip(ids, (NO_QUERY, NO_KEY, 0, 0, 0), strict=True)))
     work = BlockLists(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in work))
     return _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, _Options(window, softcap, float(scale)))
 
@@ -106,11 +108,12 @@ def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
         q, q_ids, at, counts = xs
 
         def run(m):
-            return _some(q, k, v, _bias(q_ids, ids[3:], at[:, :, :m], counts, options.window), at[:, :, :m], options)
+            return _some(q, k, v, _bias(q_ids, ids, at[:, :, :m], counts, options.window), at[:, :, :m], options)
 
         return None, _sized(run, k.shape[2], counts)
 
-    _, (out, log_sum) = jax.lax.scan(group, None, (cut.queries(q_BxLxHxK), *cut.blocks((ids[:3], work.blocks, work.counts))))
+    xs = cut.queries(q_BxLxHxK), *cut.blocks((_of_queries(ids), work.blocks, work.counts))
+    _, (out, log_sum) = jax.lax.scan(group, None, xs)
     out = cut.joined(out)
     return out, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, out, log_sum)
 
@@ -126,12 +129,12 @@ def _backward(options, saved, g_BxLxHxK):
         q, g, delta, log_sum, q_ids, at, counts = xs
 
         def run(m):
-            bias = _bias(q_ids, ids[3:], at[:, :, :m], counts, options.window)
+            bias = _bias(q_ids, ids, at[:, :, :m], counts, options.window)
             return _some_grads(grads, q, k, v, g, delta[..., 0], log_sum, bias, at[:, :, :m], options)
 
         return _sized(run, k.shape[2], counts)
 
-    xs = (*map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta)), log_sum, *cut.blocks((ids[:3], work.blocks, work.counts)))
+    xs = (*map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta)), log_sum, *cut.blocks((_of_queries(ids), work.blocks, work.counts)))
     (gk, gv), gq = jax.lax.scan(group, (jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc)), xs)
     gk, gv = (_from_keys(x, like) for x, like in ((gk, k_BxSxGxK), (gv, v_BxSxGxK)))
     return cut.joined(gq), gk, gv, None, None
@@ -203,19 +206,25 @@ def _joined(x, blocks):
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :blocks]
 
 
-def _bias(q_ids, k_ids, at_Bxnxm, counts_Bxn, window):
-    """[B, j, S, i, C]: 0 where the key is seen, else so low that it has no weight. The n blocks of queries are j batches of i blocks:
-    one batch, of all keys, where nothing is gathered, else n batches of one block.
+def _of_queries(ids: Ids):
+    return ids.q_positions, ids.q_segments, ids.q_prefixes
 
-    A sum, not a choice: XLA for CPUs adds what it makes once for all heads, where it evaluates the mask of a `where` for every score."""
+
+def _bias(q_ids, ids: Ids, at_Bxnxm, counts_Bxn, window):
+    """[B, j, S, i, C]: 0 where the key is seen, else so low that it has no weight. The n blocks of queries are j
+    batches of i blocks: one batch, of all keys, where nothing is gathered, else n batches of one block.
+
+    A sum, not a choice: XLA for CPUs adds what it makes once for all heads, where it evaluates the mask of a `where`
+    for every score."""
     rows, n, m = at_Bxnxm.shape
+    k_ids = ids.k_positions, ids.k_segments
     if m == k_ids[0].shape[1]:
         q_ids, k_ids = ([x.reshape(rows, 1, -1) for x in ids] for ids in (q_ids, k_ids))
     else:
         k_ids = [jax.vmap(lambda x, at: x[at])(x, at_Bxnxm) for x in k_ids]
         counted = jnp.arange(m) < counts_Bxn[..., None]  # the lists repeat their last block
         k_ids = [x.reshape(rows, n, -1) for x in (jnp.where(counted[..., None], k_ids[0], NO_KEY), k_ids[1])]
-    mask = reference.visible(q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2], window)
+    mask = reference.visible(Ids(q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2]), window)
     bias = jnp.where(mask, 0.0, reference.hidden_score(jnp.float32)).swapaxes(-1, -2)
     return bias.reshape(*bias.shape[:3], -1, BLOCK)
 
@@ -250,7 +259,8 @@ def _rows(x_BxGxjxixRxCxK):
 
 
 def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
-    """(scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys come first: XLA's product is fastest so."""
+    """(scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys come first: XLA's product
+    is fastest so."""
     q = q_BxGxjxixRxCxK
     scores = _product(k_BxGxjxSxK, _rows(q), 4, 4).reshape(*k_BxGxjxSxK.shape[:4], *q.shape[3:6]) * options.scale
     if not options.softcap:
@@ -260,8 +270,8 @@ def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
 
 
 def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, options):
-    """(out [B, G, n, R, C, K], logarithm of the sum of exp(score) [B, G, n, R, C]) of some blocks of queries over the blocks `at`.
-    A query that sees no key has 0 for the logarithm, so that in the backward pass it weights no key."""
+    """(out [B, G, n, R, C, K], logarithm of the sum of exp(score) [B, G, n, R, C]) of some blocks of queries over the
+    blocks `at`. A query that sees no key has 0 for the logarithm, so that in the backward pass it weights no key."""
     q = _batched(q_BxGxnxRxCxK, bias_BxjxSxixC.shape[1])
     k, v = _gathered(k_BxGxMxCxK, at_Bxnxm), _gathered(v_BxGxMxCxK, at_Bxnxm)
     scores = _scores(q, k, options)[0] + bias_BxjxSxixC[:, None, :, :, :, None]
@@ -274,11 +284,12 @@ def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, opt
     return out, log_sum.reshape(q_BxGxnxRxCxK.shape[:-1])
 
 
-def _some_grads(grads, q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC, bias_BxjxSxixC,
-                at_Bxnxm, options):
+def _some_grads(grads, q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC,
+                bias_BxjxSxixC, at_Bxnxm, options):
     """(grads and those of k and v added, gradient of q). delta: sum of out * g over K."""
     batches = bias_BxjxSxixC.shape[1]
-    q, g, delta, log_sum = (_batched(x, batches) for x in (q_BxGxnxRxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC))
+    of_queries = q_BxGxnxRxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC
+    q, g, delta, log_sum = (_batched(x, batches) for x in of_queries)
     k, v = _gathered(k_BxGxMxCxK, at_Bxnxm), _gathered(v_BxGxMxCxK, at_Bxnxm)
     scores, capped = _scores(q, k, options)
     weights = jnp.exp(scores + (bias_BxjxSxixC[:, None, :, :, :, None] - log_sum[:, :, :, None]))

@@ -1,9 +1,9 @@
-"""The kernel of decode_gpu. A piece of work is a slot (or a tile of slots, with the blocks that they share), a group of query
-heads and a split of the blocks; a block of threads per multiprocessor takes one piece after the other, and its producer reads
-ahead into the next one.
+"""The kernel of `gpu`. A piece of work is a slot (or a tile of slots, with the blocks that they share), a group of
+query heads and a split of the blocks; a block of threads per multiprocessor takes one piece after the other, and its
+producer reads ahead into the next one.
 
-Legend: B slots, C cache length, N layers, G key-value heads, R query heads per group (a multiple of 8), K head size, P parts of
-tiles, then splits of slots.
+Legend: B slots, C cache length, N layers, G key-value heads, R query heads per group (a multiple of 8), K head size, P
+parts of tiles, then splits of slots.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl.kernels.attention import gpu_chip
+from jaxrl.kernels.attention.cached import tuned
+from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS
 from jaxrl.kernels.attention.gpu_parts import (
     BY_ROW,
-    HIDDEN,
     LOG2E,
-    ROWS,
+    PARAMS,
     SEEN,
     WGMMA,
     accumulate,
     in_base_2,
+    refill,
     ring,
+    ring_barriers,
     rows,
     slot_of,
     staged,
     swizzled,
     zeros,
 )
-from jaxrl.kernels.attention.tuned_gpu import MULTIPROCESSORS, PART
 
 
 class Piece(NamedTuple):
@@ -49,28 +52,30 @@ class Piece(NamedTuple):
     before: Any    # blocks of those pieces
 
 
-def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None, work=None, parts=0):
-    """Returns (out [P, B, G, R, K], fp32 or, of one split and no tiles, in q's dtype; lse [P, B, G, 64] in base 2 and fp32).
+def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None, work=None,
+           parts=0):
+    """Returns (out [P, B, G, R, K], fp32 or, of one split and no tiles, in q's dtype; lse [P, B, G, 64] in base 2 and
+    fp32).
 
-    positions at or beyond C: the slot is idle, its output 0. sizes: tuned_gpu.Decode. work: decode_gpu.Work or None. parts: of
-    tiles. A tile leaves in every one of its slots the lse of all its rows, R for each of its slots; what it has no blocks for it
-    does not write.
+    positions at or beyond C: the slot is idle, its output 0. work: gpu.Work or None. parts: of
+    tiles. A tile leaves in every one of its slots the lse of all its rows, R for each of its slots; what it has no
+    blocks for it does not write.
     """
     batch, groups, heads, size = q_BxGxRxK.shape
-    length, keys, dtype = k_NxBxCxGK.shape[2], sizes.keys, q_BxGxRxK.dtype
+    length, keys, dtype = k_NxBxCxGK.shape[2], sizes.block, q_BxGxRxK.dtype
     together = 1 if work is None else work.slots.shape[1]
     out_dtype = dtype if splits + parts == 1 else jnp.float32
     out = [jax.ShapeDtypeStruct((parts + splits, *q_BxGxRxK.shape), out_dtype),
            jax.ShapeDtypeStruct((parts + splits, batch, groups, ROWS), jnp.float32)]
-    takers = min(splits * groups * batch, MULTIPROCESSORS)
-    one = plgpu.Barrier(num_arrivals=1, num_barriers=sizes.stages)
-    tiles = dict(q=swizzled((ROWS, size), dtype), out=None if splits + parts == 1 else swizzled((ROWS, size), jnp.float32),
+    takers = min(splits * groups * batch, gpu_chip.MULTIPROCESSORS)
+    tiles = dict(q=swizzled((ROWS, size), dtype),
+                 out=None if splits + parts == 1 else swizzled((ROWS, size), jnp.float32),
                  k=swizzled((sizes.stages, keys, size), dtype), v=swizzled((sizes.stages, keys, size), dtype),
                  stage=staged(1, ROWS, keys, dtype, op))
     small = dict(  # behind the tiles, whose alignment would waste the space between
         lse=plgpu.SMEM((ROWS,), jnp.float32), q_ready=plgpu.Barrier(), q_free=plgpu.Barrier(),
         others_ready=plgpu.Barrier(num_arrivals=together - 1) if together > 1 else None,
-        k_ready=one, v_ready=one, k_free=one, v_free=one)
+        **ring_barriers(1, sizes.stages, 1, 1))
 
     def kernel(q, k, v, positions, layer, *rest):
         *work, out, lse, tiles, small = rest
@@ -98,7 +103,7 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
     return plgpu.kernel(
         kernel, out_type=out, scratch_types=[tiles, small], grid=(takers,), grid_names=("taker",),
         num_threads=2, thread_name="warpgroup", interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=PARAMS,
     )(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, *(() if work is None else work[:5]))
 
 
@@ -116,7 +121,8 @@ def _pieces(shape, takers, blocks, body):
         number = taker + i * takers
         if parts:
             shared = number < of_tiles
-            number, into = number - jnp.where(shared, 0, of_tiles), jnp.where(shared, jnp.int32(parts), jnp.int32(splits))
+            number = number - jnp.where(shared, 0, of_tiles)
+            into = jnp.where(shared, jnp.int32(parts), jnp.int32(splits))
         else:
             shared, into = False, jnp.int32(splits)
         row, rest = lax.div(number, groups * into), lax.rem(number, groups * into)
@@ -127,10 +133,11 @@ def _pieces(shape, takers, blocks, body):
             tile = of_tile(jnp.where(shared, row, 0))
             position, first, end = (jnp.where(shared, a, b) for a, b in zip(tile, (position, first, end), strict=True))
             share = lax.div(end - first + into - 1, into)
-            share = jnp.where(shared, jnp.maximum(share, PART), share)
+            share = jnp.where(shared, jnp.maximum(share, tuned.PART), share)
         first = first + part * share
         n = jnp.maximum(jnp.minimum(end - first, share), 0)
-        piece = Piece(shared, row, group, part + (jnp.where(shared, 0, parts) if parts else 0), first, n, position, done, before)
+        place = part + (jnp.where(shared, 0, parts) if parts else 0)
+        piece = Piece(shared, row, group, place, first, n, position, done, before)
         if parts:
             wanted = (n > 0) | ~shared
             pl.when(wanted)(lambda: body(piece))
@@ -146,7 +153,7 @@ def _produce(piece, refs, slots, sources, length, own, sizes):
     """The queries of one piece, once the result of the piece before has left their tile, then its keys and values."""
     q, k, v = refs
     shared, row, group = piece.shared, piece.row, piece.group
-    (heads, size), keys = q.shape[2:], sizes.keys
+    (heads, size), keys = q.shape[2:], sizes.block
     pl.when(piece.done > 0)(lambda: plgpu.barrier_wait(own["q_free"]))
     lead = row if slots is None else jnp.where(shared, slots[jnp.where(shared, row, 0), 0], row)
     # Rows from R on hold whatever shared memory held; no row of a product depends on another.
@@ -156,23 +163,21 @@ def _produce(piece, refs, slots, sources, length, own, sizes):
         def _():
             for w in range(1, slots.shape[1]):  # where there is no slot, the first one's again: its results go nowhere
                 slot = slots[row, w]
-                plgpu.copy_gmem_to_smem(q.at[jnp.where(slot < 0, lead, slot), group], own["q"].at[pl.ds(w * heads, heads)],
-                                        own["others_ready"])
+                plgpu.copy_gmem_to_smem(q.at[jnp.where(slot < 0, lead, slot), group],
+                                        own["q"].at[pl.ds(w * heads, heads)], own["others_ready"])
 
     source_slot = row if slots is None else jnp.where(shared, sources[jnp.where(shared, row, 0)], row)
 
     def fill(step, slot, reused):
         at = source_slot, pl.ds(_start(piece.first + step, length, keys), keys), pl.ds(group * size, size)
-        for name, source in (("k", k), ("v", v)):
-            pl.when(reused)(lambda name=name: plgpu.barrier_wait(own[f"{name}_free"].at[slot]))
-            plgpu.copy_gmem_to_smem(source.at[at], own[name].at[slot], own[f"{name}_ready"].at[slot])
+        refill(own, slot, reused, dict(k=k.at[at]), dict(v=v.at[at]))
 
     ring(piece.n, sizes.stages, fill, piece.before)
 
 
 def _blocks(positions, length, keys, window, work):
-    """(tiles with work; then of a tile and of a slot: (the last position seen, the first block of `keys` positions that is read,
-    the one behind the last); none for an idle slot)."""
+    """(tiles with work; then of a tile and of a slot: (the last position seen, the first block of `keys` positions that
+    is read, the one behind the last); none for an idle slot)."""
     *_, blocks, count, before = work or (None,) * 5
 
     def of_slot(slot):
@@ -195,7 +200,7 @@ def _start(block, length, keys):
 
 def _consume(piece, length, own, op, sizes):
     """(weighted sum of values, maximum and total of the weights) of the heads of a group."""
-    q, shape = own["q"], (ROWS, sizes.keys)
+    q, shape = own["q"], (ROWS, sizes.block)
     stage = None if own["stage"] is None else own["stage"].at[0]
     plgpu.barrier_wait(own["q_ready"])
     if own["others_ready"] is not None:
@@ -204,28 +209,28 @@ def _consume(piece, length, own, op, sizes):
     def step(i, carry):
         acc, top, total = carry
         slot, block = slot_of(piece.before + i, sizes.stages), piece.first + i
-        plgpu.barrier_wait(own["k_ready"].at[slot])
+        plgpu.barrier_wait(own["first_ready"].at[slot])
 
         def multiply(ref):
             plgpu.wgmma(ref, q, own["k"].at[slot].transpose((1, 0)))
             return ref[...]
 
         scores, _ = in_base_2(pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), op)
-        at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + _start(block, length, sizes.keys)
-        mask = (at <= piece.position) & (at >= block * sizes.keys)
+        at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + _start(block, length, sizes.block)
+        mask = (at <= piece.position) & (at >= block * sizes.block)
         if op.window:
             mask &= piece.position - at < op.window
         scores = jnp.where(mask, scores, HIDDEN)
-        plgpu.barrier_arrive(own["k_free"].at[slot])
+        plgpu.barrier_arrive(own["first_free"].at[slot])
 
         new_top = jnp.maximum(top, scores.max(axis=1))
         weights = jnp.exp2(scores - rows(jnp.where(new_top > SEEN, new_top, 0.0), shape))
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
         low = weights.astype(q.dtype)
-        plgpu.barrier_wait(own["v_ready"].at[slot])
+        plgpu.barrier_wait(own["second_ready"].at[slot])
         acc, = accumulate((acc * rows(shrink, acc.shape),), ((lambda: low, own["v"].at[slot]),), stage)
-        plgpu.barrier_arrive(own["v_free"].at[slot])
+        plgpu.barrier_arrive(own["second_free"].at[slot])
         return acc, new_top, total
 
     start = (zeros((ROWS, q.shape[-1])), zeros((ROWS,), BY_ROW, HIDDEN), zeros((ROWS,), BY_ROW))

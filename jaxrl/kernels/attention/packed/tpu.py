@@ -1,9 +1,10 @@
 """`attention` for packed rows on TPUs: Pallas kernels that read and compute only what the row's documents need.
 
-Memory is linear in the row length in both passes; gradients are summed in one order. Queries that see no key, padding among them,
-give 0. Off a TPU the kernels run interpreted.
+Memory is linear in the row length in both passes; gradients are summed in one order. Queries that see no key, padding
+among them, give 0. Off a TPU the kernels run interpreted.
 
-Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, I id columns, T entries.
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, I id columns, T
+entries.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention import tpu_kernels, tuned
-from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
-from jaxrl.kernels.attention.tpu_kernels import Call, Walk, work_list
-from jaxrl.kernels.attention.tuned import TILE
+from jaxrl.kernels.attention.packed import tpu_kernels, tuned
+from jaxrl.kernels.attention.packed.blocks import NO_QUERY, active_blocks, filled_ids
+from jaxrl.kernels.attention.packed.reference import Ids
+from jaxrl.kernels.attention.packed.tpu_kernels import Call, Walk, work_list
+from jaxrl.kernels.attention.packed.tuned import TILE
+from jaxrl.kernels.attention.tpu_parts import WORDS
 from jaxrl.kernels.platform import cores, platform
 
 
@@ -45,9 +48,9 @@ def check(q_shape, kv_shape, dtype) -> None:
         walk = Walk(_tiles(mine), _tiles(other), tuned.tiles_of(other))
         bits = sum(walk.fields) + max(1, (batch - 1).bit_length())
         entries = batch * walk.resident * (walk.passing // walk.tiles)
-        if bits > 31 or entries > tuned.WORDS:
-            raise NotImplementedError(f"{batch} rows of {length} x {keys} on one device; the TPU kernel's work list has room for "
-                                      f"{tuned.WORDS} entries, not {entries}")
+        if bits > 31 or entries > WORDS:
+            raise NotImplementedError(f"{batch} rows of {length} x {keys} on one device; the TPU kernel's work list has "
+                                      f"room for {WORDS} entries, not {entries}")
 
 
 def _tiles(length: int) -> int:
@@ -56,35 +59,33 @@ def _tiles(length: int) -> int:
     return -(-length // step) * (step // TILE)
 
 
-def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *,
-          window) -> Work:
+def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
     """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
     check(q_shape, kv_shape, dtype)
     length, keys = q_shape[1], kv_shape[1]
-    active = active_blocks(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window=window,
-                           block_q=TILE, block_k=TILE)
+    active = active_blocks(ids, window=window, block_q=TILE, block_k=TILE)
     active = jnp.broadcast_to(active, (q_shape[0], *active.shape[1:]))
     active = jnp.pad(active, [(0, 0), (0, _tiles(length) - active.shape[1]), (0, _tiles(keys) - active.shape[2])])
     both = work_list(active, tuned.tiles_of(keys)), work_list(active.swapaxes(1, 2), tuned.tiles_of(length))
     return Work(*(x[None] for pair in both for x in pair))
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-              q_prefixes_BxL, *, window, softcap, scale, chosen=True, work=None, interpret=None):
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
+              interpret=None):
     """See api.attention. Raises NotImplementedError for what `check` names.
 
-    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = where this is no TPU.
+    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = where this
+    is no TPU.
     """
     del chosen
-    call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-                             q_prefixes_BxL, window, softcap, scale, work, interpret)
+    call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
-def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0, scale=1.0, interpret=None):
+def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, window=0, softcap=0.0, scale=1.0, interpret=None):
     """The TILE x TILE tiles that each kernel computed, counted by itself: {"forward", "queries", "keys"}, int32 []."""
     call, (words, count, key_words, key_count, *arrays) = _prepared(
-        q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window, softcap, scale, None, interpret)
+        q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, None, interpret)
     call = dataclasses.replace(call, counted=True)
     work, key_work = (words[0], count[0]), (key_words[0], key_count[0])
     out, lse, forward = tpu_kernels.forward(call, work, *arrays)
@@ -94,34 +95,31 @@ def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, *ids, window=0, softcap=0.0,
     return {name: count[0] for name, count in counts.items()}  # every block of heads computes the same tiles
 
 
-def _prepared(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes, window, softcap, scale, work, interpret):
+def _prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
     """(Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and columns."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")
     interpret = platform() != "tpu" if interpret is None else interpret
-    ids = q_positions, k_positions, q_segments, k_segments, q_prefixes
     if work is None:
-        work = work_of(q.shape, k.shape, q.dtype, *ids, window=window)
+        work = work_of(q.shape, k.shape, q.dtype, ids, window=window)
     check(q.shape, k.shape, q.dtype)
     batch, _, heads, size = q.shape
     length, keys = _tiles(q.shape[1]) * TILE, _tiles(k.shape[1]) * TILE
     call = Call(batch, length, keys, heads, k.shape[2], size, str(q.dtype), window, float(softcap), float(scale),
-                q_segments is not None, q_prefixes is not None and q_segments is not None, interpret, cores=cores())
+                ids.q_segments is not None, ids.q_segments is not None and ids.q_prefixes is not None, interpret,
+                cores=cores())
 
     def by_head(x, length):
         return jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)])
 
-    def side(x, length, value):
-        return jnp.broadcast_to(filled(x, length, value), (batch, length))
-
-    q_ids, k_ids = [side(q_positions, length, NO_QUERY)], [side(k_positions, keys, NO_KEY)]
+    q_position, k_position, q_segment, k_segment, prefix = (
+        x if x is None else jnp.broadcast_to(x, (batch, x.shape[1])) for x in filled_ids(ids, length, keys))
+    q_ids, k_ids = [q_position], [k_position]
     if call.segmented:
-        segments = side(q_segments, length, 0)
-        q_ids = [jnp.where(segments == 0, NO_QUERY, q_ids[0]), segments]
-        k_ids.append(side(k_segments, keys, 0))
+        q_ids = [jnp.where(q_segment == 0, NO_QUERY, q_position), q_segment]
+        k_ids.append(k_segment)
     if call.prefixed:
-        prefixes = side(q_prefixes, length, 0)
-        q_ids.append(jnp.where(prefixes == 0, NO_QUERY, prefixes))
+        q_ids.append(jnp.where(prefix == 0, NO_QUERY, prefix))
     return call, (*work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1),
                   jnp.stack(k_ids, axis=2))
 

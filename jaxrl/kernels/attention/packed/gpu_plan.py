@@ -10,10 +10,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.kernels.attention.blocks import NO_KEY, NO_QUERY, active_blocks, filled
+from jaxrl.kernels.attention.gpu_chip import ROWS
+from jaxrl.kernels.attention.packed.blocks import NO_KEY, NO_QUERY, active_blocks, filled_ids
+from jaxrl.kernels.attention.packed.reference import Ids
 
 UNIT = 128  # rows are filled up to whole numbers of this; every tile and block divides it
-PART = 64   # of a tile: what one warpgroup holds
 
 
 class Plan(NamedTuple):
@@ -26,16 +27,15 @@ class Plan(NamedTuple):
     lists: object   # [B, N, M] int32: entries (see entry) in the order of visit, first those counted first
 
 
-def plan(batch, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *, window, parts, block,
-         transposed=False) -> Plan:
-    """The Plan of tiles of `parts` x PART queries over blocks of `block` keys; transposed: of keys over blocks of queries.
+def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
+    """The Plan of tiles of `parts` x ROWS queries over blocks of `block` keys; transposed: of keys over blocks of
+    queries.
 
     Ids have `batch` rows, or one for all. Padding (segment 0, and what fills up the rows) sees nothing and is not seen.
     """
-    ids = (filled(q_positions_BxL, UNIT, NO_QUERY), filled(k_positions_BxS, UNIT, NO_KEY),
-           *(None if x is None else filled(x, UNIT, 0) for x in (q_segments_BxL, k_segments_BxS, q_prefixes_BxL)))
-    block_q, block_k = (block, PART) if transposed else (PART, block)
-    active = active_blocks(*ids, window=window, block_q=block_q, block_k=block_k)
+    ids = filled_ids(ids, UNIT, UNIT)
+    block_q, block_k = (block, ROWS) if transposed else (ROWS, block)
+    active = active_blocks(ids, window=window, block_q=block_q, block_k=block_k)
     q_info, k_info = _info(*ids)
     full = active & _all_visible(q_info, k_info, window, block_q, block_k)
     if transposed:
@@ -46,7 +46,8 @@ def plan(batch, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS
     counts = jnp.stack([full.sum(axis=2), active.sum(axis=2)], axis=2).astype(jnp.int32)
     visit = jnp.argsort(2 - active.astype(jnp.int8) - full.astype(jnp.int8), axis=2, stable=True)
     lists = (visit * 2 ** parts + jnp.take_along_axis(wants, visit, axis=2)).astype(jnp.int32)
-    q_info, k_info, counts, lists = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (q_info, k_info, counts, lists))
+    q_info, k_info, counts, lists = (
+        jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (q_info, k_info, counts, lists))
     order = jnp.argsort(-counts[..., 1].reshape(-1), stable=True).astype(jnp.int32)
     return Plan(q_info, k_info, order, counts, lists)
 
@@ -67,7 +68,8 @@ def _info(q_pos, k_pos, q_seg, k_seg, q_pre):
 
 
 def _all_visible(q_info, k_info, window, block_q, block_k):
-    """bool [B, N, M]: blocks where every query sees every key, as far as their extremes tell (a mask is never wrong)."""
+    """bool [B, N, M]: blocks where every query sees every key, as far as their extremes tell (a mask is never
+    wrong)."""
     q, k = (x.reshape(*x.shape[:2], -1, block) for x, block in ((q_info, block_q), (k_info, block_k)))
     (q_low, q_high), (k_low, k_high) = ((x.min(axis=3), x.max(axis=3)) for x in (q, k))
     sees = k_high[:, 0, None, :] <= q_low[:, 0, :, None]
@@ -75,6 +77,7 @@ def _all_visible(q_info, k_info, window, block_q, block_k):
         sees &= q_high[:, 0, :, None] - k_low[:, 0, None, :] < window
     if q.shape[1] > 1:
         k_one = (k_low[:, 1] == k_high[:, 1])[:, None, :]
-        mine = [(q_low[:, i] == q_high[:, i])[:, :, None] & (q_low[:, i, :, None] == k_low[:, 1, None, :]) for i in (1, 2)]
+        mine = [(q_low[:, i] == q_high[:, i])[:, :, None] & (q_low[:, i, :, None] == k_low[:, 1, None, :])
+                for i in (1, 2)]
         sees &= k_one & (mine[0] | mine[1])
     return sees

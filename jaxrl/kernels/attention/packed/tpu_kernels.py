@@ -1,20 +1,21 @@
-"""The three Mosaic kernels of attention for training on TPUs: forward, gradient of queries, gradients of keys and values.
+"""The three Mosaic kernels of attention for training on TPUs: forward, gradient of queries, gradients of keys and
+values.
 
-Each keeps one tile of a side in place (queries; for the gradients of keys and values, keys) and lets the other side pass by in
-blocks of several tiles. Its grid is (blocks of heads, entries of the work list): an entry names row, resident tile, passing block
-and, bit by bit, the tiles of it with a visible pair; no other tile is computed, no other block is read. Scores lie transposed,
-[keys, queries], so that maxima and sums run over sublanes and what belongs to a query is a row of lanes.
+Each keeps one tile of a side in place (queries; for the gradients of keys and values, keys) and lets the other side
+pass by in blocks of several tiles. Its grid is (blocks of heads, entries of the work list): an entry names row,
+resident tile, passing block and, bit by bit, the tiles of it with a visible pair; no other tile is computed, no other
+block is read. Scores lie transposed, [keys, queries], so that maxima and sums run over sublanes and what belongs to a
+query is a row of lanes.
 
 Softmax is in base 2: p = 2^(s - m), with log2(e) in the scores' factor; `lse` is in base 2 too.
 
-Legend: B rows, L queries, S keys (both whole blocks), H query heads, G key-value heads, K head size, P key-value heads of a step,
-I id columns (position; segment; prefix), T entries.
+Legend: B rows, L queries, S keys (both whole blocks), H query heads, G key-value heads, K head size, P key-value heads
+of a step, I id columns (position; segment; prefix), T entries.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
@@ -22,12 +23,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.kernels.attention import tuned
-from jaxrl.kernels.attention.tuned import TILE
-
-LOG2E = math.log2(math.e)
-HIDDEN = float(jnp.finfo(jnp.float32).min) / 2  # the score of a key that is not seen
-LOWEST = HIDDEN / 2  # where running maxima start: 2 ** (HIDDEN - LOWEST) is 0, so a query that sees nothing sums nothing
+from jaxrl.kernels.attention.packed import tuned
+from jaxrl.kernels.attention.packed.tuned import TILE
+from jaxrl.kernels.attention.tpu_parts import LOWEST, VMEM, dot, masked_scores
 
 
 class Walk(NamedTuple):
@@ -40,12 +38,14 @@ class Walk(NamedTuple):
     @property
     def fields(self) -> tuple[int, int, int]:
         """Bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
-        return self.tiles, max(1, (self.passing // self.tiles - 1).bit_length()), max(1, (self.resident - 1).bit_length())
+        blocks = self.passing // self.tiles
+        return self.tiles, max(1, (blocks - 1).bit_length()), max(1, (self.resident - 1).bit_length())
 
     def where(self, entry):
         """(row, resident tile, passing block) of an entry."""
         low, middle, high = self.fields
-        return entry >> (low + middle + high), entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1)
+        resident, passing = entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1)
+        return entry >> (low + middle + high), resident, passing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,8 @@ def _turns(words, walk):
 
 
 def _each_tile(word, tiles, compute, count):
-    """compute(start) for the active tiles of an entry; `count` is None, or (reference, index) where they are counted."""
+    """compute(start) for the active tiles of an entry; `count` is None, or (reference, index) where they are
+    counted."""
     def one(j, _):
         @pl.when(word >> j & 1 == 1)
         def _():
@@ -131,13 +132,9 @@ def _each_tile(word, tiles, compute, count):
 # -- what the kernels share ------------------------------------------------------------------------------------------
 
 
-def _dot(a, b, over_a, over_b, exact):
-    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
 def _mask(q_ids, k_ids, call):
-    """bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a query's missing prefix is no segment's id."""
+    """bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a query's missing prefix is no segment's
+    id."""
     q_pos, k_pos = q_ids[0:1], k_ids[:, 0:1]
     mask = k_pos <= q_pos
     if call.window:
@@ -150,15 +147,6 @@ def _mask(q_ids, k_ids, call):
     return mask
 
 
-def _scores(q, k, mask, call):
-    """(masked scores [keys, queries] in base 2, their slope by the products where softcap bends it)."""
-    s = _dot(k, q, 1, 1, call.exact)
-    if not call.softcap:
-        return jnp.where(mask, s * (call.scale * LOG2E), HIDDEN), None
-    bent = jnp.tanh(s * (call.scale / call.softcap))
-    return jnp.where(mask, bent * (call.softcap * LOG2E), HIDDEN), 1 - bent * bent
-
-
 def _heads(groups, per_group):
     """(query head, key-value head) within a step."""
     return [(p * per_group + r, p) for p in range(groups) for r in range(per_group)]
@@ -167,8 +155,10 @@ def _heads(groups, per_group):
 def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outputs, out_specs, scratch):
     """pallas_call over (blocks of heads, entries).
 
-    products: matrix products per tile, for the cost that XLA's scheduler is told: that of a row that is one causal document.
-    work: (words, count). in_specs, out_specs: (block shape, function (block of heads, row, resident, passing) -> indices).
+    products: matrix products per tile, for the cost that XLA's scheduler is told: that of a row that is one causal
+    document.
+    work: (words, count). in_specs, out_specs: (block shape, function (block of heads, row, resident, passing) ->
+    indices).
     """
     def spec(shape, index):
         return pl.BlockSpec(shape, lambda g, t, words: index(g, *walk.where(words[t])))
@@ -201,8 +191,9 @@ def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outp
     cost = pl.CostEstimate(flops=2 * products * scores * call.size, transcendentals=scores,
                            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*operands, *outputs)))
     return pl.pallas_call(
-        body, out_shape=outputs, grid_spec=grid, interpret=call.interpret, cost_estimate=cost, name="attention" + kernel.__name__,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=tuned.VMEM))(work[0], *operands)
+        body, out_shape=outputs, grid_spec=grid, interpret=call.interpret, cost_estimate=cost,
+        name="attention" + kernel.__name__,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=VMEM))(work[0], *operands)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -243,14 +234,14 @@ def _forward(word, first, last, count, inside, outs, scratch, call, groups):
         keys = pl.ds(start, TILE)
         mask = _mask(q_ids[0], k_ids[0, keys], call)
         for h, p in heads:
-            s, _ = _scores(q_ref[0, h], k_ref[0, p, keys], mask, call)
+            s, _ = masked_scores(dot(k_ref[0, p, keys], q_ref[0, h], 1, 1, call.exact), mask, call)
             before = top_ref[h:h + 1]
             top = jnp.maximum(before, s.max(axis=0, keepdims=True))
             weights, shrink = jnp.exp2(s - top), jnp.exp2(before - top)
             top_ref[h:h + 1] = top
             sum_ref[h:h + 1] = sum_ref[h:h + 1] * shrink + weights.sum(axis=0, keepdims=True)
             v = v_ref[0, p, keys]
-            acc_ref[h] = acc_ref[h] * shrink + _dot(v, weights.astype(v.dtype), 0, 0, call.exact)
+            acc_ref[h] = acc_ref[h] * shrink + dot(v, weights.astype(v.dtype), 0, 0, call.exact)
 
     _each_tile(word, call.by_query.tiles, compute, count)
 
@@ -296,7 +287,7 @@ def _query_gradient(word, first, last, count, inside, outs, scratch, call, group
             k, v = (ref[0, p, keys] for ref in (k_ref, v_ref))
             _, ds = _weights_and_slopes(q_ref[0, h], k, v, do_ref[0, h], mask,
                                         lse_ref[0, 0, h:h + 1], delta_ref[0, 0, h:h + 1], call)
-            acc_ref[h] += _dot(k, ds.astype(k.dtype), 0, 0, call.exact)
+            acc_ref[h] += dot(k, ds.astype(k.dtype), 0, 0, call.exact)
 
     _each_tile(word, call.by_query.tiles, compute, count)
 
@@ -342,8 +333,8 @@ def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups
             weights, ds = _weights_and_slopes(
                 q, k_ref[0, p], v_ref[0, p], do, mask, lse_ref[0, 0, h:h + 1, queries],
                 delta_ref[0, 0, h:h + 1, queries], call)
-            dv_acc[p] += _dot(weights.astype(do.dtype), do, 1, 0, call.exact)
-            dk_acc[p] += _dot(ds.astype(q.dtype), q, 1, 0, call.exact)
+            dv_acc[p] += dot(weights.astype(do.dtype), do, 1, 0, call.exact)
+            dk_acc[p] += dot(ds.astype(q.dtype), q, 1, 0, call.exact)
 
     _each_tile(word, call.by_key.tiles, compute, count)
 
@@ -355,13 +346,13 @@ def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups
 
 def _weights_and_slopes(q, k, v, do, mask, lse, delta, call):
     """(softmax weights, gradient of scale * q.k) of one tile, both [keys, queries] fp32."""
-    s, slope = _scores(q, k, mask, call)
+    s, slope = masked_scores(dot(k, q, 1, 1, call.exact), mask, call)
     weights = jnp.exp2(s - lse)
-    ds = weights * (_dot(v, do, 1, 1, call.exact) - delta)
+    ds = weights * (dot(v, do, 1, 1, call.exact) - delta)
     return weights, ds if slope is None else ds * slope
 
 
-# -- blocks: (shape, function (block of heads, row, resident tile, passing block) -> indices) ---------------------------
+# -- blocks: (shape, function (block of heads, row, resident tile, passing block) -> indices) --------------------------
 
 
 def _heads_at_once(kernel, call, walk):

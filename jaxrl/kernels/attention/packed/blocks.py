@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention.reference import visible
+from jaxrl.kernels.attention.packed.reference import Ids, visible
 
 NO_KEY, NO_QUERY = jnp.iinfo(jnp.int32).max, jnp.iinfo(jnp.int32).min  # positions of what fills up the last blocks
 
@@ -21,25 +21,19 @@ class BlockLists(NamedTuple):
     counts: jnp.ndarray  # [B, N] int32
 
 
-def active_blocks(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, *, window, block_q,
-                  block_k):
+def active_blocks(ids: Ids, *, window, block_q, block_k):
     """bool [B, N, M]: whether any query of the block sees any key of the block, by the rules of api.attention.
 
-    Padding queries (segment 0) want nothing. Rows of 1 broadcast over B. The last blocks may be partly empty. XLA for TPUs
-    and GPUs reduces the comparisons as it makes them, so that no [L, S] array exists; for CPUs it holds them (as bools).
+    Padding queries (segment 0) want nothing. Rows of 1 broadcast over B. The last blocks may be partly empty. XLA for
+    TPUs and GPUs reduces the comparisons as it makes them, so that no [L, S] array exists; for CPUs it holds them (as
+    bools).
     """
-    q_pos = filled(q_positions_BxL, block_q, NO_QUERY)
-    k_pos = filled(k_positions_BxS, block_k, NO_KEY)
-    segments = None, None, None
-    if q_segments_BxL is not None:
-        q_seg = filled(q_segments_BxL, block_q, 0)
+    q_pos, k_pos, q_seg, k_seg, prefixes = filled_ids(ids, block_q, block_k)
+    if q_seg is not None:
         q_pos = jnp.where(q_seg == 0, NO_QUERY, q_pos)
-        segments = (q_seg, filled(k_segments_BxS, block_k, 0),
-                    None if q_prefixes_BxL is None else filled(q_prefixes_BxL, block_q, 0))
-    q_parts = [None if x is None else x.reshape(x.shape[0], -1, 1, block_q) for x in (q_pos, segments[0], segments[2])]
-    k_parts = [None if x is None else x.reshape(x.shape[0], 1, -1, block_k) for x in (k_pos, segments[1])]
-    mask = visible(q_parts[0], k_parts[0], q_parts[1], k_parts[1], q_parts[2], window)
-    return mask.any(axis=(3, 4))
+    q_pos, q_seg, prefixes = (x if x is None else x.reshape(len(x), -1, 1, block_q) for x in (q_pos, q_seg, prefixes))
+    k_pos, k_seg = (x if x is None else x.reshape(len(x), 1, -1, block_k) for x in (k_pos, k_seg))
+    return visible(Ids(q_pos, k_pos, q_seg, k_seg, prefixes), window).any(axis=(3, 4))
 
 
 def block_lists(active_BxNxM) -> BlockLists:
@@ -55,3 +49,9 @@ def block_lists(active_BxNxM) -> BlockLists:
 def filled(x_BxL, block, value):
     """x with `value` at the end of its last axis, up to a multiple of `block`."""
     return jnp.pad(x_BxL, [(0, 0), (0, -x_BxL.shape[1] % block)], constant_values=value)
+
+
+def filled_ids(ids: Ids, block_q, block_k) -> Ids:
+    """Both sides up to a multiple of their blocks, with what sees nothing and is not seen."""
+    sides = (block_q, NO_QUERY), (block_k, NO_KEY), (block_q, 0), (block_k, 0), (block_q, 0)
+    return Ids(*(x if x is None else filled(x, *side) for x, side in zip(ids, sides, strict=True)))

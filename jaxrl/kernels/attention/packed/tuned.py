@@ -1,19 +1,27 @@
-"""Sizes of the TPU kernels. Chosen from what fits and from arithmetic; no TPU has run them, so none is measured yet.
+"""Sizes of the kernels for packed rows. Chosen from what fits and from arithmetic; no TPU and no GPU has timed them.
 
-Training works on tiles of TILE x TILE scores, the unit that is skipped: 16 documents in a row of 16k cost 1.1 to 1.3 times their
-own causal areas at 128, 1.25 to 1.6 times at 256. Around it, a step of the kernel's grid costs a few hundred nanoseconds whatever
-it does, so a step reads STREAM tiles of the side that passes by and serves several heads.
+On TPUs training works on tiles of TILE x TILE scores, the unit that is skipped: 16 documents in a row of 16k cost 1.1
+to 1.3 times their own causal areas at 128, 1.25 to 1.6 times at 256. Around it, a step of the kernel's grid costs a few
+hundred nanoseconds whatever it does, so a step reads STREAM tiles of the side that passes by and serves several heads.
+
+Hopper's sizes are bound by shared memory (227 KiB) and registers.
 """
 
 from __future__ import annotations
+
+from jaxrl.kernels.attention.gpu_chip import Sizes
+from jaxrl.kernels.attention.tpu_parts import VMEM
 
 TILE = 128              # queries and keys of one tile: a vector register's lanes, the systolic array of v5e and v5p
 STREAM = 4              # tiles that one step reads, twice as many of rows longer than LONG
 LONG = 1 << 16
 HEADS = 16              # query heads of one step, at most: each is unrolled in the kernel's code
-VMEM = 40 * 2**20       # what a kernel may take; a core has 128 MiB on v5e and v6e, 64 MiB on v5p
-WORDS = 1 << 17         # entries of a work list (512 KiB of the 1 MiB of scalar memory)
-CACHE_BYTES = 1 << 18   # keys of one step of decoding
+
+GPU = {  # by kernel and head size
+    "forward": {64: Sizes(128, 4), 128: Sizes(128, 2), 192: Sizes(64, 2), 256: Sizes(64, 2)},
+    "queries": {64: Sizes(128, 3), 128: Sizes(128, 2), 192: Sizes(64, 2), 256: Sizes(64, 2, consumers=1)},
+    "keys": {64: Sizes(64, 4), 128: Sizes(64, 2), 256: Sizes(64, 2, consumers=1, parts=2)},
+}
 
 
 def tiles_of(length: int) -> int:
@@ -43,10 +51,3 @@ def _bytes(kernel, groups, per_group, size, itemsize, tiles) -> int:
     if kernel == "queries":
         return 2 * itemsize * (3 * q + 2 * kv * tiles) + 4 * q
     return 2 * itemsize * (2 * q * tiles + 4 * kv) + 8 * kv
-
-
-def cache_block(length: int, width: int, itemsize: int) -> int:
-    """Cache positions that one step of decoding reads: CACHE_BYTES of keys, in 128s, at least 128 and at most 512."""
-    wanted = CACHE_BYTES // (width * itemsize) // 128 * 128
-    block = min(512, max(128, wanted))
-    return length if length <= block else block

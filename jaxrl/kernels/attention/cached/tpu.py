@@ -1,13 +1,13 @@
 """`cached_attention` on TPUs: a Pallas kernel that reads of each slot's cache what its query sees, and nothing else.
 
-The whole stacked cache is the kernel's operand, in place: no layer of it is copied out. The grid is a list of (slot, block of
-positions), made once per token for all layers; keys and values pass in blocks of whole width G * K, queries are 0 outside their
-group's part as in decode.py, so heads of any size are read densely.
-(A width that is not whole lanes XLA would store transposed, and copy for the kernel.)
+The whole stacked cache is the kernel's operand, in place: no layer of it is copied out. The grid is a list of (slot,
+block of positions), made once per token for all layers; keys and values pass in blocks of whole width G * K, queries
+are 0 outside their group's part as in xla.py, so heads of any size are read densely. (A width that is not whole lanes
+XLA would store transposed, and copy for the kernel.)
 
-A prompt that slots share (shared.py) passes once per tile, before the rest of each of its slots: the running sums of all of them
-lie in scratch, a tile's entries follow each other, and so nothing is written and joined in between. Blocks then begin at any
-multiple of ALIGNED positions, where the slots part.
+A prompt that slots share (shared.py) passes once per tile, before the rest of each of its slots: the running sums of
+all of them lie in scratch, a tile's entries follow each other, and so nothing is written and joined in between. Blocks
+then begin at any multiple of ALIGNED positions, where the slots part.
 
 Legend: B slots, C cache length, N layers, H query heads, G key-value heads, K head size, T entries, W slots per tile.
 """
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.kernels.attention import tuned
-from jaxrl.kernels.attention.decode import by_group, own_group
-from jaxrl.kernels.attention.shared import WIDTH, of_slots
-from jaxrl.kernels.attention.tpu_kernels import HIDDEN, LOG2E, LOWEST
+from jaxrl.kernels.attention.cached import tuned
+from jaxrl.kernels.attention.cached.shared import WIDTH, of_slots
+from jaxrl.kernels.attention.cached.xla import by_group, own_group
+from jaxrl.kernels.attention.tpu_parts import LOWEST, VMEM, WORDS, dot, masked_scores
 from jaxrl.kernels.platform import platform
 
 ALIGNED = 16  # positions and query rows of whole tiles of memory, in every dtype
@@ -36,7 +36,7 @@ ALIGNED = 16  # positions and query rows of whole tiles of memory, in every dtyp
 class Work:
     """The blocks to read; the leading axis is that of devices."""
 
-    words: jax.Array   # [1, T + 1] int32: place, whether it is read for the whole tile, where it starts; -1 past the end
+    words: jax.Array   # [1, T + 1] int32: place, whether read for the whole tile, where it starts; -1 past the end
     places: jax.Array  # [1, 3, B] int32, tile by tile: slot, first place of its tile, where its own positions begin
     count: jax.Array   # [1] int32, entries
     width: int         # slots per tile, 1 = nothing is shared
@@ -84,13 +84,14 @@ def check(shape_NxBxCxGK, dtype) -> None:
     """NotImplementedError for what the kernel does not serve."""
     _, slots, length, width = shape_NxBxCxGK
     if width % 128:
-        raise NotImplementedError(f"keys of {width} numbers per position on one device; the TPU kernel reads whole lanes of 128")
+        raise NotImplementedError(
+            f"keys of {width} numbers per position on one device; the TPU kernel reads whole lanes of 128")
     if jnp.dtype(dtype) not in ("float32", "bfloat16"):
         raise NotImplementedError(f"a cache of {jnp.dtype(dtype)}; the TPU kernel takes float32 and bfloat16")
     entries = slots * -(-length // _block(shape_NxBxCxGK, dtype))
-    if entries > tuned.WORDS:
+    if entries > WORDS:
         raise NotImplementedError(f"{slots} slots of {length} on one device; the TPU kernel's work list has room for "
-                                  f"{tuned.WORDS} entries, not {entries}")
+                                  f"{WORDS} entries, not {entries}")
 
 
 def _block(shape_NxBxCxGK, dtype) -> int:
@@ -101,7 +102,7 @@ def _block(shape_NxBxCxGK, dtype) -> int:
 def _width(shape_NxBxCxGK, block, shared) -> int:
     """Slots per tile: 1 where nothing is shared, or nothing can be gained or aligned."""
     _, slots, length, _ = shape_NxBxCxGK
-    fits = length > block and length % ALIGNED == 0 and slots * (-(-length // block) + 1) <= tuned.WORDS
+    fits = length > block and length % ALIGNED == 0 and slots * (-(-length // block) + 1) <= WORDS
     return WIDTH if shared is not None and fits else 1
 
 
@@ -139,7 +140,7 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=
         position, begin = position[places[0]], places[2]
         of_tile = jnp.where(places[1] == here, -(-begin // block), 0)
     own = jnp.maximum(position - begin, 0) // block + 1
-    counts = jnp.stack([of_tile, own], axis=1).reshape(-1)  # a piece of the tile, which may be empty, and one of the slot
+    counts = jnp.stack([of_tile, own], axis=1).reshape(-1)  # a piece of the tile, maybe empty, and one of the slot
     ends = jnp.cumsum(counts)
     at = jnp.arange(slots * (-(-length // block) + (width > 1)) + 1, dtype=jnp.int32)
     piece = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
@@ -150,8 +151,8 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=
     return Work(words[None].astype(jnp.int32), places[None].astype(jnp.int32), ends[-1:].astype(jnp.int32), width)
 
 
-def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None, work=None,
-              interpret=None):
+def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
+              work=None, interpret=None):
     """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
 
     work: of `work_of`, or None. interpret: for pallas_call; None = where this is no TPU.
@@ -179,15 +180,16 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
     out = pl.pallas_call(
         lambda words, places, positions, _, *refs: _decode(words, places, positions, *refs, call=call),
         out_shape=jax.ShapeDtypeStruct((batch, heads, width), q_Bx1xHxK.dtype), grid_spec=grid,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=tuned.VMEM),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM),
         interpret=platform() != "tpu" if interpret is None else interpret, name="attention_decode",
-    )(work.words[0], places, positions_Bx1[:, 0].astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), q, k_NxBxCxGK,
-      v_NxBxCxGK)
+    )(work.words[0], places, positions_Bx1[:, 0].astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), q,
+      k_NxBxCxGK, v_NxBxCxGK)
     return own_group(out, groups)[:, None]
 
 
 def _specs(call, shape_HxGK):
-    """Of the queries of an entry's tile, and of its block of keys or values; both aligned by hand where there are tiles."""
+    """Of the queries of an entry's tile, and of its block of keys or values; both aligned by hand where there are
+    tiles."""
     heads, width = shape_HxGK
 
     def source(t, words, places):
@@ -198,9 +200,9 @@ def _specs(call, shape_HxGK):
         return (pl.BlockSpec((1, heads, width), lambda t, words, places, *_: (source(t, words, places), 0, 0)),
                 pl.BlockSpec((None, None, call.block, width), lambda t, words, places, positions, layer: (
                     layer[0], source(t, words, places), call.start(words[t]) // call.block, 0)))
-    return (pl.BlockSpec((pl.Element(call.width), pl.Element(heads), pl.Element(width)), lambda t, words, places, *_: (
-                places[1, call.place(words[t])], 0, 0)),
-            pl.BlockSpec((None, None, pl.Element(call.block), pl.Element(width)), lambda t, words, places, positions, layer: (
+    block, heads, positions_read, width = map(pl.Element, (call.width, heads, call.block, width))
+    return (pl.BlockSpec((block, heads, width), lambda t, words, places, *_: (places[1, call.place(words[t])], 0, 0)),
+            pl.BlockSpec((None, None, positions_read, width), lambda t, words, places, positions, layer: (
                 layer[0], source(t, words, places), pl.multiple_of(call.read(words[t]), ALIGNED), 0)))
 
 
@@ -239,26 +241,17 @@ def _decode(words, places, positions, q_ref, k_ref, v_ref, out_ref, top_ref, sum
 def _add(q, kv, sums, start, read, end, call):
     """Adds the positions from `start` to the end of the block, which was read from `read` on, that lie before `end`."""
     (k_ref, v_ref), (top_ref, sum_ref, acc_ref), dtype = kv, sums, q.dtype
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-    def dot(a, b, over_b):
-        return jax.lax.dot_general(a, b, (((1,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
+    exact = dtype == jnp.float32
     v = v_ref[...]
     if call.width == 1 and call.length % call.block:  # the last block ends beyond the cache, in whatever lies there
         v = jnp.where(start + jax.lax.broadcasted_iota(jnp.int32, (v.shape[0], 1), 0) < call.length, v, 0)
-    s = dot(q, k_ref[...].astype(dtype), 1)
-    if call.softcap:
-        s = jnp.tanh(s * (call.scale / call.softcap)) * (call.softcap * LOG2E)
-    else:
-        s = s * (call.scale * LOG2E)
     at = read + jax.lax.broadcasted_iota(jnp.int32, (1, call.block), 1)
     mask = (at >= start) & (at < end)
     if call.window:
         mask &= end - at <= call.window
-    s = jnp.where(mask, s, HIDDEN)
+    s, _ = masked_scores(dot(q, k_ref[...].astype(dtype), 1, 1, exact), mask, call)
     top = jnp.maximum(top_ref[...], s.max(axis=1, keepdims=True))
     weights, shrink = jnp.exp2(s - top), jnp.exp2(top_ref[...] - top)
     top_ref[...] = top
     sum_ref[...] = sum_ref[...] * shrink + weights.sum(axis=1, keepdims=True)
-    acc_ref[...] = acc_ref[...] * shrink + dot(weights.astype(dtype), v.astype(dtype), 0)
+    acc_ref[...] = acc_ref[...] * shrink + dot(weights.astype(dtype), v.astype(dtype), 1, 0, exact)

@@ -2,9 +2,9 @@
 
 Keys stay [C, G * K]: the queries of group g become rows of width G * K that are zero outside g's block. That costs G
 times the multiplications of the grouped einsum and saves the transposed copy of the cache that its two batch
-dimensions ask for; decoding is bound by reading the cache. Scores are [C, H], keys on the left: XLA for CPUs packs the right
-operand of a product anew, which would be the cache (2 cores, 128 slots x 576 positions, 2 groups of 64, scores of a layer: 4.8 ms
-this way, 24 ms with the keys on the right, 21 ms by the grouped einsum).
+dimensions ask for; decoding is bound by reading the cache. Scores are [C, H], keys on the left: XLA for CPUs packs the
+right operand of a product anew, which would be the cache (2 cores, 128 slots x 576 positions, 2 groups of 64, scores of
+a layer: 4.8 ms this way, 24 ms with the keys on the right, 21 ms by the grouped einsum).
 
 Legend: B slots, C cache length, N layers, H query heads, G key-value heads, R = H / G, K head size.
 """
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention import reference
-from jaxrl.kernels.attention.reference import hidden_score, visible
+from jaxrl.kernels.attention.packed.reference import Ids, hidden_score, visible
 
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale):
@@ -27,7 +26,7 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
     scores = jnp.einsum("bsk,bhk->bsh", k_BxCxGK, q_BxHxGK, preferred_element_type=acc) * scale
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    mask = visible(positions_Bx1, jnp.arange(k_BxCxGK.shape[1], dtype=positions_Bx1.dtype)[None], None, None, None, window)
+    mask = visible(Ids(positions_Bx1, jnp.arange(k_BxCxGK.shape[1], dtype=positions_Bx1.dtype)[None]), window)
     scores = jnp.where(mask.swapaxes(1, 2), scores, hidden_score(acc))
     weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
     weights = (weights / weights.sum(axis=1, keepdims=True)).astype(v_BxCxGK.dtype)
@@ -48,12 +47,3 @@ def own_group(out_BxHxGK, groups):
     batch, heads, width = out_BxHxGK.shape
     out = out_BxHxGK.reshape(batch, groups, heads // groups, groups, width // groups)
     return jnp.stack([out[:, g, :, g] for g in range(groups)], axis=1).reshape(batch, heads, width // groups)
-
-
-def reference_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale):
-    """The truth for cached_attention: that of packed rows, over the cache's positions."""
-    batch, _, _, size = q_Bx1xHxK.shape
-    k, v = (x[layer].astype(q_Bx1xHxK.dtype).reshape(batch, x.shape[2], -1, size) for x in (k_NxBxCxGK, v_NxBxCxGK))
-    k_positions = jnp.arange(k.shape[1], dtype=positions_Bx1.dtype)[None]
-    return reference.attention(q_Bx1xHxK, k, v, positions_Bx1, k_positions, None, None, None, window=window, softcap=softcap,
-                               scale=scale)

@@ -10,31 +10,33 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention import blockwise
+from jaxrl.kernels.attention.packed import blockwise
+from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-              q_prefixes_BxL, *, window, softcap, scale, chosen=True):
-    """See api.attention. Raises NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True):
+    """See api.attention. Raises NotImplementedError for what cuDNN does not serve, and where queries are not all
+    keys."""
     del chosen
     if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
     if q_BxLxHxK.dtype not in ("bfloat16", "float16"):
         raise NotImplementedError(f"{q_BxLxHxK.dtype} inputs; cuDNN takes bfloat16 and float16")
     if not q_BxLxHxK.dtype == k_BxSxGxK.dtype == v_BxSxGxK.dtype:
-        raise NotImplementedError(f"inputs of {q_BxLxHxK.dtype}, {k_BxSxGxK.dtype} and {v_BxSxGxK.dtype}; cuDNN takes one type")
+        raise NotImplementedError(
+            f"inputs of {q_BxLxHxK.dtype}, {k_BxSxGxK.dtype} and {v_BxSxGxK.dtype}; cuDNN takes one type")
     if softcap:
         raise NotImplementedError(f"softcap {softcap}; cuDNN has none")
-    if q_BxLxHxK.shape[3] % 8 or q_BxLxHxK.shape[3] > largest_head():
-        raise NotImplementedError(f"head size {q_BxLxHxK.shape[3]}; cuDNN takes multiples of 8 up to {largest_head()} here")
-    if q_BxLxHxK.shape[1] != k_BxSxGxK.shape[1] or q_BxLxHxK.shape[1] == 1:
-        raise NotImplementedError(f"{q_BxLxHxK.shape[1]} queries for {k_BxSxGxK.shape[1]} keys; cuDNN is asked for whole rows")
-    ids = q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL
+    _, length, _, size = q_BxLxHxK.shape
+    if size % 8 or size > largest_head():
+        raise NotImplementedError(f"head size {size}; cuDNN takes multiples of 8 up to {largest_head()} here")
+    if length != k_BxSxGxK.shape[1] or length == 1:
+        raise NotImplementedError(f"{length} queries for {k_BxSxGxK.shape[1]} keys; cuDNN is asked for whole rows")
     options = dict(window=window, softcap=softcap, scale=scale)
-    single, lengths_B = one_sequence(q_BxLxHxK.shape[:2], *ids)
+    single, lengths_B = one_sequence(q_BxLxHxK.shape[:2], ids)
     return jax.lax.cond(single, lambda *qkv: causal(*qkv, lengths_B, window, scale),
-                        lambda *qkv: blockwise.attention(*qkv, *ids, **options), q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
+                        lambda *qkv: blockwise.attention(*qkv, ids, **options), q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
 
 
 def largest_head() -> int:
@@ -43,9 +45,9 @@ def largest_head() -> int:
     return 128 if min(generations, default=9.0) < 9.0 else 256
 
 
-def one_sequence(shape, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL):
+def one_sequence(shape, ids: Ids):
     """(bool scalar: every row is one sequence from position 0 on, then padding; its length [B], at least 1)."""
-    at = jnp.arange(shape[1])
+    at, (q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL) = jnp.arange(shape[1]), ids
     if q_segments_BxL is None:
         real = jnp.ones(shape, bool)
     else:

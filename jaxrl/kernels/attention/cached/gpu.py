@@ -1,14 +1,16 @@
-"""`cached_attention` on Hopper GPUs: reads the cache blocks that a slot's query sees, once for all query heads of a group.
+"""`cached_attention` on Hopper GPUs: reads the cache blocks that a slot's query sees, once for all query heads of a
+group.
 
-The query heads of a group are the rows of one matrix product (64, of which R are used: decoding is bound by reading the cache,
-not by multiplying). The whole stacked cache is the kernel's operand, in place. Where slots and groups are too few for the chip, a
-slot's positions are split, and the parts' results are joined by their logsumexp.
+The query heads of a group are the rows of one matrix product (64, of which R are used: decoding is bound by reading the
+cache, not by multiplying). The whole stacked cache is the kernel's operand, in place. Where slots and groups are too
+few for the chip, a slot's positions are split, and the parts' results are joined by their logsumexp.
 
-Of a prompt that slots share (shared.py) the whole blocks are pieces of work of their own, whose 64 rows hold the query heads of
-several slots. The slots' other pieces begin behind them, in the same launch, and the results are joined as those of splits.
+Of a prompt that slots share (shared.py) the whole blocks are pieces of work of their own, whose 64 rows hold the query
+heads of several slots. The slots' other pieces begin behind them, in the same launch, and the results are joined as
+those of splits.
 
-Legend: B slots, C cache length, N layers, H query heads, G key-value heads, R = H / G, K head size, P parts of a tile's positions
-and splits of a slot's, T tiles, W slots of a tile that a product has room for.
+Legend: B slots, C cache length, N layers, H query heads, G key-value heads, R = H / G, K head size, P parts of a tile's
+positions and splits of a slot's, T tiles, W slots of a tile that a product has room for.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention import gpu, tuned_gpu
-from jaxrl.kernels.attention.shared import WIDTH, of_slots
+from jaxrl.kernels.attention import gpu_chip
+from jaxrl.kernels.attention.cached import tuned
+from jaxrl.kernels.attention.cached.shared import WIDTH, of_slots
+from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS, Op, check_chip, interpreted, sizes_of
 
 ALIGNED = 8   # cache lengths are whole numbers of this
 WIDEST = 192  # head size whose parts' fp32 results fit into shared memory beside the ring
-ROWS = 64     # of a product
-LOWEST = -1e30
 
 
 class Work(NamedTuple):
@@ -45,7 +47,7 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size
     rows = padded(heads * size // width)
     if shared is None or window or size > WIDEST or rows > ROWS:
         return None
-    keys = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+    keys = sizes_of(tuned.GPU, size).block
     row, place = of_slots(shared, slots)
     busy = (positions_Bx1[:, 0] < length) & (row >= 0)
     before = jnp.where(busy, shared.length[row] // keys, 0)
@@ -62,26 +64,26 @@ def padded(rows: int) -> int:
     return -(-rows // 8) * 8
 
 
-def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None, work=None,
-              interpret=None):
+def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
+              work=None, interpret=None):
     """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
 
-    work: of `work_of`, or None. interpret: as gpu.attention's.
+    work: of `work_of`, or None. interpret: as packed.gpu.attention's.
     """
     splits = check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret)
-    from jaxrl.kernels.attention.decode_gpu_kernel import decode
-    from jaxrl.kernels.attention.gpu_parts import Op
+    from jaxrl.kernels.attention.cached.gpu_kernel import decode
 
     batch, _, heads, size = q_Bx1xHxK.shape
-    groups, interpret = k_NxBxCxGK.shape[3] // size, gpu.interpreted(interpret)
-    rows, length, sizes = heads // groups, k_NxBxCxGK.shape[2], tuned_gpu.sizes(tuned_gpu.DECODE, size)
+    groups, interpret = k_NxBxCxGK.shape[3] // size, interpreted(interpret)
+    rows, length, sizes = heads // groups, k_NxBxCxGK.shape[2], sizes_of(tuned.GPU, size)
     if work is None:
-        work = work_of(positions_Bx1, k_NxBxCxGK.shape, q_Bx1xHxK.dtype, window=window, shared=shared, heads=heads, size=size)
+        work = work_of(positions_Bx1, k_NxBxCxGK.shape, q_Bx1xHxK.dtype, window=window, shared=shared, heads=heads,
+                       size=size)
     q = q_Bx1xHxK.reshape(batch, groups, rows, size)
     q = jnp.pad(q, [(0, 0), (0, 0), (0, padded(rows) - rows), (0, 0)])
     op = Op(float(scale), float(softcap), window, segments=False, in_registers=not interpret)
     positions, layer = positions_Bx1.reshape(-1).astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)
-    parts = 0 if work is None else parts_of(-(-batch // work.slots.shape[1]) * groups, length, sizes.keys)
+    parts = 0 if work is None else parts_of(-(-batch // work.slots.shape[1]) * groups, length, sizes.block)
     out, lse = decode(q, k_NxBxCxGK, v_NxBxCxGK, positions, layer, op, sizes, splits, interpret, work, parts)
     if parts:
         out, lse = _as_slots(out, lse, work, parts)
@@ -98,38 +100,42 @@ def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
     """The parts that a slot's positions are split into; NotImplementedError for what the kernel does not serve."""
     batch, _, heads, size = q_Bx1xHxK.shape
     length, width = k_NxBxCxGK.shape[2:]
-    gpu.check_chip(q_Bx1xHxK.dtype, interpret)
+    check_chip(q_Bx1xHxK.dtype, interpret)
     if not q_Bx1xHxK.dtype == k_NxBxCxGK.dtype == v_NxBxCxGK.dtype:
-        raise NotImplementedError(f"queries of {q_Bx1xHxK.dtype}, a cache of {k_NxBxCxGK.dtype}; the decoding kernel takes one")
+        raise NotImplementedError(
+            f"queries of {q_Bx1xHxK.dtype}, a cache of {k_NxBxCxGK.dtype}; the decoding kernel takes one")
     if size % 16 or not 64 <= size <= 256 or heads * size > 64 * width or scale <= 0:
-        raise NotImplementedError(f"head size {size}, {heads * size // width} query heads per key-value head, scale {scale}; the "
-                                  "decoding kernel takes multiples of 16 from 64 to 256, up to 64, and positive ones")
-    block = tuned_gpu.sizes(tuned_gpu.DECODE, size).keys
+        raise NotImplementedError(
+            f"head size {size}, {heads * size // width} query heads per key-value head, scale {scale}; the decoding "
+            "kernel takes multiples of 16 from 64 to 256, up to 64, and positive ones")
+    block = sizes_of(tuned.GPU, size).block
     if length % ALIGNED or length < block:
-        raise NotImplementedError(f"cache length {length}; the decoding kernel takes multiples of {ALIGNED} from {block}")
+        raise NotImplementedError(
+            f"cache length {length}; the decoding kernel takes multiples of {ALIGNED} from {block}")
     splits = splits_of(batch * width // size, length, block)
     if splits > 1 and size > WIDEST:
-        raise NotImplementedError(f"{batch} slots of {width // size} key-value heads of size {size}; too few for the chip, "
-                                  "and too wide to be split")
+        raise NotImplementedError(f"{batch} slots of {width // size} key-value heads of size {size}; too few for the "
+                                  "chip, and too wide to be split")
     return splits
 
 
 def splits_of(pieces: int, length: int, block: int) -> int:
     """Parts of a slot's positions: enough for two pieces of work per multiprocessor, but none below 4 blocks."""
-    return max(1, min(-(-2 * tuned_gpu.MULTIPROCESSORS // pieces), length // (4 * block)))
+    return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (4 * block)))
 
 
 def parts_of(pieces: int, length: int, block: int) -> int:
-    """The same for a tile's positions; a part is at least tuned_gpu.PART blocks, since it leaves results of several slots."""
-    return max(1, min(-(-2 * tuned_gpu.MULTIPROCESSORS // pieces), length // (tuned_gpu.PART * block)))
+    """The same for a tile's positions; a part is at least tuned.PART blocks, since it leaves results of several
+    slots."""
+    return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (tuned.PART * block)))
 
 
 def _as_slots(out_PxBxGxRxK, lse_PxBxGx64, work, parts):
     """The same with the rows of each slot first, and nothing where a part of a tile was empty and wrote nothing."""
     heads = out_PxBxGxRxK.shape[3]
-    share = jnp.maximum(-(-work.before // parts), tuned_gpu.PART)
+    share = jnp.maximum(-(-work.before // parts), tuned.PART)
     written = (jnp.arange(parts)[:, None] * share < work.before)[..., None, None]
     at = work.place[:, None, None] * heads + jnp.arange(heads)
     of_tiles = jnp.take_along_axis(lse_PxBxGx64[:parts], at[None], axis=3)
-    lse = jnp.concatenate([jnp.where(written, of_tiles, LOWEST), lse_PxBxGx64[parts:, ..., :heads]])
+    lse = jnp.concatenate([jnp.where(written, of_tiles, HIDDEN), lse_PxBxGx64[parts:, ..., :heads]])
     return jnp.concatenate([jnp.where(written[..., None], out_PxBxGxRxK[:parts], 0), out_PxBxGxRxK[parts:]]), lse

@@ -6,7 +6,20 @@ K head size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
+
+
+class Ids(NamedTuple):
+    """What decides which query sees which key, int32; see api.attention."""
+
+    q_positions: jax.Array                # [B, L]
+    k_positions: jax.Array                # [B, S]
+    q_segments: jax.Array | None = None   # [B, L]
+    k_segments: jax.Array | None = None   # [B, S]
+    q_prefixes: jax.Array | None = None   # [B, L]
 
 
 def hidden_score(dtype):
@@ -14,17 +27,17 @@ def hidden_score(dtype):
     return jnp.finfo(dtype).min / 2
 
 
-def visible(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window):
+def visible(ids: Ids, window):
     """The mask of api.attention: bool [B, L, S], True where the query sees the key. More leading axes broadcast."""
-    q_pos, k_pos = q_positions_BxL[..., :, None], k_positions_BxS[..., None, :]
+    q_pos, k_pos = ids.q_positions[..., :, None], ids.k_positions[..., None, :]
     mask = k_pos <= q_pos
     if window:
         mask &= q_pos - k_pos < window
-    if q_segments_BxL is not None:
-        k_seg = k_segments_BxS[..., None, :]
-        same = k_seg == q_segments_BxL[..., :, None]
-        if q_prefixes_BxL is not None:
-            prefix = q_prefixes_BxL[..., :, None]
+    if ids.q_segments is not None:
+        k_seg = ids.k_segments[..., None, :]
+        same = k_seg == ids.q_segments[..., :, None]
+        if ids.q_prefixes is not None:
+            prefix = ids.q_prefixes[..., :, None]
             same |= (k_seg == prefix) & (prefix != 0)
         mask &= same
     return mask
@@ -39,15 +52,13 @@ def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
     return jnp.where(mask_BxLxS[:, None, None], scores, hidden_score(acc))
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS,
-              q_prefixes_BxL, *, window, softcap, scale, chosen=True):
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True):
     """See api.attention. Memory grows with L * S."""
     del chosen
     batch, length, heads, size = q_BxLxHxK.shape
     groups = k_BxSxGxK.shape[2]
     q = q_BxLxHxK.reshape(batch, length, groups, heads // groups, size)
-    mask = visible(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, window)
-    scores = capped_scores(q, k_BxSxGxK, mask, softcap, scale)
+    scores = capped_scores(q, k_BxSxGxK, visible(ids, window), softcap, scale)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(v_BxSxGxK.dtype)
     acc = jnp.promote_types(v_BxSxGxK.dtype, jnp.float32)

@@ -1,0 +1,69 @@
+"""Public entry of the op on a key-value cache, and which implementation runs.
+
+Legend: B slots, C cache length, N layers, H query heads, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from jaxrl.kernels.attention.cached import gpu, reference, tpu, xla
+from jaxrl.kernels.attention.fallback import first_that_serves
+from jaxrl.kernels.platform import platform
+
+IMPLEMENTATIONS = {"tpu": tpu.attention, "gpu": gpu.attention, "xla": xla.attention, "reference": reference.attention}
+WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of}  # see cached_work_of; these read shared prompts once
+ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
+
+
+def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=0, softcap=0.0, scale=None,
+                     implementation="auto", shared=None, work=None):
+    """One query per slot over a slotted cache, of which it sees its own position and those before it.
+
+    Args:
+      q_Bx1xHxK, window, softcap, scale: as packed.api.attention's.
+      k_NxBxCxGK, v_NxBxCxGK: the cache of N layers, of any float dtype; entry c has position c.
+      positions_Bx1: a slot at or beyond C is idle and returns a finite value without meaning.
+      layer: int scalar, which of the N is read.
+      implementation: as attention's; a name without an implementation for the cache takes XLA's.
+      shared: shared.Shared, which slots have the same keys and values up to which position, or None. Its slots that are
+        not idle are at or beyond that position. Where there is no window, a kernel reads these keys once per tile; XLA,
+        and layers with a window, read every slot's own.
+      work: of cached_work_of for the same positions, window, implementation and `shared` (which then is not read), or
+        None.
+
+    Returns:
+      out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better.
+    """
+    scale = q_Bx1xHxK.shape[-1] ** -0.5 if scale is None else scale
+
+    def ask(name):
+        known = {}
+        if name in WORK:
+            known = {"work": work[name]} if work and name in work else {"shared": None if window else shared}
+        return IMPLEMENTATIONS[name](q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=window,
+                                     softcap=softcap, scale=scale, **known)
+
+    return first_that_serves(order(implementation), ask)
+
+
+def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=0, implementation="auto",
+                   shared=None) -> dict:
+    """As packed.api.work_of, of so many query heads of this size over a cache of this shape and dtype."""
+    def ask(name):
+        if name not in WORK:
+            return {}
+        return {name: WORK[name](positions_Bx1, shape_NxBxCxGK, dtype, window=window, heads=heads, size=size,
+                                 shared=None if window else shared)}
+
+    return first_that_serves(order(implementation), ask)
+
+
+def shares_prompts(implementation: str, mesh=None) -> bool:
+    """Whether `shared` is of use to cached_attention on the platform of the mesh, or of the one in force."""
+    return order(implementation, mesh)[0] in WORK
+
+
+def order(implementation: str, mesh=None) -> tuple[str, ...]:
+    """The implementations that are asked, in order; mesh: None = the one in force."""
+    if implementation == "auto":
+        return ORDERS[platform(mesh)]
+    return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)

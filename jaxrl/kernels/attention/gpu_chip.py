@@ -1,0 +1,75 @@
+"""What both ops' kernels for Hopper GPUs need to know without importing Mosaic: whether they can run, and their static
+parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from jaxrl.kernels.platform import platform
+
+OLDEST = (0, 11)       # jax
+OLDEST_INTERPRETER = (0, 12)
+MULTIPROCESSORS = 132  # of an H100 or H200
+ROWS = 64              # of a matrix product of one warpgroup
+HIDDEN = -1e30         # the score of a hidden key: finite, so that a row of hidden keys stays finite
+
+
+class Sizes(NamedTuple):
+    """Sizes of a kernel for one size of head."""
+
+    block: int               # keys, or queries, of a tile in the ring
+    stages: int              # tiles in the ring
+    consumers: int = 2       # warpgroups of 64 rows per tile of the side that stays
+    parts: int = 1           # into which the head is split, a warpgroup each
+    registers: int = 240     # of a consumer's thread
+    producer_registers: int = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """The static part of a call: factor on the scores, soft-cap and window (0 = none), whether there are segments,
+    whether `accumulate` keeps to registers, and whether blocks are counted."""
+
+    scale: float
+    softcap: float
+    window: int
+    segments: bool
+    in_registers: bool
+    count: bool = False
+
+
+def sizes_of(table: dict[int, Sizes], head_size: int) -> Sizes:
+    """The entry of the smallest listed head size that is not below `head_size`."""
+    return table[min(size for size in table if size >= head_size)]
+
+
+def check_chip(dtype, interpret=None) -> None:
+    """NotImplementedError where Mosaic GPU kernels for Hopper cannot run, or not with this type."""
+    version = tuple(int(x) for x in jax.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise NotImplementedError(f"jax {jax.__version__}; the Mosaic GPU kernels need jax 0.11 or newer")
+    if interpreted(interpret) and version < OLDEST_INTERPRETER:
+        raise NotImplementedError(
+            f"jax {jax.__version__}; off a GPU the Mosaic GPU kernels need jax 0.12's interpreter")
+    if dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"{dtype} inputs; the Mosaic GPU kernels take bfloat16 and float16")
+    if interpreted(interpret):
+        return
+    kinds = {d.compute_capability for d in jax.devices() if d.platform == "gpu"}
+    if kinds and kinds != {"9.0"}:
+        raise NotImplementedError(
+            f"compute capability {', '.join(sorted(kinds))}; the Mosaic GPU kernels are for Hopper (9.0)")
+
+
+def interpreted(interpret):
+    """What plgpu.kernel is told: None, or the interpreter's parameters."""
+    if interpret is None:
+        interpret = platform() != "gpu"
+    if interpret is True:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return getattr(plgpu, "InterpretGPUParams", bool)() or True
+    return interpret or None

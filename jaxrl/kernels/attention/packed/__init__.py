@@ -1,0 +1,1 @@
+"""Attention over packed rows, with gradients: the op of training and scoring."""

@@ -1,0 +1,95 @@
+"""Public entry of the op on packed rows: who sees whom, and which implementation runs.
+
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from jaxrl.kernels.attention.fallback import first_that_serves
+from jaxrl.kernels.attention.packed import blockwise, cudnn, gpu, reference, tpu
+from jaxrl.kernels.attention.packed.reference import Ids
+from jaxrl.kernels.platform import platform
+
+# An implementation that cannot serve a call raises NotImplementedError(reason) and the next one is asked. The last one
+# of each order serves every call.
+IMPLEMENTATIONS = {
+    "tpu": tpu.attention,
+    "gpu": gpu.attention,
+    "cudnn": cudnn.attention,
+    "blockwise": blockwise.attention,
+    "reference": reference.attention,
+}
+WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of, "blockwise": blockwise.work_of}  # see work_of
+XLA = ("blockwise", "reference")
+ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
+
+
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL=None,
+              k_segments_BxS=None, q_prefixes_BxL=None, window=0, softcap=0.0, scale=None, implementation="auto",
+              work=None):
+    """Grouped-query attention, softmax(softcap(scale * q.k) over the visible keys) @ v.
+
+    Query i sees key j where all of these hold:
+      k_positions[j] <= q_positions[i];
+      k_segments[j] is q_segments[i], or q_prefixes[i] where that is not 0 (skipped where segments are None);
+      q_positions[i] - k_positions[j] < window, where window > 0.
+    A query that sees no key, and a query of padding (segment 0), returns a finite value without meaning, and gradients
+    count only where such queries' cotangents are 0.
+
+    Args:
+      q_BxLxHxK: queries; head h reads key-value head h // (H / G).
+      k_BxSxGxK, v_BxSxGxK: keys and values.
+      q_positions_BxL, k_positions_BxS: int positions within the sequence; rows of 1 broadcast over B.
+      q_segments_BxL, k_segments_BxS: int segment ids (0 = padding, which real queries never see), both or neither.
+      q_prefixes_BxL: int id of a second visible segment (a shared prompt), 0 = none.
+      window: number of positions a query sees, itself included; 0 = all (static).
+      softcap: cap * tanh(score / cap) on the scaled scores; 0 = none (static).
+      scale: factor on the scores; None = K ** -0.5 (static).
+      implementation: "auto" (the platform's: the first of ORDERS that serves the call), or a name in IMPLEMENTATIONS,
+        behind which stand those of XLA where it raises NotImplementedError. What a kernel refuses is logged once, with
+        its reason.
+      work: of work_of for the same ids, window and implementation; None = each call looks for itself.
+
+    Returns:
+      out_BxLxHxK in v's dtype; scores and softmax are fp32 or better.
+
+    Raises:
+      ValueError: unknown implementation, or H not a multiple of G.
+    """
+    heads, groups = q_BxLxHxK.shape[2], k_BxSxGxK.shape[2]
+    if heads % groups:
+        raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key-value heads")
+    scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
+
+    ids = Ids(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL)
+
+    def ask(name):
+        known = {"work": work[name]} if work and name in work else {}
+        return IMPLEMENTATIONS[name](q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window=window, softcap=softcap, scale=scale,
+                                     chosen=implementation == name, **known)
+
+    return first_that_serves(order(implementation), ask, silent=XLA)
+
+
+def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
+            q_prefixes_BxL=None, *, window=0, implementation="auto") -> dict:
+    """What `attention` looks for before it computes: the same for all layers of a window, so it is done once per step.
+
+    Args as attention's, with shapes and dtype in place of queries and keys. Returns a pytree of arrays whose leading
+    axes are rows, or devices' own lists; empty where the implementation that will run needs none.
+    """
+    ids = Ids(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL)
+
+    def ask(name):
+        return {name: WORK[name](q_shape, kv_shape, dtype, ids, window=window)} if name in WORK else {}
+
+    return first_that_serves(order(implementation), ask, silent=XLA)
+
+
+def order(implementation: str) -> tuple[str, ...]:
+    """The implementations that are asked, in order."""
+    if implementation == "auto":
+        return ORDERS[platform()]
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention implementation {implementation!r}: choose auto, {', '.join(IMPLEMENTATIONS)}")
+    return (implementation, *(name for name in XLA if name != implementation))

@@ -1,0 +1,135 @@
+"""`attention` for packed rows on Hopper GPUs: Pallas kernels on Mosaic GPU that visit only blocks with work.
+
+Memory is linear in the row length in both passes; gradients are summed in one order. Queries that see no key, padding
+among them, give 0. Off a GPU the kernels run interpreted (jax 0.12 or newer).
+
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.attention.gpu_chip import ROWS, Op, Sizes, check_chip, interpreted, sizes_of
+from jaxrl.kernels.attention.packed import tuned
+from jaxrl.kernels.attention.packed.gpu_plan import UNIT, Plan, plan
+from jaxrl.kernels.attention.packed.reference import Ids
+
+
+class Work(NamedTuple):
+    """The work of a call, made once for all layers of a window; leading axes are those of devices."""
+
+    forward: Plan
+    queries: Plan  # of dq
+    keys: Plan     # of dk and dv
+
+
+class AllSizes(NamedTuple):
+    forward: Sizes
+    queries: Sizes  # of dq
+    keys: Sizes     # of dk and dv
+
+
+def sizes_for(head_size: int) -> AllSizes:
+    return AllSizes(**{kernel: sizes_of(table, head_size) for kernel, table in tuned.GPU.items()})
+
+
+def check(q_shape, kv_shape, dtype, interpret=None) -> None:
+    """NotImplementedError for what the kernels do not serve."""
+    size = q_shape[3]
+    check_chip(dtype, interpret)
+    if not 64 <= size <= 256 or size % (16 * sizes_for(size).keys.parts):
+        raise NotImplementedError(
+            f"head size {size}; the Mosaic GPU kernels take multiples of 16 from 64 to 128, of 32 to 256")
+    if q_shape[1] == 1 and kv_shape[1] > 1:
+        raise NotImplementedError("one query per row; the Mosaic GPU kernels take rows of queries")
+
+
+def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Work:
+    """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
+    check(q_shape, kv_shape, dtype, interpret)
+    made = Work(*(plan(q_shape[0], ids, window=window, parts=one.consumers, block=one.block, transposed=transposed)
+                  for one, transposed in zip(sizes_for(q_shape[3]), (False, False, True), strict=True)))
+    return jax.tree.map(lambda x: x[None], made)
+
+
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
+              interpret=None):
+    """See api.attention. Raises NotImplementedError for what `check` names.
+
+    work: of `work_of`, for these ids and this window; None = made here. interpret: False, True, or what the interpreter
+    is told; None = where this is no GPU.
+    """
+    del chosen
+    call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    return _attend(call, *arrays)[:, :q_BxLxHxK.shape[1]]
+
+
+def computed_blocks(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, window=0, softcap=0.0, scale=1.0, interpret=None):
+    """What each kernel computed, counted by itself: {"forward", "queries", "keys"}: (blocks int32 [B, heads, parts of
+    the row], pairs of a query and a key in a block)."""
+    from jaxrl.kernels.attention.packed import gpu_backward, gpu_forward
+
+    call, (work, *qkv) = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, None, interpret)
+    op, sizes = dataclasses.replace(call.op, count=True), call.sizes
+    out, lse, forward = gpu_forward.forward(*qkv, work.forward, op, sizes.forward, call.interpret)
+    rest = (*qkv, out, gpu_backward.stats(out, out, lse))
+    queries = gpu_backward.dq(*rest, work.queries, op, sizes.queries, call.interpret)[-1]
+    keys = gpu_backward.dkv(*rest, work.keys, op, sizes.keys, call.interpret)[-1]
+    counts = AllSizes(forward, queries, keys)._asdict()
+    return {kernel: (count, ROWS * getattr(sizes, kernel).block) for kernel, count in counts.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part, with how to interpret (None = compiled)."""
+
+    op: Op
+    sizes: AllSizes
+    interpret: Any
+
+
+def _prepared(q, k, v, ids, window, softcap, scale, work, interpret):
+    if not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the Mosaic GPU kernels take one type")
+    check(q.shape, k.shape, q.dtype, interpret)
+    if scale <= 0:
+        raise NotImplementedError(f"scale {scale}; the Mosaic GPU kernels take positive ones")
+    interpret = interpreted(interpret)
+    sizes = sizes_for(q.shape[3])
+    work = work or work_of(q.shape, k.shape, q.dtype, ids, window=window, interpret=interpret or False)
+    op = Op(float(scale), float(softcap), window, ids.q_segments is not None, in_registers=not interpret)
+    full = [jnp.pad(x, [(0, 0), (0, -x.shape[1] % UNIT), (0, 0), (0, 0)]) for x in (q, k, v)]
+    return Call(op, sizes, interpret), (jax.tree.map(lambda x: x[0], work), *full)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call, work, q, k, v):
+    return _forward(call, work, q, k, v)[0]
+
+
+def _forward(call, work, q, k, v):
+    from jaxrl.kernels.attention.packed.gpu_forward import forward
+
+    out, lse, _ = forward(q, k, v, work.forward, call.op, call.sizes.forward, call.interpret)
+    return out, (work, q, k, v, out, lse)
+
+
+def _backward(call, saved, d_out):
+    from jaxrl.kernels.attention.packed.gpu_backward import dkv, dq, stats
+
+    work, q, k, v, out, lse = saved
+    rest = (q, k, v, d_out, stats(out, d_out, lse))
+    d_q, _ = dq(*rest, work.queries, call.op, call.sizes.queries, call.interpret)
+    if call.interpret:
+        rest, d_q = jax.lax.optimization_barrier((rest, d_q))  # the interpreter cannot run two kernels at once
+    d_k, d_v, _ = dkv(*rest, work.keys, call.op, call.sizes.keys, call.interpret)
+    return None, d_q, d_k, d_v
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,111 @@
+"""The frame of the three kernels on Hopper: a block of threads per tile and head, in it warpgroups that multiply and
+one that lets the copy engine fill a ring of tiles of the other side, only those in the tile's list.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxrl.kernels.attention.gpu_chip import ROWS
+from jaxrl.kernels.attention.gpu_parts import BY_COLUMN, BY_ROW, PARAMS
+from jaxrl.kernels.attention.packed.gpu_plan import entry
+
+
+def launch(consume, produce, operands, results, scratch, plan, op, sizes, interpret):
+    """The kernel's results and, last, the blocks that each part of a tile computed, int32 [B, heads, parts of the row],
+    or None where op.count is off.
+
+    Args:
+      consume: (warpgroup, where, (n_full, n, wanted), results, own) -> blocks computed, of one consumer. `where` is
+        (row, tile, head); wanted(step) says whether the consumer's part of the tile has work in that step's block.
+      produce: (where, n, block_of, operands and the plan's q_info and k_info, own), of the warpgroup that copies.
+      operands: arrays. results: shapes, of which the first one is [B, rows of the side that stays, heads, K].
+      scratch: {name: memory or barriers}, which is `own`.
+    """
+    (batch, length, heads, _), consumers = results[0].shape, sizes.consumers
+    tiles, warpgroups, inputs = length // (consumers * ROWS), consumers * sizes.parts, len(operands) + 2
+    if op.count:
+        results = [*results, jax.ShapeDtypeStruct((batch, heads, tiles * consumers), jnp.int32)]
+
+    def kernel(*refs):
+        order, counts, lists, *outs, own = refs[inputs:]
+        flat, head, warpgroup = order[lax.axis_index("work")], lax.axis_index("head"), lax.axis_index("warpgroup")
+        row, tile = lax.div(flat, jnp.int32(tiles)), lax.rem(flat, jnp.int32(tiles))
+        n_full, n = counts[row, tile, 0], counts[row, tile, 1]
+
+        def look(step, part=None):
+            return entry(lists[row, tile, step], consumers, part)
+
+        @pl.when(warpgroup < warpgroups)
+        def _():
+            plgpu.set_max_registers(sizes.registers, action="increase")
+            part = warpgroup if sizes.parts == 1 else lax.div(warpgroup, jnp.int32(sizes.parts))
+            done = consume(warpgroup, (row, tile, head), (n_full, n, lambda step: look(step, part)[1]), outs, own)
+            if op.count:
+                outs[-1][row, head, tile * consumers + part] = done
+
+        @pl.when(warpgroup == warpgroups)
+        def _():
+            plgpu.set_max_registers(sizes.producer_registers, action="decrease")
+            produce((row, tile, head), n, lambda step: look(step)[0], refs[:inputs], own)
+
+    out = plgpu.kernel(
+        kernel, out_type=results, scratch_types=[scratch], grid=(heads, batch * tiles), grid_names=("head", "work"),
+        num_threads=warpgroups + 1, thread_name="warpgroup", interpret=interpret, compiler_params=PARAMS,
+    )(*operands, *plan)
+    return *out, *(() if op.count else (None,))
+
+
+def part_of(tile, w, sizes):
+    """The rows of the w-th part of a tile."""
+    return pl.ds((tile * sizes.consumers + w) * ROWS, ROWS)
+
+
+def stage_of(own, warpgroup):
+    """This warpgroup's tile of gpu_parts.staged, or None."""
+    return None if own["stage"] is None else own["stage"].at[warpgroup]
+
+
+def steps(blocks, body, skip, carry):
+    """body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask, of which
+    skip(step) passes those that are not wanted(step): another warpgroup's work, with which this one keeps pace.
+
+    blocks: (number of the former, of all, wanted).
+    """
+    n_full, n, wanted = blocks
+
+    def some(i, carry):
+        def passed(carry):
+            skip(i)
+            return carry
+
+        return lax.cond(wanted(i), lambda c: body(i, c, masked=True), passed, carry)
+
+    carry = lax.fori_loop(jnp.int32(0), n_full, lambda i, c: body(i, c, masked=False), carry)
+    return lax.fori_loop(n_full, n, some, carry)
+
+
+def visible(q_info, k_info, shape, op, transposed=False):
+    """bool `shape`: which key each query sees. Rows are queries, or keys where `transposed`.
+
+    q_info [positions, segments, prefixes] and k_info [positions, segments]: int32 in shared memory, as `gpu_plan`
+    makes them; without segments only positions. Before the copy engine overwrites them, commit_smem.
+    """
+    q_layout, q_axis, k_layout, k_axis = (BY_COLUMN, 1, BY_ROW, 0) if transposed else (BY_ROW, 0, BY_COLUMN, 1)
+    q_pos, *q_rest = (_spread(q_info.at[i], q_layout, q_axis, shape) for i in range(3 if op.segments else 1))
+    k_pos, *k_rest = (_spread(k_info.at[i], k_layout, k_axis, shape) for i in range(2 if op.segments else 1))
+    mask = k_pos <= q_pos
+    if op.window:
+        mask &= q_pos - k_pos < op.window
+    if op.segments:
+        (own, prefix), (segment,) = q_rest, k_rest
+        mask &= (segment == own) | (segment == prefix)
+    return mask
+
+
+def _spread(ref, layout, axis, shape):
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=layout), shape, [axis])

@@ -1,0 +1,30 @@
+"""What both ops' TPU kernels share: limits of the chip, matrix products, scores in base 2."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+VMEM = 40 * 2**20       # what a kernel may take; a core has 128 MiB on v5e and v6e, 64 MiB on v5p
+WORDS = 1 << 17         # entries of a work list (512 KiB of the 1 MiB of scalar memory)
+LOG2E = math.log2(math.e)
+HIDDEN = float(jnp.finfo(jnp.float32).min) / 2  # the score of a key that is not seen
+LOWEST = HIDDEN / 2  # where running maxima start: 2 ** (HIDDEN - LOWEST) is 0, so what sees nothing sums nothing
+
+
+def dot(a, b, over_a, over_b, exact):
+    """Product of matrices in fp32, summed over these axes; exact: fp32 inputs are not rounded to bf16."""
+    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), precision=precision,
+                               preferred_element_type=jnp.float32)
+
+
+def masked_scores(products, mask, call):
+    """(scores in base 2 of the products q.k, HIDDEN outside the mask; their slope by the products where a soft-cap
+    bends it)."""
+    if not call.softcap:
+        return jnp.where(mask, products * (call.scale * LOG2E), HIDDEN), None
+    bent = jnp.tanh(products * (call.scale / call.softcap))
+    return jnp.where(mask, bent * (call.softcap * LOG2E), HIDDEN), 1 - bent * bent
