@@ -1,0 +1,119 @@
+"""The shape of the house, read from the source alone: imports go one way and never in a circle, files and functions are
+short. What breaks a rule today stands in a table of exceptions with its place; nothing may be added to those."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import jaxrl
+
+ROOT = Path(jaxrl.__file__).parent
+LONGEST_FILE, LONGEST_FUNCTION = 600, 60
+
+# Modules that import each other, counting imports inside functions.
+CIRCLES = [
+    {"jaxrl.rewards.builtin", "jaxrl.rewards.registry"},  # the registry fills itself
+    {"jaxrl.rollout.select", *(f"jaxrl.rollout.vllm.{name}" for name in (  # select makes the engine, which asks it back
+        "adapter", "engine", "publish", "router", "sleeping", "transport"))},
+]
+# A plan compiles the programs that recipes build.
+OF_RECIPES = {("jaxrl.planning.case", "jaxrl.recipes.setup"), ("jaxrl.planning.plan", "jaxrl.recipes.setup"),
+              ("jaxrl.planning.programs", "jaxrl.recipes.setup"),
+              ("jaxrl.planning.programs", "jaxrl.recipes.algorithm")}
+LONG_FUNCTIONS = {("jaxrl.vllm_plugin", "_transfer_engine")}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Name -> tree of every module of jaxrl."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(("jaxrl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+@cache
+def imports(inside_functions: bool) -> dict[str, set[str]]:
+    """Module -> the modules of jaxrl that it imports; a package's name stands for its __init__."""
+    return {name: _imported(tree, inside_functions) - {name} for name, tree in modules().items()}
+
+
+def _imported(node, inside_functions: bool) -> set[str]:
+    out = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            out |= {alias.name for alias in child.names}
+        elif isinstance(child, ast.ImportFrom):
+            assert not child.level, f"line {child.lineno}: jaxrl is imported by its full name"
+            names = {f"{child.module}.{alias.name}" for alias in child.names}
+            out |= {name if name in modules() else child.module for name in names}
+        elif inside_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            out |= _imported(child, inside_functions)
+    return out & modules().keys()
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that reach each other."""
+    def reach(start):
+        seen, todo = set(), [start]
+        while todo:
+            new = arrows[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return seen
+
+    reached = {name: reach(name) for name in arrows}
+    found = []
+    for name in arrows:
+        if name in reached[name] and not any(name in circle for circle in found):
+            found.append({other for other in reached[name] if name in reached[other]})
+    return found
+
+
+def room(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def arrows():
+    """(module, module that it imports), wherever the import stands."""
+    return [(name, other) for name, others in imports(True).items() for other in others]
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_circle_of_imports():
+    assert len(modules()) > 100 and "jaxrl.training.state" in imports(False)["jaxrl.training.update"]
+    assert circles(imports(False)) == []
+    assert [circle for circle in circles(imports(True)) if circle not in CIRCLES] == []
+
+
+def test_files_and_functions_are_short():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name: n for name, n in lines.items() if n > LONGEST_FILE} == {}
+    long = {(name, node.name): node.end_lineno - node.lineno + 1 for name, tree in modules().items()
+            for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    assert {key: n for key, n in long.items() if n > LONGEST_FUNCTION and key not in LONG_FUNCTIONS} == {}
+
+
+def test_nothing_imports_a_recipe():
+    """But the command line, which runs them (the registry names them)."""
+    found = {(name, other) for name, other in arrows() if room(other) == "recipes" and room(name) != "recipes"}
+    assert found - {("jaxrl.main", "jaxrl.recipes")} - OF_RECIPES == set()
+
+
+def test_nothing_imports_planning():
+    """But the door of the recipes, which runs mode=plan and injects the comparison."""
+    found = {name for name, other in arrows() if room(other) == "planning" and room(name) != "planning"}
+    assert found <= {"jaxrl.recipes"}
+
+
+def test_algorithms_know_arrays_only():
+    assert {(name, other) for name, other in arrows() if room(name) == "algorithms" != room(other)} == set()
+
+
+def test_rollout_and_training_do_not_know_each_other():
+    assert {(name, other) for name, other in arrows() if {room(name), room(other)} == {"rollout", "training"}} == set()
