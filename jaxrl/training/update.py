@@ -176,6 +176,7 @@ def make_update(model, optimizer, schedule, objective: Objective):
         carry = None
         for batches, count in _together(microbatches, at_once(state)):
             carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
+            count = jax.device_put(count) if len(batches) > 1 else None  # one microbatch always counts
             carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batches, count)
         return carry
 
