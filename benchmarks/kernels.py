@@ -2,12 +2,11 @@
 
     python benchmarks/kernels.py            (--tiny: small shapes, any machine; --out FOLDER: JSON and Markdown there)
 
-First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the same run: a
-matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible pairs (4 K per pair and
-query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt that slots share once. Times are
-medians of device time, calls queued one behind the other; attention's block lists are made once per step and timed in a row of
-their own. What cannot run says why.
-Nothing new is started after --minutes.
+First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the
+same run: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible
+pairs (4 K per pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt
+that slots share once. Times are medians of device time, calls queued one behind the other; attention's block lists are
+made once per step and timed in a row of their own. What cannot run says why. Nothing new is started after --minutes.
 """
 
 from __future__ import annotations
@@ -131,7 +130,8 @@ def ceilings(table, sizes):
 
 
 def documents(length, count):
-    """(lengths, positions [1, L], segments [1, L]): `count` documents, multiples of 1, of unequal length that fill a row."""
+    """(lengths, positions [1, L], segments [1, L]): `count` documents, multiples of 1, of unequal length that fill a
+    row."""
     lengths = np.random.default_rng(0).multinomial(length - count, np.random.default_rng(1).dirichlet(np.full(count, 4.0))) + 1
     segments = np.repeat(np.arange(1, count + 1), lengths).astype(np.int32)[None]
     return lengths, np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None], segments
@@ -235,8 +235,8 @@ def decoding(table, model, slots, length):
 
 
 def shared_decoding(table, model, slots, group, prompt, answers):
-    """One token of every slot, `group` slots to a prompt, at the places of answers from the first token to the last; with the
-    prompts read once and with every slot's own copy read."""
+    """One token of every slot, `group` slots to a prompt, at the places of answers from the first token to the last;
+    with the prompts read once and with every slot's own copy read."""
     from jaxrl.kernels.attention import cached, share
 
     heads, groups, size, _, _ = MODELS[model]
@@ -263,7 +263,8 @@ def shared_decoding(table, model, slots, group, prompt, answers):
 
 
 def logprob(table, model, tokens):
-    """Log-prob and its gradients from hidden states, in chunks and with all logits at once: time and compiled temporaries."""
+    """Log-prob and its gradients from hidden states, in chunks and with all logits at once: time and compiled
+    temporaries."""
     from jaxrl.kernels.logprob import api
 
     *_, hidden, vocab = MODELS[model]
@@ -284,7 +285,8 @@ def logprob(table, model, tokens):
 
 
 def correctness(names) -> list[dict]:
-    """Every implementation against float64 on this device, the shared cases and decoding: rows with "error", "" where it held."""
+    """Every implementation against float64 on this device, the shared cases and decoding: rows with "error", "" where
+    it held."""
     import attention_cases
 
     from jaxrl.kernels.attention import cached

@@ -13,8 +13,8 @@ _leaving = threading.Lock()
 
 @contextlib.contextmanager
 def within(seconds: float, text: str):
-    """What is done inside has so many seconds (0: no limit). After that the process says `text` and ends with status 1: a call that
-    hangs in the system gives nothing else a chance."""
+    """What is done inside has so many seconds (0: no limit). After that the process says `text` and ends with status 1:
+    a call that hangs in the system gives nothing else a chance."""
     timer = threading.Timer(seconds, leave, (text,)) if seconds else None
     if timer is not None:
         timer.daemon = True

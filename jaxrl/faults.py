@@ -158,13 +158,15 @@ class GracefulStop:
         with GracefulStop() as stop:
             ... if stop.requested: break
 
-    A second Ctrl-C ends the process at once, even inside compiled code, with status 130 and a last line that ends in `newest()`.
-    Repeated other signals change nothing: schedulers send them more than once. SIGHUP stays ignored under nohup.
+    A second Ctrl-C ends the process at once, even inside compiled code, with status 130 and a last line that ends in
+    `newest()`. Repeated other signals change nothing: schedulers send them more than once. SIGHUP stays ignored under
+    nohup.
 
-    While `starting` is True there is nothing to save: a signal raises Interrupted, and ends the process (128 + its number) where
-    the main thread does not come out of compiled code within LEAVE_SECONDS.
+    While `starting` is True there is nothing to save: a signal raises Interrupted, and ends the process (128 + its
+    number) where the main thread does not come out of compiled code within LEAVE_SECONDS.
 
-    Outside the main thread Python forbids handlers; then only `request()` sets the flag. The old handlers come back at exit.
+    Outside the main thread Python forbids handlers; then only `request()` sets the flag. The old handlers come back at
+    exit.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -220,8 +222,8 @@ class GracefulStop:
             _leave(f"{signal.Signals(number).name} while the run starts: left at once", self.newest(), number)
 
     def started(self) -> None:
-        """From now on there is something to save. Raises Interrupted where a signal came before, and its exception got lost (Python drops
-        those that are raised in callbacks of its garbage collector)."""
+        """From now on there is something to save. Raises Interrupted where a signal came before, and its exception got
+        lost (Python drops those that are raised in callbacks of its garbage collector)."""
         self.starting = False
         if self.requested:
             raise Interrupted(signal.Signals[self.reason])
@@ -246,7 +248,8 @@ class GracefulStop:
 
 
 def _say(text: str) -> None:
-    """os.write, not print or logging: a handler may interrupt either of them while it holds its lock. After SIGHUP the terminal is gone."""
+    """os.write, not print or logging: a handler may interrupt either of them while it holds its lock. After SIGHUP the
+    terminal is gone."""
     with contextlib.suppress(OSError):
         os.write(2, f"\njaxrl: {text}\n".encode())
 

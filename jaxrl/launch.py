@@ -1,8 +1,8 @@
 """Several processes of one run on this machine: python -m jaxrl.launch --processes=4 -- --config=configs/grpo.py ...
 
-For trying many hosts out on one, and for machines whose GPUs are to be shared between processes. What follows `--` goes to
-jaxrl.main; a script (`-- train.py ...`) is run instead of it. Process 0 has the console; lines of the others carry their
-number. When one dies the others get a grace time, then they are killed; it is said which one died first, and how.
+For trying many hosts out on one, and for machines whose GPUs are to be shared between processes. What follows `--` goes
+to jaxrl.main; a script (`-- train.py ...`) is run instead of it. Process 0 has the console; lines of the others carry
+their number. When one dies the others get a grace time, then they are killed; it is said which one died first, and how.
 SIGTERM and Ctrl-C go to all: they save, then leave.
 
 Exit status: 0 all done or stopped on request, else that of the process that ended first (128 + n for signal n).
@@ -30,9 +30,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                                      epilog="After `--`: the flags of jaxrl.main, or a script with its own.")
     parser.add_argument("--processes", type=int, required=True, help="processes to start")
     parser.add_argument("--devices", type=int, default=0,
-                        help="devices of each: simulated ones without a GPU (default 1), else its share of the GPUs (default all)")
-    parser.add_argument("--cpus", type=int, default=0, help="processor cores of each, a different set for each; 0 = all for all")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of all; may be repeated")
+                        help="devices of each: simulated ones without a GPU (default 1), else its share of the GPUs "
+                             "(default all)")
+    parser.add_argument("--cpus", type=int, default=0,
+                        help="processor cores of each, a different set for each; 0 = all for all")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
+                        help="environment of all; may be repeated")
     parser.add_argument("--retries", type=int, default=0,
                         help="how often all are started again after one died; they go on from the newest checkpoint")
     parser.add_argument("--grace", type=float, default=20.0, help="seconds that the others have after one died")
@@ -58,7 +61,8 @@ def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]
         if gpus:
             share = options.devices or len(gpus) // options.processes
             if share * options.processes > len(gpus) or not share:
-                raise SystemExit(f"jaxrl.launch: --processes={options.processes} x --devices={options.devices}: there are {len(gpus)} GPUs")
+                raise SystemExit(f"jaxrl.launch: --processes={options.processes} x --devices={options.devices}: there "
+                                 f"are {len(gpus)} GPUs")
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * share:(i + 1) * share])
         else:
             env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices or 1)}
@@ -115,8 +119,8 @@ class Group:
             if first is None and (first := self._first_to_fail()) is not None:
                 end = time.monotonic() + self.options.grace
             if time.monotonic() > end:
-                say(f"{sum(p.poll() is None for p in self.processes)} processes are still there after --grace={self.options.grace:g} s: "
-                    "they are killed")
+                say(f"{sum(p.poll() is None for p in self.processes)} processes are still there after "
+                    f"--grace={self.options.grace:g} s: they are killed")
                 self.signal(signal.SIGKILL)
                 end = float("inf")
             time.sleep(0.05)
@@ -129,7 +133,8 @@ class Group:
             return None
         # of several at one look a killed one comes first: the others gave up because of it
         first = min(failed, key=lambda i: self.processes[i].returncode)
-        say(f"process {first} of {len(self.processes)} (pid {self.processes[first].pid}) ended first: {ended(self.processes[first])}")
+        say(f"process {first} of {len(self.processes)} (pid {self.processes[first].pid}) ended first: "
+            f"{ended(self.processes[first])}")
         return first
 
 
@@ -148,7 +153,8 @@ def say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options, rest = parse(sys.argv[1:] if argv is None else argv)
-    command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-" else ("-m", "jaxrl.main", *rest))]
+    command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-"
+                                 else ("-m", "jaxrl.main", *rest))]
     stopping, group = [], None
 
     def forward(number, frame):

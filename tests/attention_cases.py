@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.kernels.attention import cached, packed, share
-from jaxrl.kernels.attention.gpu_chip import sizes_of
+from jaxrl.kernels.attention.gpu_chip import ROWS, sizes_of
 from jaxrl.kernels.attention.packed.reference import Ids
 
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # of the norm, and of the largest entry
@@ -19,7 +19,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of packed.api.attention. `layout` names a function of this module that makes positions, segments, prefixes [B, L]."""
+    """One call of packed.api.attention. `layout` names a function of this module that makes positions, segments,
+    prefixes [B, L]."""
 
     layout: str
     length: int = 300
@@ -72,8 +73,8 @@ HOPPER_CASES = [
 
 
 def rows_of(sequences, length):
-    """Positions, segments, prefixes [B, L] of rows given as lists of (start or None = behind the last, tokens, segment, prefix,
-    first position)."""
+    """Positions, segments, prefixes [B, L] of rows given as lists of (start or None = behind the last, tokens, segment,
+    prefix, first position)."""
     out = np.zeros((3, len(sequences), length), np.int32)
     for r, row in enumerate(sequences):
         cursor = 0
@@ -162,7 +163,8 @@ def _both(attend, case: Case):
 def check(implementation, case: Case):
     """Holds an implementation to float64: forward and all gradients, finite everywhere, bitwise equal when run again.
 
-    implementation: a name in packed.api.IMPLEMENTATIONS (called itself: nothing falls back), or a function with its arguments.
+    implementation: a name in packed.api.IMPLEMENTATIONS (called itself: nothing falls back), or a function with its
+    arguments.
     """
     attend = packed.api.IMPLEMENTATIONS[implementation] if isinstance(implementation, str) else implementation
     qkv, cotangent, ids, means = inputs(case)
@@ -186,8 +188,8 @@ def check(implementation, case: Case):
 class SharedCase:
     """One call of cached.api.cached_attention with slots that share prompts.
 
-    prompts: (positions shared, slots) per prompt. A slot more is idle and in no tile; of every prompt of several slots the last
-    but one has ended.
+    prompts: (positions shared, slots) per prompt. A slot more is idle and in no tile; of every prompt of several slots
+    the last but one has ended.
     """
 
     prompts: tuple
@@ -212,7 +214,8 @@ SHARED_CASES = [
 
 
 def shared_inputs(case: SharedCase):
-    """(q, k, v, positions) in case.dtype, the slots' prompts and shared lengths as `share` takes them; the layer is 1 of 2."""
+    """(q, k, v, positions) in case.dtype, the slots' prompts and shared lengths as `share` takes them; the layer is 1
+    of 2."""
     rng = np.random.default_rng(len(str(case)))
     slots = [(name, length) for name, (length, count) in enumerate(case.prompts) for _ in range(count)] + [(None, 0)]
     slots = [slots[i] for i in rng.permutation(len(slots))]
@@ -232,7 +235,8 @@ def shared_inputs(case: SharedCase):
 
 
 def read_once(name: str, size: int, length: int) -> int:
-    """Of `length` shared positions those that the kernel `name` reads once (on TPUs in blocks of 128, see SMALL_BLOCKS)."""
+    """Of `length` shared positions those that the kernel `name` reads once (on TPUs in blocks of 128, see
+    SMALL_BLOCKS)."""
     if name == "tpu":
         return length // cached.tpu.ALIGNED * cached.tpu.ALIGNED if length >= 128 else 0
     keys = sizes_of(cached.tuned.GPU, size).block
@@ -243,8 +247,8 @@ SMALL_BLOCKS = (cached.tuned, "CACHE_BYTES", 1)  # what to set for check_shared 
 
 
 def check_shared(name, case: SharedCase, **options):
-    """Holds a kernel that reads shared prompts once to float64. Its results are bitwise the same when it runs again, when other
-    slots' copies hold something else, and when every slot is alone in its tile.
+    """Holds a kernel that reads shared prompts once to float64. Its results are bitwise the same when it runs again,
+    when other slots' copies hold something else, and when every slot is alone in its tile.
 
     name: in cached.api.WORK. options: of that function.
     """
@@ -273,3 +277,32 @@ def check_shared(name, case: SharedCase, **options):
 def leave_mesh():
     """Takes the mesh out of force that an earlier run in this process has left there."""
     jax.set_mesh(jax.sharding.Mesh(np.empty((), dtype=object), ()))
+
+
+# -- what the kernels count ----------------------------------------------------------------------------------------------
+
+
+def computed_tiles(q, k, v, ids):
+    """The TILE x TILE tiles that each TPU kernel computed, counted by itself: {"forward", "queries", "keys"}, int32 []."""
+    kernels = packed.tpu_kernels
+    call, (words, count, key_words, key_count, *arrays) = packed.tpu.prepared(q, k, v, ids, 0, 0.0, 1.0, None, None)
+    call = dataclasses.replace(call, counted=True)
+    work, key_work = (words[0], count[0]), (key_words[0], key_count[0])
+    out, lse, forward = kernels.forward(call, work, *arrays)
+    rest = (*arrays, out, lse, jnp.zeros_like(lse))
+    counts = {"forward": forward, "queries": kernels.query_gradient(call, work, *rest)[-1],
+              "keys": kernels.key_gradients(call, key_work, *rest)[-1]}
+    return {name: count[0] for name, count in counts.items()}  # every block of heads computes the same tiles
+
+
+def computed_blocks(q, k, v, ids, scale, interpret):
+    """The same of each GPU kernel: (blocks int32 [B, heads, parts of the row], pairs of a query and a key in a block)."""
+    from jaxrl.kernels.attention.packed import gpu_backward, gpu_forward
+
+    call, (work, *qkv) = packed.gpu.prepared(q, k, v, ids, 0, 0.0, scale, None, interpret)
+    op, sizes = dataclasses.replace(call.op, count=True), call.sizes
+    out, lse, forward = gpu_forward.forward(*qkv, work.forward, op, sizes.forward, call.interpret)
+    rest = (*qkv, out, gpu_backward.stats(out, out, lse))
+    counts = {"forward": forward, "queries": gpu_backward.dq(*rest, work.queries, op, sizes.queries, call.interpret)[-1],
+              "keys": gpu_backward.dkv(*rest, work.keys, op, sizes.keys, call.interpret)[-1]}
+    return {kernel: (count, ROWS * getattr(sizes, kernel).block) for kernel, count in counts.items()}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, check, leave_mesh
+from attention_cases import CASES, check, computed_tiles, leave_mesh
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
@@ -194,7 +194,7 @@ def computed(lengths):
     positions, segments = packed(lengths)
     length = positions.shape[1]
     x = jnp.ones((1, length, 1, 8))
-    counts = jax.jit(lambda *a: tpu.computed_tiles(*a, Ids(positions, positions, segments, segments)))(x, x, x)
+    counts = jax.jit(lambda *a: computed_tiles(*a, Ids(positions, positions, segments, segments)))(x, x, x)
     return {name: int(count) * tuned.TILE**2 for name, count in counts.items()}
 
 
@@ -210,7 +210,7 @@ def test_empty_rows_are_no_work():
     positions = np.arange(512, dtype=np.int32)[None].repeat(2, 0)
     segments = np.stack([np.zeros(512, np.int32), np.repeat([1, 0], [100, 412]).astype(np.int32)])
     x = jnp.ones((2, 512, 2, 8))
-    counts = tpu.computed_tiles(x, x, x, Ids(positions, positions, segments, segments))
+    counts = computed_tiles(x, x, x, Ids(positions, positions, segments, segments))
     assert {name: int(count) for name, count in counts.items()} == {"forward": 1, "queries": 1, "keys": 1}
 
 
@@ -232,8 +232,8 @@ CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, g
 
 @pytest.mark.parametrize("case", CACHED_CASES, ids=str)
 def test_cached_implementations_agree(case, monkeypatch):
-    """XLA's and the TPU kernel against the reference in float64, in one layer of three, twice; float64 too where it is taken.
-    What lies behind a slot's position does not matter."""
+    """XLA's and the TPU kernel against the reference in float64, in one layer of three, twice; float64 too where it is
+    taken. What lies behind a slot's position does not matter."""
     monkeypatch.setattr(cached.tuned, "CACHE_BYTES", 1)  # 128 positions at a time
     options = {name: case[name] for name in ("window", "softcap", "scale") if name in case}
     sizes = {name: case[name] for name in case if name not in options}
@@ -284,7 +284,8 @@ def spied(monkeypatch, table):
 
 
 def test_who_is_asked(monkeypatch):
-    """auto on a CPU: blockwise for many queries, else the reference, never a kernel; a named one falls back where it cannot."""
+    """auto on a CPU: blockwise for many queries, else the reference, never a kernel; a named one falls back where it
+    cannot."""
     asked = spied(monkeypatch, api.IMPLEMENTATIONS)
     monkeypatch.setattr(blockwise, "WORTH_IT", 10)
     q, k, v, positions, *_ = inputs(dtype=np.float32)

@@ -1,5 +1,5 @@
-"""Attention on Hopper GPUs, without one: the kernels interpreted (races found, uninitialised memory NaN, reads beyond an end
-refused), counted, and lowered for CUDA. The body that keeps operands in registers is only lowered here."""
+"""Attention on Hopper GPUs, without one: the kernels interpreted (races found, uninitialised memory NaN, reads beyond
+an end refused), counted, and lowered for CUDA. The body that keeps operands in registers is only lowered here."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ def test_blocks_without_work_are_not_computed():
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
     q, k, v = (jnp.ones((1, sum(lengths), h, 64), jnp.bfloat16) for h in (heads, groups, groups))
     ids = Ids(positions, positions, segments, segments, np.zeros_like(segments))
-    counted = gpu.computed_blocks(q, k, v, ids, scale=0.1, interpret=strict())
+    counted = attention_cases.computed_blocks(q, k, v, ids, scale=0.1, interpret=strict())
     mask = np.asarray(reference.visible(ids, 0))[0]
     sizes = gpu.sizes_for(64)
     for name, rows, columns, copies in (("forward", 64, sizes.forward.block, heads), ("queries", 64, sizes.queries.block, heads),
@@ -59,7 +59,8 @@ def test_blocks_without_work_are_not_computed():
 @pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.nightly), pytest.param(128, marks=pytest.mark.slow),
                                   pytest.param(256, marks=pytest.mark.nightly)])
 def test_work_of_sixteen_documents(size):
-    """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of tiles."""
+    """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of
+    tiles."""
     lengths = np.random.default_rng(0).multinomial(16384, np.full(16, 1 / 16))
     segments = np.repeat(np.arange(1, 17), lengths).astype(np.int32)[None]
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
@@ -75,8 +76,8 @@ def test_work_of_sixteen_documents(size):
 
 @pytest.mark.slow
 def test_plan():
-    """Lists hold exactly the blocks with work, and which parts of the tile have it, first those without a mask, which are visible
-    throughout; the dearest first."""
+    """Lists hold exactly the blocks with work, and which parts of the tile have it, first those without a mask, which
+    are visible throughout; the dearest first."""
     for layout, length in (("prompts", 500), ("documents", 700), ("whole", 384), ("padding", 300)):
         for window, transposed in ((0, False), (90, False), (0, True)):
             ids = attention_cases.inputs(Case(layout, length=length))[2]
@@ -109,8 +110,8 @@ DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, 
 @pytest.mark.mosaic
 @pytest.mark.parametrize("case", DECODES, ids=str)
 def test_decoding(case, monkeypatch):
-    """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what lies
-    behind a slot's blocks is not read."""
+    """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what
+    lies behind a slot's blocks is not read."""
     slots, length, heads, groups, size, window, softcap, chips = case
     monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", chips)
     rng = np.random.default_rng(2)
@@ -175,7 +176,8 @@ def test_decoding_lowers_for_cuda(size, slots):
 
 @pytest.mark.mosaic
 def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
-    """Forward, dq and dk with dv inside the scan over layers, each device on its own rows and heads; the search for work once."""
+    """Forward, dq and dk with dv inside the scan over layers, each device on its own rows and heads; the search for
+    work once."""
     kind, own = ARCHITECTURES["qwen2"]
     model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 4}, compute_dtype=jnp.bfloat16,
                   scan_layers=True, remat="full")

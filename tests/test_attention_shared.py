@@ -120,7 +120,8 @@ def test_layers_with_a_window_read_their_own_copies(small_blocks):
 @pytest.mark.parametrize("case", [dataclasses.replace(c, dtype="bfloat16") for c in SHARED_CASES], ids=range(len(SHARED_CASES)))
 @pytest.mark.parametrize("part", [16, 1])
 def test_gpu_kernel(case, part, monkeypatch):
-    """Races, uninitialised memory and reads beyond an end looked for; few multiprocessors, or many and tiles in parts."""
+    """Races, uninitialised memory and reads beyond an end looked for; few multiprocessors, or many and tiles in
+    parts."""
     from test_attention_gpu import strict
 
     monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", 2 if part == 16 else 12)
@@ -153,7 +154,8 @@ def gpu_work(positions, tiles, heads, length=2048, size=128):
 
 
 def test_a_prompt_is_read_once_on_gpus():
-    """8 slots with a prompt of 1024 tokens, in blocks of 64 keys, up to 8 query heads per group: 15 of its 16 blocks once."""
+    """8 slots with a prompt of 1024 tokens, in blocks of 64 keys, up to 8 query heads per group: 15 of its 16 blocks
+    once."""
     positions = np.array([[1023 + 60 * i] for i in range(8)] + [[2048]], np.int32)
     tiles = share(["p"] * 8 + [None], [1023] * 9)
     work = gpu_work(positions, tiles, 12)

@@ -1,9 +1,10 @@
-"""A job's clockwork in virtual time: the admission that runs use (rollout/queue.py) between a simulated engine and trainer.
+"""A job's clockwork in virtual time: the admission that runs use (rollout/queue.py) between a simulated engine and
+trainer.
 
-What is simulated: an engine with so many slots, whose decode steps take `fixed + each * answers` seconds, and a trainer whose
-step takes `train + train_token * tokens`. What is real: which answers are asked for when, what waits for what, what a publish
-does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline (`planned`); lengths are recorded,
-given, or the longest.
+What is simulated: an engine with so many slots, whose decode steps take `fixed + each * answers` seconds, and a trainer
+whose step takes `train + train_token * tokens`. What is real: which answers are asked for when, what waits for what,
+what a publish does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline (`planned`);
+lengths are recorded, given, or the longest.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ PROMPT = np.ones(1, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Seconds. `prompt`: of the engine per answer it begins, during which it decodes nothing. `reward`: after the last answer where
-    nothing is asked for ahead; else rewards run beside generation."""
+    """Seconds. `prompt`: of the engine per answer it begins, during which it decodes nothing. `reward`: after the last
+    answer where nothing is asked for ahead; else rewards run beside generation."""
 
     slots: int
     fixed: float
@@ -59,7 +60,8 @@ class Engine(protocol.Engine):
         self.now = self.busy = self.slot_seconds = 0.0
         self._waiting: collections.deque = collections.deque()
         self._running: list[tuple] = []  # heap of (mark at which it ends, number, id, version it began under)
-        self._mark = self._owed = 0.0    # tokens that a slot has decoded since the start; seconds of prompts still to compute
+        # tokens that a slot has decoded since the start; seconds of prompts still to compute
+        self._mark = self._owed = 0.0
         self._done: list[Result] = []
         self._held, self._version, self._count = False, -1, itertools.count()
 
@@ -106,7 +108,8 @@ class Engine(protocol.Engine):
         while self.now < end and not (until_done and self._done):
             while self._waiting and len(self._running) < self.speeds.slots and not self._held:
                 request = self._waiting.popleft()
-                heapq.heappush(self._running, (self._mark + self.length(request), next(self._count), request.id, self._version))
+                heapq.heappush(self._running, (self._mark + self.length(request), next(self._count), request.id,
+                                               self._version))
                 self._owed += self.speeds.prompt
             if not self._running:
                 return
@@ -114,8 +117,8 @@ class Engine(protocol.Engine):
                 spent = min(self._owed, end - self.now)
                 self._owed -= spent
             else:
-                step, tokens = self.speeds.fixed + self.speeds.each * len(self._running), self._running[0][0] - self._mark
-                spent = tokens * step
+                step = self.speeds.fixed + self.speeds.each * len(self._running)
+                spent = (self._running[0][0] - self._mark) * step
                 if self.now + spent > end:
                     spent = end - self.now
                     self._mark += spent / step
@@ -130,26 +133,29 @@ class Engine(protocol.Engine):
         while self._running and self._running[0][0] <= self._mark:
             _, _, name, version = heapq.heappop(self._running)
             none = np.zeros(0, np.float32)
-            self._done.append(Result(name, np.zeros(0, np.int32), none, none, np.array([version, self._version]), "stop", 0))
+            self._done.append(Result(name, np.zeros(0, np.int32), none, none, np.array([version, self._version]),
+                                     "stop", 0))
 
 
-def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: int, max_staleness: int = 0, sync_every: int = 1,
+def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: int, max_staleness: int = 0,
+             sync_every: int = 1,
              partial: bool = False, beside: bool = True, prompt: float = 0.0) -> dict:
     """A run without end, looked at for `steps` steps after those in which the pipe fills.
 
-    lengths: of answers in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns {"seconds": of each
-    step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of the time in which each works,
-    "staleness" the highest}.
+    lengths: of answers in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns
+    {"seconds": of each step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of
+    the time in which each works, "staleness" the highest}.
     """
     number = lambda request: request.key.prompt * group_size + request.key.sample  # noqa: E731
     length = lambda request: int(lengths[number(request) % len(lengths)])  # noqa: E731
     engine = Engine(speeds, length, beside)
     queue = RolloutQueue(
-        engine, per_step=per_step, max_staleness=max_staleness, sync_every=sync_every, partial=partial, clock=engine.clock,
+        engine, per_step=per_step, max_staleness=max_staleness, sync_every=sync_every, partial=partial,
+        clock=engine.clock,
         steps=1 << 60,
         draw=lambda cursor, count: ([(p, None) for p in range(cursor, cursor + count)], cursor + count),
-        requests=lambda prompts, step: [Request(str(key), PROMPT, group=p, key=key) for p, _ in prompts for i in range(group_size)
-                                        for key in [Key("train", step, p, i)]])
+        requests=lambda prompts, step: [Request(str(key), PROMPT, group=p, key=key) for p, _ in prompts
+                                        for i in range(group_size) for key in [Key("train", step, p, i)]])
     queue.publish(None, 0)
     first, cursor, trained, oldest, ends = (max_staleness + 1) * sync_every, 0, 0.0, 0, []
     for step in range(first + steps):
@@ -157,7 +163,8 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
             began = engine.now, engine.busy, trained
         groups, cursor = queue.ask(step, cursor)
         queue.wait(groups, float("inf"))
-        oldest = max(oldest, *(int(staleness(step, r.versions.min(), sync_every)) for g in groups for r in g.results.values()))
+        oldest = max(oldest, *(int(staleness(step, r.versions.min(), sync_every)) for g in groups
+                               for r in g.results.values()))
         tokens = sum(length(r) + prompt for g in groups for r in g.requests)
         work = speeds.train + speeds.train_token * tokens
         engine.elapse((0.0 if max_staleness or sync_every > 1 else speeds.reward) + work)
@@ -172,12 +179,13 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
             "trainer": (trained - began[2]) / span, "engine": (engine.busy - began[1]) / span, "staleness": oldest}
 
 
-# -- speeds and lengths ---------------------------------------------------------------------------------------------------
+# -- speeds and lengths ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run's own: answer lengths of each step, its seconds (evaluation, checkpoints and exports left out), its speeds."""
+    """A run's own: answer lengths of each step, its seconds (evaluation, checkpoints and exports left out), its
+    speeds."""
 
     lengths: list[np.ndarray]
     seconds: np.ndarray
@@ -202,17 +210,19 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
         raise ConfigError(f"plan.run={str(folder)!r}: no config.json and metrics.jsonl of a run there ({e})") from None
     roll, data = config["rollout"], config["data"]
     if roll.get("max_staleness", 0) or roll.get("sync_every", 1) > 1:
-        raise ConfigError(f"plan.run={str(folder)!r}: its phases overlap; name a run with rollout.max_staleness=0 and sync_every=1")
+        raise ConfigError(f"plan.run={str(folder)!r}: its phases overlap; name a run with rollout.max_staleness=0 and "
+                          "sync_every=1")
     lengths, times = [], []
     for line in lines:
         path = folder / "rollouts" / f"step_{line['step']:08d}.jsonl"
         if "rollout/tokens" in line and path.is_file():
-            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in path.read_text("utf-8").split("\n") if row]))
+            rows = path.read_text("utf-8").split("\n")
+            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in rows if row]))
             times.append(line["time"])
     lengths, times = lengths[steps], times[steps]
     if len(lengths) < 2:
-        raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; name a longer run with "
-                          "log.rollouts=True")
+        raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; "
+                          "name a longer run with log.rollouts=True")
     slots = _slots(roll, data)
     of = lambda *names: np.array([sum(t.get(n, 0.0) for n in names) for t in times])  # noqa: E731
     seconds = of("step") - of("eval", "checkpoint", "export")
@@ -226,8 +236,8 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
 
 
 def _fitted(seconds, *columns) -> list[float]:
-    """Coefficients, at least 0, of the least absolute deviation: a step during which the machine did something else weighs little.
-    (Least squares, weighted by the last residuals' inverse.)"""
+    """Coefficients, at least 0, of the least absolute deviation: a step during which the machine did something else
+    weighs little. (Least squares, weighted by the last residuals' inverse.)"""
     matrix, weights = np.stack(columns, 1), np.ones_like(seconds)
     for _ in range(30):
         found = nnls(matrix * weights[:, None], seconds * weights)[0]
@@ -261,7 +271,8 @@ def planned(case, phases: dict) -> Speeds:
         width = workload.SIZES[c.rollout.dtype]
         prompt, answer = workload.lengths(c)
         slots = min(v.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // servers))
-        shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,), decode_steps=1,
+        shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,),
+                                 decode_steps=1,
                                  prefill_rows=max(1, slots // c.rollout.group_size))
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
     weights = workload.Work(0.0, workload.weight_bytes(case.model, inner, ROLLOUT_RULES, width))
@@ -270,7 +281,8 @@ def planned(case, phases: dict) -> Speeds:
     slots = shapes.slots * servers
     train = sum(phases[name]["seconds"] for name in ("score", "critic", "update") if name in phases)
     tokens = c.data.prompts_per_step * c.rollout.group_size * sum(workload.lengths(c))
-    return Speeds(slots, least, (full - least) / slots, seconds(prefill) / (shapes.prefill_rows * c.rollout.group_size * servers),
+    return Speeds(slots, least, (full - least) / slots,
+                  seconds(prefill) / (shapes.prefill_rows * c.rollout.group_size * servers),
                   train_token=train / tokens, publish=phases["publish"]["seconds"] if "publish" in phases else 0.0)
 
 
@@ -282,23 +294,27 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
     rows = []
     for k in sorted({own, *NEARBY}):
         steps = max(8, min(48, EVENTS // batch))
-        found = simulate(speeds, lengths, per_step=c.data.prompts_per_step, group_size=c.rollout.group_size, steps=steps, max_staleness=k,
+        found = simulate(speeds, lengths, per_step=c.data.prompts_per_step, group_size=c.rollout.group_size,
+                         steps=steps, max_staleness=k,
                          sync_every=every, partial=c.rollout.partial, beside=beside, prompt=prompt)
         rows.append({"max_staleness": k, **{name: found[name] for name in ("step_seconds", "trainer", "engine")}})
     return rows
 
 
 def of_case(case, phases: dict) -> dict:
-    """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have so that neither
-    waits, by the seconds each is busy; {} where both share theirs."""
+    """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have
+    so that neither waits, by the seconds each is busy; {} where both share theirs."""
     c = case.config
     beside = case.rollout is None and not shared_gpus(c, "vllm")
     if c.plan.run:
         run = recorded(c.plan.run)
-        speeds, lengths, prompt, basis = run.speeds, np.concatenate(run.lengths), 0.0, f"speeds and lengths of {c.plan.run}"
+        speeds, prompt = run.speeds, 0.0
+        lengths, basis = np.concatenate(run.lengths), f"speeds and lengths of {c.plan.run}"
     else:
         speeds, prompt = planned(case, phases), workload.lengths(c)[0]
-        lengths, basis = (c.plan.lengths, "plan.lengths") if c.plan.lengths else ((workload.lengths(c)[1],), "every answer at its longest")
+        lengths, basis = (workload.lengths(c)[1],), "every answer at its longest"
+        if c.plan.lengths:
+            lengths, basis = c.plan.lengths, "plan.lengths"
     rows = compare(c, speeds, lengths, beside, prompt)
     out = {"basis": basis, "beside": beside, "rows": rows, "balance": {}}
     if beside:
@@ -315,8 +331,9 @@ def table(found: dict) -> list[str]:
     lines = ["", "running ahead, simulated (" + found["basis"] + "; "
              + ("the engine on devices of its own)" if found["beside"] else "the engine on the trainer's devices)"),
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]
-    lines += [f"  {r['max_staleness']:14d}{r['step_seconds']:10.3g}{r['trainer']:10.0%}{r['engine']:10.0%}" for r in found["rows"]]
+    lines += [f"  {r['max_staleness']:14d}{r['step_seconds']:10.3g}{r['trainer']:10.0%}{r['engine']:10.0%}"
+              for r in found["rows"]]
     if b := found["balance"]:
-        lines.append(f"  balanced at {b['trainer']:.1f} devices of the trainer to {b['engine']:.1f} of the engine (this plan has "
-                     f"{b['has']['trainer']} to {b['has']['engine']})")
+        lines.append(f"  balanced at {b['trainer']:.1f} devices of the trainer to {b['engine']:.1f} of the engine "
+                     f"(this plan has {b['has']['trainer']} to {b['has']['engine']})")
     return lines

@@ -27,14 +27,15 @@ from jaxrl.spec import Platform, resolve
 
 HOPPER = ("h100", "h200")  # whose attention is a kernel of ours
 GPU_SHARE = 0.75  # of a GPU's memory: what jax takes by itself
-CONTEXT, ASLEEP = 1 << 30, 2 << 30  # bytes of a GPU, assumed: jax's context; what a sleeping vLLM server keeps (context, CUDA graphs)
+# bytes of a GPU, assumed: jax's context; what a sleeping vLLM server keeps (context, CUDA graphs)
+CONTEXT, ASLEEP = 1 << 30, 2 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None where the
-    answers come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's server takes of it in turns
-    (rollout.placement=colocated; 0 = none)."""
+    """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None
+    where the answers come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's
+    server takes of it in turns (rollout.placement=colocated; 0 = none)."""
 
     config: Any
     target: targets.Target
@@ -78,8 +79,8 @@ def case_of(config, hf_config: dict, model=None) -> Case:
     """The case of a config whose model description is read; `model` where a run has built it."""
     target = targets.parse(config.plan.target)
     if any(role not in ("policy", "sampler") or set(given) != {"rest"} for role, given in config.mesh.roles.items()):
-        raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and only policy and sampler "
-                          "may rest; leave the others out to plan")
+        raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and "
+                          "only policy and sampler may rest; leave the others out to plan")
     spec = resolve(config, Platform(target.kind, target.chip.dtype), hf_config if model is None else None,
                    engine="vllm" if config.rollout.servers else "jax")
     model = with_kernels(model or _model(spec, hf_config), target)
@@ -100,7 +101,8 @@ def _with_warm_start(config):
 
 
 def with_kernels(model, target):
-    """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are compiled from the config.)"""
+    """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are compiled from the
+    config.)"""
     if model.attention != "auto" or target.kind == "cpu":
         return model
     shapes = [(1, 2, heads, model.config.head_dim) for heads in (model.config.num_heads, model.config.num_kv_heads)]
@@ -116,7 +118,8 @@ def with_kernels(model, target):
 
 def _model(spec, hf_config: dict):
     c = spec.model
-    return _build(json.dumps(hf_config, sort_keys=True, default=str), spec.train.compute_dtype, c.scan_layers == "true", c.remat,
+    return _build(json.dumps(hf_config, sort_keys=True, default=str), spec.train.compute_dtype, c.scan_layers == "true",
+                  c.remat,
                   c.attention, c.remat_every)
 
 
@@ -133,8 +136,8 @@ def _rollout(config, model, target, mesh: dict):
     if target.hosts == 1:
         inner = mesh
     elif target.per_host % mesh["tp"]:
-        raise ConfigError(f"mesh.tp={mesh['tp']}: the embedded sampler stays within one process, which has {target.per_host} devices"
-                          f" on {target}; lower mesh.tp, or set rollout.engine=vllm")
+        raise ConfigError(f"mesh.tp={mesh['tp']}: the embedded sampler stays within one process, which has "
+                          f"{target.per_host} devices on {target}; lower mesh.tp, or set rollout.engine=vllm")
     else:
         inner = {**dict.fromkeys(mesh, 1), "fsdp": target.per_host // mesh["tp"], "tp": mesh["tp"]}
     width = SIZES[config.rollout.dtype]

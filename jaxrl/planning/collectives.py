@@ -1,9 +1,10 @@
 """Collectives of a partitioned program, read from the text of its compilation for CPU devices.
 
 What stands in the body of a loop counts once per trip. Of the branches of a conditional the one that moves most counts.
-The CPU's compiler differs from the others in three places that are undone here: it sums bf16 in fp32 (the reducer's name then
-ends in `_promoted`; bytes are halved), it gathers bf16 as fp32 (what is gathered was bf16 just before; likewise), and it leaves
-an all-reduce whose result is cut to each device's part as it is, where TPU and GPU make a reduce-scatter of it.
+The CPU's compiler differs from the others in three places that are undone here: it sums bf16 in fp32 (the reducer's
+name then ends in `_promoted`; bytes are halved), it gathers bf16 as fp32 (what is gathered was bf16 just before;
+likewise), and it leaves an all-reduce whose result is cut to each device's part as it is, where TPU and GPU make a
+reduce-scatter of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of one group: `count` runs that together handle `bytes` of whole (gathered, unreduced) arrays per group."""
+    """One kind of one group: `count` runs that together handle `bytes` of whole (gathered, unreduced) arrays per
+    group."""
 
     kind: str
     group: int       # devices that take part
@@ -43,12 +45,8 @@ class Collective:
 def read(text: str, per_host: int) -> list[Collective]:
     """The collectives of a compiled program. `per_host`: devices with neighbouring numbers that share a host."""
     entry, bodies = _computations(text)
-    found: dict[tuple, list[int]] = {}
-    for key, (count, size) in _walk(entry, bodies, per_host, {}).items():
-        one = found.setdefault(key, [0, 0])
-        one[0], one[1] = one[0] + count, one[1] + size
-    out = [Collective(kind, group, hosts, count, size) for (kind, group, hosts), (count, size) in found.items()]
-    return sorted(out, key=lambda c: -c.sent)
+    found = _walk(entry, bodies, per_host, {})
+    return sorted((Collective(*key, *sums) for key, sums in found.items()), key=lambda c: -c.sent)
 
 
 def _computations(text: str):
@@ -131,7 +129,8 @@ def array_bytes(text: str) -> int:
 
 
 def _collective(kind, instruction, rest, bodies, body, per_host):
-    """The arrays of one instruction: (kind, group, hosts) -> (runs, bytes). Compilers combine several arrays into one tuple."""
+    """The arrays of one instruction: (kind, group, hosts) -> (runs, bytes). Compilers combine several arrays into one
+    tuple."""
     groups = replica_groups(rest)
     size = groups.shape[1]
     if size == 1:
@@ -189,7 +188,8 @@ def replica_groups(rest: str) -> np.ndarray:
         shape, dims = numbers(found[1]), numbers(found[2])
         devices = np.arange(math.prod(dims)).reshape(dims)
         return (devices.transpose(numbers(found[3])) if found[3] else devices).reshape(shape)
-    found = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? *\{([^}]*)\}", rest)
+    found = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
+                      r"*\{([^}]*)\}", rest)
     if found:
         axes = [(name, int(n)) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])]
         devices = np.arange(math.prod(n for _, n in axes))
@@ -219,10 +219,12 @@ def _is_cut(instruction: str, array: str, bodies, body: dict[str, str], index=No
         if code == "get-tuple-element" and f"index={index}" not in re.findall(r"index=\d+", rest):
             continue
         same = _elements(result) == _elements(array)
-        if code in ("get-tuple-element", "bitcast", "copy", "convert") or (code == "fusion" and same and _operands(rest) == 1):
+        if code in ("get-tuple-element", "bitcast", "copy", "convert") or (
+                code == "fusion" and same and _operands(rest) == 1):
             if not _is_cut(name, result, bodies, body):
                 return False
-        elif not (code == "dynamic-slice" or code == "fusion" and _slices(bodies.get(_called(rest, "calls"), {}), array)):
+        elif not (code == "dynamic-slice" or code == "fusion"
+                  and _slices(bodies.get(_called(rest, "calls"), {}), array)):
             return False
         cut = True
     return cut

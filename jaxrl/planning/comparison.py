@@ -22,8 +22,9 @@ def comparison(spec, job, step: int) -> PlanComparison:
 class PlanComparison:
     """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
 
-    Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Where devices are
-    unknown to the table of chips, roles have devices of their own, or CPU devices share cores, less or nothing is predicted.
+    Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Where
+    devices are unknown to the table of chips, roles have devices of their own, or CPU devices share cores, less or
+    nothing is predicted.
     """
 
     def __init__(self, config, job, step: int):
@@ -40,7 +41,8 @@ class PlanComparison:
         """The line before the first step; "" where nothing is predicted."""
         if not self.predicted:
             return ""
-        return "planned   " + _said(self.predicted) + "; prompts and answers at their longest, nothing compiled (docs/plan.md)"
+        return (f"planned   {_said(self.predicted)}; prompts and answers at their longest, nothing compiled "
+                "(docs/plan.md)")
 
     def add(self, step: int, phases: dict[str, float]) -> None:
         """Seconds by phase since the last call, of the steps up to `step`."""
@@ -51,7 +53,8 @@ class PlanComparison:
                     self._seconds.setdefault(name, []).append(phases[name] / count)
 
     def measured(self) -> dict[str, float]:
-        """{"peak_bytes" where the device tells, "<phase>_seconds", "step_seconds" their sum}: medians after the warm-up."""
+        """{"peak_bytes" where the device tells, "<phase>_seconds", "step_seconds" their sum}: medians after the
+        warm-up."""
         out = {f"{name}_seconds": statistics.median(values) for name, values in self._seconds.items()}
         if out:
             out["step_seconds"] = sum(out.values())
@@ -65,7 +68,8 @@ class PlanComparison:
         found = self.measured()
         if not set(self.predicted) & set(found):
             return ""
-        return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {len(next(iter(self._seconds.values())))}"
+        steps = len(next(iter(self._seconds.values())))
+        return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {steps}"
 
 
 def _predict(config, job) -> dict[str, float]:

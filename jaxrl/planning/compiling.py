@@ -1,4 +1,5 @@
-"""Compiling a job's programs for devices that are not here: in a subprocess, because jax fixes its devices once per process.
+"""Compiling a job's programs for devices that are not here: in a subprocess, because jax fixes its devices once per
+process.
 
     python -m jaxrl.planning.compiling JOB.json RESULT.json
 
@@ -30,7 +31,8 @@ FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=t
 REMATERIALISED = "Involuntary full rematerialization"
 
 
-def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_mesh: dict | None, wanted=None, fast=True):
+def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_mesh: dict | None, wanted=None,
+          fast=True):
     """Starts compiling; returns what `finish` takes.
 
     Args:
@@ -43,7 +45,8 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     Raises ConfigError where libtpu is missing.
     """
     if platform == "tpu" and not has_libtpu():
-        raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra `plan`)")
+        raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra "
+                          "`plan`)")
     folder = tempfile.TemporaryDirectory(prefix="jaxrl-plan-")
     recipe = None if ":" in config.run.recipe else recipe_of(config)._asdict()
     job = {"config": json.loads(editable(config).to_json_best_effort()), "recipe": recipe, "cwd": os.getcwd(),
@@ -65,9 +68,9 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
 def finish(started, what: str, limit: float) -> dict:
     """Waits for a compilation and returns its result.
 
-    {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds", "collectives"}},
-    "live": {name: bytes per device}, "rematerialised": warnings of the partitioner, "seconds"}. Raises ConfigError after `limit`
-    seconds, and with the compiler's words where it fails.
+    {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds",
+    "collectives"}}, "live": {name: bytes per device}, "rematerialised": warnings of the partitioner, "seconds"}. Raises
+    ConfigError after `limit` seconds, and with the compiler's words where it fails.
     """
     process, folder, since = started
     with folder:
@@ -75,7 +78,8 @@ def finish(started, what: str, limit: float) -> dict:
         try:
             process.wait(max(0.0, limit - (time.monotonic() - since)))
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"plan: compiling for {what} took longer than plan.timeout_seconds={limit:g}; raise it") from None
+            raise ConfigError(
+                f"plan: compiling for {what} took longer than plan.timeout_seconds={limit:g}; raise it") from None
         finally:
             if process.poll() is None:
                 process.kill()
@@ -163,7 +167,8 @@ def _compile(job: dict) -> dict:
         return name, out
 
     with ThreadPoolExecutor(2) as pool:
-        found = dict(pool.map(compiled, sorted(low.programs.items(), key=lambda item: item[0] not in ("update", "critic"))))
+        found = dict(pool.map(compiled, sorted(low.programs.items(),
+                                               key=lambda item: item[0] not in ("update", "critic"))))
     return {"programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()}}
 
 
@@ -211,7 +216,8 @@ def _tpu_mesh(name: str, topology, mesh: dict):
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}", **extra)
     except Exception as e:  # libtpu's own errors have no common class
-        raise ConfigError(f"plan.target={name}:{shape}: libtpu knows no such slice ({str(e).splitlines()[0][:200]})") from None
+        raise ConfigError(
+            f"plan.target={name}:{shape}: libtpu knows no such slice ({str(e).splitlines()[0][:200]})") from None
     return sharding.make_mesh(SimpleNamespace(**mesh), found.devices)
 
 

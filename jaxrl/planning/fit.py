@@ -1,4 +1,5 @@
-"""The largest that fits, and the nearest that does: the counted memory of other configs, scaled by what was compiled for this one."""
+"""The largest that fits, and the nearest that does: the counted memory of other configs, scaled by what was compiled
+for this one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LONGEST = 1 << 20
 
 
 def changed(config, **values):
-    """A copy with dotted options (written group__name, group__part__name) replaced; static lengths that no longer hold follow the config."""
+    """A copy with dotted options (written group__name, group__part__name) replaced; static lengths that no longer hold
+    follow the config."""
     c = editable(config)
     with c.unlocked():
         for name, value in values.items():
@@ -49,7 +51,8 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     prompt, _ = lengths(config)
     room = max(1, min(LONGEST, max_positions) - prompt)
     answer = most(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
-    out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None, "slots": None}
+    out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None,
+           "slots": None}
     if config.recipe.samples:
         slots = most(lambda n: fits(rollout__slots=n * shards), 8, 4096)
         out["slots"] = slots * shards
@@ -60,9 +63,11 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
 
 
 def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]:
-    """Changes in the order in which a user would rather make them: first what costs time only, then what costs samples."""
+    """Changes in the order in which a user would rather make them: first what costs time only, then what costs
+    samples."""
     length = rows(config, data_shards(mesh)).shape[1]
-    smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12)) if n >= length] or [length]
+    smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
+               if n >= length] or [length]
     remat = {} if config.model.remat in ("full", "offload") else {"model__remat": "full"}
     turns = config.rollout.placement == "colocated" and config.rollout.engine == "vllm"
     parts = (0.4, 0.3, 0.2, 0.1, 0.6, 0.8) if turns else ()

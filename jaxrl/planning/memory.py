@@ -1,10 +1,12 @@
 """Bytes on one device: what a run keeps, and what each of its programs needs beside it for a moment.
 
-What is kept follows from shapes and shardings and is exact. Temporaries are the compiler's figure where a program was compiled
-for the target itself (CPU, TPU); for GPUs, and to scale a compiled figure to another size, they are counted here. Kernels count
-by their operands and what they keep (`workspace`): an implementation of attention that is not in XLA has no temporaries.
+What is kept follows from shapes and shardings and is exact. Temporaries are the compiler's figure where a program was
+compiled for the target itself (CPU, TPU); for GPUs, and to scale a compiled figure to another size, they are counted
+here. Kernels count by their operands and what they keep (`workspace`): an implementation of attention that is not in
+XLA has no temporaries.
 
-Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-value heads, K head size, M MLP width, n layers.
+Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-value heads, K head size, M MLP width, n
+layers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 
-# Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped before.
+# Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped
+# before.
 ARGUMENTS = {
     "update": ("update_params", "update_gradients", "update_batch"),
     "update_apply": ("update_params", "update_optimizer", "update_gradients"),
@@ -30,40 +33,46 @@ ARGUMENTS = {
     "insert": ("rollout_cache", "rollout_stash"),
     "decode": ("rollout_weights", "rollout_cache"),
 }
-MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_batch")  # there only while their programs run
+# There only while their programs run.
+MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_batch")
 OPTIMIZERS = ("update_optimizer", "critic_optimizer")
 POLICY = ("update_params", "update_optimizer")
 SAMPLER = ("rollout_weights", "rollout_cache", "rollout_stash")
-# Program -> phase of a step, in order. `generate` and `give` stand for vLLM's server on the same device: answering, given weights.
+# Program -> phase of a step, in order. `generate` and `give` stand for vLLM's server on the same device: answering,
+# given weights.
 PHASE_OF = {"prefill": "rollout", "insert": "rollout", "decode": "rollout", "generate": "rollout", "score": "score",
-            "score_reference": "score", "value": "score", "critic": "update", "critic_apply": "update", "update": "update",
-            "update_apply": "update", "publish": "publish", "give": "publish"}
-PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update_gradients": "gradients", "update_batch": "batch",
-         "critic_params": "critic", "critic_optimizer": "critic", "critic_gradients": "gradients", "critic_batch": "batch",
-         "reference": "reference", "rollout_weights": "publish", "rollout_cache": "kv_cache", "rollout_stash": "kv_cache"}
+            "score_reference": "score", "value": "score", "critic": "update", "critic_apply": "update",
+            "update": "update", "update_apply": "update", "publish": "publish", "give": "publish"}
+PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update_gradients": "gradients",
+         "update_batch": "batch", "critic_params": "critic", "critic_optimizer": "critic",
+         "critic_gradients": "gradients", "critic_batch": "batch", "reference": "reference",
+         "rollout_weights": "publish", "rollout_cache": "kv_cache", "rollout_stash": "kv_cache"}
 
 
-def peaks(live: dict, programs: dict, offload: bool = False, resting=(), lent: tuple[float, float, float] | None = None) -> dict[str, float]:
+def peaks(live: dict, programs: dict, offload: bool = False, resting=(),
+          lent: tuple[float, float, float] | None = None) -> dict[str, float]:
     """Program -> bytes on the device while it runs. offload: optimizer states are there only while they are applied.
 
-    live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"}; arguments of
-    0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins. resting: roles that are away
-    between their uses, the sampler while the trainer works, the policy while answers are sampled. lent: bytes that vLLM's server
-    on the same device has (awake, asleep, of weights on their way to it).
+    live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"};
+    arguments of 0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
+    resting: roles that are away between their uses, the sampler while the trainer works, the policy while answers are
+    sampled. lent: bytes that vLLM's server on the same device has (awake, asleep, of weights on their way to it).
     """
     out = {}
     for name, p in programs.items():
         mine = [a for a in ARGUMENTS[name] if a in live]
         if name == "value" and "critic_params" not in live:
             mine.append("update_params")
-        others = sum(size for part, size in live.items() if part not in (*mine, *away(PHASE_OF[name], offload, resting)))
+        others = sum(size for part, size in live.items()
+                     if part not in (*mine, *away(PHASE_OF[name], offload, resting)))
         if name == "publish":
             mine.remove("rollout_weights")
         arguments = p["arguments"] or sum(live[a] for a in mine)
         out[name] = others + arguments + p["outputs"] - p["alias"] + p["temporaries"] + (lent[1] if lent else 0)
     if lent:
         for name, more in (("generate", lent[0]), ("give", lent[0] + lent[2])):
-            out[name] = more + sum(size for part, size in live.items() if part not in away(PHASE_OF[name], offload, resting))
+            gone = away(PHASE_OF[name], offload, resting)
+            out[name] = more + sum(size for part, size in live.items() if part not in gone)
     return out
 
 
@@ -82,8 +91,8 @@ def by_phase(peaks: dict[str, float]) -> dict[str, float]:
     return out
 
 
-def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False, resting=(), vllm: float = 0.0
-          ) -> dict[str, float]:
+def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False, resting=(),
+          vllm: float = 0.0) -> dict[str, float]:
     """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
     out: dict[str, float] = {"vllm": vllm} if vllm else {}
     for name, size in live.items():
@@ -131,8 +140,8 @@ def _batch_bytes(shape, mesh: dict) -> float:
 def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once: int = blockwise.SCORES) -> float:
     """Bytes that attention needs beside its operands for `queries` query tokens over rows of `keys`.
 
-    The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise one its
-    `at_once` of them or those of one block per row, a kernel the log-sum-exp of each query.
+    The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise
+    one its `at_once` of them or those of one block per row, a kernel the log-sum-exp of each query.
     """
     heads = model.config.num_heads / tp
     name = model.attention
@@ -157,7 +166,8 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
     scores = blockwise.SCORES_CPU if targets.parse(config.plan.target).kind == "cpu" else blockwise.SCORES
-    layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * _kept_without_remat(model, tp, length)
+    per_token = _kept_without_remat(model, tp, length)
+    layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
     gathered = 2 * layer_weights(model) / tp * act
     hidden = 4 * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
@@ -166,7 +176,8 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         chunk, kept = min(config.train.logprob_chunk, t) * cfg.vocab_size / tp, 0.0
         if targets.parse(config.plan.target).kind == "cpu":
             chunk = min(chunk, max(chunked.LOGITS_CPU, min(config.train.logprob_chunk, t) * chunked.NARROWEST))
-            kept = t * cfg.vocab_size * 4 * (learns and math.prod(mesh.values()) == 1 and t * cfg.vocab_size <= chunked.KEPT_CPU)
+            kept = t * cfg.vocab_size * 4 * (learns and math.prod(mesh.values()) == 1
+                                             and t * cfg.vocab_size <= chunked.KEPT_CPU)
         chunk *= 4
         table = cfg.hidden_size * cfg.vocab_size / tp
         head = kept + (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
@@ -230,8 +241,8 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
             slots, cfg = shapes.slots / data_shards(inner), model.config
             logits = slots * cfg.vocab_size / inner["tp"] * 4
             seen = slots * cfg.num_heads / inner["tp"] * shapes.cache_lengths[-1] * 4
-            temp = 6 * logits + 3 * seen + 2 * cache_bytes(model, inner, shapes.slots, shapes.cache_lengths[-1], width) \
-                / cfg.num_layers
+            cache = cache_bytes(model, inner, shapes.slots, shapes.cache_lengths[-1], width)
+            temp = 6 * logits + 3 * seen + 2 * cache / cfg.num_layers
         out[name] = {"arguments": 0, "outputs": extra, "alias": 0, "temporaries": temp}
     return out
 

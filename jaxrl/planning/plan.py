@@ -1,8 +1,8 @@
 """run.mode=plan: what a job needs on devices that are not here, before anyone pays for them.
 
-The job's own programs are compiled from shapes alone. Memory: what is kept follows from shapes and shardings; temporaries are
-the compiler's for CPU and TPU targets, counted for GPUs (planning/memory.py). Collectives are read from the partitioned
-program. Time is a roofline. docs/plan.md says how far each of these was found to be off.
+The job's own programs are compiled from shapes alone. Memory: what is kept follows from shapes and shardings;
+temporaries are the compiler's for CPU and TPU targets, counted for GPUs (planning/memory.py). Collectives are read from
+the partitioned program. Time is a roofline. docs/plan.md says how far each of these was found to be off.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from jaxrl.sharding import ROLLOUT_RULES, targets
 from jaxrl.spec import resolve
 
 log = logging.getLogger("jaxrl")
-EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)|CUDA_ERROR_OUT_OF_MEMORY", re.I | re.S)  # not of a message too long for the network
+# not of a message too long for the network
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)|CUDA_ERROR_OUT_OF_MEMORY", re.I | re.S)
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-# How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the same
-# programs, and seconds of published runs beside the prediction.
+# How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the
+# same programs, and seconds of published runs beside the prediction.
 GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 3.0)
 
 
 def run(config) -> dict:
-    """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not fit."""
+    """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not
+    fit."""
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:
@@ -61,9 +63,11 @@ def make(config, search: bool = True) -> dict:
     temporaries = programs[top]["temporaries"] if top in programs else 0.0
     own = memory.parts(live, top, temporaries, peaks[top], offload, case.resting, lent and lent[top in programs])
     plan = {
-        "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind], "mesh": case.mesh,
+        "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind],
+        "mesh": case.mesh,
         "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
-        "per_device": {"memory_bytes": case.memory, "usable_bytes": case.usable, "peak_bytes": peaks[top], "peak_in": top, **own,
+        "per_device": {"memory_bytes": case.memory, "usable_bytes": case.usable, "peak_bytes": peaks[top],
+                       "peak_in": top, **own,
                        "by_program": peaks, "by_phase": memory.by_phase(peaks),
                        "temporaries": {name: p["temporaries"] for name, p in programs.items()}},
         "collectives": {name: p.get("collectives", []) for name, p in cpu["programs"].items()},
@@ -85,10 +89,11 @@ def make(config, search: bool = True) -> dict:
 
 
 BASIS = {
-    "tpu": "memory: the TPU compiler's own; collectives: the same programs partitioned for as many CPU devices; time: roofline",
+    "tpu": "memory: the TPU compiler's own; collectives: the same programs partitioned for as many CPU devices; time: "
+    "roofline",
     "cpu": "memory and collectives: the CPU compiler's own; time: roofline",
-    "gpu": "memory: exact for what is kept, counted for temporaries; collectives: the programs partitioned for as many CPU devices; "
-           "time: roofline",
+    "gpu": "memory: exact for what is kept, counted for temporaries; collectives: the programs partitioned for as many "
+    "CPU devices; time: roofline",
 }
 
 
@@ -105,7 +110,8 @@ def _compile(case: Case) -> tuple[dict, dict | None]:
     tpu = None
     try:
         if kind == "tpu":
-            begun.append(compiling.start(c, case.hf_config, "tpu", case.target, case.mesh, case.rollout_mesh, names, fast))
+            begun.append(compiling.start(c, case.hf_config, "tpu", case.target, case.mesh, case.rollout_mesh, names,
+                                         fast))
         elif kind == "gpu" and compiling.has_libtpu():
             like = targets.Target("v5p", case.target.count, targets.slice_shape(case.target.count, 3))
             begun.append(compiling.start(c, case.hf_config, "tpu", like, case.mesh, None, {"update"}, fast))
@@ -173,7 +179,8 @@ def times(case: Case, collectives: dict) -> dict:
         out["rollout"] = roofline.phase(chip, [(decode, decode.times), (prefill, prefill.times)], moved)
     scored = [name for name in case.programs if name in ("score", "score_reference", "value")]
     if scored:
-        out["score"] = roofline.phase(chip, [(forward, micro * len(scored))], sum(network(name, micro) for name in scored))
+        out["score"] = roofline.phase(chip, [(forward, micro * len(scored))],
+                                      sum(network(name, micro) for name in scored))
     for name in ("critic", "update"):
         if name in case.programs:
             moved = network(name, micro * epochs) + network(f"{name}_apply", minibatches * epochs)
@@ -205,7 +212,8 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way to it)."""
+    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way to
+    it)."""
     if not case.lent:
         return None
     chunk = max(case.config.rollout.vllm.chunk_mb * 1e6, memory.layer_weights(case.model) * 4)
@@ -222,13 +230,13 @@ def too_small(case: Case) -> str:
     answer = memory.cache_bytes(case.model, tp, 1, sum(workload.lengths(c)), size)
     if weights + answer + ASLEEP <= case.lent:
         return ""
-    return (f"vLLM's part of a device ({_gib(case.lent)}) does not hold its weights ({_gib(weights)}), one answer ({_gib(answer)}) and "
-            f"its own {_gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
+    return (f"vLLM's part of a device ({_gib(case.lent)}) does not hold its weights ({_gib(weights)}), one answer "
+            f"({_gib(answer)}) and its own {_gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
 
 
 def counted_peak(case: Case, scale: dict) -> float:
-    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out. inf where vLLM's part of
-    the device is too small for vLLM."""
+    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out. inf where vLLM's
+    part of the device is too small for vLLM."""
     if too_small(case):
         return math.inf
     live = memory.standing(case.config, case.model, case.mesh, case.rollout)
@@ -244,7 +252,8 @@ def _search(case: Case, programs: dict, plan: dict) -> dict:
     scale = {name: p["temporaries"] / counted[name]["temporaries"] for name, p in programs.items()
              if counted[name]["temporaries"] and p["temporaries"]}
     whole = counted_peak(case, scale)
-    rest = plan["per_device"]["peak_bytes"] / whole if math.isfinite(whole) else 1.0  # padding, results that replace nothing
+    # padding, results that replace nothing
+    rest = plan["per_device"]["peak_bytes"] / whole if math.isfinite(whole) else 1.0
 
     def peak(config, scale=scale):
         return counted_peak(case_of(config, case.hf_config), scale) * (rest if math.isfinite(rest) else 1.0)
@@ -253,7 +262,8 @@ def _search(case: Case, programs: dict, plan: dict) -> dict:
     if not plan["fits"]:  # programs may come out larger than this one did, in proportion: advice is to hold
         careful = {name: max(1.0, s) for name, s in scale.items()}
         advice = [_nearest(case, functools.partial(peak, scale=careful)), *advice]
-    return {"largest": fit.largest(case.config, peak, case.usable, case.mesh, case.model.config.max_positions), "advice": advice}
+    return {"largest": fit.largest(case.config, peak, case.usable, case.mesh, case.model.config.max_positions),
+            "advice": advice}
 
 
 def _nearest(case: Case, peak) -> str:
@@ -272,15 +282,18 @@ def _nearest(case: Case, peak) -> str:
         except ConfigError:
             continue
         if size <= other.usable:
-            return f"No change of this config fits {case.target}; on {other.target} it does ({_gib(size)} a device, counted)"
-    return f"Nothing was found that fits {case.target}; take a smaller model, or train fewer of its parameters (model.frozen)"
+            return (f"No change of this config fits {case.target}; on {other.target} it does ({_gib(size)} a device, "
+                    "counted)")
+    return (f"Nothing was found that fits {case.target}; take a smaller model, or train fewer of its parameters "
+            "(model.frozen)")
 
 
 def _reason(case: Case, plan: dict) -> str:
     d = plan["per_device"]
     parts = {name: d[name] for name in set(memory.PARTS.values()) | {"activations"} if d.get(name)}
     big = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1])[:4])
-    return f"it does not fit: {_gib(d['peak_bytes'])} a device in `{d['peak_in']}`, {_gib(case.usable)} are there ({big})"
+    peak = f"{_gib(d['peak_bytes'])} a device in `{d['peak_in']}`"
+    return f"it does not fit: {peak}, {_gib(case.usable)} are there ({big})"
 
 
 def _hints(case: Case, plan: dict) -> list[str]:
@@ -288,15 +301,19 @@ def _hints(case: Case, plan: dict) -> list[str]:
     beyond = beyond_context(case.config, case.model.config)
     out = [beyond] if beyond else []
     if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None and not case.lent:
-        out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives it more")
+        out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "
+                   "gives it more")
     slowest = max(plan["phases"], key=lambda name: plan["phases"][name]["seconds"])
     p = plan["phases"][slowest]
     if p["bound"] == "network":
-        out.append(f"`{slowest}` waits for the network: larger microbatches, or dp across hosts with fsdp inside them, send less")
+        out.append(f"`{slowest}` waits for the network: larger microbatches, or dp across hosts with fsdp inside them, "
+                   "send less")
     if slowest == "rollout" and p["bound"] == "memory":
-        out.append("rollouts are bound by reading weights and cache: more rollout.slots per device share the weights' reads")
+        out.append("rollouts are bound by reading weights and cache: more rollout.slots per device share the weights' "
+                   "reads")
     if plan["rematerialised"]:
-        out.append(f"the partitioner gathered {plan['rematerialised']} arrays whole that it should not have: a sharding rule is missing")
+        out.append(f"the partitioner gathered {plan['rematerialised']} arrays whole that it should not have: a "
+                   "sharding rule is missing")
     return out
 
 
@@ -308,7 +325,8 @@ def _gib(size: float) -> str:
 
 
 def out_of_memory(error: BaseException, config) -> RunStopped | None:
-    """What to say, and how to go on, where a device had no memory for a run; None for every other error. Its text goes to the log."""
+    """What to say, and how to go on, where a device had no memory for a run; None for every other error. Its text goes
+    to the log."""
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__
     if error is None:
@@ -318,18 +336,21 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
     less = [f"train.tokens_per_microbatch={max(1, tokens // 2)} (now {tokens})"]
     spec = resolve(config)
     if spec.recipe.samples and spec.rollout.engine == "jax":
-        less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots else "rollout.slots=32 (now 0: as many as answers)")
+        less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots
+                    else "rollout.slots=32 (now 0: as many as answers)")
     elif spec.recipe.samples and r.placement == "colocated":
         less.append(f"rollout.vllm.memory_fraction (now {r.vllm.memory_fraction})")
     if config.model.remat not in ("full", "offload"):
         less.append(f"model.remat=full (now {config.model.remat})")
-    return RunStopped(f"a device is out of memory: {str(error).splitlines()[0][:300].rstrip('.')}. Change one of these: {', '.join(less)}. "
-                      f"{_remedy(config)}run.mode=plan says what fits before a run. The same command with the change goes on from "
-                      "the newest checkpoint")
+    return RunStopped(f"a device is out of memory: {str(error).splitlines()[0][:300].rstrip('.')}. Change one of "
+                      f"these: {', '.join(less)}. "
+                      f"{_remedy(config)}run.mode=plan says what fits before a run. The same command with the change "
+                      "goes on from the newest checkpoint")
 
 
 def _remedy(config) -> str:
-    """What the plan would advise on these devices, counted, without a compilation; "" where it knows too little of them."""
+    """What the plan would advise on these devices, counted, without a compilation; "" where it knows too little of
+    them."""
     name = targets.name_of(jax.devices()[0])
     if name is None or len(config.mesh.roles):
         return ""
@@ -345,9 +366,9 @@ def _remedy(config) -> str:
 
 
 def predict(config, mesh, model) -> dict[str, float]:
-    """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own mesh and
-    model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know, and where
-    roles have devices of their own."""
+    """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own
+    mesh and model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know, and
+    where roles have devices of their own."""
     device = mesh.devices.flat[0]
     name = targets.name_of(device)
     if name is None or len(config.mesh.roles):

@@ -1,7 +1,7 @@
 """The programs of a run, lowered from shapes alone: nothing is loaded, nothing is executed.
 
-They are the run's own: the recipes' functions are called with ShapeDtypeStructs in place of arrays, on any mesh, of devices
-that need not exist.
+They are the run's own: the recipes' functions are called with ShapeDtypeStructs in place of arrays, on any mesh, of
+devices that need not exist.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _supervised(out: Lowering, job, keep):
 
 def _columns(c, objective) -> dict:
     """Columns that an objective reads -> (dtype, further dimensions)."""
-    return {name: (jnp.int32, (c.rollout.top_k,)) if name == "support" else (jnp.float32, ()) for name in objective.columns}
+    return {name: (jnp.int32, (c.rollout.top_k,)) if name == "support" else (jnp.float32, ())
+            for name in objective.columns}
 
 
 def _support(c):
@@ -137,12 +138,13 @@ def _batch(job, shape, columns, weights) -> PackedBatch:
 
 
 def _update(out: Lowering, job, name, update, state, objective, keep):
-    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply takes the step.
+    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply takes
+    the step.
 
     An optimizer state that rests in host memory is on the devices while it is applied.
     """
-    on_devices = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(job.mesh, s.sharding.spec))  # noqa: E731
-    state = state.replace(opt_state=jax.tree.map(on_devices, state.opt_state))
+    on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
+    state = state.replace(opt_state=_shaped(state.opt_state, on_devices))
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     empty, accumulate, apply = update.compiled(state)
     batch = _batch(job, max_rows(job.row_shapes), _columns(job.config, objective), objective.weights)
@@ -152,7 +154,8 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
     metrics = _shaped(metrics, everywhere)
     out.live |= {f"{name}_gradients": grads, f"{name}_batch": batch}
     if keep(name):
-        out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics, (batch,) * training.at_once(state), 1)
+        out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics,
+                                              (batch,) * training.at_once(state), 1)
     if keep(f"{name}_apply"):
         out.programs[f"{name}_apply"] = apply.lower(state, grads, metrics)
 
@@ -182,7 +185,8 @@ def _sampler_of(job, mesh):
     c = job.config
     dtype = jnp.dtype(DTYPES[c.rollout.dtype])
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
-    return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size), not shares_prompts(model.attention, mesh))
+    return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size),
+                              not shares_prompts(model.attention, mesh))
 
 
 def _publish(out: Lowering, job, params, mesh, keep):

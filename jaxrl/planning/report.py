@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-ORDER = ("parameters", "optimizer", "gradients", "critic", "reference", "publish", "kv_cache", "vllm", "batch", "activations", "other")
+ORDER = ("parameters", "optimizer", "gradients", "critic", "reference", "publish", "kv_cache", "vllm", "batch",
+         "activations", "other")
 MEANING = {"vllm": "vLLM's part", "publish": "rollout copy", "kv_cache": "KV cache", "activations": "temporaries"}
 
 
@@ -13,14 +14,14 @@ def table(plan: dict) -> str:
              + f", {plan['parameters'] / 1e9:.2f} B parameters", plan["basis"], "", "memory of one device"]
     lines += [f"  {MEANING.get(name, name):14s}{gib(d[name])}" for name in ORDER if d.get(name)]
     bound = plan.get("error", {}).get("peak_bytes")
-    lines.append(f"  {'peak':14s}{gib(d['peak_bytes'])}  in `{d['peak_in']}`, {gib(d['usable_bytes']).strip()} usable of "
-                 f"{gib(d['memory_bytes']).strip()}: {'fits' if plan['fits'] else 'DOES NOT FIT'}"
+    lines.append(f"  {'peak':14s}{gib(d['peak_bytes'])}  in `{d['peak_in']}`, {gib(d['usable_bytes']).strip()} usable "
+                 f"of {gib(d['memory_bytes']).strip()}: {'fits' if plan['fits'] else 'DOES NOT FIT'}"
                  + (f" (between {gib(bound[0]).strip()} and {gib(bound[1]).strip()})" if bound else ""))
     phases = d["by_phase"]
     lines.append(f"  {'by phase':14s}  " + ", ".join(f"{name} {gib(size).strip()}" for name, size in phases.items()))
     for name, check in plan.get("cross_check", {}).items():
-        lines.append(f"  temporaries of `{name}`: {gib(check['counted']).strip()} counted, {gib(check['tpu']).strip()} by the TPU's "
-                     "compiler for the same program")
+        lines.append(f"  temporaries of `{name}`: {gib(check['counted']).strip()} counted, {gib(check['tpu']).strip()} "
+                     "by the TPU's compiler for the same program")
     lines += ["", "collectives of one run of each program (arrays, bytes each device sends)"]
     for program, found in plan["collectives"].items():
         for one in found[:4]:
@@ -28,13 +29,15 @@ def table(plan: dict) -> str:
                          f"{one['count']:7,d} x  {size(one['sent'])}")
     if not any(plan["collectives"].values()):
         lines.append("  none")
-    lines += ["", f"{'phase':10s}{'seconds':>10s}{'ideal':>10s}{'compute':>10s}{'memory':>10s}{'network':>10s}  bound   (ideal: at "
-              "the chip's peak; seconds: as published runs attain)"]
+    lines += ["", f"{'phase':10s}{'seconds':>10s}{'ideal':>10s}{'compute':>10s}{'memory':>10s}{'network':>10s}  bound  "
+                  " (ideal: at the chip's peak; seconds: as published runs attain)"]
     for name, p in plan["phases"].items():
-        lines.append(f"{name:10s}" + "".join(f"{p[k]:10.3g}" for k in ("seconds", "ideal", "compute", "memory", "network"))
+        lines.append(f"{name:10s}" + "".join(f"{p[k]:10.3g}"
+                                             for k in ("seconds", "ideal", "compute", "memory", "network"))
                      + f"  {p['bound']}")
     bound = plan.get("error", {}).get("step_seconds")
-    lines += ["", f"step {plan['step_seconds']:.3g} s" + (f" (between {bound[0]:.3g} and {bound[1]:.3g})" if bound else "")
+    lines += ["", f"step {plan['step_seconds']:.3g} s"
+              + (f" (between {bound[0]:.3g} and {bound[1]:.3g})" if bound else "")
               + f", {plan['tokens_per_second_per_chip']:,.0f} tokens/s/chip, update {plan['mfu']:.1%} MFU, "
               f"communication {plan['communication_share']:.1%}"]
     if "largest" in plan:

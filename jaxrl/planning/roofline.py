@@ -1,23 +1,24 @@
 """Seconds of each phase: operations over the chip's peak, bytes over its bandwidth, collectives over its links.
 
-`ideal` is the longest of the three at the chip's own figures, a lower bound. `seconds` takes the shares of peak and bandwidth
-that published runs attain (Chip.attainable) and hides communication behind the rest; `serial` does not hide it.
+`ideal` is the longest of the three at the chip's own figures, a lower bound. `seconds` takes the shares of peak and
+bandwidth that published runs attain (Chip.attainable) and hides communication behind the rest; `serial` does not hide
+it.
 """
 
 from __future__ import annotations
 
 from jaxrl.sharding.chips import Chip
 
-# Seconds of a collective however small it is, and of one more device or host in its ring: assumptions, of the order that vendors'
-# benchmarks show. (start, next device, next host)
+# Seconds of a collective however small it is, and of one more device or host in its ring: assumptions, of the order
+# that vendors' benchmarks show. (start, next device, next host)
 LATENCY = {"tpu": (3e-6, 1e-6, 0.0), "gpu": (10e-6, 1e-6, 5e-6), "cpu": (50e-6, 10e-6, 0.0)}
 
 
 def collective_seconds(chip: Chip, topology: tuple[int, ...], found: dict) -> float:
     """Of one entry of a program's `collectives` (vars of collectives.Collective, with `sent`).
 
-    A ring over several hosts uses the network cards of all its members on a host; on a torus it uses as many axes as it spans, and
-    goes half around each in both directions.
+    A ring over several hosts uses the network cards of all its members on a host; on a torus it uses as many axes as it
+    spans, and goes half around each in both directions.
     """
     start, device, host = LATENCY[chip.kind]
     if chip.kind == "tpu":
@@ -42,6 +43,7 @@ def phase(chip: Chip, parts: list[tuple], network: float) -> dict:
     compute, memory = flops / chip.flops, moved / chip.bandwidth
     of_peak, of_bandwidth = chip.attainable
     busy = max(compute / of_peak, memory / of_bandwidth)
-    bound = max((("compute", compute / of_peak), ("memory", memory / of_bandwidth), ("network", network)), key=lambda p: p[1])[0]
+    bound = max((("compute", compute / of_peak), ("memory", memory / of_bandwidth), ("network", network)),
+                key=lambda p: p[1])[0]
     return {"compute": compute, "memory": memory, "network": network, "ideal": max(compute, memory, network),
             "seconds": max(busy, network), "serial": busy + network, "bound": bound, "flops": flops, "bytes": moved}

@@ -18,7 +18,8 @@ from jaxrl.training.layout import make_layout, row_shapes
 from jaxrl.types import Sizes
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
-MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "adafactor": 0}  # arrays of the parameters' size in the optimizer
+# arrays of the parameters' size in the optimizer
+MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "adafactor": 0}
 XLA = ("auto", "blockwise", "reference")  # implementations of attention that compute and read what is masked, too
 TILES = 1.2     # computed over visible pairs, in the kernels' tiles: 1.1 to 1.3 for 16 documents in 16k
 LAID_OUT = 32  # groups whose layout is computed; more are in proportion
@@ -35,7 +36,8 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One pass of a phase on one device: floating-point operations, bytes of its memory, and how often a step does it."""
+    """One pass of a phase on one device: floating-point operations, bytes of its memory, and how often a step does
+    it."""
 
     flops: float
     bytes: float
@@ -51,7 +53,8 @@ def weight_bytes(model, mesh: dict, rules: dict, itemsize: int) -> int:
     shape, total = SimpleNamespace(shape=mesh), 0
     for entry in model.entries:
         spec = spec_for("/".join(entry.path), entry.axes, entry.shape, shape, rules)
-        parts = [math.prod(mesh[a] for a in (axis if isinstance(axis, tuple) else (axis,))) if axis else 1 for axis in spec]
+        parts = [math.prod(mesh[a] for a in (axis if isinstance(axis, tuple) else (axis,))) if axis else 1
+                 for axis in spec]
         total += math.prod(n // p for n, p in zip(entry.shape, parts, strict=True)) * itemsize
     return total
 
@@ -64,7 +67,8 @@ def lengths(config) -> tuple[int, int]:
 
 
 def rows(config, shards: int, tokens: int = 0) -> Rows:
-    """Lays out one optimizer step of longest sequences, as the run does it; `tokens` instead of train.tokens_per_microbatch."""
+    """Lays out one optimizer step of longest sequences, as the run does it; `tokens` instead of
+    train.tokens_per_microbatch."""
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
                                  config.train.row_counts)
@@ -80,7 +84,8 @@ def rows(config, shards: int, tokens: int = 0) -> Rows:
     largest = max(micro, key=lambda m: m.row_length * len(m.rows))
     used = sum(bool(row) for m in micro for row in m.rows)
     count = max(1, math.ceil(used * groups / some / len(largest.rows)))
-    scored_per_row = n * (prompt + answer if config.train.loss_on_prompt and not config.recipe.samples else answer) / used
+    scored_per_row = n * (prompt + answer if config.train.loss_on_prompt and not config.recipe.samples
+                          else answer) / used
     return Rows((len(largest.rows), largest.row_length), count, round(scored_per_row * len(largest.rows)))
 
 
@@ -96,7 +101,8 @@ def split_flops(model, context: float) -> tuple[float, float]:
 
 
 def useful_flops(config, model) -> float:
-    """Operations of forward and backward pass that a step's training needs: no recomputation, no padding, no masked pairs."""
+    """Operations of forward and backward pass that a step's training needs: no recomputation, no padding, no masked
+    pairs."""
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
     prompts = config.data.prompts_per_step if rl and config.train.share_prompts else sequences
@@ -107,7 +113,8 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Keys that attention computes per query of a packed row: all of the row in XLA, those of the sequence in a kernel."""
+    """Keys that attention computes per query of a packed row: all of the row in XLA, those of the sequence in a
+    kernel."""
     if model.attention in XLA:
         return length
     prompt, answer = lengths(config)
@@ -117,8 +124,8 @@ def seen(config, model, length: int) -> float:
 
 
 def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Work:
-    """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the gathered
-    weights are written and read, gradients are read and written."""
+    """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the
+    gathered weights are written and read, gradients are read and written."""
     count, length = what.shape
     tokens = count * length / data_shards(mesh)
     act = model.compute_dtype.itemsize
@@ -126,7 +133,8 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     scored = what.scored / data_shards(mesh)
     factor, head_factor = (1, 1) if forward_only else (passes(model), 4)
     flops = (factor * tokens * body + head_factor * scored * head) / mesh["tp"]
-    widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:])) * len(e.hf_names)
+    widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:]))
+                 * len(e.hf_names)
                  for e in model.entries if e.inputs and e.path[0] != "head")
     norms = 8 * model.config.hidden_size * model.config.num_layers
     moved = factor * tokens * (widths / mesh["tp"] + norms) * act
@@ -169,8 +177,10 @@ def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tu
     local = config.data.prompts_per_step * config.rollout.group_size / hosts
     waves = math.ceil(local / shapes.slots)
     slots = shapes.slots / shards
-    table = cfg.vocab_size * cfg.hidden_size * size / mesh["tp"] if not cfg.tied else 0  # the embedding's rows are looked up
-    decode = Work(slots * model.flops_per_token(round(looked_at)) / mesh["tp"], weights - table + slots * looked_at * kv,
+    # the embedding's rows are looked up
+    table = cfg.vocab_size * cfg.hidden_size * size / mesh["tp"] if not cfg.tied else 0
+    decode = Work(slots * model.flops_per_token(round(looked_at)) / mesh["tp"],
+                  weights - table + slots * looked_at * kv,
                   waves * answer)
     rows_here = shapes.prefill_rows / shards
     body, _ = split_flops(model, shapes.prompt_lengths[-1])

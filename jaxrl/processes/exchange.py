@@ -1,13 +1,14 @@
-"""What processes tell each other in bulk: every process's answers to every process, arrays in parts, and whether all are equal.
+"""What processes tell each other in bulk: every process's answers to every process, arrays in parts, and whether all
+are equal.
 
 The answers of a step are sampled and scored where their prompts belong (`owner`), then gathered, so that every process
 holds the whole batch as host arrays in one order that does not depend on how many processes there are. Advantages,
 layout and packing then run everywhere alike, and each process gives its devices their rows (`put`).
 
-Cost: an answer token travels as 16 bytes (id, log-prob, kept mass, version), its text (about 5), and 4 per token of a kept
-support. 64 hosts with 1024 answers of 8192 tokens: 8.4 M tokens, 0.18 GB per step, which every host receives once: 0.2 s at
-1 GB/s, beside minutes of sampling. It passes through one device per process in pieces of CHUNK bytes, all of one shape, so
-that one program is compiled for it.
+Cost: an answer token travels as 16 bytes (id, log-prob, kept mass, version), its text (about 5), and 4 per token of a
+kept support. 64 hosts with 1024 answers of 8192 tokens: 8.4 M tokens, 0.18 GB per step, which every host receives once:
+0.2 s at 1 GB/s, beside minutes of sampling. It passes through one device per process in pieces of CHUNK bytes, all of
+one shape, so that one program is compiled for it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def owner(position: int, count: int) -> int:
 def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
     """JSON and arrays as bytes: the length of a JSON head, the head, then the arrays one after the other."""
     arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
-    head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name, a in arrays.items()]}).encode()
+    head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name,
+                                                a in arrays.items()]}).encode()
     return b"".join([struct.pack("<Q", len(head)), head, *(a.tobytes() for a in arrays.values())])
 
 
@@ -103,7 +105,8 @@ def _everywhere(piece: np.ndarray) -> np.ndarray:
 
 
 def put(tree, sharding):
-    """Host arrays that every process holds -> one global array each; a process sends its own devices their parts only."""
+    """Host arrays that every process holds -> one global array each; a process sends its own devices their parts
+    only."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)
@@ -131,7 +134,8 @@ def local_mesh(mesh: Mesh) -> Mesh:
     if not mesh.is_multi_process:
         return mesh
     if tp_crosses(mesh):
-        raise ConfigError(f"mesh.tp={mesh.shape['tp']}: a tensor-parallel group would cross processes, and the embedded sampler "
+        raise ConfigError(f"mesh.tp={mesh.shape['tp']}: a tensor-parallel group would cross processes, and the "
+                          "embedded sampler "
                           "serves the devices of one process each; lower mesh.tp, or sample with rollout.engine=vllm")
     here = [row for row in mesh.devices.reshape(-1, mesh.shape["tp"]) if row[0].process_index == jax.process_index()]
     return Mesh(np.array(here)[:, None, :], mesh.axis_names, axis_types=mesh.axis_types)
@@ -143,7 +147,8 @@ def tp_crosses(mesh: Mesh) -> bool:
 
 
 def localised(tree, mesh: Mesh):
-    """Global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers under another name."""
+    """Global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers under another
+    name."""
     def one(array):
         if getattr(array, "is_fully_addressable", True):  # a plan has shapes in their place
             return array
@@ -155,16 +160,19 @@ def localised(tree, mesh: Mesh):
 
 
 def local_copies(mesh: Mesh, logical_axes, params, dtype):
-    """(program, mesh): program(params) is a copy in `dtype` that this process can use without the others, on that mesh of its
-    own devices: split over tp where tp stays inside the process, else whole on each device. Calling it is collective."""
+    """(program, mesh): program(params) is a copy in `dtype` that this process can use without the others, on that mesh
+    of its own devices: split over tp where tp stays inside the process, else whole on each device. Calling it is
+    collective."""
     if tp_crosses(mesh):
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-        here, rules = Mesh(np.array(own).reshape(-1, 1, 1), mesh.axis_names, axis_types=mesh.axis_types), dict.fromkeys(TRAIN_RULES)
+        here, rules = Mesh(np.array(own).reshape(-1, 1, 1), mesh.axis_names,
+                           axis_types=mesh.axis_types), dict.fromkeys(TRAIN_RULES)
     else:
         here, rules = local_mesh(mesh), ROLLOUT_RULES
 
     def cast(tree):
-        return jax.tree.map(lambda a: jnp.copy(a).astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else jnp.copy(a), tree)
+        return jax.tree.map(lambda a: jnp.copy(a).astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating)
+                            else jnp.copy(a), tree)
 
     program = jax.jit(cast, out_shardings=param_shardings(mesh, logical_axes, params, rules))
     return lambda tree: localised(program(tree), here), here
@@ -174,13 +182,16 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
 
 
 def facts(config: dict) -> dict[str, str]:
-    """What must be equal on all hosts, by name: options, versions, the code of jaxrl. config: as `redacted` gives it."""
+    """What must be equal on all hosts, by name: options, versions, the code of jaxrl. config: as `redacted` gives
+    it."""
     out = {}
 
     def walk(node, prefix):
         for name, value in node.items():
             if prefix + name not in PER_HOST:
-                walk(value, f"{prefix}{name}.") if isinstance(value, dict) and value else out.update({prefix + name: repr(value)})
+                walk(value, f"{prefix}{name}.") if isinstance(value,
+                                                              dict) and value else out.update({prefix
+                                                                                               + name: repr(value)})
 
     walk(config, "")
     root, code = Path(jaxrl.__file__).parent, hashlib.sha256()
@@ -201,6 +212,7 @@ def check_equal(peers: Peers, found: dict[str, str]) -> None:
     ours, *others = peers.meet("comparing hosts in full", found)
     lines = []
     for i, theirs in enumerate(others, 1):
-        lines += [f"  - {name}: {theirs.get(name, 'absent')} on {peers.who(i)}, {ours.get(name, 'absent')} on {peers.who(0)}"
+        lines += [f"  - {name}: {theirs.get(name, 'absent')} on {peers.who(i)}, {ours.get(name, 'absent')} on "
+                  f"{peers.who(0)}"
                   for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     raise ConfigError("the processes of this run are not alike:\n" + "\n".join(lines[:20]))

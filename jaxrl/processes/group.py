@@ -48,7 +48,8 @@ class Place(NamedTuple):
 
 
 def find(options, environ=os.environ) -> Place | None:
-    """The place of this process by `config.launch`; None = it is alone. Raises ConfigError for half of a description."""
+    """The place of this process by `config.launch`; None = it is alone. Raises ConfigError for half of a
+    description."""
     choice = options.hosts
     if choice == "auto":
         explicit = options.coordinator or options.processes > 1 or "JAXRL_COORDINATOR" in environ
@@ -65,8 +66,8 @@ def find(options, environ=os.environ) -> Place | None:
     if not re.fullmatch(r"(\[[^]]+\]|[^/:\[\]]+):[0-9]+", place.coordinator):
         raise ConfigError(f"launch.coordinator={place.coordinator!r} ({choice}): expected host:port of process 0")
     if not 0 <= place.process < place.processes:
-        raise ConfigError(f"launch.process={place.process} of launch.processes={place.processes} ({choice}): processes are "
-                          "numbered from 0")
+        raise ConfigError(f"launch.process={place.process} of launch.processes={place.processes} ({choice}): processes "
+                          "are numbered from 0")
     return place if place.processes > 1 else None
 
 
@@ -109,7 +110,8 @@ def _kubernetes(options, environ) -> Place:
     """A pod of an indexed Job whose pods name each other by a headless service (launch/jobset.yaml)."""
     coordinator = options.coordinator or environ.get("JAXRL_COORDINATOR", "")
     if not coordinator:
-        raise ConfigError("launch.hosts=kubernetes: the environment variable JAXRL_COORDINATOR is missing; see docs/hosts.md")
+        raise ConfigError("launch.hosts=kubernetes: the environment variable JAXRL_COORDINATOR is missing; see "
+                          "docs/hosts.md")
     processes = options.processes or _number(environ, "JAXRL_PROCESSES", "kubernetes")
     pod = coordinator.split(":")[0].split(".")[0]
     hosts = tuple(f"{pod[:-1]}{i}" for i in range(processes)) if pod.endswith("-0") else ()
@@ -160,9 +162,9 @@ def meet_first(place: Place, seconds: float) -> None:
 
 
 def listens_on(host: str) -> str:
-    """The address on which process 0 is reached by the coordinator's name: its ports, which ask nobody for a key, are then open in
-    that network alone. Empty = all addresses, where the name leads elsewhere: to something in front of this machine, or, as some
-    /etc/hosts have it, from this machine to loopback."""
+    """The address on which process 0 is reached by the coordinator's name: its ports, which ask nobody for a key, are
+    then open in that network alone. Empty = all addresses, where the name leads elsewhere: to something in front of
+    this machine, or, as some /etc/hosts have it, from this machine to loopback."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -184,7 +186,8 @@ def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> No
     while not answer:
         left = end - time.monotonic()
         if left <= 0:
-            raise PeerLost(f"process 0 does not answer at {place.coordinator} within launch.connect_seconds={seconds:g}: it is "
+            raise PeerLost(f"process 0 does not answer at {place.coordinator} within "
+                           f"launch.connect_seconds={seconds:g}: it is "
                            "not running, or this host cannot reach it (name, firewall, launch.coordinator)")
         try:
             with socket.create_connection((host, port), timeout=min(left, 5.0)) as connection:
@@ -199,8 +202,8 @@ def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> No
 
 def _absent(place: Place, missing: list[int], seconds: float) -> str:
     names = ", ".join(f"{i} ({place.hosts[i]})" if place.hosts else str(i) for i in missing)
-    return (f"{len(missing)} of {place.processes} processes did not come within launch.connect_seconds={seconds:g}: {names}. Start "
-            "them (they may have failed before: look at their logs), or wait longer")
+    return (f"{len(missing)} of {place.processes} processes did not come within launch.connect_seconds={seconds:g}: "
+            f"{names}. Start them (they may have failed before: look at their logs), or wait longer")
 
 
 # ---- the group
@@ -277,7 +280,8 @@ class Peers:
                 return self._client.blocking_key_value_get(key, 1000)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
-                    raise PeerLost(f"{self.who(0)}, which coordinates, does not answer at {what!r}: {_first_line(e)}") from None
+                    raise PeerLost(
+                        f"{self.who(0)}, which coordinates, does not answer at {what!r}: {_first_line(e)}") from None
             if time.monotonic() > end:
                 raise PeerLost(f"{self.who(0)} says nothing at {what!r}")
 
@@ -301,7 +305,8 @@ class Peers:
             self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
 
     def explain(self, error: BaseException) -> BaseException:
-        """`error`, or the reason behind it: a collective breaks at once where a process is gone; who it was is known later."""
+        """`error`, or the reason behind it: a collective breaks at once where a process is gone; who it was is known
+        later."""
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
         if isinstance(error, RunStopped | ConfigError):
@@ -394,8 +399,8 @@ class Watch(threading.Thread):
                 self._beats[i] = (value, now)
         for i in set(self.silent()) - self._lost:
             self._lost.add(i)
-            self.peers._post(i, "lost", f"no sign of life for {self.patience:g} s (launch.heartbeat_seconds); it was killed, its host "
-                             "went down, or the network did")
+            self.peers._post(i, "lost", f"no sign of life for {self.patience:g} s (launch.heartbeat_seconds); it was "
+                                        "killed, its host went down, or the network did")
 
     def _news(self, posts: dict) -> PeerLost | ConfigError:
         """Of the process that failed first."""

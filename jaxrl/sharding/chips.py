@@ -1,14 +1,15 @@
 """Accelerators as data: what one device holds, computes and moves. Dense figures, no sparsity.
 
-Units: bytes, FLOP/s, bytes per second. `links` is what one device sends per second over its fast interconnect (NVLink, or one
-ring of the TPU torus in both directions), `network` its share of what its host sends to others (0 in a TPU slice, which has none
-inside).
+Units: bytes, FLOP/s, bytes per second. `links` is what one device sends per second over its fast interconnect (NVLink,
+or one ring of the TPU torus in both directions), `network` its share of what its host sends to others (0 in a TPU
+slice, which has none inside).
 
-Sources. TPU: cloud.google.com/tpu/docs, pages "TPU v5e", "v5p", "v6e": memory, bf16 peak, HBM bandwidth, and interconnect
-(v5e 1,600, v5p 4,800, v6e 3,584 Gbit/s out of a chip) divided by the torus axes. NVIDIA: the data sheets of A100, H100 SXM,
-H200 SXM and B200, NVLink taken one way (half of the sheet's figure); network: one card per GPU as in DGX systems (200 Gbit/s
-A100, 400 Gbit/s the others). CPU: two cores of an AMD EPYC reach 0.2 TFLOP/s in fp32 matrix
-products (docs/plan.md); its other figures are assumptions, there so that a plan can be made and compared on any machine.
+Sources. TPU: cloud.google.com/tpu/docs, pages "TPU v5e", "v5p", "v6e": memory, bf16 peak, HBM bandwidth, and
+interconnect (v5e 1,600, v5p 4,800, v6e 3,584 Gbit/s out of a chip) divided by the torus axes. NVIDIA: the data sheets
+of A100, H100 SXM, H200 SXM and B200, NVLink taken one way (half of the sheet's figure); network: one card per GPU as in
+DGX systems (200 Gbit/s A100, 400 Gbit/s the others). CPU: two cores of an AMD EPYC reach 0.2 TFLOP/s in fp32 matrix
+products (docs/plan.md); its other figures are assumptions, there so that a plan can be made and compared on any
+machine.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Chip(NamedTuple):
 
     @property
     def attainable(self) -> tuple[float, float]:
-        """(share of the peak that large matrix products reach in a training step, share of the bandwidth when decoding).
+        """(share of the peak that large matrix products reach in a training step, share of the bandwidth when
+        decoding).
 
-        TPU: MaxText's Llama2-70B reaches 65 % on v5p, Llama3.1-8B 46 % on v6e. GPU: MaxText's Llama2-7B on 8 H100 reaches 50 %
-        with attention counted; engines reach 30 to 60 % of the decoding bound. CPU: an assumption.
+        TPU: MaxText's Llama2-70B reaches 65 % on v5p, Llama3.1-8B 46 % on v6e. GPU: MaxText's Llama2-7B on 8 H100
+        reaches 50 % with attention counted; engines reach 30 to 60 % of the decoding bound. CPU: an assumption.
         """
         return {"tpu": (0.55, 0.6), "gpu": (0.5, 0.45), "cpu": (0.5, 0.5)}[self.kind]
 

@@ -25,8 +25,8 @@ def rests(x) -> bool:
 
 
 def moved(tree, shardings):
-    """The tree on the devices of `shardings`, which may be others. Over several processes, whose devices cannot send to each
-    other's outside of a program, each array is made whole on its own devices first, one at a time."""
+    """The tree on the devices of `shardings`, which may be others. Over several processes, whose devices cannot send to
+    each other's outside of a program, each array is made whole on its own devices first, one at a time."""
     def one(x, where):
         near = x.is_fully_addressable and where.is_fully_addressable
         if near or x.sharding.device_set == where.device_set:
@@ -39,11 +39,12 @@ def moved(tree, shardings):
 
 
 def _between(x, where):
-    """The array in the memory of `where`, which splits it as it is. Of several processes each moves its own parts: a program
-    that did would have to be of the mesh in force."""
+    """The array in the memory of `where`, which splits it as it is. Of several processes each moves its own parts: a
+    program that did would have to be of the mesh in force."""
     if x.is_fully_addressable:
         return jax.device_put(x, where)
-    parts = [jax.device_put(s.data, SingleDeviceSharding(s.device, memory_kind=where.memory_kind)) for s in x.addressable_shards]
+    parts = [jax.device_put(s.data, SingleDeviceSharding(s.device, memory_kind=where.memory_kind))
+             for s in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, where, parts)
 
 

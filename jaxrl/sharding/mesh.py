@@ -42,8 +42,9 @@ def mesh_shape(mesh_config, num_devices: int) -> tuple[int, int, int]:
 def make_mesh(mesh_config, devices=None) -> Mesh:
     """Mesh over all devices (or those given), in the order jax finds best for the topology.
 
-    Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first, then fsdp;
-    tp stays inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, is made of neighbours.
+    Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first,
+    then fsdp; tp stays inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, is made of
+    neighbours.
 
     Raises ConfigError for sizes that cannot cover the devices, and where tp would have to cross slices.
     """
@@ -61,8 +62,8 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     across_dp = math.gcd(dp, slices)
     across_fsdp = slices // across_dp
     if fsdp % across_fsdp:
-        raise ConfigError(f"mesh.dp={dp}, mesh.fsdp={fsdp}, mesh.tp={tp}: the devices are {slices} slices, and tp cannot cross "
-                          f"them; make mesh.dp a multiple of {slices}")
+        raise ConfigError(f"mesh.dp={dp}, mesh.fsdp={fsdp}, mesh.tp={tp}: the devices are {slices} slices, and tp "
+                          f"cannot cross them; make mesh.dp a multiple of {slices}")
     inside = (dp // across_dp, fsdp // across_fsdp, tp)
     order = mesh_utils.create_hybrid_device_mesh(inside, (across_dp, across_fsdp, 1), devices)
     return Mesh(order, AXES, axis_types=kinds)

@@ -45,18 +45,18 @@ class Target:
 def parse(text: str) -> Target:
     """Reads plan.target.
 
-    A TPU slice is given by its shape (v5p:4x4x8) or its number of chips (then the most cubic shape is taken); GPUs and CPU
-    devices by their number, 1 where it is left out. Raises ConfigError, naming the nearest chip, for anything else.
+    A TPU slice is given by its shape (v5p:4x4x8) or its number of chips (then the most cubic shape is taken); GPUs and
+    CPU devices by their number, 1 where it is left out. Raises ConfigError, naming the nearest chip, for anything else.
     """
     name, colon, size = text.strip().lower().partition(":")
     if name not in CHIPS:
         near = difflib.get_close_matches(name, CHIPS, n=1, cutoff=0.5)
-        raise ConfigError(f"plan.target={text!r}: no chip {name!r}{f', did you mean {near[0]}' if near else ''}; known are "
-                          f"{', '.join(CHIPS)}, for example v5p:4x4x8, h100:64 or cpu:8")
+        raise ConfigError(f"plan.target={text!r}: no chip {name!r}{f', did you mean {near[0]}' if near else ''}; known "
+                          f"are {', '.join(CHIPS)}, for example v5p:4x4x8, h100:64 or cpu:8")
     chip = CHIPS[name]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size or "1") or (colon and not size):
-        raise ConfigError(f"plan.target={text!r}: after the chip comes a number of devices, or the shape of a TPU slice: "
-                          f"{name}:{'4x4x8' if chip.axes == 3 else '4x4' if chip.axes else 8}")
+        raise ConfigError(f"plan.target={text!r}: after the chip comes a number of devices, or the shape of a TPU "
+                          f"slice: {name}:{'4x4x8' if chip.axes == 3 else '4x4' if chip.axes else 8}")
     sides = tuple(map(int, (size or "1").split("x")))
     count = math.prod(sides)
     if count > MOST:
@@ -86,6 +86,7 @@ def name_of(device) -> str | None:
     """The table's name of a jax device, None where it has none."""
     kind = device.device_kind.lower()
     if device.platform in ("cpu", "tpu"):
-        return {"cpu": "cpu", "tpu v5": "v5p", "tpu v5p": "v5p", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v6 lite": "v6e",
+        return {"cpu": "cpu", "tpu v5": "v5p", "tpu v5p": "v5p", "tpu v5 lite": "v5e", "tpu v5e": "v5e",
+                "tpu v6 lite": "v6e",
                 "tpu v6e": "v6e"}.get(kind)
     return next((name for name in CHIPS if CHIPS[name].kind == "gpu" and name in kind), None)

@@ -17,25 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl.kernels.attention import gpu_chip
+from jaxrl.kernels.attention import gpu_parts as gp
 from jaxrl.kernels.attention.cached import tuned
 from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS
-from jaxrl.kernels.attention.gpu_parts import (
-    BY_ROW,
-    LOG2E,
-    PARAMS,
-    SEEN,
-    WGMMA,
-    accumulate,
-    in_base_2,
-    refill,
-    ring,
-    ring_barriers,
-    rows,
-    slot_of,
-    staged,
-    swizzled,
-    zeros,
-)
 
 
 class Piece(NamedTuple):
@@ -68,14 +52,14 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
     out = [jax.ShapeDtypeStruct((parts + splits, *q_BxGxRxK.shape), out_dtype),
            jax.ShapeDtypeStruct((parts + splits, batch, groups, ROWS), jnp.float32)]
     takers = min(splits * groups * batch, gpu_chip.MULTIPROCESSORS)
-    tiles = dict(q=swizzled((ROWS, size), dtype),
-                 out=None if splits + parts == 1 else swizzled((ROWS, size), jnp.float32),
-                 k=swizzled((sizes.stages, keys, size), dtype), v=swizzled((sizes.stages, keys, size), dtype),
-                 stage=staged(1, ROWS, keys, dtype, op))
+    tiles = dict(q=gp.swizzled((ROWS, size), dtype),
+                 out=None if splits + parts == 1 else gp.swizzled((ROWS, size), jnp.float32),
+                 k=gp.swizzled((sizes.stages, keys, size), dtype), v=gp.swizzled((sizes.stages, keys, size), dtype),
+                 stage=gp.staged(1, ROWS, keys, dtype, op))
     small = dict(  # behind the tiles, whose alignment would waste the space between
         lse=plgpu.SMEM((ROWS,), jnp.float32), q_ready=plgpu.Barrier(), q_free=plgpu.Barrier(),
         others_ready=plgpu.Barrier(num_arrivals=together - 1) if together > 1 else None,
-        **ring_barriers(1, sizes.stages, 1, 1))
+        **gp.ring_barriers(1, sizes.stages, 1, 1))
 
     def kernel(q, k, v, positions, layer, *rest):
         *work, out, lse, tiles, small = rest
@@ -103,7 +87,7 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
     return plgpu.kernel(
         kernel, out_type=out, scratch_types=[tiles, small], grid=(takers,), grid_names=("taker",),
         num_threads=2, thread_name="warpgroup", interpret=interpret,
-        compiler_params=PARAMS,
+        compiler_params=gp.PARAMS,
     )(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, *(() if work is None else work[:5]))
 
 
@@ -170,9 +154,9 @@ def _produce(piece, refs, slots, sources, length, own, sizes):
 
     def fill(step, slot, reused):
         at = source_slot, pl.ds(_start(piece.first + step, length, keys), keys), pl.ds(group * size, size)
-        refill(own, slot, reused, dict(k=k.at[at]), dict(v=v.at[at]))
+        gp.refill(own, slot, reused, dict(k=k.at[at]), dict(v=v.at[at]))
 
-    ring(piece.n, sizes.stages, fill, piece.before)
+    gp.ring(piece.n, sizes.stages, fill, piece.before)
 
 
 def _blocks(positions, length, keys, window, work):
@@ -208,15 +192,15 @@ def _consume(piece, length, own, op, sizes):
 
     def step(i, carry):
         acc, top, total = carry
-        slot, block = slot_of(piece.before + i, sizes.stages), piece.first + i
+        slot, block = gp.slot_of(piece.before + i, sizes.stages), piece.first + i
         plgpu.barrier_wait(own["first_ready"].at[slot])
 
         def multiply(ref):
             plgpu.wgmma(ref, q, own["k"].at[slot].transpose((1, 0)))
             return ref[...]
 
-        scores, _ = in_base_2(pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), op)
-        at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + _start(block, length, sizes.block)
+        scores, _ = gp.in_base_2(pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), op)
+        at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=gp.WGMMA) + _start(block, length, sizes.block)
         mask = (at <= piece.position) & (at >= block * sizes.block)
         if op.window:
             mask &= piece.position - at < op.window
@@ -224,16 +208,16 @@ def _consume(piece, length, own, op, sizes):
         plgpu.barrier_arrive(own["first_free"].at[slot])
 
         new_top = jnp.maximum(top, scores.max(axis=1))
-        weights = jnp.exp2(scores - rows(jnp.where(new_top > SEEN, new_top, 0.0), shape))
+        weights = jnp.exp2(scores - gp.rows(jnp.where(new_top > gp.SEEN, new_top, 0.0), shape))
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
         low = weights.astype(q.dtype)
         plgpu.barrier_wait(own["second_ready"].at[slot])
-        acc, = accumulate((acc * rows(shrink, acc.shape),), ((lambda: low, own["v"].at[slot]),), stage)
+        acc, = gp.accumulate((acc * gp.rows(shrink, acc.shape),), ((lambda: low, own["v"].at[slot]),), stage)
         plgpu.barrier_arrive(own["second_free"].at[slot])
         return acc, new_top, total
 
-    start = (zeros((ROWS, q.shape[-1])), zeros((ROWS,), BY_ROW, HIDDEN), zeros((ROWS,), BY_ROW))
+    start = (gp.zeros((ROWS, q.shape[-1])), gp.zeros((ROWS,), gp.BY_ROW, HIDDEN), gp.zeros((ROWS,), gp.BY_ROW))
     return lax.fori_loop(jnp.int32(0), piece.n, step, start)
 
 
@@ -241,9 +225,9 @@ def _write(sums, piece, slots, out, lse, own):
     """The weighted mean, 0 where nothing was seen, and its lse, then so low that it counts for nothing."""
     acc, top, total = sums
     tile, heads = own["q"] if own["out"] is None else own["out"], out.shape[3]
-    seen = top > SEEN
-    tile[...] = (acc * rows(jnp.where(seen, 1.0 / total, 0.0), acc.shape)).astype(tile.dtype)
-    own["lse"][...] = jnp.where(seen, top + jnp.log(total) * LOG2E, HIDDEN)
+    seen = top > gp.SEEN
+    tile[...] = (acc * gp.rows(jnp.where(seen, 1.0 / total, 0.0), acc.shape)).astype(tile.dtype)
+    own["lse"][...] = jnp.where(seen, top + jnp.log(total) * gp.LOG2E, HIDDEN)
     plgpu.commit_smem()
 
     def leave(slot, w=0):

@@ -134,7 +134,8 @@ def _backward(options, saved, g_BxLxHxK):
 
         return _sized(run, k.shape[2], counts)
 
-    xs = (*map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta)), log_sum, *cut.blocks((_of_queries(ids), work.blocks, work.counts)))
+    xs = (*map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta)), log_sum,
+          *cut.blocks((_of_queries(ids), work.blocks, work.counts)))
     (gk, gv), gq = jax.lax.scan(group, (jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc)), xs)
     gk, gv = (_from_keys(x, like) for x, like in ((gk, k_BxSxGxK), (gv, v_BxSxGxK)))
     return cut.joined(gq), gk, gv, None, None

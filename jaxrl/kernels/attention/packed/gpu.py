@@ -15,28 +15,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention.gpu_chip import ROWS, Op, Sizes, check_chip, interpreted, sizes_of
+from jaxrl.kernels.attention.gpu_chip import Op, check_chip, interpreted, sizes_of
 from jaxrl.kernels.attention.packed import tuned
-from jaxrl.kernels.attention.packed.gpu_plan import UNIT, Plan, plan
+from jaxrl.kernels.attention.packed.gpu_plan import UNIT, plan
 from jaxrl.kernels.attention.packed.reference import Ids
 
 
-class Work(NamedTuple):
-    """The work of a call, made once for all layers of a window; leading axes are those of devices."""
+class Kernels(NamedTuple):
+    """One of each kernel's: its Sizes, or its Plan. The plans, whose leading axes are those of devices, are the work of
+    a call, made once for all layers of a window."""
 
-    forward: Plan
-    queries: Plan  # of dq
-    keys: Plan     # of dk and dv
-
-
-class AllSizes(NamedTuple):
-    forward: Sizes
-    queries: Sizes  # of dq
-    keys: Sizes     # of dk and dv
+    forward: Any
+    queries: Any  # dq
+    keys: Any     # dk and dv
 
 
-def sizes_for(head_size: int) -> AllSizes:
-    return AllSizes(**{kernel: sizes_of(table, head_size) for kernel, table in tuned.GPU.items()})
+def sizes_for(head_size: int) -> Kernels:
+    return Kernels(**{kernel: sizes_of(table, head_size) for kernel, table in tuned.GPU.items()})
 
 
 def check(q_shape, kv_shape, dtype, interpret=None) -> None:
@@ -50,11 +45,11 @@ def check(q_shape, kv_shape, dtype, interpret=None) -> None:
         raise NotImplementedError("one query per row; the Mosaic GPU kernels take rows of queries")
 
 
-def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Work:
+def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Kernels:
     """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
     check(q_shape, kv_shape, dtype, interpret)
-    made = Work(*(plan(q_shape[0], ids, window=window, parts=one.consumers, block=one.block, transposed=transposed)
-                  for one, transposed in zip(sizes_for(q_shape[3]), (False, False, True), strict=True)))
+    made = Kernels(*(plan(q_shape[0], ids, window=window, parts=one.consumers, block=one.block, transposed=transposed)
+                     for one, transposed in zip(sizes_for(q_shape[3]), (False, False, True), strict=True)))
     return jax.tree.map(lambda x: x[None], made)
 
 
@@ -66,23 +61,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     is told; None = where this is no GPU.
     """
     del chosen
-    call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, *arrays)[:, :q_BxLxHxK.shape[1]]
-
-
-def computed_blocks(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, window=0, softcap=0.0, scale=1.0, interpret=None):
-    """What each kernel computed, counted by itself: {"forward", "queries", "keys"}: (blocks int32 [B, heads, parts of
-    the row], pairs of a query and a key in a block)."""
-    from jaxrl.kernels.attention.packed import gpu_backward, gpu_forward
-
-    call, (work, *qkv) = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, None, interpret)
-    op, sizes = dataclasses.replace(call.op, count=True), call.sizes
-    out, lse, forward = gpu_forward.forward(*qkv, work.forward, op, sizes.forward, call.interpret)
-    rest = (*qkv, out, gpu_backward.stats(out, out, lse))
-    queries = gpu_backward.dq(*rest, work.queries, op, sizes.queries, call.interpret)[-1]
-    keys = gpu_backward.dkv(*rest, work.keys, op, sizes.keys, call.interpret)[-1]
-    counts = AllSizes(forward, queries, keys)._asdict()
-    return {kernel: (count, ROWS * getattr(sizes, kernel).block) for kernel, count in counts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +70,12 @@ class Call:
     """The static part, with how to interpret (None = compiled)."""
 
     op: Op
-    sizes: AllSizes
+    sizes: Kernels
     interpret: Any
 
 
-def _prepared(q, k, v, ids, window, softcap, scale, work, interpret):
+def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
+    """(Call, arrays of the core): both sides filled up to whole tiles."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the Mosaic GPU kernels take one type")
     check(q.shape, k.shape, q.dtype, interpret)

@@ -20,23 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl.kernels.attention import gpu_parts as gp
 from jaxrl.kernels.attention.gpu_chip import ROWS
-from jaxrl.kernels.attention.gpu_parts import (
-    BY_COLUMN,
-    BY_ROW,
-    accumulate,
-    columns,
-    in_base_2,
-    load,
-    refill,
-    ring,
-    ring_barriers,
-    rows,
-    slot_of,
-    staged,
-    swizzled,
-    zeros,
-)
 from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of, steps, visible
 
 
@@ -51,13 +36,13 @@ def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, 
     *_, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     scratch = dict(
-        q=swizzled((consumers, ROWS, size), dtype), d_out=swizzled((consumers, ROWS, size), dtype),
-        k=swizzled((sizes.stages, keys, size), dtype), v=swizzled((sizes.stages, keys, size), dtype),
+        q=gp.swizzled((consumers, ROWS, size), dtype), d_out=gp.swizzled((consumers, ROWS, size), dtype),
+        k=gp.swizzled((sizes.stages, keys, size), dtype), v=gp.swizzled((sizes.stages, keys, size), dtype),
         stats=plgpu.SMEM((consumers, 2, ROWS), jnp.float32),
         q_info=plgpu.SMEM((consumers, plan.q_info.shape[1], ROWS), jnp.int32),
         k_info=plgpu.SMEM((sizes.stages, plan.k_info.shape[1], keys), jnp.int32),
-        stage=staged(consumers, ROWS, keys, dtype, op), q_ready=plgpu.Barrier(num_arrivals=4 * consumers),
-        **ring_barriers(consumers, sizes.stages, 2, 1))
+        stage=gp.staged(consumers, ROWS, keys, dtype, op), q_ready=plgpu.Barrier(num_arrivals=4 * consumers),
+        **gp.ring_barriers(consumers, sizes.stages, 2, 1))
 
     def consume(warpgroup, where, blocks, outs, own):
         row, tile, head = where
@@ -75,15 +60,15 @@ def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, 
         group = lax.div(head, jnp.int32(heads // k_BxSxGxK.shape[2]))
         for w in range(consumers):
             at = part_of(tile, w, sizes)
-            load(own, w, own["q_ready"], q=q.at[row, at, head], d_out=d_out.at[row, at, head],
-                 stats=stats.at[row, head, :, at], q_info=q_info.at[row, :, at])
+            gp.load(own, w, own["q_ready"], q=q.at[row, at, head], d_out=d_out.at[row, at, head],
+                    stats=stats.at[row, head, :, at], q_info=q_info.at[row, :, at])
 
         def fill(step, slot, reused):
             at = pl.ds(block_of(step) * keys, keys)
-            refill(own, slot, reused, dict(k=k.at[row, at, group], k_info=k_info.at[row, :, at]),
-                   dict(v=v.at[row, at, group]))
+            gp.refill(own, slot, reused, dict(k=k.at[row, at, group], k_info=k_info.at[row, :, at]),
+                      dict(v=v.at[row, at, group]))
 
-        ring(n, sizes.stages, fill)
+        gp.ring(n, sizes.stages, fill)
 
     return launch(consume, produce, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL),
                   [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype)], scratch, plan, op, sizes, interpret)
@@ -112,17 +97,17 @@ def _sum_dq(warpgroup, blocks, own, op, sizes):
     q, d_out, q_info = (own[name].at[warpgroup] for name in ("q", "d_out", "q_info"))
     shape, stage = (ROWS, sizes.block), stage_of(own, warpgroup)
     plgpu.barrier_wait(own["q_ready"])
-    lse, delta = (plgpu.load(own["stats"].at[warpgroup, i], layout=BY_ROW) for i in range(2))
+    lse, delta = (plgpu.load(own["stats"].at[warpgroup, i], layout=gp.BY_ROW) for i in range(2))
 
     def step(i, carry, masked):
         acc, done = carry
-        slot = slot_of(i, sizes.stages)
+        slot = gp.slot_of(i, sizes.stages)
         k, v = own["k"].at[slot], own["v"].at[slot]
         plgpu.barrier_wait(own["first_ready"].at[slot])
 
         def weigh(raw):
-            scores, tanh = in_base_2(raw, op)
-            weights = jnp.exp2(scores - rows(lse, shape))
+            scores, tanh = gp.in_base_2(raw, op)
+            weights = jnp.exp2(scores - gp.rows(lse, shape))
             if masked:
                 weights = jnp.where(visible(q_info, own["k_info"].at[slot], shape, op), weights, 0.0)
                 plgpu.commit_smem()  # the copy engine may overwrite what was read of k_info
@@ -132,13 +117,13 @@ def _sum_dq(warpgroup, blocks, own, op, sizes):
             shape, (q, k.transpose((1, 0))), (d_out, v.transpose((1, 0))), weigh,
             lambda: plgpu.barrier_wait(own["second_ready"].at[slot]))
         plgpu.barrier_arrive(own["second_free"].at[slot])
-        d_scores = _d_scores(weights, d_weights, rows(delta, shape), tanh).astype(q.dtype)
-        acc, = accumulate((acc,), ((lambda: d_scores, k),), stage)
+        d_scores = _d_scores(weights, d_weights, gp.rows(delta, shape), tanh).astype(q.dtype)
+        acc, = gp.accumulate((acc,), ((lambda: d_scores, k),), stage)
         plgpu.barrier_arrive(own["first_free"].at[slot])
         return acc, done + 1
 
-    start = zeros((ROWS, q.shape[-1])), jnp.int32(0)
-    return steps(blocks, step, lambda i: _pass(own, slot_of(i, sizes.stages)), start)
+    start = gp.zeros((ROWS, q.shape[-1])), jnp.int32(0)
+    return steps(blocks, step, lambda i: _pass(own, gp.slot_of(i, sizes.stages)), start)
 
 
 def _d_scores(weights, d_weights, delta, tanh):
@@ -153,13 +138,13 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
     shared, dtype = np.int32(q_BxLxHxK.shape[2] // groups), q_BxLxHxK.dtype
     consumers, queries, warpgroups = sizes.consumers, sizes.block, sizes.consumers * sizes.parts
     scratch = dict(
-        **{name: swizzled((consumers, ROWS, size), dtype, sizes.parts) for name in ("k", "v")},
-        **{name: swizzled((sizes.stages, queries, size), dtype, sizes.parts) for name in ("q", "d_out")},
+        **{name: gp.swizzled((consumers, ROWS, size), dtype, sizes.parts) for name in ("k", "v")},
+        **{name: gp.swizzled((sizes.stages, queries, size), dtype, sizes.parts) for name in ("q", "d_out")},
         stats=plgpu.SMEM((sizes.stages, 2, queries), jnp.float32),
         k_info=plgpu.SMEM((consumers, plan.k_info.shape[1], ROWS), jnp.int32),
         q_info=plgpu.SMEM((sizes.stages, plan.q_info.shape[1], queries), jnp.int32),
-        stage=staged(warpgroups, ROWS, queries, dtype, op), k_ready=plgpu.Barrier(num_arrivals=3 * consumers),
-        done=plgpu.Barrier(num_arrivals=warpgroups), **ring_barriers(warpgroups, sizes.stages, 3, 1))
+        stage=gp.staged(warpgroups, ROWS, queries, dtype, op), k_ready=plgpu.Barrier(num_arrivals=3 * consumers),
+        done=plgpu.Barrier(num_arrivals=warpgroups), **gp.ring_barriers(warpgroups, sizes.stages, 3, 1))
 
     def consume(warpgroup, where, blocks, outs, own):
         n_full, n, wanted = blocks
@@ -173,15 +158,16 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
         row, tile, group = where
         for w in range(consumers):
             at = part_of(tile, w, sizes)
-            load(own, w, own["k_ready"], k=k.at[row, at, group], v=v.at[row, at, group], k_info=k_info.at[row, :, at])
+            gp.load(own, w, own["k_ready"], k=k.at[row, at, group], v=v.at[row, at, group],
+                    k_info=k_info.at[row, :, at])
 
         def fill(step, slot, reused):
             head, at = group * shared + lax.rem(step, shared), pl.ds(block_of(lax.div(step, shared)) * queries, queries)
-            refill(own, slot, reused,
-                   dict(q=q.at[row, at, head], stats=stats.at[row, head, :, at], q_info=q_info.at[row, :, at]),
-                   dict(d_out=d_out.at[row, at, head]))
+            gp.refill(own, slot, reused,
+                      dict(q=q.at[row, at, head], stats=stats.at[row, head, :, at], q_info=q_info.at[row, :, at]),
+                      dict(d_out=d_out.at[row, at, head]))
 
-        ring(n * shared, sizes.stages, fill)
+        gp.ring(n * shared, sizes.stages, fill)
 
     return launch(consume, produce, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL),
                   [jax.ShapeDtypeStruct(k_BxSxGxK.shape, dtype)] * 2, scratch, plan, op, sizes, interpret)
@@ -197,13 +183,13 @@ def _sum_dkv(warpgroup, blocks, own, op, sizes):
 
     def step(i, carry, masked):
         d_k, d_v, done = carry
-        slot = slot_of(i, sizes.stages)
+        slot = gp.slot_of(i, sizes.stages)
         q, d_out, stats = (own[name].at[slot] for name in ("q", "d_out", "stats"))
         plgpu.barrier_wait(own["first_ready"].at[slot])
 
         def weigh(raw):
-            scores, tanh = in_base_2(raw, op)
-            weights = jnp.exp2(scores - columns(plgpu.load(stats.at[0], layout=BY_COLUMN), shape))
+            scores, tanh = gp.in_base_2(raw, op)
+            weights = jnp.exp2(scores - gp.columns(plgpu.load(stats.at[0], layout=gp.BY_COLUMN), shape))
             if masked:
                 weights = jnp.where(visible(own["q_info"].at[slot], k_info, shape, op, transposed=True), weights, 0.0)
             return weights, tanh
@@ -213,10 +199,10 @@ def _sum_dkv(warpgroup, blocks, own, op, sizes):
             lambda: plgpu.barrier_wait(own["second_ready"].at[slot]))
 
         def d_scores():
-            delta = columns(plgpu.load(stats.at[1], layout=BY_COLUMN), shape)
+            delta = gp.columns(plgpu.load(stats.at[1], layout=gp.BY_COLUMN), shape)
             return _d_scores(weights, d_weights, delta, tanh).astype(dtype)
 
-        d_v, d_k = accumulate((d_v, d_k), (
+        d_v, d_k = gp.accumulate((d_v, d_k), (
             (lambda: weights.astype(dtype), d_out.at[:, part]), (d_scores, q.at[:, part])), stage)
         plgpu.commit_smem()  # the copy engine may overwrite what was read of stats and q_info
         plgpu.barrier_arrive(own["second_free"].at[slot])
@@ -224,8 +210,8 @@ def _sum_dkv(warpgroup, blocks, own, op, sizes):
         return d_k, d_v, done + 1
 
     width = k.shape[-1] // sizes.parts
-    start = zeros((ROWS, width)), zeros((ROWS, width)), jnp.int32(0)
-    d_k, d_v, done = steps(blocks, step, lambda i: _pass(own, slot_of(i, sizes.stages)), start)
+    start = gp.zeros((ROWS, width)), gp.zeros((ROWS, width)), jnp.int32(0)
+    d_k, d_v, done = steps(blocks, step, lambda i: _pass(own, gp.slot_of(i, sizes.stages)), start)
     return (d_k, d_v), done
 
 

@@ -15,23 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl.kernels.attention import gpu_parts as gp
 from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS
-from jaxrl.kernels.attention.gpu_parts import (
-    BY_ROW,
-    LOG2E,
-    SEEN,
-    accumulate,
-    in_base_2,
-    load,
-    refill,
-    ring,
-    ring_barriers,
-    rows,
-    slot_of,
-    staged,
-    swizzled,
-    zeros,
-)
 from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of, steps, visible
 
 
@@ -44,12 +29,12 @@ def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     results = [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
     scratch = dict(
-        q=swizzled((consumers, ROWS, size), dtype), k=swizzled((sizes.stages, keys, size), dtype),
-        v=swizzled((sizes.stages, keys, size), dtype), lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
+        q=gp.swizzled((consumers, ROWS, size), dtype), k=gp.swizzled((sizes.stages, keys, size), dtype),
+        v=gp.swizzled((sizes.stages, keys, size), dtype), lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
         q_info=plgpu.SMEM((consumers, plan.q_info.shape[1], ROWS), jnp.int32),
         k_info=plgpu.SMEM((sizes.stages, plan.k_info.shape[1], keys), jnp.int32),
-        stage=staged(consumers, ROWS, keys, dtype, op), q_ready=plgpu.Barrier(num_arrivals=2 * consumers),
-        **ring_barriers(consumers, sizes.stages, 2, 1), turn=plgpu.Barrier(num_arrivals=consumers))
+        stage=gp.staged(consumers, ROWS, keys, dtype, op), q_ready=plgpu.Barrier(num_arrivals=2 * consumers),
+        **gp.ring_barriers(consumers, sizes.stages, 2, 1), turn=plgpu.Barrier(num_arrivals=consumers))
 
     def produce(where, n, block_of, refs, own):
         q, k, v, q_info, k_info = refs
@@ -57,14 +42,14 @@ def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
         group = lax.div(head, jnp.int32(heads // k_BxSxGxK.shape[2]))
         for w in range(consumers):
             at = part_of(tile, w, sizes)
-            load(own, w, own["q_ready"], q=q.at[row, at, head], q_info=q_info.at[row, :, at])
+            gp.load(own, w, own["q_ready"], q=q.at[row, at, head], q_info=q_info.at[row, :, at])
 
         def fill(step, slot, reused):
             at = pl.ds(block_of(step) * keys, keys)
-            refill(own, slot, reused, dict(k=k.at[row, at, group], k_info=k_info.at[row, :, at]),
-                   dict(v=v.at[row, at, group]))
+            gp.refill(own, slot, reused, dict(k=k.at[row, at, group], k_info=k_info.at[row, :, at]),
+                      dict(v=v.at[row, at, group]))
 
-        ring(n, sizes.stages, fill)
+        gp.ring(n, sizes.stages, fill)
 
     def consume(warpgroup, where, blocks, outs, own):
         return _consume(warpgroup, where, blocks, outs, own, op, sizes)
@@ -88,7 +73,7 @@ def _consume(warpgroup, where, blocks, outs, own, op, sizes):
 
     def step(i, carry, masked):
         acc, top, total, done = carry
-        slot = slot_of(i, sizes.stages)
+        slot = gp.slot_of(i, sizes.stages)
         plgpu.barrier_wait(k_ready.at[slot])
 
         def multiply(ref):
@@ -97,35 +82,35 @@ def _consume(warpgroup, where, blocks, outs, own, op, sizes):
             return ref[...]
 
         raw = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-        scores = in_base_2(raw, op)[0] if op.softcap else raw
-        factor = 1.0 if op.softcap else op.scale * LOG2E
+        scores = gp.in_base_2(raw, op)[0] if op.softcap else raw
+        factor = 1.0 if op.softcap else op.scale * gp.LOG2E
         if masked:
             scores = jnp.where(visible(q_info, own["k_info"].at[slot], shape, op), scores, HIDDEN)
             plgpu.commit_smem()  # the copy engine may overwrite what was read of k_info
         plgpu.barrier_arrive(k_free.at[slot])
 
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
-        base = jnp.where(new_top > SEEN, new_top, 0.0) if masked else new_top  # so that hidden keys weigh 0, not 1
-        weights = jnp.exp2(scores * factor - rows(base, shape))
+        base = jnp.where(new_top > gp.SEEN, new_top, 0.0) if masked else new_top  # so that hidden keys weigh 0, not 1
+        weights = jnp.exp2(scores * factor - gp.rows(base, shape))
         shrink = jnp.exp2(top - new_top)
-        acc *= rows(shrink, acc.shape)
+        acc *= gp.rows(shrink, acc.shape)
         total = total * shrink + weights.sum(axis=1)
         low = weights.astype(q.dtype)
         acc, total, new_top, low = lax.optimization_barrier((acc, total, new_top, low))
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(v_ready.at[slot])
         plgpu.barrier_wait(turn)
-        acc, = accumulate((acc,), ((lambda: low, own["v"].at[slot]),), stage)
+        acc, = gp.accumulate((acc,), ((lambda: low, own["v"].at[slot]),), stage)
         plgpu.barrier_arrive(v_free.at[slot])
         return acc, new_top, total, done + 1
 
     def skip(i):
         for ready, free in ((k_ready, k_free), (v_ready, v_free)):
-            plgpu.barrier_wait(ready.at[slot_of(i, sizes.stages)])
+            plgpu.barrier_wait(ready.at[gp.slot_of(i, sizes.stages)])
             take_turns()
-            plgpu.barrier_arrive(free.at[slot_of(i, sizes.stages)])
+            plgpu.barrier_arrive(free.at[gp.slot_of(i, sizes.stages)])
 
-    start = (zeros((ROWS, size)), zeros((ROWS,), BY_ROW, HIDDEN), zeros((ROWS,), BY_ROW), jnp.int32(0))
+    start = (gp.zeros((ROWS, size)), gp.zeros((ROWS,), gp.BY_ROW, HIDDEN), gp.zeros((ROWS,), gp.BY_ROW), jnp.int32(0))
     acc, top, total, done = steps(blocks, step, skip, start)
     pl.when(warpgroup == 0)(take_turns)
     _write(warpgroup, where, outs, own, (acc, top, total), sizes)
@@ -135,10 +120,10 @@ def _consume(warpgroup, where, blocks, outs, own, op, sizes):
 def _write(warpgroup, where, outs, own, sums, sizes):
     """out = sum / total and lse = top + log2(total); 0 and a huge lse where a query saw no key."""
     (acc, top, total), (out, lse, *_), (row, tile, head) = sums, outs, where
-    seen = top > SEEN
+    seen = top > gp.SEEN
     q, lse_tile = own["q"].at[warpgroup], own["lse"].at[warpgroup]
-    q[...] = (acc * rows(jnp.where(seen, 1.0 / total, 0.0), acc.shape)).astype(q.dtype)
-    lse_tile[...] = jnp.where(seen, top + jnp.log(total) * LOG2E, -HIDDEN)
+    q[...] = (acc * gp.rows(jnp.where(seen, 1.0 / total, 0.0), acc.shape)).astype(q.dtype)
+    lse_tile[...] = jnp.where(seen, top + jnp.log(total) * gp.LOG2E, -HIDDEN)
     plgpu.commit_smem()
     queries = part_of(tile, warpgroup, sizes)
     plgpu.copy_smem_to_gmem(q, out.at[row, queries, head])

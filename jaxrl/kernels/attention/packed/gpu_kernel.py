@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl.kernels.attention import gpu_parts as gp
 from jaxrl.kernels.attention.gpu_chip import ROWS
-from jaxrl.kernels.attention.gpu_parts import BY_COLUMN, BY_ROW, PARAMS
 from jaxrl.kernels.attention.packed.gpu_plan import entry
 
 
@@ -55,7 +55,7 @@ def launch(consume, produce, operands, results, scratch, plan, op, sizes, interp
 
     out = plgpu.kernel(
         kernel, out_type=results, scratch_types=[scratch], grid=(heads, batch * tiles), grid_names=("head", "work"),
-        num_threads=warpgroups + 1, thread_name="warpgroup", interpret=interpret, compiler_params=PARAMS,
+        num_threads=warpgroups + 1, thread_name="warpgroup", interpret=interpret, compiler_params=gp.PARAMS,
     )(*operands, *plan)
     return *out, *(() if op.count else (None,))
 
@@ -95,9 +95,12 @@ def visible(q_info, k_info, shape, op, transposed=False):
     q_info [positions, segments, prefixes] and k_info [positions, segments]: int32 in shared memory, as `gpu_plan`
     makes them; without segments only positions. Before the copy engine overwrites them, commit_smem.
     """
-    q_layout, q_axis, k_layout, k_axis = (BY_COLUMN, 1, BY_ROW, 0) if transposed else (BY_ROW, 0, BY_COLUMN, 1)
-    q_pos, *q_rest = (_spread(q_info.at[i], q_layout, q_axis, shape) for i in range(3 if op.segments else 1))
-    k_pos, *k_rest = (_spread(k_info.at[i], k_layout, k_axis, shape) for i in range(2 if op.segments else 1))
+    def spread(ref, by_column):
+        vector = plgpu.load(ref, layout=gp.BY_COLUMN if by_column else gp.BY_ROW)
+        return gp.columns(vector, shape) if by_column else gp.rows(vector, shape)
+
+    q_pos, *q_rest = (spread(q_info.at[i], transposed) for i in range(3 if op.segments else 1))
+    k_pos, *k_rest = (spread(k_info.at[i], not transposed) for i in range(2 if op.segments else 1))
     mask = k_pos <= q_pos
     if op.window:
         mask &= q_pos - k_pos < op.window
@@ -105,7 +108,3 @@ def visible(q_info, k_info, shape, op, transposed=False):
         (own, prefix), (segment,) = q_rest, k_rest
         mask &= (segment == own) | (segment == prefix)
     return mask
-
-
-def _spread(ref, layout, axis, shape):
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=layout), shape, [axis])

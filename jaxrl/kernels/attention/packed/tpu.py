@@ -9,7 +9,6 @@ entries.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -49,8 +48,8 @@ def check(q_shape, kv_shape, dtype) -> None:
         bits = sum(walk.fields) + max(1, (batch - 1).bit_length())
         entries = batch * walk.resident * (walk.passing // walk.tiles)
         if bits > 31 or entries > WORDS:
-            raise NotImplementedError(f"{batch} rows of {length} x {keys} on one device; the TPU kernel's work list has "
-                                      f"room for {WORDS} entries, not {entries}")
+            raise NotImplementedError(f"{batch} rows of {length} x {keys} on one device; the TPU kernel's work list "
+                                      f"has room for {WORDS} entries, not {entries}")
 
 
 def _tiles(length: int) -> int:
@@ -78,24 +77,11 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     is no TPU.
     """
     del chosen
-    call, arrays = _prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
-def computed_tiles(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, window=0, softcap=0.0, scale=1.0, interpret=None):
-    """The TILE x TILE tiles that each kernel computed, counted by itself: {"forward", "queries", "keys"}, int32 []."""
-    call, (words, count, key_words, key_count, *arrays) = _prepared(
-        q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, None, interpret)
-    call = dataclasses.replace(call, counted=True)
-    work, key_work = (words[0], count[0]), (key_words[0], key_count[0])
-    out, lse, forward = tpu_kernels.forward(call, work, *arrays)
-    rest = (*arrays, out, lse, jnp.zeros_like(lse))
-    counts = {"forward": forward, "queries": tpu_kernels.query_gradient(call, work, *rest)[-1],
-              "keys": tpu_kernels.key_gradients(call, key_work, *rest)[-1]}
-    return {name: count[0] for name, count in counts.items()}  # every block of heads computes the same tiles
-
-
-def _prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
+def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
     """(Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and columns."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")

@@ -264,7 +264,8 @@ def query_gradient(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIx
     keys, per_head = _block(call, groups, walk), _per_head(heads, TILE, _resident)
     return _launch(
         _query_gradient, 3, call, walk, groups, work,
-        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK,
+         *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
         [_tile(call, heads), keys, keys, _id_row(q_ids_BxIxL, TILE, _resident),
          _id_column(k_ids_BxSxI, walk.tiles * TILE, _passing),
          _tile(call, heads), per_head, per_head],
@@ -308,10 +309,12 @@ def key_gradients(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL
     queries, per_head = _block(call, heads, walk), _per_head(heads, walk.tiles * TILE, _passing)
     return _launch(
         _key_gradients, 4, call, walk, groups, work,
-        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
+        (q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK,
+         *_by_block(call, heads, lse_BxHxL, delta_BxHxL)),
         [queries, _tile(call, groups), _tile(call, groups), _id_row(q_ids_BxIxL, walk.tiles * TILE, _passing),
          _id_column(k_ids_BxSxI, TILE, _resident), queries, per_head, per_head],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BxGxSxK, v_BxGxSxK)], [_tile(call, groups), _tile(call, groups)],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BxGxSxK, v_BxGxSxK)],
+        [_tile(call, groups), _tile(call, groups)],
         [(groups, TILE, call.size), (groups, TILE, call.size)])
 
 
