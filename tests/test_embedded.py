@@ -3,6 +3,7 @@
 import collections
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl.config import load_config
-from jaxrl.data.embedded import make
 from jaxrl.rewards.builtin import boxed_reward
 
-FOLDER = Path(make.__file__).parent / "arith"
+sys.path.insert(0, str(Path(__file__).parent.parent / "evidence"))
+import arith_data as make  # noqa: E402
+
+FOLDER = make.FOLDER
 FILES = ("train", "test", "sft")
 
 

@@ -1,4 +1,4 @@
-"""Built-in rewards: math, exact, boxed, choice, format. Each gives 1.0 or 0.0, or None where the row has no answer.
+"""Built-in rewards: math, exact, boxed, choice, format. Each gives 1.0 or 0.0, or None without a reference answer.
 
 Standard library only, but for `math`, which loads math-verify (and sympy) in the workers that need it. Endless
 computations (sympy, a catastrophic pattern) are ended by the pool, which kills the worker.
@@ -10,12 +10,9 @@ import functools
 import re
 from fractions import Fraction
 
-from jaxrl.rewards.registry import register_reward
 
-
-@register_reward("math")
 def math_reward(prompt, completion, answer):
-    """Mathematical equality of the answer's final expression (a box first, else the last expression) and `answer`."""
+    """Mathematical equality of the completion's final expression (a box, else the last expression) and `answer`."""
     if answer is None:
         return None
     math_verify = load_math_verify()
@@ -45,13 +42,11 @@ def _gold(answer: str):
     return parse(marked, parsing_timeout=None) or parse(answer, parsing_timeout=None)
 
 
-@register_reward("exact")
 def exact_reward(prompt, completion, answer):
     """The whole completion equals `answer`, up to surrounding white space."""
     return None if answer is None else float(completion.strip() == str(answer).strip())
 
 
-@register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
     r"""The last \boxed{...} holds `answer`, as text (spaces ignored) or as a number (18 = 18.0 = 36/2)."""
     if answer is None:
@@ -90,7 +85,6 @@ def _number(text: str) -> Fraction | None:
     return Fraction(text)
 
 
-@register_reward("choice")
 def choice_reward(prompt, completion, answer):
     r"""The chosen letter equals `answer` (a letter, also as '(B)').
 
@@ -121,7 +115,6 @@ def _chosen(completion: str) -> str | None:
     return alone.group(1) if alone else None
 
 
-@register_reward("format")
 def format_reward(prompt, completion, format_pattern):
     """The whole completion matches `reward.format_pattern` ('.' matches line ends too)."""
     return float(re.fullmatch(format_pattern, completion, re.DOTALL) is not None)

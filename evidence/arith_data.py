@@ -1,6 +1,6 @@
 """Makes the embedded task `arith`: word problems about one changing quantity, worked out line by line.
 
-    python -m jaxrl.data.embedded.make            # rewrites jaxrl/data/embedded/arith; the same bytes on every machine
+    python evidence/arith_data.py            # rewrites jaxrl/data/embedded/arith; the same bytes on every machine
 
 Files (JSONL, one problem per line):
     train.jsonl   RL prompts: prompt, answer, kind, steps
@@ -31,7 +31,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded" / "arith"
 NAMES = ("Max", "Ann", "Tom", "Eva", "Ben", "Mia", "Leo", "Zoe", "Sam", "Ida", "Kai", "Liv")
 THINGS = ("apples", "books", "coins", "cards", "stamps", "shells", "pens", "eggs")
 GAIN = ("finds", "buys", "wins")
@@ -208,7 +208,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Rewrites the embedded task.")
-    parser.add_argument("--out", type=Path, default=HERE / "arith")
+    parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=4000)
     parser.add_argument("--test", type=int, default=400)
