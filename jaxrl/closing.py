@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from jaxrl.telemetry.names import duration
+from jaxrl.telemetry.console import duration
 
 log = logging.getLogger("jaxrl")
 
@@ -39,8 +39,8 @@ class Closers:
 
 def closing(out: dict) -> str:
     """The last line of a run: what became of it and where it lies."""
-    held_out = [f"{100 * out[k]['accuracy']:.1f}% {when}" for k, when in (("eval_before", "before"), ("eval_after", "after"))
-                if "accuracy" in out.get(k, {})]
+    held_out = [f"{100 * out[f'eval_{when}']['accuracy']:.1f}% {when}"
+                for when in ("before", "after") if "accuracy" in out.get(f"eval_{when}", {})]
     parts = [f"done at step {out['steps']} after {duration(out['wall_seconds'])}"]
     parts += ["held-out accuracy " + ", ".join(held_out)] if held_out else []
     parts += [f"model in {out['export']}"] if "export" in out else []

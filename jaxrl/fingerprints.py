@@ -1,4 +1,5 @@
-"""Fingerprints of what a run reads: whether all its processes read the same, and the same as when its checkpoint was written.
+"""Fingerprints of what a run reads: whether all its processes read the same, and the same as when its checkpoint was
+written.
 
 They are of content: neither path, machine nor time of a file is in them, and rows count in their order.
 """
@@ -20,43 +21,47 @@ from jaxrl.processes.exchange import check_equal
 from jaxrl.resume import config_changes, input_changes
 
 log = logging.getLogger("jaxrl")
-UNHEARD = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)  # entries of a model's config that decide nothing
+UNHEARD = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)  # of a model's config, decide nothing
 BLOCK, BLOCKS = 4096, 64  # bytes of a file of weights that are looked at, evenly spread
 
 
 def compared(config, peers, inputs, train_set, eval_sets, chosen) -> dict:
     """What a checkpoint keeps of what was read: {"prints": fingerprints, "commits": of the hub}.
 
-    chosen: the checkpoint that is resumed, or None. Raises ConfigError where the processes read different things, or others than
-    the checkpoint was made with.
+    chosen: the checkpoint that is resumed, or None. Raises ConfigError where the processes read different things, or
+    others than the checkpoint was made with.
     """
-    read = {"prints": fingerprints(config, inputs, train_set, eval_sets), "commits": commits(config, train_set, eval_sets)}
-    check_equal(peers, read["prints"] | (weights_of_hosts(config) if peers.count > 1 and chosen is None else {}))
+    prints = fingerprints(config, inputs, train_set, eval_sets)
+    read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
+    check_equal(peers, prints | (weights_of_hosts(config) if peers.count > 1 and chosen is None else {}))
     if chosen is None or config.run.mode != "train":
         return read
     before = chosen.host.get("read")
     if before is None:
-        log.warning("%s was written by an older jaxrl: nobody can tell whether data and tokenizer are still those it was made with",
-                    chosen.path)
+        log.warning("%s was written by an older jaxrl: nobody can tell whether data and tokenizer are still those it"
+                    " was made with", chosen.path)
         return read
     _, asked = config_changes(chosen.host["config"], redacted(config))
     refused, taken = input_changes(before["prints"], read["prints"], config.run.accept_changed, asked)
     if refused:
-        hub = f". Hub commits then {before['commits']}, now {read['commits']}" if before["commits"] != read["commits"] else ""
-        raise ConfigError(f"resuming {chosen.path}: what is read is not what it was made with: {'; '.join(refused)}{hub}. Bring it back, "
-                          "or use another run.dir")
+        moved = before["commits"] != read["commits"]
+        hub = f". Hub commits then {before['commits']}, now {read['commits']}" if moved else ""
+        raise ConfigError(f"resuming {chosen.path}: what is read is not what it was made with: {'; '.join(refused)}"
+                          f"{hub}. Bring it back, or use another run.dir")
     for change in taken:
         log.warning("other than when the checkpoint was written: %s", change)
     return read
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Name -> hash of what a checkpoint depends on: data, tokenizer, the model's description, a reference that is read anew."""
+    """Name -> hash of what a checkpoint depends on: data, tokenizer, the model's description, a reference that is read
+    anew."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint
     described = {key: value for key, value in inputs.hf_config.items() if key not in UNHEARD}
-    out |= data_room.fingerprint(inputs.tokenizer) | {"model config": _hash(json.dumps(described, sort_keys=True, default=str))}
+    out |= data_room.fingerprint(inputs.tokenizer)
+    out["model config"] = _hash(json.dumps(described, sort_keys=True, default=str))
     reference = config.reference
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
         path, revision = (reference.path, reference.revision) if reference.path else _policy(config)
@@ -66,7 +71,8 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
 
 def weights_of_hosts(config) -> dict[str, str]:
     """Name -> hash of the weights that every process reads its part of at the start of a run."""
-    named = {"weights of the policy": _policy(config), "weights of the critic": (config.critic.path, config.critic.revision)}
+    critic = config.critic
+    named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
     return {name: weights_print(*given) for name, given in named.items() if given[0]}
 
 
@@ -74,9 +80,11 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     """Name -> hub commits that were read, for those that came from the hub; kept so that a run can be made again."""
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, data_room.tokenizer_revision(config)),
-             "reference": (config.reference.path, config.reference.revision), "critic": (config.critic.path, config.critic.revision)}
+             "reference": (config.reference.path, config.reference.revision),
+             "critic": (config.critic.path, config.critic.revision)}
     out = {name: [commit] for name, given in named.items() if (commit := _commit(*given))}
-    sets = ({"training data": train_set} if train_set is not None else {}) | {f"eval set {n}": s for n, s in eval_sets.items()}
+    sets = {} if train_set is None else {"training data": train_set}
+    sets |= {f"eval set {name}": dataset for name, dataset in eval_sets.items()}
     return out | {name: dataset.commits for name, dataset in sets.items() if dataset.commits}
 
 

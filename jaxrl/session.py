@@ -1,6 +1,7 @@
 """What stands around a recipe's loop: its directory, log, stop, processes, checkpoints and triggers.
 
-A Session knows no algorithm and holds none of a run's state: what is to be saved is handed to it as parts (see `restore`).
+A Session knows no algorithm and holds none of a run's state: what is to be saved is handed to it as parts (see
+`restore`).
 
     with Session(spec, given) as s:
         ...
@@ -14,11 +15,11 @@ A Session knows no algorithm and holds none of a run's state: what is to be save
             s.after_step(metrics, evaluate)
         return s.finish(evaluate, export)
 
-With several processes all walk through the same calls. What depends on time or on what happened to one of them is agreed at
-stamped meetings (`together`, `decide`, `goes_on`), so that none can act on a decision the others lack.
+With several processes all walk through the same calls. What depends on time or on what happened to one of them is
+agreed at stamped meetings (`together`, `decide`, `goes_on`), so that none can act on a decision the others lack.
 
-Leaving by an error saves first, where the state is that of a whole step (`changing`) and all processes know of the error; the error
-itself goes on. summary.json then has it as `error`.
+Leaving by an error saves first, where the state is that of a whole step (`changing`) and all processes know of the
+error; the error itself goes on. summary.json then has it as `error`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Session:
         self.spec, self.given, self.run_dir = spec, given or Given(), Path(spec.run.dir)
         self.progress = Progress()
         self.started = time.monotonic()
+        self.phase = Phases()
         self.compilations = Compilations()
         self.stop = GracefulStop(starting=True)
         self.peers = peers()
@@ -73,7 +75,8 @@ class Session:
         self.telemetry = None
         self.ended_by = ""  # why a callback ended the run
         self.eval_before = self.last_eval = None
-        self.parts, self.stream, self.comparison = (), None, None
+        self.parts, self.stream, self.comparison, self.profiler = (), None, None, None
+        self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the parts are those of self.step
         self._closers = Closers()
@@ -90,8 +93,7 @@ class Session:
             c = self.spec
             self.console = self.own(open_console(c.run.dir, c, silent=not self.peers.first))
             self.console.start()
-            self.phases = Phases()
-            self._starting = self.phases("start")
+            self._starting = self.phase("start")
             self._starting.__enter__()
             self._closers.enter(self.stop)
             self._find_checkpoint()
@@ -111,8 +113,8 @@ class Session:
             return
         refused, taken = config_changes(self.resumed.host["config"], redacted(c.asked))
         if refused:
-            raise ConfigError(f"resuming {self.resumed.path}: these options would change the past: {'; '.join(refused)}. Use another "
-                              "run.dir, or run.resume=never")
+            raise ConfigError(f"resuming {self.resumed.path}: these options would change the past: {'; '.join(refused)}"
+                              ". Use another run.dir, or run.resume=never")
         for change in taken:
             log.info("changed since the checkpoint: %s", change)
 
@@ -121,10 +123,10 @@ class Session:
         return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
 
     def reads(self, stream, read: dict) -> None:
-        """Takes the stream of training rows (None: there is none), which says where the data end, and the fingerprints of what is
-        read, which checkpoints keep."""
+        """Takes the stream of training rows (None: there is none), which says where the data end, and the fingerprints
+        of what is read, which checkpoints keep."""
         self.stream, self.read = stream, read
-        if stream is not None and self.peers.count == 1:  # several agree on a stop behind the step's rows, where they meet
+        if stream is not None and self.peers.count == 1:  # several agree on a stop where they meet, behind the rows
             stream.interrupted = self.interrupted
         self.total_steps, self.ending = end(self.spec, stream and stream.total_steps)
 
@@ -135,10 +137,10 @@ class Session:
     def restore(self, policy, parts=()) -> None:
         """Starts the policy and the other parts of a run, from the checkpoint that is resumed or anew.
 
-        A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for nothing), `start(arrays, host)` (what a checkpoint held, or
-        None and None), `arrays()` and `host()` (JSON-able dict; None = nothing of it is kept). The policy's trees stand in a
-        checkpoint by their own names, and it has no `host`. A checkpoint without a part starts it anew, one with a part that is not
-        wanted leaves it.
+        A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for nothing), `start(arrays, host)` (what a
+        checkpoint held, or None and None), `arrays()` and `host()` (JSON-able dict; None = nothing of it is kept). The
+        policy's trees stand in a checkpoint by their own names, and it has no `host`. A checkpoint without a part
+        starts it anew, one with a part that is not wanted leaves it.
         """
         self.policy, self.parts = policy, parts
         own = policy.abstract()
@@ -149,14 +151,16 @@ class Session:
             raise ConfigError(f"run.dir={self.spec.run.dir!r}: {e.strerror}") from None
         held = None if self.resumed is None else self.resumed.host.get("parts", {})
         wanted = {name: tree for name, tree in everything.items() if held is None or name in held or name in own}
-        restored = self.checkpointer.restore(wanted, self.spec.run.resume, partial=bool(set(held or ()) - set(everything)))
+        partial = bool(set(held or ()) - set(everything))
+        restored = self.checkpointer.restore(wanted, self.spec.run.resume, partial=partial)
         policy.start(restored and {name: restored.arrays[name] for name in own})
         if restored is not None:
             self.resume_at(restored.host)
         for part in parts:
             known = restored is not None and part.name in held
             part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
-        self._restored, self._new = restored, [p.name for p in parts if restored and p.name not in held and p.host() is not None]
+        self._restored = restored
+        self._new = [p.name for p in parts if restored and p.name not in held and p.host() is not None]
 
     def resume_at(self, host: dict) -> None:
         """Goes on from where a checkpoint's host values say."""
@@ -165,48 +169,50 @@ class Session:
 
     def open_telemetry(self, read_only: bool = False, step: int | None = None) -> None:
         """The sinks of metrics. step: completed steps of an earlier run that goes on."""
-        self.telemetry = self.own(Telemetry(self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
-                                            silent=not self.peers.first, console=self.console))
+        self.telemetry = self.own(Telemetry(
+            self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
+            silent=not self.peers.first, console=self.console))
 
     def introduce(self, lines, numbers: dict) -> None:
-        """Opens telemetry and says what a person should know before the first step. numbers: derived ones, kept in config.json."""
+        """Opens telemetry and says what a person should know before the first step. numbers: derived ones, kept in
+        config.json."""
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
-        self.phases.watch = self.telemetry.phase
-        self.telemetry.phase(self.phases.current)
+        self.phase.watch = self.console.phase
+        self.console.phase(self.phase.current)
         if self.peers.first:
             write_config(self.run_dir, c.asked, numbers)
         self.idle = Idle(c.chosen())
-        self.say(f"{lines}\nlearns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
+        self.say(f"{lines}\n"
+                 f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
                  f"ends      after {self.total_steps} steps: {self.ending}")
         if self._restored is not None:
-            self.say(f"resumed   step {self.step} from {self._restored.path}" + f"; it holds no {', no '.join(self._new)}" * bool(self._new))
+            lacks = f"; it holds no {', no '.join(self._new)}" * bool(self._new)
+            self.say(f"resumed   step {self.step} from {self._restored.path}{lacks}")
 
     def begin(self, comparison=None, rates=lambda metrics, seconds: {}) -> None:
         """The last thing before the loop.
 
-        comparison: what predicts this run and keeps what it measures (planning.comparison), or None. rates: (metrics, seconds by
-        phase) -> further metrics.
+        comparison: what predicts this run and keeps what it measures (planning.comparison), or None. rates: (metrics,
+        seconds by phase) -> further metrics.
         """
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
         states = self._restored.host["triggers"] if self._restored else {}
         self.due = triggers(c, states)
-        self.profiler = self.own(Profiler(steps_of(c.profile, process), self.run_dir / "profile", memory_of(c.profile, process),
-                                          c.profile.python))
-        self.profiler.at(self.step)
+        steps, memory = steps_of(c.profile, process), memory_of(c.profile, process)
+        if steps or memory:
+            self.profiler = self.own(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
+            self.profiler.at(self.step)
         self._whole = True
         if not self.ended():  # whatever an earlier run said, and however this one ends
             self.telemetry.summary({"finished": False, "error": None})
         self._starting.__exit__(None, None, None)
-        self.phases.take()  # start-up is not part of the first step
+        self.phase.take()  # start-up is not part of the first step
         self.stop.started()
 
     # -- during a step --------------------------------------------------------------------------------------------
-
-    def phase(self, name: str):
-        return self.phases(name)
 
     def fault(self, component: str, phase: str = "") -> None:
         self.faults.fire(component, self.step + 1, phase)
@@ -217,10 +223,11 @@ class Session:
             self.telemetry.print(text)
 
     def interrupted(self) -> bool:
-        """Whether a stop has reached this process, by a signal of its own or by word of another; asked while it works alone."""
-        if self.stop.requested:
+        """Whether a stop has reached this process, by a signal of its own or by word of another; asked while it works
+        alone."""
+        if asked := self.stop.requested:
             self.peers.ask_stop()
-        return self.stop.requested or self.peers.stop_asked
+        return asked or self.peers.stop_asked
 
     def stopping(self) -> bool:
         """Whether the run is to stop, the same on all processes: it changes at meetings only. (Alone: at once.)"""
@@ -232,10 +239,11 @@ class Session:
         return f"step {self.step + 1}, weights {self.step}"
 
     def together(self, what: str, work):
-        """What work() returns, or None on every process where a stop reached one of them before it was done (work() is None).
+        """What work() returns, or None on every process where a stop reached one of them before it was done (work() is
+        None).
 
-        What stops one of them (an engine that is lost, rewards that fail, an answer that never came) stops all: each raises
-        it, and they can still save together.
+        What stops one of them (an engine that is lost, rewards that fail, a completion that never came) stops all: each
+        raises it, and they can still save together.
         """
         if self.peers.count == 1:
             return work()
@@ -251,12 +259,15 @@ class Session:
         if any(text for _, text in states):
             self._error_agreed = True
             kind = RunStopped if error is None else type(error)
-            raise kind("; ".join(f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text)) from error
+            told = [f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text]
+            raise kind("; ".join(told)) from error
         self._stop_agreed |= not all(fine for fine, _ in states)
         return None if self._stop_agreed else done
 
     def decide(self, what: str, choose, *arguments):
         """What process 0 finds by choose(*arguments), on all."""
+        if self.peers.count == 1:
+            return choose(*arguments)
         return self.peers.decide(f"{self.place}: {what}", choose, *arguments)
 
     def goes_on(self) -> bool:
@@ -266,9 +277,10 @@ class Session:
         return not (self.stopping() or self.ended())
 
     def ended(self) -> bool:
-        """Whether one of train.steps, data.epochs and train.max_samples is reached, or a callback ended it; the same on all processes."""
-        steps, samples = ends(self.spec).get("train.steps"), self.spec.train.max_samples
-        counted = (steps and self.step >= steps) or (samples and self.progress.samples >= samples)
+        """Whether one of train.steps, data.epochs and train.max_samples is reached, or a callback ended it; the same on
+        all processes."""
+        samples = self.spec.train.max_samples
+        counted = (self._last_step and self.step >= self._last_step) or (samples and self.progress.samples >= samples)
         return bool(self.ended_by or counted) or self.stream.exhausted(self.progress.cursor)
 
     @contextlib.contextmanager
@@ -281,34 +293,34 @@ class Session:
     def advance(self, cursor: int, samples: int) -> Progress:
         """The update of this step is done: the step counts."""
         self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
-        self.profiler.at(self.step)
+        if self.profiler is not None:
+            self.profiler.at(self.step)
         return self.progress
-
-    def epoch(self) -> float:
-        return self.stream.epoch(self.progress.cursor)
 
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
-        """evaluate() -> (metrics, records by set) of the held-out sets, empty when a stop came on the way; None = there are none."""
+        """evaluate() -> (metrics, records by set) of the held-out sets, empty when a stop came on the way; None = there
+        are none."""
         if self.ended():
             name = self.ending.partition("=")[0]
             further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
             asked = "" if self.step <= self.total_steps else f" ({self.total_steps} are asked for)"
-            self.say(f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or start another with"
-                     " --config.run.dir=...")
+            self.say(f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or"
+                     " start another with --config.run.dir=...")
             return
         first = self.step == 0 and self.spec.eval.before
         if evaluate is not None and (first or self.due["eval"].missed):
             metrics = self._evaluate(evaluate)
             if metrics:  # no stop was asked for
                 self.eval_before = self.last_summary if first else self.eval_before
-                self._call_back(self.telemetry.step(self.step, metrics, self.phases.take()), [])
+                self.ended_by = call_back(self, self.telemetry.step(self.step, metrics, self.phase.take()))
 
     def after_step(self, metrics: dict, evaluate, export, steps: int = 1, records=()) -> None:
-        """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics` are per step,
-        of the last `steps` steps. records: of the step's completions, for callbacks. export(folder): writes the model."""
-        epoch, last = self.epoch(), self.ended()
+        """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics`
+        are per step, of the last `steps` steps. records: of the step's completions, for callbacks. export(folder):
+        writes the model."""
+        epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         try:
             if evaluate is not None and (due("eval") or (last and self.spec.eval.after)):
@@ -322,16 +334,14 @@ class Session:
             self.save()
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
-        self._call_back(metrics, records)
-
-    def _call_back(self, metrics: dict, records) -> None:
-        self.ended_by = call_back(self, metrics, records)
+        if self.given.callbacks or self.peers.count > 1:  # others may have been given some
+            self.ended_by = call_back(self, metrics, records)
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
-        together = self.phases.take()
-        spent, compiled = per_step(together, steps), self.compilations.take()
-        metrics = metrics | self.rates(metrics, spent) | {
-            "time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
+        together, compiled = self.phase.take(), self.compilations.take()
+        spent = per_step(together, steps) if steps > 1 else together
+        metrics = metrics | self.rates(metrics, spent)
+        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
         metrics = self.telemetry.step(self.step, metrics, spent)
         if self.comparison is not None:
             self.comparison.add(self.step, together)
@@ -357,11 +367,12 @@ class Session:
         with self.phase("checkpoint"):
             host = {
                 **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
-                "config": redacted(self.spec.asked), "read": self.read, "triggers": {name: due.state() for name, due in self.due.items()},
+                "config": redacted(self.spec.asked), "read": self.read,
+                "triggers": {name: due.state() for name, due in self.due.items()},
                 "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
             }
-            arrays = self.policy.arrays() | {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
-            self.checkpointer.save(self.step, arrays, host)
+            arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
+            self.checkpointer.save(self.step, self.policy.arrays() | arrays, host)
 
     def save_for_good(self) -> None:
         """Returns once this step is on disk, whole. Raises SavesFail where that cannot be."""
@@ -371,19 +382,21 @@ class Session:
 
     def _export(self, export, folder) -> None:
         limit = self.spec.checkpoint.timeout_seconds
-        with self.phase("export"), within(limit, f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"):
+        late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
+        with self.phase("export"), within(limit, late):
             export(folder)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finish(self, evaluate, export) -> dict:
-        """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint. Returns summary.json."""
+        """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint. Returns
+        summary.json."""
         c = self.spec
         stopped = self.stopping() and not self.ended()
         evaluated = (self.last_eval or {}).get("step") == self.step
         if not stopped and not evaluated and c.eval.after and evaluate is not None:
             metrics = self._evaluate(evaluate)
-            self.telemetry.step(self.step, metrics, self.phases.take())
+            self.telemetry.step(self.step, metrics, self.phase.take())
             stopped = self.stopping() and self.due["eval"].missed
         unsaved = None
         try:
@@ -394,7 +407,7 @@ class Session:
             if stopped or not c.checkpoint.export_at_end:
                 raise
             unsaved = e  # an export is smaller, and may lie elsewhere
-        self.phases.take()
+        self.phase.take()
         out = self._summary(stopped)
         try:
             if not stopped and c.checkpoint.export_at_end:
@@ -402,12 +415,14 @@ class Session:
                 out["export"] = str(self.run_dir / "export")
         finally:
             if unsaved is not None:
-                log.error("the model of step %d is %s", self.step, f"in {out['export']}" if "export" in out else "not exported either")
+                where = f"in {out['export']}" if "export" in out else "not exported either"
+                log.error("the model of step %d is %s", self.step, where)
                 raise unsaved
         self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
         if stopped:
-            saved = "everything is saved, the same command goes on from here" if self.step else "no step was done, nothing was saved"
+            saved = "everything is saved, the same command goes on from here"
+            saved = saved if self.step else "no step was done, nothing was saved"
             self.say(f"stopped at step {self.step} of {self.total_steps}; {saved}")
         else:
             if self.comparison is not None and (compared := self.comparison.end()):
@@ -418,8 +433,9 @@ class Session:
     def _summary(self, stopped: bool) -> dict:
         out = {
             "steps": self.step, "finished": not stopped, "error": None, "samples": self.progress.samples,
-            "seconds": self.phases.totals(), "wall_seconds": time.monotonic() - self.started, "run_dir": str(self.run_dir),
-            "checkpoints": str(self.run_dir / "checkpoints"), "metrics": str(self.run_dir / "metrics.jsonl"),
+            "seconds": self.phase.totals(), "wall_seconds": time.monotonic() - self.started,
+            "run_dir": str(self.run_dir), "checkpoints": str(self.run_dir / "checkpoints"),
+            "metrics": str(self.run_dir / "metrics.jsonl"),
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         }
         if self.ended_by:
@@ -457,6 +473,7 @@ class Session:
 def triggers(spec, states: dict) -> dict[str, Every]:
     """When evaluation, checkpoints and exports are due. states: of an earlier run that goes on."""
     e, c = spec.eval, spec.checkpoint
-    periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds), "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),
+    periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
+               "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),
                "export": (c.export_every_steps, c.export_every_epochs, 60 * c.export_every_minutes)}
     return {name: Every(*period, state=states.get(name)) for name, period in periods.items()}

@@ -42,7 +42,7 @@ from jaxrl.rollout import Engine, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.session import Progress, Session, triggers
 from jaxrl.spec import resolve
-from jaxrl.telemetry import Phases, Telemetry
+from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
 from jaxrl.types import Sizes
@@ -728,7 +728,7 @@ def test_a_run_ends_at_max_samples_or_steps(tiny):
 def test_a_new_run_is_evaluated_before_its_first_step_where_asked(tiny, before, calls):
     seen = []
     s = Session(resolve(tiny("eval.before", before)))
-    s.stream, s.due, s.phases = SimpleNamespace(exhausted=lambda cursor: False), {"eval": SimpleNamespace(missed=False)}, Phases()
+    s.stream, s.due = SimpleNamespace(exhausted=lambda cursor: False), {"eval": SimpleNamespace(missed=False)}
     s.before_first_step(lambda: seen.append("asked") or ({}, {}, {}))
     assert seen == ["asked"] * calls
 

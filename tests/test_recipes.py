@@ -19,7 +19,7 @@ from jaxrl.recipes import setup
 from jaxrl.recipes.evaluate import pass_at_k
 from jaxrl.session import Session
 from jaxrl.spec import resolve
-from jaxrl.telemetry import still
+from jaxrl.telemetry import console
 
 
 def config(tmp_path, arg=None, **changes):
@@ -282,9 +282,9 @@ def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
 
 
 def test_a_python_reward_replaces_the_configs_and_a_redirected_log_shows_life(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(still, "FIRST", 0.02)
-    monkeypatch.setattr(still, "POLL", 0.01)
-    monkeypatch.setattr(still, "LONGEST", 0.02)  # so that a short compilation is not missed
+    monkeypatch.setattr(console, "FIRST", 0.02)
+    monkeypatch.setattr(console, "POLL", 0.01)
+    monkeypatch.setattr(console, "LONGEST", 0.02)  # so that a short compilation is not missed
     summary = jaxrl.train(config(tmp_path, train__steps=1, eval__sets=(), log__console="plain", run__compile_cache=""),
                           rewards=[tiny_job.digits])
     assert summary["steps"] == 1

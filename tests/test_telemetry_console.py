@@ -9,21 +9,20 @@ import pytest
 
 from jaxrl.config import default_config
 from jaxrl.spec import resolve
-from jaxrl.telemetry import Every, Phases, Telemetry, per_step
+from jaxrl.telemetry import Every, Phases, Telemetry, make_console, per_step
 from jaxrl.telemetry.console import (
     PlainConsole,
     Progress,
     SilentConsole,
-    TableConsole,
+    duration,
     evaluation_line,
-    make_console,
     printable,
     shortened,
-    sparkline,
+    show,
 )
 from jaxrl.telemetry.health import FIRST_STEPS, RULES, Health
-from jaxrl.telemetry.names import COLUMNS, duration, show
-from jaxrl.telemetry.still import Still
+from jaxrl.telemetry.names import COLUMNS
+from jaxrl.telemetry.table import TableConsole, sparkline
 
 STEP = {"reward/mean": 0.5123, "accuracy/train": 0.45, "length/mean": 31.2, "policy/kl": 0.00012,
         "policy/entropy": 0.81, "policy/clip_fraction": 0.002, "optim/grad_norm": 0.53, "gap/mean": 1.2e-7,
@@ -66,29 +65,27 @@ def test_the_critic_is_on_the_line_and_in_the_table(monkeypatch):
 
 def test_a_silent_log_says_what_goes_on():
     """After FIRST seconds without a line, then each time after twice as long; a step may last twice as long as the fastest one."""
-    clock, said = Clock(), []
-    still = Still(said.append, clock)
+    clock = Clock()
+    console = PlainConsole(100, "run", io.StringIO(), clock)
 
     def wait(seconds):
         out = []
         for _ in range(seconds):
             clock.now += 1
-            if text := still.check():
+            if text := console.sign_of_life():
                 out.append(text)
         return out
 
-    still._phase, still._since = "rollout", clock.now
+    console._phase, console._since = "rollout", clock.now
     assert wait(9) == [] and wait(80) == [
-        f"still in rollout after {after}: generating answers" for after in ("10s", "20s", "40s", "1m20s")]
-    still.step()  # the first one compiled
-    still.line()
+        f"still in rollout after {after}: generating completions" for after in ("10s", "20s", "40s", "1m20s")]
+    console.step(1, {})  # the first one compiled
     assert wait(9) == [] and len(wait(2)) == 1
     clock.now += 39
-    still.step()
-    still.line()
-    still._phase, still._since = "update", clock.now
+    console.step(2, {})
+    console._phase, console._since = "update", clock.now
     assert wait(99) == [] and wait(2) == ["still in update after 1m40s: learning"]
-    still.line()  # any message counts
+    console.print("any message counts")
     assert wait(99) == [] and len(wait(2)) == 1
 
 
@@ -214,7 +211,7 @@ def test_the_live_table_is_told_the_phase(tmp_path):
     t = Telemetry(tmp_path, config, 10)
     seen = []
     t.console.phase = seen.append
-    phases = Phases(watch=t.phase)
+    phases = Phases(watch=t.console.phase)
     with phases("rollout"), phases("reward"):
         pass
     t.close()

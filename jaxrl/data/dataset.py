@@ -128,10 +128,10 @@ class Dataset:
     """Examples by index: `len(ds)`, `ds[i]`. Ids are made once, at the start; the rest of a row when it is asked for.
 
     name; bad: BadRows of what could not be read; filtered: places ("file:line") left out for their length;
-    filtered_rows: their row numbers; unknown: (row number, share of its tokens) of prompts with text that the tokenizer has no
-    token for; truncated: how many prompts were cut on the left; heldout: the carved-out eval
-    set or None; fingerprint: hash of what the rows say, in order (prompt, completion, answer and the columns that rewards
-    receive), and their count. It depends neither on the file's name, kind and time nor on tokenizer and limits.
+    filtered_rows: their row numbers; unknown: (row number, share of its tokens) of prompts with text that the tokenizer
+    has no token for; truncated: how many prompts were cut on the left; heldout: the carved-out eval
+    set or None; fingerprint: hash of what the rows say, in order (prompt, completion, answer and the columns that
+    rewards receive), and their count. It depends neither on the file's name, kind and time nor on tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: _Reader, bad: BadRows):
@@ -202,11 +202,11 @@ class _Ragged:
 
 
 def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Dataset:
-    """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of `data.path`;
-    read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
+    """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of
+    `data.path`; read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
 
-    With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on one
-    side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
+    With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on
+    one side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
     """
     data = config.data
     if not data.path and rows is None:
@@ -288,8 +288,8 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there, or rows that
-    are not given."""
+    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there, or
+    rows that are not given."""
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
@@ -309,7 +309,8 @@ def data_seed(config) -> int:
 
 
 def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share (or number) is met."""
+    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share (or number)
+    is met."""
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
         try:
@@ -348,7 +349,8 @@ def _load(name, config, tokenizer, eos_id, tables, rows, targets, bad) -> Datase
 
 
 def _content(row: _Row) -> bytes:
-    """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down later."""
+    """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down
+    later."""
     try:
         said = [row.prompt, row.completion, row.answer, row.columns]
         if _depth(said) > MOST_NESTED:

@@ -199,7 +199,8 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
 
 
 def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
-    """Rows that a caller holds: a list (or another iterable) of dicts, or a `datasets.Dataset`. `limit` > 0 keeps the first.
+    """Rows that a caller holds: a list (or another iterable) of dicts, or a `datasets.Dataset`. `limit` > 0 keeps the
+    first.
 
     Values without a JSON form become text. `field` names the argument; a row's place is "<field>[3]", from 0.
     """

@@ -74,8 +74,9 @@ class Stream:
         return None if self.end == sys.maxsize else -(-self.end // self.per_step)
 
     def take(self, cursor: int, count: int = 0) -> tuple[list[tuple[int, Example]], int]:
-        """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end of the
-        stream, none when it is exhausted. Raises Interrupted where `self.interrupted()` turned true meanwhile."""
+        """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end
+        of the stream, none when it is exhausted. Raises Interrupted where `self.interrupted()` turned true
+        meanwhile."""
         stop = min(cursor + (int(count) or self.per_step), self.end)
         if self._workers == 0:
             return [(p, self._examples[p]) for p in self.unless_interrupted(range(cursor, stop))], max(cursor, stop)
@@ -89,15 +90,16 @@ class Stream:
         return out, self._at
 
     def unless_interrupted(self, items):
-        """The items of a long loop; raises Interrupted once `self.interrupted()`, which is asked every CHECKED of them."""
+        """The items of a long loop; raises Interrupted once `self.interrupted()`, which is asked every CHECKED of
+        them."""
         for i, item in enumerate(items):
             if i % CHECKED == CHECKED - 1 and self.interrupted():
                 raise Interrupted
             yield item
 
     def exhausted(self, cursor: int) -> bool:
-        """Whether no further step starts at `cursor`: nothing is left, or less than a whole step under `drop_last`. Steps that
-        take more rows than a step has (dynamic sampling) come here before `total_steps`."""
+        """Whether no further step starts at `cursor`: nothing is left, or less than a whole step under `drop_last`.
+        Steps that take more rows than a step has (dynamic sampling) come here before `total_steps`."""
         return self.end - cursor < self._least
 
     def epoch(self, cursor: int) -> float:

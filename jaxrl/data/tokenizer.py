@@ -50,7 +50,8 @@ def load_tokenizer(config):
 
 
 def prepared(config, tokenizer):
-    """The tokenizer (changed in place) with `model.chat_template` and the overrides of special tokens. Errors: ConfigError."""
+    """The tokenizer (changed in place) with `model.chat_template` and the overrides of special tokens. Errors:
+    ConfigError."""
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
         if not path.is_file():
@@ -70,8 +71,8 @@ PROBE = ("The quick brown fox, 3.14159 x 2026-01-02T03:04:05Z\n\tdef f(x): retur
 
 
 def fingerprint(tokenizer) -> dict[str, str]:
-    """Hashes of what decides how messages become ids: 'tokenizer' (vocabulary, special tokens, the ids of a text of many
-    scripts) and 'chat template'."""
+    """Hashes of what decides how messages become ids: 'tokenizer' (vocabulary, special tokens, the ids of a text of
+    many scripts) and 'chat template'."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
     found = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]], "chat template": tokenizer.chat_template}
@@ -79,8 +80,9 @@ def fingerprint(tokenizer) -> dict[str, str]:
 
 
 def reader_of(source: str):
-    """The class of transformers that reads a tokenizer: AutoTokenizer, which brings torch along where that is installed and so takes
-    a second, or for a folder of nothing but a tokenizer of no particular model the one that AutoTokenizer would take."""
+    """The class of transformers that reads a tokenizer: AutoTokenizer, which brings torch along where that is installed
+    and so takes a second, or for a folder of nothing but a tokenizer of no particular model the one that AutoTokenizer
+    would take."""
     folder, known = Path(source), {}
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing, when it is imported: nothing here needs torch
     if (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").exists():
@@ -138,7 +140,8 @@ class Template:
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def unknown_in(self, text: str) -> str:
-        """The first piece of a text that the tokenizer has no token for; of tokenizers that cannot tell where, the text's begin."""
+        """The first piece of a text that the tokenizer has no token for; of tokenizers that cannot tell where, the
+        text's begin."""
         try:
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:

@@ -167,7 +167,7 @@ class Reference(Role):
         """Resets where it is due; called when the step counts."""
         if not self.moves:
             return {}
-        steps, passes, epoch = self.options.reset_steps, self.options.reset_epochs, s.epoch()
+        steps, passes, epoch = self.options.reset_steps, self.options.reset_epochs, s.stream.epoch(s.progress.cursor)
         due = bool(steps and s.step % steps == 0)
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)

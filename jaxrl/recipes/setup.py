@@ -147,7 +147,7 @@ def stream_metrics(s, job) -> dict[str, float]:
     data = job.stream.dataset
     filtered = len(data.filtered)
     return {
-        "data/epoch": s.epoch(),
+        "data/epoch": s.stream.epoch(s.progress.cursor),
         "data/samples": float(s.progress.samples),
         "data/filtered_fraction": filtered / (filtered + len(data)),
         "data/bad_rows": float(data.bad.count),

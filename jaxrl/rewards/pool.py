@@ -123,8 +123,8 @@ class RewardPool:
                 raise self._fatal
 
     def key(self) -> str:
-        """What decides scores beside the answers: the functions' code and the options that reach them. Equal on all machines
-        where these are. Waits for the first worker, which tells the code."""
+        """What decides scores beside the answers: the functions' code and the options that reach them. Equal on all
+        machines where these are. Waits for the first worker, which tells the code."""
         if not self.specs:
             return ""
         self._wait_for_one()
@@ -136,14 +136,15 @@ class RewardPool:
 
     def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False,
               stop: Callable[[], bool] = lambda: False) -> RewardResult | None:
-        """Scores items. Results are in the order of the items whatever finishes first. One call at a time has the workers;
-        one whose items are all recorded needs none. None where `stop` (asked about twice a second) turned true before the end:
-        what the workers are at then is of no use to anyone.
+        """Scores items. Results are in the order of the items whatever finishes first. One call at a time has the
+        workers; one whose items are all recorded needs none. None where `stop` (asked about twice a second) turned true
+        before the end: what the workers are at then is of no use to anyone.
 
         Args:
           items: answers.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not called again
-            and their outcome is taken as it was, a timeout included. (Whose `by` is another key was given by other code.)
+            and their outcome is taken as it was, a timeout included. (Whose `by` is another key was given by other
+            code.)
           part: they are a part of a step's answers, to which reward.max_failed_fraction is not applied yet.
 
         Raises:
@@ -246,8 +247,8 @@ class RewardPool:
         return known
 
     def _run(self, items: list[str], jobs: list, known: dict, most_failed: float, stop=lambda: False) -> bool:
-        """Has the jobs done by the workers; `known` receives the results. More than `most_failed` items with a failed part end it.
-        False if `stop` did."""
+        """Has the jobs done by the workers; `known` receives the results. More than `most_failed` items with a failed
+        part end it. False if `stop` did."""
         if jobs:
             self._wait_for_one()
         with self._state:

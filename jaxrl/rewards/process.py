@@ -51,9 +51,9 @@ def shown(data: bytes) -> str:
 
 
 class WorkerProcess:
-    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux a
-    supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives as long as
-    it does (see worker.die_with_parent).
+    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux
+    a supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives
+    as long as it does (see worker.die_with_parent).
 
     Args:
       memory_gb: the worker with all it started may hold this much; 0 = no limit (and none but on Linux).
@@ -82,7 +82,8 @@ class WorkerProcess:
                 raise Died(self._how()) from None
 
     def receive(self, deadline: float, task: int | None = None) -> dict:
-        """The next message, which must be a reply to the task of this number. One that is there is taken even if it is late."""
+        """The next message, which must be a reply to the task of this number. One that is there is taken even if it is
+        late."""
         while b"\n" not in self._buffer:
             try:
                 data = os.read(self._out, 1 << 16)

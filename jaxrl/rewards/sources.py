@@ -14,9 +14,9 @@ NEIGHBOURS = 200  # Python files that are read of the folder a function's file l
 
 
 def digest(functions, before: set[str]) -> str:
-    """Of the functions' modules, the files beside them, and every module that was loaded with them (`before`: those that
-    were there already): code of the user by its content, installed packages by the size of their files. The place of a file
-    does not count."""
+    """Of the functions' modules, the files beside them, and every module that was loaded with them (`before`: those
+    that were there already): code of the user by its content, installed packages by the size of their files. The place
+    of a file does not count."""
     own = {getattr(f, "__module__", None) for f in functions}
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     parts, folders = {sys.version}, set()

@@ -1,5 +1,5 @@
-"""The process between the trainer and a reward worker (Linux). It runs no reward, so it can end whatever one has started: also
-what left the worker's session, and what outlived the worker. Standard library only.
+"""The process between the trainer and a reward worker (Linux). It runs no reward, so it can end whatever one has
+started: also what left the worker's session, and what outlived the worker. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ END = signal.SIGUSR2   # the trainer's order to end the worker; also sent by the
 
 
 def supervise(memory: int) -> None:
-    """Forks. The child returns, to become the worker. This process stays until the worker ends, the trainer says END or is gone,
-    or worker and descendants hold more than `memory` bytes (0 = no limit); then it ends all of them and leaves as the worker did.
+    """Forks. The child returns, to become the worker. This process stays until the worker ends, the trainer says END or
+    is gone, or worker and descendants hold more than `memory` bytes (0 = no limit); then it ends all of them and leaves
+    as the worker did.
     """
     if sys.platform != "linux":
         return

@@ -7,8 +7,8 @@ Protocol (one JSON value per line):
   out  each, async: {task, job: k, value, outcome, metrics}, one per job as it is done (each: in order)
        batch:       {task, results: [{value, outcome, metrics}, ...]} or {task, wrong: message}
 
-Every reply carries the number of its task, so that the parent takes nothing else for a score. What reward functions print
-goes to standard error; their standard input is empty. A process that they fork has no part in the protocol.
+Every reply carries the number of its task, so that the parent takes nothing else for a score. What reward functions
+print goes to standard error; their standard input is empty. A process that they fork has no part in the protocol.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _backstop(seconds: float) -> None:
 
 
 class _Replies:
-    """The stream to the parent. Only the process that opened it writes there: one that a reward function forked, and that
-    comes back from the function, ends here."""
+    """The stream to the parent. Only the process that opened it writes there: one that a reward function forked, and
+    that comes back from the function, ends here."""
 
     def __init__(self, fd: int):
         self._out, self._owner, self.task = os.fdopen(fd, "w", encoding="utf-8"), os.getpid(), None
@@ -105,7 +105,8 @@ def _private_streams():
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
     def in_child():
-        """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends it (as multiprocessing wants)."""
+        """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends it (as multiprocessing
+        wants)."""
         for fd in streams:
             os.dup2(nothing, fd, inheritable=False)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

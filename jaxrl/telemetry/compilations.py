@@ -1,5 +1,5 @@
-"""Every program that jax compiles, or fetches from its compilation cache, in this process: counted, and the memory that a long
-compilation leaves behind given back."""
+"""Every program that jax compiles, or fetches from its compilation cache, in this process: counted, and the memory that
+a long compilation leaves behind given back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class Count(NamedTuple):
     waited: int = 0
     beside: int = 0
 
-    def since(self, start: Count) -> Count:
-        return Count(self.waited - start.waited, self.beside - start.beside)
-
 
 class Compilations:
-    """Counts from its making on: `total`, and `take()` since the last take. The count is one for the process, jax's listeners being
-    so, and the engine's programs are in it, as are the small ones of single operations. A program compiled beside the work that
-    was called for before it was there counts as both."""
+    """Counts from its making on: `total`, and `take()` since the last take.
+
+    The count is one for the process, as jax's listeners are: the engine's programs are in it, and the small ones of
+    single operations. A program compiled beside the work that was called for before it was there counts as both.
+    """
 
     _seen = None  # None: jax does not report to us yet
 
@@ -40,11 +39,11 @@ class Compilations:
 
     @property
     def total(self) -> Count:
-        return Compilations._seen.since(self._start)
+        return Count(*(now - start for now, start in zip(Compilations._seen, self._start, strict=True)))
 
     def take(self) -> Count:
-        new, self._taken = Compilations._seen.since(self._taken), Compilations._seen
-        return new
+        before, self._taken = self._taken, Compilations._seen
+        return Count(self._taken.waited - before.waited, self._taken.beside - before.beside)
 
 
 def waited(seconds: float) -> None:
@@ -53,8 +52,8 @@ def waited(seconds: float) -> None:
 
 
 def give_back() -> None:
-    """Returns to the system what the heap holds and nobody uses, where libc can: compiling a training step leaves hundreds of MiB,
-    which glibc keeps, and programs put their buffers elsewhere."""
+    """Returns to the system what the heap holds and nobody uses, where libc can: compiling a training step leaves
+    hundreds of MiB, which glibc keeps, and programs put their buffers elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 """How much arithmetic a step needed, and what share of the devices' peak it was done at.
 
-Counted is what the mathematics needs: matrix products of every token that is not padding, attention of each token to what it may
-see, the head where a token is sampled or scored; a multiply and an add are two operations. Not counted: recomputation, padding,
-masked pairs, elementwise work, the gradient that frozen matrices do without.
+Counted is what the mathematics needs: matrix products of every token that is not padding, attention of each token to
+what it may see, the head where a token is sampled or scored; a multiply and an add are two operations. Not counted:
+recomputation, padding, masked pairs, elementwise work, the gradient that frozen matrices do without.
 
 Legend: N sequences.
 """
@@ -20,12 +20,6 @@ from jaxrl.telemetry.timing import working
 PHASES = ("rollout", "score", "update")
 
 
-def triangle(count_N, window: int):
-    """Sum over positions 1 ... count of the tokens each sees: min(position, window), all where window is 0."""
-    inside = np.minimum(count_N, window) if window else count_N
-    return inside * (inside + 1) / 2 + (count_N - inside) * window
-
-
 class Operations:
     """Floating-point operations of one model.
 
@@ -40,34 +34,42 @@ class Operations:
         self._pair = 4 * cfg.num_heads * cfg.head_dim
         self.head = 2 * cfg.hidden_size * cfg.vocab_size
         self._token = model.flops_per_token(1) - self.head - self._pair * cfg.num_layers
-        linear = {"/".join(e.path): np.prod(e.shape, dtype=float) for e in model.entries if e.inputs and e.path[0] != "head"}
+        linear = {"/".join(e.path): np.prod(e.shape, dtype=float)
+                  for e in model.entries if e.inputs and e.path[0] != "head"}
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
-        """(matrix products, attention) of the forward pass through all layers of the tokens at positions first ... end - 1."""
+        """(matrix products, attention) of the forward pass through all layers of the tokens at positions first ... end
+        - 1."""
         first_N, end_N = np.asarray(first_N, float), np.asarray(end_N, float)
-        seen = sum(n * (triangle(end_N, w) - triangle(first_N, w)).sum() for w, n in self._windows.items())
+        seen = 0.0  # pairs of tokens: position p (from 1) sees min(p, window) of them, all where window is 0
+        for window, layers in self._windows.items():
+            for sign, count_N in ((1, end_N), (-1, first_N)):
+                inside = np.minimum(count_N, window) if window else count_N
+                seen += sign * layers * (inside * (inside + 1) / 2 + (count_N - inside) * window).sum()
         return float(self._token * (end_N - first_N).sum()), float(self._pair * seen)
 
     def generation(self, traj) -> float:
-        """Prompts once per group, then every sampled token but each answer's last, which nothing follows."""
+        """Prompts once per group, then every sampled token but each completion's last, which nothing follows."""
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
-        return sum(prompts) + sum(self.layers(traj.prompt_lengths, traj.lengths - 1)) + self.head * float(traj.loss_mask.sum())
+        sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
+        return sum(prompts) + sum(sampled) + self.head * float(traj.loss_mask.sum())
 
     def _forward(self, traj, shared: bool) -> tuple[float, float]:
-        prompts = np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
-        parts = self.layers(np.zeros(len(prompts)), traj.prompt_lengths[prompts]), self.layers(traj.prompt_lengths, traj.lengths)
-        return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+        rows = np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
+        prompts = self.layers(np.zeros(len(rows)), traj.prompt_lengths[rows])
+        completions = self.layers(traj.prompt_lengths, traj.lengths)
+        return prompts[0] + completions[0], prompts[1] + completions[1]
 
     def scoring(self, traj, shared: bool, head: bool = True) -> float:
         """One forward pass. shared: prompts once per group. head: whether log-probs are wanted (else values)."""
         return sum(self._forward(traj, shared)) + head * self.head * float(traj.loss_mask.sum())
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
-        """One forward and backward pass; the backward pass of a matrix is its input's gradient and, where it trains, its own.
-        The head's are of log-probs of the scored tokens. A critic (head=False) trains as a whole."""
+        """One forward and backward pass; the backward pass of a matrix is its input's gradient and, where it trains,
+        its own. The head's are of log-probs of the scored tokens. A critic (head=False) trains as a whole."""
         matrices, attention = self._forward(traj, shared)
         if not head:
             return 3 * (matrices + attention)
@@ -76,7 +78,8 @@ class Operations:
 
 
 class Speed:
-    """Metrics of a step: `flops/<phase>` of what it needed, and with the seconds of the phases `perf/...` (see telemetry.names)."""
+    """Metrics of a step: `flops/<phase>` of what it needed, and with the seconds of the phases `perf/...` (see
+    names.py)."""
 
     def __init__(self, job, trainable):
         self.operations = Operations(job.model, trainable)
@@ -87,17 +90,16 @@ class Speed:
 
     def rates(self, metrics: dict, phases: dict[str, float]) -> dict[str, float]:
         """perf/* of metrics with flops/* over seconds by phase, `step` their sum."""
-        out, tokens, seconds = {}, metrics.get("rollout/tokens", 0.0) + metrics.get("rollout/prompt_tokens", 0.0), working(phases)
         needed = {phase: metrics.get(f"flops/{phase}", 0.0) / self._devices[phase] for phase in PHASES}
-        for phase, flops in needed.items():
-            if flops and phases.get(phase):
-                out |= self._rate(f"perf/{phase}_", flops / phases[phase])
+        speeds = {f"perf/{phase}_": flops / phases[phase]
+                  for phase, flops in needed.items() if flops and phases.get(phase)}
+        out, seconds = {}, working(phases)
         if seconds > 0 and any(needed.values()):
-            out |= self._rate("perf/", sum(needed.values()) / seconds)
+            speeds["perf/"] = sum(needed.values()) / seconds
+            tokens = metrics.get("rollout/tokens", 0.0) + metrics.get("rollout/prompt_tokens", 0.0)
             out["perf/tokens_per_second"] = tokens / seconds / self._devices["update"]
             if metrics.get("flops/update") and phases.get("update"):
                 out["perf/update_tokens_per_second"] = tokens / phases["update"] / self._devices["update"]
+        for prefix, speed in speeds.items():
+            out |= {f"{prefix}tflops": speed / 1e12} | ({f"{prefix}mfu": speed / self._peak} if self._peak else {})
         return out
-
-    def _rate(self, prefix: str, flops: float) -> dict[str, float]:
-        return {f"{prefix}tflops": flops / 1e12} | ({f"{prefix}mfu": flops / self._peak} if self._peak else {})

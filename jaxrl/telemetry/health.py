@@ -1,4 +1,5 @@
-"""Warnings: what makes learning impossible, said in the first steps, before a day is lost; and mechanisms that do nothing.
+"""Warnings: what makes learning impossible, said in the first steps, before a day is lost; and mechanisms that do
+nothing.
 
 The rules are data. Each looks at the metrics of one step and returns what is wrong, or None. A metric that is absent
 makes its rule silent.
@@ -24,16 +25,16 @@ RULES: tuple[Rule, ...] = (
     Rule("equal_rewards", lambda m: m("rollout/zero_signal_fraction") == 1.0 or
          (m("reward/std") == 0.0 and not m("rollout/zero_signal_fraction") < 1.0),
          "all rewards within every group are equal (mean {reward/mean:.3g}), so nothing can be learnt from this step. "
-         "Read a few answers in {run_dir}/rollouts and check reward.functions={reward.functions}; if the task is too "
-         "hard start from SFT (run.warm_start) or easier prompts, if it is too easy use harder ones; else raise "
+         "Read a few completions in {run_dir}/rollouts and check reward.functions={reward.functions}; if the task is"
+         " too hard start from SFT (run.warm_start) or easier prompts, if it is too easy use harder ones; else raise "
          "rollout.group_size (now {rollout.group_size}) or rollout.temperature (now {rollout.temperature})"),
     Rule("truncated", lambda m: m("rollout/truncated_fraction") > 0.5,
-         "{rollout/truncated_fraction:.0%} of the answers were cut by the length limit before their end: raise "
+         "{rollout/truncated_fraction:.0%} of the completions were cut by the length limit before their end: raise "
          "rollout.max_new_tokens (now {rollout.max_new_tokens}), and check that model.eos_tokens names the token your "
          "model ends with"),
     Rule("zero_gradient", lambda m: m("optim/grad_norm") == 0.0,
          "the gradient is exactly zero: the update changes nothing. Look for equal rewards, for "
-         "algorithm.mask_truncated with all answers cut, and at model.trainable / model.frozen"),
+         "algorithm.mask_truncated with all completions cut, and at model.trainable / model.frozen"),
     Rule("zero_learning_rate", lambda m: m("optim/lr") == 0.0 and m("seen") == FIRST_STEPS,
          "the learning rate is still 0: shorten optimizer.warmup_steps (now {optimizer.warmup_steps}) or set "
          "optimizer.warmup_start above 0, and look at optimizer.floor and optimizer.decay_steps"),
@@ -44,14 +45,16 @@ RULES: tuple[Rule, ...] = (
          "{data/filtered_fraction:.0%} of the prompts are longer than data.max_prompt_tokens (now "
          "{data.max_prompt_tokens}) and left out: raise it, or set data.overlong_prompt=truncate_left"),
     Rule("absent_rewards", lambda m: m("rollout/absent_fraction") > 0.05,
-         "{rollout/absent_fraction:.0%} of the answers got no reward: `outcomes` in {run_dir}/rollouts says for each whether "
-         "the function returned None, failed or timed out (reward.timeout_seconds is {reward.timeout_seconds})"),
+         "{rollout/absent_fraction:.0%} of the completions got no reward: `outcomes` in {run_dir}/rollouts says for"
+         " each whether the function returned None, failed or timed out (reward.timeout_seconds is"
+         " {reward.timeout_seconds})"),
     Rule("gap", lambda m: m("gap/mean") > 0.05 and not m("staleness/max") >= 0,
          "the sampler's log-probs differ from the trainer's by {gap/mean:.2g} per token on average: set "
          "rollout.dtype=fp32 to see whether precision is the cause, and keep algorithm.mismatch.correction=token_tis"),
     Rule("low_entropy", lambda m: m("policy/entropy") < 0.01,
-         "the policy is almost deterministic (entropy {policy/entropy:.2g} nats per token), so the answers of a group "
-         "will be equal: raise rollout.temperature (now {rollout.temperature}) or start from a less trained model"),
+         "the policy is almost deterministic (entropy {policy/entropy:.2g} nats per token), so the completions of a"
+         " group will be equal: raise rollout.temperature (now {rollout.temperature}) or start from a less"
+         " trained model"),
     Rule("clipped", lambda m: m("policy/clip_fraction") > 0.5,
          "{policy/clip_fraction:.0%} of the tokens are clipped: lower optimizer.lr (now {optimizer.lr}) or "
          "algorithm.ppo_epochs"),
@@ -108,8 +111,8 @@ class Idle:
             self._watched[m] = 0 if scalars[m.metric] else self._watched[m] + 1
             if self._watched[m] == IDLE_STEPS:
                 del self._watched[m]
-                out.append(f"step {step}: algorithm.{m.option}={self._given[m.option]} has done nothing for {IDLE_STEPS} steps "
-                           f"({m.metric} is 0): it is not needed, or its bound is too far away")
+                out.append(f"step {step}: algorithm.{m.option}={self._given[m.option]} has done nothing for"
+                           f" {IDLE_STEPS} steps ({m.metric} is 0): it is not needed, or its bound is too far away")
         return out
 
 

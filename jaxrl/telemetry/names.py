@@ -1,8 +1,8 @@
 """Every metric jaxrl writes: name, meaning, and how the console shows it.
 
 Names are `group/name`. `<...>` stands for one or more further parts of a name. Averages are over the step's data, or
-over the optimizer steps of one RL step where the value comes from the update (maxima for `gap/max`). A line of SFT is about
-log.every_steps steps and says what one of them came to on average, seconds, tokens and operations included.
+over the optimizer steps of one RL step where the value comes from the update (maxima for `gap/max`). A line of SFT is
+about log.every_steps steps and says what one of them came to on average, seconds, tokens and operations included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One metric. A `header` makes it a console column; `format` is a key of `FORMATS`.
+    """One metric. A `header` makes it a console column, shown by its `format` (console.show).
 
     `rank`: columns of the highest rank are left out first where the terminal is narrow.
     """
@@ -27,16 +27,16 @@ class Metric(NamedTuple):
 
 METRICS: tuple[Metric, ...] = (
     # what was learnt from
-    Metric("reward/mean", "mean shaped reward of the answers that have one", "reward", "fixed"),
+    Metric("reward/mean", "mean shaped reward of the completions that have one", "reward", "fixed"),
     Metric("reward/std", "standard deviation of the shaped rewards over the whole batch"),
     Metric("reward/<why>_fraction", "share of scores that are missing because of <why>: error, timeout, none, nan; failed: any "
-           "of them but none, absent: answers without a reward"),
+           "of them but none, absent: completions without a reward"),
     Metric("reward/<name>", "mean raw score of one reward function where it gave one, or a metric it returned"),
-    Metric("accuracy/train", "share of the answers whose named reward reaches reward.pass_mark", "acc", "percent"),
+    Metric("accuracy/train", "share of the completions whose named reward reaches reward.pass_mark", "acc", "percent"),
     Metric("loss", "RL: as policy/loss; SFT: mean negative log-likelihood per target token", "loss", "fixed"),
-    Metric("length/mean", "mean answer length in tokens, end of text included", "length", "count"),
-    Metric("length/max", "longest answer in tokens"),
-    Metric("length/min", "shortest answer in tokens"),
+    Metric("length/mean", "mean completion length in tokens, end of text included", "length", "count"),
+    Metric("length/max", "longest completion in tokens"),
+    Metric("length/min", "shortest completion in tokens"),
     # what the update did
     Metric("policy/loss", "the minimised sum: policy loss + KL term - entropy bonus"),
     Metric("policy/kl", "KL(policy || reference) per token; absent where no reference is held", "KL", "small", 1),
@@ -47,11 +47,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/clip_high_fraction", "share of tokens clipped at the upper bound (positive advantage)"),
     Metric("policy/dual_clip_fraction", "share of tokens with negative advantage above algorithm.dual_clip or delta"),
     Metric("policy/ratio_mean", "mean ratio of current to proximal policy, by token, sequence or geometric mean as algorithm.ratio"),
-    Metric("policy/sequence_masked_fraction", "share of tokens in answers that algorithm.mismatch.sequence_delta drops"),
+    Metric("policy/sequence_masked_fraction", "share of tokens in completions that algorithm.mismatch.sequence_delta drops"),
     Metric("policy/prefix_masked_fraction", "share of tokens in shared openings (algorithm.shared_prefix_tokens)"),
     Metric("policy/kl_in_reward", "mean KL per token that was subtracted from the rewards"),
     Metric("policy/entropy_coef", "coefficient of the entropy bonus"),
-    Metric("policy/positive_nll", "mean negative log-likelihood per token of answers that pass"),
+    Metric("policy/positive_nll", "mean negative log-likelihood per token of completions that pass"),
     Metric("policy/early_stopped", "share of the step's updates left out by algorithm.early_stop_*"),
     Metric("policy/reference_reset", "1 in a step after which the reference became the policy"),
     Metric("policy/<name>", "what a policy loss of your own reports"),
@@ -69,25 +69,25 @@ METRICS: tuple[Metric, ...] = (
     Metric("gap/ratio_mean", "mean mismatch ratio before it is truncated or masked"),
     Metric("gap/ratio_max", "the largest such ratio"),
     Metric("gap/corrected_fraction", "share of tokens whose mismatch weight was truncated or masked"),
-    Metric("gap/stale_<first>", "gap/mean over the tokens of one bucket of staleness; with 0 it is arithmetic alone, but for answers "
+    Metric("gap/stale_<first>", "gap/mean over the tokens of one bucket of staleness; with 0 it is arithmetic alone, but for completions "
            "that went on across a publication"),
     Metric("gap/<name>", "further views of the sampler-trainer difference: tokens outside the clip range, mean weight"),
     Metric("old_gap/<name>", "the same between the trainer's scoring pass and its update"),
-    Metric("rollout/truncated_fraction", "share of answers cut by the length limit", "trunc", "percent"),
+    Metric("rollout/truncated_fraction", "share of completions cut by the length limit", "trunc", "percent"),
     Metric("rollout/zero_signal_fraction", "share of groups whose rewards are all equal", "zero", "percent"),
-    Metric("rollout/absent_fraction", "share of answers without a reward (failed or not applicable)"),
+    Metric("rollout/absent_fraction", "share of completions without a reward (failed or not applicable)"),
     Metric("staleness/mean", "publications between the version that drew a token and the step that learns from it, mean over tokens"),
     Metric("staleness/max", "the largest of these; at most rollout.max_staleness"),
     Metric("staleness/<first>", "share of tokens whose staleness is <first> or more, and less than the next <first>"),
     Metric("rollout/ahead_groups", "groups that are asked for and that later steps will use"),
-    Metric("rollout/ahead_answered", "those of them, of the first process, that are answered already"),
+    Metric("rollout/ahead_answered", "those of them, of the first process, whose completions are there already"),
     Metric("rollout/rounds", "rounds of sampling that dynamic sampling took"),
     Metric("rollout/discarded_fraction", "share of the sampled groups that dynamic sampling left out"),
-    Metric("rollout/masked_fraction", "share of answers that dynamic sampling masks"),
+    Metric("rollout/masked_fraction", "share of completions that dynamic sampling masks"),
     Metric("rollout/kept_mass_mean", "mean probability mass the sampler kept under top-p, top-k or min-p"),
     Metric("rollout/tokens", "tokens sampled (SFT: trained on) in the step"),
     Metric("rollout/prompt_tokens", "prompt tokens of the step's sequences"),
-    Metric("advantage/abs_mean", "mean |advantage| over the answers"),
+    Metric("advantage/abs_mean", "mean |advantage| over the completions"),
     Metric("packing/efficiency", "share of the packed rows that is not padding"),
     Metric("data/epoch", "passes over the training data so far"),
     Metric("data/samples", "samples trained on so far"),
@@ -118,19 +118,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/<phase>_mfu", "the same for the seconds of one phase: rollout, score, update"),
     Metric("perf/tflops", "the step's operations per second and device, in TFLOP/s"),
     Metric("perf/<phase>_tflops", "the same for the seconds of one phase"),
-    Metric("perf/tokens_per_second", "tokens of prompts and answers per second and device, over the same seconds as perf/mfu"),
+    Metric("perf/tokens_per_second", "tokens of prompts and completions per second and device, over the same seconds as perf/mfu"),
     Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}
 COLUMNS: tuple[Metric, ...] = tuple(m for m in METRICS if m.header)
 
-HISTOGRAMS: dict[str, str] = {  # of each RL step, in TensorBoard under histogram/<name>; from what the host holds anyway
-    "length": "tokens of each answer",
-    "reward": "shaped reward of each answer that has one",
-    "advantage": "mean advantage of each answer over its tokens",
+# Of each RL step, in TensorBoard under histogram/<name>; from what the host holds anyway.
+HISTOGRAMS: dict[str, str] = {
+    "length": "tokens of each completion",
+    "reward": "shaped reward of each completion that has one",
+    "advantage": "mean advantage of each completion over its tokens",
     "log_ratio": "log-prob under the proximal policy less the sampler's, of each token; where the trainer scores old log-probs",
-    "staleness": "publications between drawing and learning, of each token; where answers are drawn ahead",
+    "staleness": "publications between drawing and learning, of each token; where completions are drawn ahead",
 }
 
 
@@ -140,42 +141,6 @@ def describe(name: str) -> str | None:
         return NAMES[name]
     patterns = (n for n in NAMES if "<" in n)
     return next((NAMES[n] for n in patterns if fnmatch.fnmatchcase(name, re.sub(r"<\w+>", "*", n))), None)
-
-
-def _seconds(x: float) -> str:
-    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
-
-
-def _small(x: float) -> str:
-    if x == 0:
-        return "0"
-    return f"{x:.3f}" if 0.01 <= abs(x) < 1000 else f"{x:.0e}".replace("e-0", "e-").replace("e+0", "e+")
-
-
-FORMATS = {
-    "fixed": lambda x: f"{x:.3f}",
-    "percent": lambda x: f"{100 * x:.1f}%",
-    "count": lambda x: f"{x:.1f}" if abs(x) < 100 else f"{x:,.0f}",
-    "small": _small,
-    "seconds": _seconds,
-}
-
-
-def show(metric: Metric, value: float) -> str:
-    """A value as its console column shows it."""
-    if value != value:
-        return "nan"
-    return FORMATS[metric.format](value)
-
-
-def duration(seconds: float) -> str:
-    """12 -> '12s', 190 -> '3m10s', 7500 -> '2h05m'."""
-    s = int(round(max(0.0, seconds)))
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m"
 
 
 def metrics_table() -> str:

@@ -1,4 +1,5 @@
-"""What the JAX profiler tells of a few steps: a trace for `profile.steps`, what lies in device memory for `profile.memory`."""
+"""What the JAX profiler tells of a few steps: a trace for `profile.steps`, what lies in device memory for
+`profile.memory`."""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ class Profiler:
     ends when `last` is, or in `close`. A run that is past `last` traces nothing.
 
     After each step of `memory` (0: before the first) what this process's devices hold is written to
-    memory_<step>_<process>.prof, which `pprof` opens: bytes by the Python line that made them. These are the arrays that live
-    between two steps (weights, optimizer state, caches); what a program takes while it runs is not among them.
+    memory_<step>_<process>.prof, which `pprof` opens: bytes by the Python line that made them. These are the arrays
+    that live between two steps (weights, optimizer state, caches); what a program takes while it runs is not among
+    them.
 
-    A trace marks each step ("step", with its number) and names each operation by the part of the model or of the step that it
-    belongs to: the modules' names (attention, mlp ...), `head`, `loss`, `critic`, `optimizer`. A program that comes from the
-    compilation cache keeps the names it was compiled with.
+    A trace marks each step ("step", with its number) and names each operation by the part of the model or of the step
+    that it
+    belongs to: the modules' names (attention, mlp ...), `head`, `loss`, `critic`, `optimizer`. A program that comes
+    from the compilation cache keeps the names it was compiled with.
 
     Args:
       steps: config.profile.steps; empty = never.
@@ -40,7 +43,8 @@ class Profiler:
       memory: config.profile.memory; empty = never.
     """
 
-    def __init__(self, steps: tuple[int, int] | tuple[()], folder: str | Path, memory: tuple[int, ...] = (), python: bool = False):
+    def __init__(self, steps: tuple[int, int] | tuple[()], folder: str | Path, memory: tuple[int, ...] = (),
+                 python: bool = False):
         self._steps, self._folder, self._memory = tuple(steps), str(folder), tuple(memory)
         self._python = python
         self._running = self._done = False

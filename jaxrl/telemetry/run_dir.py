@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -54,8 +55,12 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Strict JSON; without `indent` on one line whatever the text holds."""
-    text = json.dumps(jsonable(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    """Strict JSON of what `jsonable` says; without `indent` on one line whatever the text holds."""
+    encode = functools.partial(json.dumps, indent=indent, ensure_ascii=False, allow_nan=False)
+    try:
+        text = encode(value, default=jsonable)  # in C; rollouts are long
+    except (TypeError, ValueError):  # numbers that are not finite, keys that are no text
+        text = encode(jsonable(value))
     return _ESCAPED.sub(lambda m: f"\\u{ord(m.group()):04x}", text)
 
 

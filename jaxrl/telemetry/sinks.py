@@ -1,7 +1,8 @@
 """Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, classes of the user's.
 
-A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)` and `histogram(tag, values, step)`. `scalars` is a flat dict of
-floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of its own.
+A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`, `histogram(tag, values, step)` and
+`flush()`. `scalars` is a flat dict of floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -21,23 +21,21 @@ from typing import Any
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.telemetry.run_dir import dumps, write_atomic
-from jaxrl.telemetry.timing import working
 
 CLOCKED = ("time/", "perf/")
 
 
 def adds_up(name: str) -> bool:
-    """Whether two values for one step, of its parts, make a sum: seconds do, and so do counts of what happened in them."""
+    """Whether two values for one step, of its parts, make a sum: seconds do, and counts of what happened in them."""
     return name.startswith("time/") and name not in ("time/wall", "time/tokens_per_second", "time/compiled_programs")
 
 
 class JsonLines:
     """metrics.jsonl: {"step": N, "<group/name>": value, ..., "time": {...}}, one line per step, steps growing.
 
-    Everything measured with a clock (time/name as "name", perf/name by its whole name) lives under "time", so that two runs can be
-    compared without it. A line is one
-    system call, so a killed process leaves whole lines. Writing to the newest step again merges into its line. Lines that the disk
-    refuses are kept, and written before the next one.
+    Everything measured with a clock (time/name as "name", perf/name by its whole name) lives under "time", so that two
+    runs can be compared without it. A line is one system call, so a killed process leaves whole lines. Writing to the
+    newest step again merges into its line. Lines that the disk refuses are kept, and written before the next one.
 
     Args:
       last_step: lines of later steps, and a broken last line, are dropped first (a resumed run writes them again);
@@ -70,30 +68,26 @@ class JsonLines:
         return kept
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Raises ValueError when `step` is older than the newest line; OSError when the disk does not take it, which is kept."""
+        """Raises ValueError when `step` is older than the newest line; OSError when the disk refuses it: it is kept."""
         with self._lock:
-            self._add(step, scalars)
+            if step < self._row["step"]:
+                raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
+            again = step == self._row["step"]
+            row = (self._row if again else {"step": step}) | {
+                name: value for name, value in scalars.items() if not name.startswith(CLOCKED)}
+            clock = dict(row.pop("time", {}))
+            for name, value in scalars.items():
+                if name.startswith(CLOCKED):
+                    key = name.removeprefix("time/")
+                    clock[key] = value + (clock.get(key, 0.0) if again and adds_up(name) else 0.0)
+            self._row = row | {"time": clock}
+            self._lines[len(self._lines) - again:] = [(dumps(self._row) + "\n").encode()]
             self._put()
 
     def flush(self) -> None:
         """Raises OSError while a line is not in the file."""
         with self._lock:
             self._put()
-
-    def _add(self, step: int, scalars: dict[str, float]) -> None:
-        if step < self._row["step"]:
-            raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
-        again = step == self._row["step"]
-        row = dict(self._row) if again else {"step": step}
-        row |= {k: v for k, v in scalars.items() if not k.startswith(CLOCKED)}
-        clock = dict(row.pop("time", {}))
-        for name, value in scalars.items():
-            if name.startswith(CLOCKED):
-                key = name.removeprefix("time/")
-                clock[key] = value + (clock.get(key, 0.0) if again and adds_up(name) else 0.0)
-        row["time"] = clock
-        self._row = row
-        self._lines[len(self._lines) - again:] = [(dumps(row) + "\n").encode()]
 
     def _put(self) -> None:
         """Writes the lines that are kept where they belong; all, or none and raises OSError."""
@@ -196,7 +190,8 @@ def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
     try:
         sink = factory(run_dir, config)
     except Exception as e:  # it is the user's code
-        raise ConfigError(f"log.sinks: {spec!r} fails when it is made: {type(e).__name__}: {e}; mend it or leave it out") from e
+        raise ConfigError(f"log.sinks: {spec!r} fails when it is made: {type(e).__name__}: {e}; mend it or leave it"
+                          " out") from e
     if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
         raise ConfigError(f"log.sinks: {spec!r}: {type(sink).__name__} lacks write(step, scalars) or close()")
     return sink
@@ -209,13 +204,5 @@ def find_sink(spec: str) -> Callable:
     try:
         return imported(spec)
     except Exception as e:  # it is the user's code
-        raise ConfigError(f"log.sinks: {spec!r} cannot be imported: {type(e).__name__}: {e}; give package.module:Class or"
-                          " ./file.py:Class") from None
-
-
-def time_scalars(phases: dict[str, float], tokens: float | None) -> dict[str, float]:
-    """Seconds by phase -> time/* scalars, with throughput where `tokens` is known."""
-    out = {f"time/{name}": seconds for name, seconds in phases.items()}
-    if tokens and (work := working(phases)) > 0:
-        out["time/tokens_per_second"] = tokens / work
-    return out | {"time/wall": time.time()}
+        raise ConfigError(f"log.sinks: {spec!r} cannot be imported: {type(e).__name__}: {e}; give package.module:Class"
+                          " or ./file.py:Class") from None

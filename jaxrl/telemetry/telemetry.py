@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
+import os
+import queue
 import random
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl.config import redacted
-from jaxrl.telemetry.console import SilentConsole, make_console, setup_logging, shortened
+from jaxrl.telemetry.console import SPARKS, PlainConsole, SilentConsole, encodes, setup_logging, shortened
 from jaxrl.telemetry.health import Health
 from jaxrl.telemetry.run_dir import Lock, dumps, merge_json, set_aside, write_atomic
-from jaxrl.telemetry.sinks import JsonLines, TensorBoard, Wandb, load_sink, time_scalars
-from jaxrl.telemetry.writer import Writer
+from jaxrl.telemetry.sinks import JsonLines, TensorBoard, Wandb, load_sink
+from jaxrl.telemetry.timing import working
 
 log = logging.getLogger("jaxrl")
 FLUSH_SECONDS = 60.0  # longest wait for a slow sink; training goes on without it
@@ -23,14 +28,16 @@ WAITING = 1000        # actions that may wait for a sink
 WAITING_STEPS = 8     # steps whose rollouts may wait for the disk
 HISTOGRAM_NUMBERS = 100_000
 SAMPLES_EVERY = 10    # steps between two samples of training
+ROLLOUTS = "rollouts/step_{:08d}.jsonl"
 
 
 class Telemetry:
     """Console, metrics.jsonl, rollouts, summary.json, TensorBoard, W&B and the user's sinks of one run.
 
-    metrics.jsonl is written at once; rollouts and each sink have a thread of their own, so that none waits for another. A sink
-    that fails is said once and tried again at the next step; one that hangs for FLUSH_SECONDS is left out from then on. No
-    sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises while there are any.
+    metrics.jsonl is written at once; rollouts and each sink have a thread of their own, so that none waits for another.
+    A sink that fails is said once and tried again at the next step; one that hangs for FLUSH_SECONDS is left out from
+    then on. No sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises
+    while there are any.
 
     Args:
       run_dir: created if need be; locked against a second run until `close`.
@@ -56,7 +63,6 @@ class Telemetry:
         self._health = Health(config, self.run_dir)
         self._failed: set[str] = set()
         self._sinks: dict[str, object] = {}
-        self._writers: dict[str, Writer] = {}
         self._lock = self._lines = None
         self._closed, self._newest_rollouts = False, -1
         if not read_only:
@@ -65,8 +71,8 @@ class Telemetry:
             except BaseException:
                 self._release()
                 raise
-        self._rollouts = Writer("rollouts", WAITING_STEPS)
-        self._writers = {name: Writer(name, WAITING) for name in self._sinks}
+        self._queues = {name: actions_of(name, WAITING) for name in self._sinks}
+        self._queues["rollouts"] = actions_of("rollouts", WAITING_STEPS)
         if not read_only:
             self.text("config", f"```\n{dumps(redacted(config), indent=1)}\n```", max(0, resume_step or 0))
 
@@ -94,7 +100,7 @@ class Telemetry:
     # ---- what recipes call
 
     def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> dict[str, float]:
-        """The metrics of a step (see names.py), returned with time/*. A second call for the newest step merges into its line.
+        """The metrics of a step (see names.py), returned with time/*. A second call for the newest step merges into it.
 
         Args:
           phases: seconds by phase with their sum as `step`, from `Phases.take()`.
@@ -102,9 +108,18 @@ class Telemetry:
           ValueError: the step is older than the newest one.
         """
         values = {name: float(v) for name, v in scalars.items()}
-        values |= time_scalars(phases or {}, values.get("rollout/tokens"))
-        if self._lines is not None:
-            self._write_line(step, values)
+        values |= {f"time/{name}": seconds for name, seconds in (phases or {}).items()}
+        if values.get("rollout/tokens") and (seconds := working(phases or {})) > 0:
+            values["time/tokens_per_second"] = values["rollout/tokens"] / seconds
+        values["time/wall"] = time.time()
+        try:
+            if self._lines is not None:
+                self._lines.write(step, values)
+        except OSError as e:
+            if "metrics.jsonl" not in self._failed:
+                self._failed.add("metrics.jsonl")
+                log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no checkpoint "
+                          "counts before they are on disk", step, self._lines.path, e.strerror)
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
@@ -112,39 +127,26 @@ class Telemetry:
             log.warning(warning)
         return values
 
-    def _write_line(self, step: int, values: dict[str, float]) -> None:
-        try:
-            self._lines.write(step, values)
-        except OSError as e:
-            if "metrics.jsonl" not in self._failed:
-                self._failed.add("metrics.jsonl")
-                log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no checkpoint counts before"
-                          " they are on disk", step, self._lines.path, e.strerror)
-
-    def phase(self, name: str) -> None:
-        """Tells the live table what is going on; `Phases(watch=telemetry.phase)` does it by itself."""
-        self.console.phase(name)
-
     def rollouts(self, step: int, records: list[dict]) -> None:
-        """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off; now and then some as text."""
+        """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off; now and then some as
+        text.
+
+        Raises OSError where the disk has taken nothing for FLUSH_SECONDS.
+        """
         if step == 1 or step % SAMPLES_EVERY == 0:
             for i, record in enumerate(chosen(records, self._log.print_samples, self._seed, step)):
                 self.text(f"sample/train/{i}", sample_text(record), step)
         if self._log.rollouts and not self._silent:
             self._newest_rollouts = max(self._newest_rollouts, step)
-            text = lambda: "".join(dumps(r) + "\n" for r in records)  # noqa: E731
-            write = lambda: self._try("rollouts", lambda: write_atomic(self._rollout_file(step), text()))  # noqa: E731
-            if not self._rollouts.put(write, FLUSH_SECONDS):
-                raise self._stuck()
-
-    def _stuck(self) -> OSError:
-        return OSError(errno.EIO, f"the disk has not taken the rollouts within {FLUSH_SECONDS:.0f} s", str(self.run_dir / "rollouts"))
+            file = self.run_dir / ROLLOUTS.format(step)
+            self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def read_rollouts(self, step: int) -> list[dict]:
-        """The records written for a step, also by an earlier process; [] where there are none, or the file is damaged."""
-        if step <= self._newest_rollouts and not self._rollouts.mark(time.monotonic() + FLUSH_SECONDS)():
-            raise self._stuck()
-        path = self._rollout_file(step)
+        """The records written for a step, also by an earlier process; [] where there are none, or the file is
+        damaged."""
+        if step <= self._newest_rollouts:
+            self._wait("rollouts")
+        path = self.run_dir / ROLLOUTS.format(step)
         try:
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
             if all(isinstance(row, dict) for row in rows):
@@ -155,9 +157,6 @@ class Telemetry:
         except (ValueError, RecursionError) as e:  # zeros after a loss of power
             log.warning("%s is damaged (%s): its rewards are computed anew, and the step writes it again", path, e)
             return []
-
-    def _rollout_file(self, step: int) -> Path:
-        return self.run_dir / "rollouts" / f"step_{step:08d}.jsonl"
 
     def samples(self, step: int, rows: dict[str, list[dict]]) -> None:
         """Shows log.print_samples rows of each set (see `chosen`), and passes them on as text."""
@@ -173,12 +172,14 @@ class Telemetry:
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Distributions for the sinks that show them: name (see names.HISTOGRAMS) -> numbers of any count; of many, evenly spaced ones."""
+        """Distributions for the sinks that show them: name (see names.HISTOGRAMS) -> numbers; of many, evenly spaced
+        ones."""
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
             for key, sink in self._sinks.items():
                 if hasattr(sink, "histogram") and len(some):
-                    self._later(key, lambda sink=sink, name=name, some=some: sink.histogram(f"histogram/{name}", some, step))
+                    tag = f"histogram/{name}"
+                    self._later(key, lambda sink=sink, tag=tag, some=some: sink.histogram(tag, some, step))
 
     def print(self, text: str) -> None:
         """A message to the person, above a live table."""
@@ -191,8 +192,8 @@ class Telemetry:
     def flush(self) -> None:
         """Waits until what was said so far is written. Called before each commit, also from its thread.
 
-        A sink that is not done within FLUSH_SECONDS is left out from now on. Raises OSError where metrics.jsonl or the rollouts
-        are not on disk.
+        A sink that is not done within FLUSH_SECONDS is left out from now on. Raises OSError where metrics.jsonl or the
+        rollouts are not on disk.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return
@@ -202,21 +203,6 @@ class Telemetry:
         self._wait()
         if self._lines is not None:
             self._lines.flush()
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + FLUSH_SECONDS
-        waits = {name: writer.mark(deadline) for name, writer in list(self._writers.items())}
-        rollouts = self._rollouts.mark(deadline)
-        for name, wait in waits.items():
-            if not wait():
-                self._leave_out(name)
-        if not rollouts():
-            raise self._stuck()
-
-    def _leave_out(self, name: str) -> None:
-        if self._writers.pop(name, None) is not None:
-            log.warning("telemetry: %s has not finished within %.0f s; training goes on without it, and it gets nothing more", name,
-                        FLUSH_SECONDS)
 
     def close(self) -> None:
         """Flushes, closes every sink, releases the run directory. May be called twice. Raises as `flush` does."""
@@ -230,8 +216,9 @@ class Telemetry:
             if self._lines is not None:
                 self._lines.flush()
         finally:
-            for writer in (self._rollouts, *self._writers.values()):
-                writer.end()
+            for actions in self._queues.values():
+                with contextlib.suppress(queue.Full):
+                    actions.put_nowait(None)
             self._try("console", self.console.close)
             self._release()
 
@@ -240,12 +227,37 @@ class Telemetry:
             if held is not None:
                 held.close()
 
-    # ---- the sinks' threads
+    # ---- the threads of the sinks and of the rollouts
 
     def _later(self, name: str, action: Callable[[], object]) -> None:
-        writer = self._writers.get(name)
-        if writer is not None and not writer.put(lambda: self._try(name, action), FLUSH_SECONDS):
-            self._leave_out(name)
+        """Has the thread of this name do it. A full queue is waited for, as `_stuck` says."""
+        if (actions := self._queues.get(name)) is not None:
+            try:
+                actions.put(lambda: self._try(name, action), timeout=FLUSH_SECONDS)
+            except queue.Full:
+                self._stuck(name)
+
+    def _wait(self, *names: str) -> None:
+        """Until the threads of these names (of all) have done what they were told so far, or have shown to be stuck."""
+        deadline = time.monotonic() + FLUSH_SECONDS
+        queues = {name: actions for name, actions in list(self._queues.items()) if name in names or not names}
+        marks = {name: threading.Event() for name in queues}
+        for name, actions in queues.items():
+            with contextlib.suppress(queue.Full):
+                actions.put(marks[name].set, timeout=max(0.0, deadline - time.monotonic()))
+        for name, mark in marks.items():  # the rollouts, which may raise, are the last
+            if not mark.wait(max(0.0, deadline - time.monotonic())):
+                self._stuck(name)
+
+    def _stuck(self, name: str) -> None:
+        """A thread has done nothing for FLUSH_SECONDS: a sink is left out from now on, for rollouts this raises
+        OSError."""
+        if name == "rollouts":
+            why = f"the disk has not taken the rollouts within {FLUSH_SECONDS:.0f} s"
+            raise OSError(errno.EIO, why, str(self.run_dir / name))
+        if self._queues.pop(name, None) is not None:
+            log.warning("telemetry: %s has not finished within %.0f s; training goes on without it, and it gets nothing"
+                        " more", name, FLUSH_SECONDS)
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
         """Runs an action of a sink; its first failure is said, and none is passed on."""
@@ -254,11 +266,44 @@ class Telemetry:
         except Exception:
             if name not in self._failed:
                 self._failed.add(name)
-                log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name, exc_info=True)
+                log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name,
+                            exc_info=True)
+
+
+def actions_of(name: str, limit: int) -> queue.Queue:
+    """A queue of functions that a thread of its own calls one after the other; None ends it. They must not raise.
+
+    At most `limit` wait: a place that is merely slow then slows the run down instead of filling its memory.
+    """
+    actions: queue.Queue = queue.Queue(limit)
+
+    def work():
+        while (action := actions.get()) is not None:
+            action()
+
+    threading.Thread(target=work, name=f"telemetry-{name}", daemon=True).start()
+    return actions
 
 
 def open_console(run_dir, config, silent: bool = False) -> SilentConsole:
     return make_console("off" if silent else config.log.console, 0, f"jaxrl {config.run.recipe} {run_dir}")
+
+
+def make_console(mode: str, total_steps: int, title: str, stream=None) -> SilentConsole:
+    """Console for `log.console`: auto is the table on a terminal that can show it, else plain lines (in notebooks too).
+
+    What the stream's encoding lacks is shown as a question mark there, instead of ending the run.
+    """
+    stream = stream or sys.stdout
+    if mode == "auto":
+        mode = "table" if stream.isatty() and os.environ.get("TERM") != "dumb" and encodes(stream, SPARKS) else "plain"
+    if not encodes(stream, SPARKS) and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+    if mode == "table":
+        from jaxrl.telemetry.table import TableConsole  # rich takes a while to import
+
+        return TableConsole(total_steps, title, stream)
+    return {"plain": PlainConsole, "off": SilentConsole}[mode](total_steps, title, stream)
 
 
 def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
@@ -272,6 +317,7 @@ def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
 
 def sample_text(record: dict) -> str:
     """A conversation and what became of it as Markdown."""
-    body = "".join(f"**{k}**\n\n```\n{shortened(str(record.get(k, '')), 20_000)}\n```\n\n" for k in ("prompt", "completion"))
+    said = {k: shortened(str(record.get(k, "")), 20_000) for k in ("prompt", "completion")}
     verdict = {k: record[k] for k in ("score", "accurate", "advantage", "finish", "answer") if k in record}
-    return body + f"```\n{dumps({'rewards': record.get('reward', {}).get('parts', {}), **verdict}, indent=1)}\n```"
+    verdict = dumps({"rewards": record.get("reward", {}).get("parts", {}), **verdict}, indent=1)
+    return "".join(f"**{k}**\n\n```\n{text}\n```\n\n" for k, text in said.items()) + f"```\n{verdict}\n```"

@@ -25,37 +25,32 @@ class Phases:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, watch: Callable[[str], Any] = lambda name: None):
         self._clock = clock
         self.watch = watch
-        self._stack: list[str] = []
+        self.current = ""  # the phase; "" between phases
         self._spent: dict[str, float] = {}
         self._totals: dict[str, float] = {}
         self._mark = self._begin = clock()
 
-    def _switch(self) -> None:
-        """Books the time since the last switch to the phase that was current."""
-        now = self._clock()
-        name = self._stack[-1] if self._stack else "other"
+    def _book(self) -> None:
+        """The time since the last call belongs to the phase that is current."""
+        now, name = self._clock(), self.current or "other"
         self._spent[name] = self._spent.get(name, 0.0) + now - self._mark
         self._mark = now
 
     @contextmanager
     def __call__(self, name: str):
-        self._switch()
-        self._stack.append(name)
+        self._book()
+        outer, self.current = self.current, name
         self.watch(name)
         try:
             yield
         finally:
-            self._switch()
-            self._stack.pop()
-            self.watch(self.current)
-
-    @property
-    def current(self) -> str:
-        return self._stack[-1] if self._stack else ""
+            self._book()
+            self.current = outer
+            self.watch(outer)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last `take` (or the start), with `other` and their sum as `step`; starts anew."""
-        self._switch()
+        self._book()
         spent = {**self._spent, "other": self._spent.get("other", 0.0)}
         for name, seconds in spent.items():
             self._totals[name] = self._totals.get(name, 0.0) + seconds
@@ -65,7 +60,7 @@ class Phases:
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase since the start of the process, the running step included."""
-        self._switch()
+        self._book()
         names = {**self._totals, **self._spent}
         return {n: self._totals.get(n, 0.0) + self._spent.get(n, 0.0) for n in names}
 
@@ -79,8 +74,8 @@ def working(phases: dict[str, float]) -> float:
 
 
 def per_step(phases: dict[str, float], steps: int) -> dict[str, float]:
-    """What `Phases.take` said after so many steps -> seconds by phase of a mean one of them; evaluation, checkpoint and export whole,
-    as of the last one. They still add up to `step`."""
+    """What `Phases.take` said after so many steps -> seconds by phase of a mean one of them; evaluation, checkpoint and
+    export whole, as of the last one. They still add up to `step`."""
     out = {name: seconds / (1 if name in ONCE else steps) for name, seconds in phases.items()}
     return out | {"step": sum(seconds for name, seconds in out.items() if name != "step")}
 
@@ -131,4 +126,5 @@ class Every:
 
     def state(self) -> dict:
         """JSON-able; belongs into the checkpoint where a resumed run must be due at the same steps."""
-        return {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since} | ({"missed": True} if self.missed else {})
+        state = {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since}
+        return state | {"missed": True} if self.missed else state
