@@ -1,13 +1,12 @@
 """Reading rows: JSONL, JSON, CSV, Parquet, and data sets in the Hugging Face formats.
 
-Every reader gives a `Table`: random access to rows as plain dicts, and for each row the place it came from
-("file:line"; Parquet and HF data sets have no lines, there it is the 1-based row). A row that cannot be read goes to
-`BadRows`, which stops or counts as `data.bad_rows` says.
+Every reader gives a sequence of (row as a plain dict, the place it came from): "file:line"; Parquet and HF data sets
+have no lines, there it is the 1-based row. A row that cannot be read goes to `BadRows`, which stops or counts as
+`data.bad_rows` says.
 """
 
 from __future__ import annotations
 
-import bisect
 import csv
 import io
 import itertools
@@ -23,12 +22,14 @@ from urllib.parse import urlparse
 
 import pyarrow as pa
 
+from jaxrl.data.dataset import Tables
 from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 EMBEDDED = Path(__file__).parent / "embedded"
 GIVEN = "given://"  # begins the name of what a caller holds in memory
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+EXPECTED = "expected rows, a list of dicts or a datasets.Dataset"
 
 
 class DataError(ConfigError):
@@ -91,26 +92,8 @@ class BadRows:
             self.messages.append(message)
 
 
-class Table:
-    """Rows held as Python dicts (JSON and CSV)."""
-
-    commits = ()
-
-    def __init__(self, rows: list[dict], wheres: list[str]):
-        self._rows, self._wheres = rows, wheres
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, i: int) -> dict[str, Any]:
-        return self._rows[i]
-
-    def where(self, i: int) -> str:
-        return self._wheres[i]
-
-
 class ArrowTable:
-    """Rows of an Arrow table (Parquet, HF data sets); a row becomes Python values only when it is asked for.
+    """(row, place) pairs of an Arrow table (Parquet, HF data sets), made of Python values only when they are asked for.
 
     Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out.
     """
@@ -125,11 +108,9 @@ class ArrowTable:
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def row(self, i: int) -> dict[str, Any]:
-        return {c: _plain(self._table.column(c)[i].as_py()) for c in self._table.column_names}
-
-    def where(self, i: int) -> str:
-        return f"{self._name}:{i + 1}"
+    def __getitem__(self, i: int) -> tuple[dict[str, Any], str]:
+        row = {c: _plain(self._table.column(c)[i].as_py()) for c in self._table.column_names}
+        return row, f"{self._name}:{i + 1}"
 
 
 def _holds_binary(kind: pa.DataType) -> bool:
@@ -146,36 +127,6 @@ def _plain(value):
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return str(value)
-
-
-class Tables:
-    """Several tables, one after the other."""
-
-    def __init__(self, parts: list):
-        self._parts = parts
-        self._starts = [0]
-        for part in parts:
-            self._starts.append(self._starts[-1] + len(part))
-
-    @property
-    def commits(self) -> list[str]:
-        """Hub commits behind the rows, each once."""
-        return list(dict.fromkeys(commit for part in self._parts for commit in part.commits))
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def _find(self, i: int):
-        k = bisect.bisect_right(self._starts, i) - 1
-        return self._parts[k], i - self._starts[k]
-
-    def row(self, i: int) -> dict[str, Any]:
-        part, j = self._find(i)
-        return part.row(j)
-
-    def where(self, i: int) -> str:
-        part, j = self._find(i)
-        return part.where(j)
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
@@ -199,21 +150,20 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
 
 
 def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
-    """Rows that a caller holds: a list (or another iterable) of dicts, or a `datasets.Dataset`. `limit` > 0 keeps the
-    first.
+    """Rows that a caller holds: an iterable of dicts, or a `datasets.Dataset`. `limit` > 0 keeps the first.
 
     Values without a JSON form become text. `field` names the argument; a row's place is "<field>[3]", from 0.
     """
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         remedy = f"; give one of its splits: {', '.join(map(str, rows.keys()))}" if hasattr(rows, "keys") else ""
-        raise DataError(f"{field} is a {type(rows).__name__}: expected rows, a list of dicts or a datasets.Dataset{remedy}")
+        raise DataError(f"{field} is a {type(rows).__name__}: {EXPECTED}{remedy}")
     if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are left out
         parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
     else:
         try:
             values = ((row, f"{field}[{i}]") for i, row in enumerate(rows))
         except TypeError:
-            raise DataError(f"{field} is a {type(rows).__name__}: expected rows, a list of dicts or a datasets.Dataset") from None
+            raise DataError(f"{field} is a {type(rows).__name__}: {EXPECTED}") from None
         values = itertools.islice(values, limit or None)
         parts = [_objects(((_held(row), where) for row, where in values), bad, sys.maxsize)]
     if not len(parts[0]):
@@ -231,8 +181,8 @@ def _held(row):
 def check_path(path: str, field: str) -> None:
     """Raises DataError for what is plainly no source: a local file that is missing or of an unknown kind."""
     if path.startswith(GIVEN):
-        raise DataError(f"{field}={path}: rows that a call from Python held; give them again, jaxrl.train(..., data=, eval=), or name a "
-                        "file, a folder or a hub id")
+        raise DataError(f"{field}={path}: rows that a call from Python held; give them again,"
+                        " jaxrl.train(..., data=, eval=), or name a file, a folder or a hub id")
     found = resolve(path)
     suffix, exists = Path(found).suffix.lower(), Path(found).exists()
     if "://" in found or Path(found).is_dir():
@@ -245,19 +195,16 @@ def check_path(path: str, field: str) -> None:
 
 def _read_one(path, shown, bad, field, splits, subset, revision, limit):
     check_path(shown, field)
-    suffix = Path(path).suffix.lower()
-    local = Path(path)
-    if "://" not in path and local.is_dir():
-        return _read_hf(path, shown, field, splits, subset, revision, limit)
-    if suffix in SUFFIXES and ("://" in path or local.is_file()):
-        with _open(path, field) as f:
-            if suffix == ".parquet":
-                return ArrowTable(_parquet(f, shown).slice(0, limit), shown)
-            reader = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[suffix]
-            return reader(f, shown, bad, limit)
-    if "://" in path:
+    suffix, local = Path(path).suffix.lower(), Path(path)
+    if "://" in path and suffix not in SUFFIXES:
         raise DataError(f"{field}={shown}: unknown kind of file {suffix!r}; known: {', '.join(SUFFIXES)}")
-    return _read_hf(path, shown, field, splits, subset, revision, limit)
+    if "://" not in path and not (suffix in SUFFIXES and local.is_file()):
+        return _read_hf(path, shown, field, splits, subset, revision, limit)
+    with _open(path, field) as f:
+        if suffix == ".parquet":
+            return ArrowTable(_parquet(f, shown).slice(0, limit), shown)
+        reader = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[suffix]
+        return reader(f, shown, bad, limit)
 
 
 def _open(path: str, field: str):
@@ -283,8 +230,8 @@ def _parquet(f, shown: str) -> pa.Table:
         raise DataError(f"{shown}: not a readable Parquet file: {e}") from None
 
 
-def _read_jsonl(f, shown: str, bad: BadRows, limit: int) -> Table:
-    rows, wheres = [], []
+def _read_jsonl(f, shown: str, bad: BadRows, limit: int) -> list:
+    rows = []
     for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
         if len(rows) >= limit:
             break
@@ -296,15 +243,14 @@ def _read_jsonl(f, shown: str, bad: BadRows, limit: int) -> Table:
         except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, text that is no JSON, a number without end
             bad.add(where, f"not JSON: {_reason(e)}")
             continue
-        if not isinstance(row, dict):
+        if isinstance(row, dict):
+            rows.append((row, where))
+        else:
             bad.add(where, f"a row must be a JSON object, not {type(row).__name__}")
-            continue
-        rows.append(row)
-        wheres.append(where)
-    return Table(rows, wheres)
+    return rows
 
 
-def _read_json(f, shown: str, bad: BadRows, limit: int) -> Table:
+def _read_json(f, shown: str, bad: BadRows, limit: int) -> list:
     """A list of objects, an object that holds one such list, or JSON lines under another name."""
     data = f.read()
     try:
@@ -356,25 +302,25 @@ class _Unreadable(str):
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return f"an integer of more than {sys.get_int_max_str_digits()} digits" if "integer string conversion" in str(error) else str(error)
+    endless = "integer string conversion" in str(error)
+    return f"an integer of more than {sys.get_int_max_str_digits()} digits" if endless else str(error)
 
 
-def _objects(values, bad: BadRows, limit: int) -> Table:
-    rows, wheres = [], []
+def _objects(values, bad: BadRows, limit: int) -> list:
+    rows = []
     for value, where in values:
         if len(rows) >= limit:
             break
         if isinstance(value, dict):
-            rows.append(value)
-            wheres.append(where)
+            rows.append((value, where))
         elif isinstance(value, _Unreadable):
             bad.add(where, str(value))
         else:
             bad.add(where, f"a row must be a JSON object, not {type(value).__name__}")
-    return Table(rows, wheres)
+    return rows
 
 
-def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
+def _read_csv(f, shown: str, bad: BadRows, limit: int) -> list:
     csv.field_size_limit(2**31 - 1)
     # What is not UTF-8 becomes surrogates, so that reading can go on behind it.
     reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline=""), strict=True)
@@ -384,7 +330,7 @@ def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
         raise DataError(f"{shown}:1: not CSV: {e}") from None
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in "".join(header)):
         raise DataError(f"{shown}:1: not UTF-8; is it a text file?")
-    rows, wheres = [], []
+    rows = []
     while len(rows) < limit:
         where = f"{shown}:{reader.line_num + 1}"
         try:
@@ -403,9 +349,8 @@ def _read_csv(f, shown: str, bad: BadRows, limit: int) -> Table:
         if any("\ud800" <= c <= "\udfff" for c in text):
             bad.add(where, "not UTF-8")
             continue
-        rows.append(row)
-        wheres.append(where)
-    return Table(rows, wheres)
+        rows.append((row, where))
+    return rows
 
 
 def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl.data.dataset import Dataset, Example, data_seed
+from jaxrl.data.dataset import Dataset, Example
 from jaxrl.errors import ConfigError
 from jaxrl.registry import recipe_of
 from jaxrl.spec import longest_sequence
@@ -16,6 +16,11 @@ from jaxrl.spec import longest_sequence
 log = logging.getLogger("jaxrl")
 CHECKED = 256  # rows from one look for a stop to the next
 MOST_PASSES = 10  # over the data in one step
+
+
+def data_seed(config) -> int:
+    """Seed of the shuffle and of the carve-out."""
+    return config.run.seed if config.data.seed is None else config.data.seed
 
 
 class Interrupted(Exception):
@@ -56,15 +61,15 @@ class Stream:
     @classmethod
     def from_config(cls, config, dataset: Dataset) -> Stream:
         d, rows = config.data, len(dataset)
-        answers = config.rollout.group_size if recipe_of(config).samples else 1
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
-            sum_ = (f"data.prompts_per_step={d.prompts_per_step} is {each:,.4g} times the {rows} rows of the data: every prompt would come "
-                    f"{each:,.4g} times in one step of {d.prompts_per_step * answers:,} sequences with up to "
-                    f"{d.prompts_per_step * answers * longest_sequence(config):,} tokens, all of which a process holds at once")
+            sequences = d.prompts_per_step * (config.rollout.group_size if recipe_of(config).samples else 1)
+            size = (f"data.prompts_per_step={d.prompts_per_step} is {each:,.4g} times the {rows} rows of the data:"
+                    f" every prompt would come {each:,.4g} times in one step of {sequences:,} sequences with up to"
+                    f" {sequences * longest_sequence(config):,} tokens, all of which a process holds at once")
             if each > MOST_PASSES:
-                raise ConfigError(f"{sum_}; at most {MOST_PASSES} passes over the data fit a step: lower it")
-            log.warning("%s; lower it to have each prompt once", sum_)
+                raise ConfigError(f"{size}; at most {MOST_PASSES} passes over the data fit a step: lower it")
+            log.warning("%s; lower it to have each prompt once", size)
         return cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
                    d.prefetch)
 

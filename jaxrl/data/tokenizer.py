@@ -1,4 +1,4 @@
-"""The tokenizer, and how a prompt becomes text and the text becomes ids."""
+"""The tokenizer: loaded, with the config's overrides, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def load_tokenizer(config):
     if not shown:
         raise ConfigError("model.tokenizer and model.path are empty: name a folder or hub id that holds a tokenizer")
     if shown.startswith(GIVEN):
-        raise ConfigError(f"{field}={shown}: a tokenizer that a call from Python held; give it again, jaxrl.train(..., tokenizer=), or "
-                          "name a folder or hub id")
-    if not Path(resolve(shown)).is_dir():
+        raise ConfigError(f"{field}={shown}: a tokenizer that a call from Python held; give it again,"
+                          " jaxrl.train(..., tokenizer=), or name a folder or hub id")
+    source = resolve(shown)
+    local = Path(source).is_dir()
+    if not local:
         offline_if_unreachable()
-    nothing = f"{field}={shown!r} holds no tokenizer: name a folder or hub id that holds the model's own in model.tokenizer"
-    if Path(resolve(shown)).is_dir() and not any(any(Path(resolve(shown)).glob(name)) for name in TOKENIZER_FILES):
+    nothing = (f"{field}={shown!r} holds no tokenizer: name a folder or hub id that holds the model's own in"
+               " model.tokenizer")
+    if local and not any(any(Path(source).glob(name)) for name in TOKENIZER_FILES):
         raise ConfigError(nothing)
-    revision = tokenizer_revision(config)
     try:
-        tokenizer = reader_of(resolve(shown)).from_pretrained(resolve(shown), revision=revision or "main",
-                                                              trust_remote_code=config.model.trust_remote_code)
+        tokenizer = reader_of(source).from_pretrained(source, revision=tokenizer_revision(config) or "main",
+                                                      trust_remote_code=config.model.trust_remote_code)
     except ConfigError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError, ... for the same few mistakes
-        folder = Path(resolve(shown)).is_dir()
-        what = "holds no readable tokenizer" if folder else "is neither a folder nor a hub id in reach"
+        what = "holds no readable tokenizer" if local else "is neither a folder nor a hub id in reach"
         raise ConfigError(f"{field}={shown!r} {what}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):  # what transformers makes of a hub id without one
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):  # transformers' for a hub id without one
         raise ConfigError(nothing)
     return prepared(config, tokenizer)
 
 
 def prepared(config, tokenizer):
-    """The tokenizer (changed in place) with `model.chat_template` and the overrides of special tokens. Errors:
-    ConfigError."""
+    """The tokenizer, changed in place: `model.chat_template`, overrides of special tokens. Errors: ConfigError."""
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
         if not path.is_file():
@@ -75,8 +75,10 @@ def fingerprint(tokenizer) -> dict[str, str]:
     many scripts) and 'chat template'."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
-    found = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]], "chat template": tokenizer.chat_template}
-    return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16] for name, value in found.items()}
+    found = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]],
+             "chat template": tokenizer.chat_template}
+    return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+            for name, value in found.items()}
 
 
 def reader_of(source: str):
@@ -84,8 +86,9 @@ def reader_of(source: str):
     and so takes a second, or for a folder of nothing but a tokenizer of no particular model the one that AutoTokenizer
     would take."""
     folder, known = Path(source), {}
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing, when it is imported: nothing here needs torch
-    if (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").exists():
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: nothing here needs it
+    own = all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if own and not (folder / "config.json").exists():
         known = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if known.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in known:
         from transformers import PreTrainedTokenizerFast
@@ -110,96 +113,3 @@ def _override_tokens(config, tokenizer) -> None:
         tokenizer.pad_token = config.model.pad_token
     elif tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-
-
-class PromptError(ValueError):
-    """A prompt that cannot be rendered; becomes a bad row."""
-
-
-class Template:
-    """Turns a raw prompt (text or chat messages) into the text the model sees, and texts into ids.
-
-    With a chat template: the template renders it (plain text becomes one user turn; `data.system_prompt` goes first
-    unless the messages bring their own system turn) and writes its own special tokens. Without one: the text as it
-    is, after `data.system_prompt` and a blank line, behind whatever the tokenizer puts at the start of a text (never
-    what it puts at the end). `data.response_prefix` is appended in both cases.
-    """
-
-    def __init__(self, config, tokenizer):
-        data, self.tokenizer = config.data, tokenizer
-        has = bool(getattr(tokenizer, "chat_template", None))
-        if data.chat == "true" and not has:
-            raise ConfigError("data.chat=true, but the tokenizer has no chat template: give model.chat_template=FILE, "
-                              "or data.chat=false")
-        self.chat = has and data.chat != "false"
-        self.system, self.prefix = data.system_prompt, data.response_prefix
-        self.generation_prompt = data.add_generation_prompt
-        self.kwargs = data.chat_template_kwargs.to_dict()
-        self.start = () if self.chat else _leading_ids(tokenizer)
-        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)  # some tokenizers, which know every text, give it one of these names
-        self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
-
-    def unknown_in(self, text: str) -> str:
-        """The first piece of a text that the tokenizer has no token for; of tokenizers that cannot tell where, the
-        text's begin."""
-        try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except NotImplementedError:
-            return text[:60]
-        return next((text[a:b] for token, (a, b) in zip(found["input_ids"], found["offset_mapping"], strict=True) if token == self.no_token),
-                    text[:60])
-
-    def render(self, prompt: str | list[dict]) -> str:
-        """The text of a prompt. Raises PromptError where there is none."""
-        if not self.chat:
-            if not isinstance(prompt, str):
-                raise PromptError("chat messages need a chat template: give model.chat_template=FILE"
-                                  + (" and leave data.chat=auto" if self.tokenizer.chat_template else ""))
-            return (self.system + "\n\n" if self.system else "") + prompt + self.prefix
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                      add_generation_prompt=self.generation_prompt, **self.kwargs)
-        except Exception as e:  # a template may raise anything about the messages it is given
-            raise PromptError(f"the chat template refuses it: {type(e).__name__}: {e}") from None
-        return text + self.prefix
-
-    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        return [[*self.start, *ids] for ids in self.encode(texts)]
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text alone, nothing added."""
-        if not texts:
-            return []
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
-                              return_token_type_ids=False)["input_ids"]
-
-
-def check_messages(value) -> list[dict]:
-    """Chat messages with text contents (lists of text parts are joined). Raises PromptError saying what is wrong."""
-    if not isinstance(value, list) or not value:
-        raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"
-                          if value != [] else "the list of chat messages is empty")
-    out = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise PromptError(f"message {i} is not {{role: ..., content: ...}}")
-        content = message.get("content")
-        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-            content = "".join(p["text"] for p in content)
-        if not isinstance(content, str):
-            raise PromptError(f"message {i} ({message['role']}) has no text content")
-        out.append({**message, "content": content})
-    return out
-
-
-def _leading_ids(tokenizer) -> tuple[int, ...]:
-    """Special tokens the tokenizer puts before a text (a begin token, usually), without those it puts after."""
-    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
-    full = tokenizer("x")["input_ids"]
-    for at in range(len(full) - len(bare) + 1):
-        if bare and full[at:at + len(bare)] == bare:
-            return tuple(full[:at])
-    return ()

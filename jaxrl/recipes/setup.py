@@ -145,11 +145,10 @@ def first_prompt(s, job) -> str:
 
 def stream_metrics(s, job) -> dict[str, float]:
     data = job.stream.dataset
-    filtered = len(data.filtered)
     return {
         "data/epoch": s.stream.epoch(s.progress.cursor),
         "data/samples": float(s.progress.samples),
-        "data/filtered_fraction": filtered / (filtered + len(data)),
+        "data/filtered_fraction": data.filtered_fraction,
         "data/bad_rows": float(data.bad.count),
         "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
     }

@@ -1,0 +1,269 @@
+"""Data sets of a run: read, tokenised, held to the length limits, with a held-out share and named eval sets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.data.dataset import Dataset, PromptError, Reader, Row, Tables
+from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
+from jaxrl.data.stream import data_seed
+from jaxrl.errors import ConfigError
+from jaxrl.registry import recipe_of
+
+log = logging.getLogger(__name__)
+MOST_NESTED = 100  # levels of lists and tables in a row
+CHUNK = 1024  # rows tokenised in one call
+
+
+def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Dataset:
+    """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of
+    `data.path`; read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
+
+    With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on
+    one side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
+    """
+    data = config.data
+    if not data.path and rows is None:
+        raise ConfigError("data.path is empty: name a file, a folder or a hub id")
+    bad = BadRows(data.bad_rows)
+    tables, numbers, heldout = _train_rows(config, bad, rows)
+    train = _load("train", config, tokenizer, eos_id, tables, bad, numbers, targets="required")
+    if data.eval_fraction:
+        train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout)
+    return train
+
+
+def _train_rows(config, bad, rows=None):
+    """(tables of data.path or of rows given, numbers of the rows to train on, of the held-out ones)."""
+    data = config.data
+    if rows is not None:
+        tables = from_memory(rows, bad, field="data", limit=data.max_rows)
+    else:
+        tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
+                      limit=data.max_rows)
+    if not data.eval_fraction:
+        return tables, range(len(tables)), []
+    return tables, *_carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
+
+
+def _load_heldout(config, tokenizer, eos_id, tables, rows) -> Dataset:
+    rows = rows[:config.eval.max_rows or None]
+    return _load("heldout", config, tokenizer, eos_id, tables, BadRows(config.data.bad_rows), rows)
+
+
+def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None, sets=None, rows=None
+                   ) -> dict[str, Dataset]:
+    """The sets of `eval.sets`, then those of `sets` (name -> rows, as for load_train), and 'heldout' if
+    `data.eval_fraction` > 0 (`train.heldout`, or carved out again, of `rows` where the training rows were given).
+
+    Rows keep their order and none is left out or repeated, except as `data.overlong_prompt` says (counted and
+    reported). In SFT a set's completion column is read where there is one.
+    """
+    data, limit = config.data, config.eval.max_rows
+    out: dict[str, Dataset] = {}
+    for name, path, split in _eval_sources(config):
+        if path == GIVEN + name and name in (sets or {}):
+            continue
+        bad = BadRows(data.bad_rows)
+        tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
+                      limit=limit)
+        out[name] = _load(name, config, tokenizer, eos_id, tables, bad)
+    for name, given in (sets or {}).items():
+        if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"eval: the set's name {name!r} is taken, or is not made of letters, digits, '_', '.' and"
+                              " '-'")
+        bad = BadRows(data.bad_rows)
+        tables = from_memory(given, bad, field=f"eval {name}", limit=limit)
+        out[name] = _load(name, config, tokenizer, eos_id, tables, bad)
+    if config.data.eval_fraction and train is not None:
+        out["heldout"] = train.heldout
+    elif config.data.eval_fraction:
+        tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows), rows)
+        out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout)
+    return out
+
+
+def _eval_sources(config) -> list[tuple[str, str, str]]:
+    """(name, path, split) of each entry of eval.sets."""
+    out: list[tuple[str, str, str]] = []
+    for entry in config.eval.sets:
+        name, eq, path = entry.partition("=")
+        if not eq or not path or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"eval.sets: {entry!r} is not 'name=path' (name: letters, digits, '_', '.', '-')")
+        if name in [n for n, _, _ in out] or (name == "heldout" and config.data.eval_fraction):
+            raise ConfigError(f"eval.sets: the name {name!r} is used twice; give one of them another name"
+                              + (" (data.eval_fraction makes a set of that name)" if name == "heldout" else ""))
+        path, _, split = path.rpartition("@") if re.search(r"@[\w\[\]:%+-]+$", path) else (path, "", "test")
+        out.append((name, path, split))
+    return out
+
+
+def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
+    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there, or
+    rows that are not given."""
+    wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
+    named = [(path, "data.path") for path in config.data.path if wanted]
+    named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
+    problems = []
+    for path, field in named:
+        try:
+            check_path(path, field)
+        except DataError as e:
+            problems.append(str(e))
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share (or number)
+    is met."""
+    groups: dict[str, list[int]] = {}
+    for i in range(len(tables)):
+        try:
+            key = json.dumps(tables[i][0].get(prompt_column), sort_keys=True)
+        except (RecursionError, ValueError):  # a bad row, as will be said when it is read
+            key = f"row {i}"
+        groups.setdefault(key, []).append(i)
+    keys, wanted, taken = list(groups), round(fraction * len(tables) if fraction < 1 else fraction), set()
+    if not 0 < wanted < len(tables) or len(keys) < 2:
+        raise ConfigError(f"data.eval_fraction={fraction} of {len(tables)} rows ({len(keys)} different prompts) leaves "
+                          "nothing on one side")
+    for k in np.random.default_rng([seed, 0x68656C64]).permutation(len(keys))[:-1]:
+        if len(taken) >= wanted:
+            break
+        taken.update(groups[keys[k]])
+    return [i for i in range(len(tables)) if i not in taken], sorted(taken)
+
+
+def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="optional") -> Dataset:
+    """The data set of some rows (numbers; None = all). targets: as for a Reader, where a run trains on completions."""
+    targets = "none" if recipe_of(config).samples else targets
+    if targets != "none" and eos_id is None:
+        raise ValueError("eos_id is needed to end SFT targets")
+    ds = Dataset(name, tables, Reader(config, tokenizer, targets), bad)
+    limits = Limits(config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_sequence_tokens,
+                    config.data.overlong_prompt)
+    kept, rows = [], list(range(len(tables)) if rows is None else rows)
+    for start in range(0, len(rows), CHUNK):
+        kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id)
+    if not kept:
+        long = f"too long for data.max_prompt_tokens={limits.prompt}"
+        long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
+        why = (bad.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
+        raise DataError(f"{name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
+    ds.fill(kept, limits.prompt)
+    _report(ds, limits.prompt, len(rows))
+    return ds
+
+
+def _content(row: Row) -> bytes:
+    """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down."""
+    try:
+        said = [row.prompt, row.completion, row.answer, row.columns]
+        if _depth(said) > MOST_NESTED:
+            raise RecursionError
+        return json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise PromptError(f"half a surrogate pair, {e.object[e.start]!r}, which no text may hold, behind "
+                          f"{e.object[max(0, e.start - 20):e.start]!r}") from None
+    except RecursionError:
+        raise PromptError(f"nested deeper than {MOST_NESTED} levels") from None
+    except ValueError as e:
+        raise PromptError(f"a value that cannot be written down: {e}") from None
+
+
+def _depth(value) -> int:
+    """Levels of lists and tables in a value."""
+    level, deep = [value], 0
+    while level := [part for v in level if isinstance(v, dict | list)
+                    for part in (v.values() if isinstance(v, dict) else v)]:
+        deep += 1
+    return deep
+
+
+class Limits(NamedTuple):
+    """Tokens of a prompt, of a target, of both (0: as the two say); data.overlong_prompt."""
+
+    prompt: int
+    target: int
+    total: int
+    policy: str
+
+
+def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id) -> list:
+    """Reads and tokenises some rows; applies the length limits. Returns (row number, prompt ids, target ids)."""
+    rows, template = [], ds.reader.template
+    for i in numbers:
+        where = f"row {i}"
+        try:
+            raw, where = ds.tables[i]
+            row = ds.reader(raw)
+            ds.content.update(_content(row))
+            rows.append((i, where, row))
+        except (PromptError, RecursionError) as e:
+            ds.bad.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
+    prompts = template.encode_prompts([row.text for *_, row in rows])
+    targets = iter(template.encode([row.completion for *_, row in rows if row.completion is not None]))
+    kept, no_token = [], template.no_token
+    for (i, where, row), prompt in zip(rows, prompts, strict=True):
+        target = None if row.completion is None else next(targets)
+        if no_token is not None and no_token in prompt:
+            ds.unknown.append((i, prompt.count(no_token) / len(prompt)))
+        if not prompt:
+            ds.bad.add(where, "the prompt has no tokens")
+            continue
+        if target is not None and no_token is not None and no_token in target:
+            ds.bad.add(where, f"the tokenizer has no token for {template.unknown_in(row.completion)!r} in the"
+                              f" completion: the model would learn to write {template.tokenizer.unk_token!r}")
+            continue
+        if target is not None:
+            target = np.array(target if target[-1:] == [eos_id] else [*target, eos_id], np.int32)
+        if (problem := _overlong(limits, prompt, target)) is None:
+            kept.append((i, np.array(prompt, np.int32), target))
+        elif limits.policy == "error":
+            raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
+                            "'truncate_left'")
+        else:
+            ds.filtered.append(where)
+            ds.filtered_rows.append(i)
+    return kept
+
+
+def _overlong(limits: Limits, prompt, target) -> str | None:
+    """Why the row is too long, or None. A target is never cut: a completion without its end would be learnt."""
+    if len(prompt) > limits.prompt and limits.policy != "truncate_left":
+        return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={limits.prompt}"
+    if target is None:
+        return None
+    if len(target) > limits.target:
+        return f"the completion has {len(target)} tokens, rollout.max_new_tokens={limits.target}"
+    total = min(len(prompt), limits.prompt) + len(target)
+    if 0 < limits.total < total:
+        return f"prompt and completion have {total} tokens, train.max_sequence_tokens={limits.total}"
+    return None
+
+
+def _report(ds: Dataset, limit: int, rows: int) -> None:
+    if ds.bad.count:
+        log.warning("%s: %d of %d rows are bad and skipped; the first: %s", ds.name, ds.bad.count, rows,
+                    "; ".join(ds.bad.messages[:3]))
+    if ds.unknown:
+        template, (raw, where) = ds.reader.template, ds.tables[ds.unknown[0][0]]
+        log.warning("%s: %d of %d prompts hold text that the tokenizer has no token for, e.g. %r in %s; the model sees"
+                    " %r instead, on average for %.0f %% of these prompts' tokens. Take data or a model that know each"
+                    " other", ds.name, len(ds.unknown), rows, template.unknown_in(ds.reader(raw).text), where,
+                    template.tokenizer.unk_token, 100 * np.mean([share for _, share in ds.unknown]))
+    shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
+    if len(ds.filtered) > 0.05 * rows:
+        log.warning("%s: %d of %d rows (%.0f %%) are too long and left out (data.max_prompt_tokens=%d): %s; a higher "
+                    "limit keeps them", ds.name, len(ds.filtered), rows, 100 * len(ds.filtered) / rows, limit, shown)
+    elif ds.filtered:
+        log.info("%s: %d of %d rows are too long and left out: %s", ds.name, len(ds.filtered), rows, shown)
+    if ds.truncated > 0.05 * rows:
+        log.warning("%s: %d of %d prompts are cut on the left to data.max_prompt_tokens=%d; a cut question is another "
+                    "question", ds.name, ds.truncated, rows, limit)
