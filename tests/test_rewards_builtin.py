@@ -6,7 +6,7 @@ import pytest
 from jaxrl.config import default_config
 from jaxrl.rewards import RewardResult, shape
 from jaxrl.rewards.builtin import boxed_reward, choice_reward, exact_reward, format_reward, last_boxed, math_reward
-from jaxrl.rewards.shaping import overlong_penalty, weighted_sum
+from jaxrl.rewards.items import overlong_penalty, weighted_sum
 
 
 @pytest.mark.parametrize("completion, answer, score", [

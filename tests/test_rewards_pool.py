@@ -17,7 +17,7 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.evaluate import out_of_patience
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
-from jaxrl.rewards import pool as pool_module
+from jaxrl.rewards import workers as workers_module
 from jaxrl.rewards.background import BackgroundScorer
 
 FUNCTIONS = textwrap.dedent('''
@@ -411,13 +411,13 @@ def test_prints_go_to_the_log(pool, caplog):
 
 
 def test_slow_rewards_and_timeouts_are_said_and_prints_are_bounded(pool, caplog, monkeypatch):
-    monkeypatch.setattr(pool_module, "SLOW_SECONDS", 0.3)
-    monkeypatch.setattr(pool_module, "PRINTED_BYTES", 4)
+    monkeypatch.setattr(workers_module, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(workers_module, "PRINTED_BYTES", 4)
     p, sizes = pool("odd", "naps", timeout_seconds=1.0), []
     with caplog.at_level("INFO", logger="jaxrl.rewards"):
         for _ in range(2):
             p.score([RewardItem("q", "c", {"n": "print"}), RewardItem("q", "c", {"n": 60.0})],
-                    stop=lambda: sizes.append(os.fstat(p._stderr.fileno()).st_size))
+                    stop=lambda: sizes.append(os.fstat(p._workers.stderr.fileno()).st_size))
     assert "rewards: " in caplog.text and " done after " in caplog.text and set(sizes) == {0}
     assert caplog.text.count("calls ran into reward.timeout_seconds=1 (naps)") == 1
 

@@ -13,12 +13,13 @@ _LAZY = {
     "RewardPool": "pool",
     "RewardResult": "items",
     "RewardFailure": "pool",
-    "shape": "shaping",
+    "shape": "items",
 }
 __all__ = sorted(_LAZY)
 
 
 def __getattr__(name):
     if name in _LAZY:
-        return getattr(importlib.import_module(f"jaxrl.rewards.{_LAZY[name]}"), name)
+        globals()[name] = found = getattr(importlib.import_module(f"jaxrl.rewards.{_LAZY[name]}"), name)
+        return found
     raise AttributeError(f"module 'jaxrl.rewards' has no attribute {name!r}")

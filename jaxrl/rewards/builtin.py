@@ -95,7 +95,7 @@ def choice_reward(prompt, completion, answer):
         return None
     wanted = _letter(str(answer))
     if wanted is None:
-        raise ValueError(f"reward 'choice' needs a letter as answer, the row has {answer!r}")
+        raise ValueError(f"reward 'choice' needs a letter as reference answer, the row has {answer!r}")
     return float(_chosen(completion) == wanted)
 
 

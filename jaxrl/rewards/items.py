@@ -1,4 +1,7 @@
-"""What goes into a reward pool and comes out of it, and how it is counted."""
+"""What goes into a reward pool and comes out of it, how it is counted, and how it becomes one score per completion.
+
+Legend: N completions.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from jaxrl.errors import ConfigError
 
 @dataclasses.dataclass
 class RewardItem:
-    """One answer to be scored. All values must have a JSON form (numpy scalars and arrays are converted).
+    """One completion to be scored. All values must have a JSON form (numpy scalars and arrays are converted).
 
     prompt: text or messages as the data has them. completion: text. columns: the row's columns, `answer` among them.
-    finish: 'stop', 'length' or 'abort'. token_ids: of the answer.
+    finish: 'stop', 'length' or 'abort'. token_ids: of the completion.
     """
 
     prompt: Any
@@ -30,11 +33,11 @@ class RewardItem:
 
 @dataclasses.dataclass
 class RewardResult:
-    """Scores of N answers, in the order of the items.
+    """Scores of N completions, in the order of the items.
 
     total: [N] float64, weighted sum of the present parts, NaN = absent (unshaped: see `shape`). parts: name -> [N]
-    float64. outcomes: per answer {name: outcome}, only functions that apply to the row. item_metrics: per answer
-    {name: {metric: value}}. metrics: means and shares over the step, no times. by: the pool's `key()`.
+    float64. outcomes: per completion {name: outcome}, only functions that apply to the row. item_metrics: per
+    completion {name: {metric: value}}. metrics: means and shares over the step, no times. by: the pool's `key()`.
     """
 
     total: np.ndarray
@@ -45,25 +48,26 @@ class RewardResult:
     by: str = ""
 
     def records(self) -> list[dict]:
-        """Per answer a JSON-able {parts, outcomes, metrics, by}: what `RewardPool.score(recorded=...)` takes."""
+        """Per completion a JSON-able {parts, outcomes, metrics, by}: what `RewardPool.score(recorded=...)` takes."""
         return [{"parts": {n: float(self.parts[n][i]) if o == "ok" else None for n, o in outcomes.items()},
                  "outcomes": outcomes, "metrics": self.item_metrics[i], "by": self.by}
                 for i, outcomes in enumerate(self.outcomes)]
 
 
+FINE = ("ok", "none")  # outcomes that are no failures
+
+
 def failed_items(results: dict) -> set[int]:
-    return {i for (i, _), r in results.items() if is_failure(r["outcome"])}
+    """Items of {(item, function): result} with a failed part."""
+    return {i for (i, _), r in results.items() if r["outcome"] not in FINE}
 
 
 def is_result(reply) -> bool:
+    """Whether a worker's reply is {value, outcome, metrics}, as calling.outcome makes it."""
     if not isinstance(reply, dict) or not isinstance(reply.get("metrics"), dict):
         return False
     outcome = reply.get("outcome")
     return isinstance(reply.get("value"), float) if outcome == "ok" else isinstance(outcome, str)
-
-
-def is_failure(outcome: str) -> bool:
-    return outcome not in ("ok", "none")
 
 
 def as_json(item: RewardItem, i: int) -> str:
@@ -83,10 +87,10 @@ def _to_json(value):
 
 
 def metrics_of(total, outcomes, item_metrics) -> dict[str, float]:
-    """Shares over (answer, function) pairs; `failed_fraction` over answers; functions' own metrics as means."""
+    """Shares over (completion, function) pairs; `failed_fraction` over completions; functions' own metrics as means."""
     flat = [o for per_item in outcomes for o in per_item.values()]
     pairs, n = max(1, len(flat)), max(1, len(outcomes))
-    failed = sum(any(map(is_failure, per_item.values())) for per_item in outcomes)
+    failed = sum(any(o not in FINE for o in per_item.values()) for per_item in outcomes)
     out = {
         "reward/failed_fraction": failed / n,
         "reward/absent_fraction": float(np.isnan(total).sum()) / n,
@@ -101,3 +105,50 @@ def metrics_of(total, outcomes, item_metrics) -> dict[str, float]:
             for key, value in metrics.items():
                 sums.setdefault(f"reward/{name}/{key}", []).append(value)
     return out | {k: float(np.mean(v)) for k, v in sums.items()}
+
+
+# -- one score per completion: pure functions on numpy arrays ----------------------------------------------------------
+
+
+def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count: int) -> np.ndarray:
+    """[N] float64: sum of weight x part over the parts that are present (not NaN); NaN where none is."""
+    total, present = np.zeros(count), np.zeros(count, bool)
+    for name, values in parts.items():
+        here = ~np.isnan(values)
+        total[here] += weights[name] * values[here]
+        present |= here
+    return np.where(present, total, np.nan)
+
+
+def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty: float) -> np.ndarray:
+    """[N]: 0 up to max_tokens - buffer, then linear, `penalty` at max_tokens and beyond (arXiv 2503.14476, eq. 13).
+
+    Subtracted from the score. buffer 0 = off.
+    """
+    if buffer <= 0:
+        return np.zeros(len(lengths))
+    return penalty * np.clip((np.asarray(lengths, np.float64) - (max_tokens - buffer)) / buffer, 0.0, 1.0)
+
+
+def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int | None = None) -> np.ndarray:
+    """Shaped scores [N] float64 of a RewardResult; a score that is absent (NaN) stays absent throughout.
+
+    In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale;
+    4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. (Then reward.norm_mean and norm_std,
+    over the whole batch; see recipes/rollouts.)
+
+    Args:
+      result: RewardResult. lengths: [N] tokens of the completions. truncated: [N] bool, cut by the length limit.
+      reward: config.reward. max_new_tokens: the limit the completions were sampled under. buffer: of the overlong
+        penalty, in tokens; None = reward.overlong_buffer.
+    """
+    score = np.array(result.total, np.float64)
+    if reward.zero_without_end:
+        score = np.where(truncated & ~np.isnan(score), 0.0, score)
+    score = score * reward.scale + reward.bias
+    if reward.clip is not None:
+        score = np.clip(score, -reward.clip, reward.clip)
+    buffer = reward.overlong_buffer if buffer is None else buffer
+    if buffer <= 0:
+        return score
+    return score - overlong_penalty(lengths, max_new_tokens, buffer, reward.overlong_penalty)

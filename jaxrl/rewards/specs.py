@@ -85,7 +85,7 @@ def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
         _check_spec(spec)
     if "format" in specs:
         if not r.format_pattern:
-            raise ConfigError("reward 'format' needs reward.format_pattern, a regex the whole answer must match")
+            raise ConfigError("reward 'format' needs reward.format_pattern, a regex the whole completion must match")
         try:
             re.compile(r.format_pattern)
         except re.error as e:

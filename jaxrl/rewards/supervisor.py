@@ -15,7 +15,7 @@ import time
 TOO_LARGE = 251        # exit status: the worker and what it started held more memory than they may
 WATCH_SECONDS = 0.25   # between two looks at the memory
 END_SECONDS = 5.0      # a process that is not gone so long after SIGKILL hangs in the kernel
-END = signal.SIGUSR2   # the trainer's order to end the worker; also sent by the system when the trainer's thread is gone
+END = signal.SIGUSR2   # the trainer's order to end the worker; the system's, too, when the trainer's thread is gone
 
 
 def supervise(memory: int) -> None:
@@ -25,7 +25,8 @@ def supervise(memory: int) -> None:
     """
     if sys.platform != "linux":
         return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {
+        END, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
     libc = ctypes.CDLL(None)
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of the worker become children of this process
     libc.prctl(1, END, 0, 0, 0)  # PR_SET_PDEATHSIG

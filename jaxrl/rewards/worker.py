@@ -110,11 +110,11 @@ def _private_streams():
         for fd in streams:
             os.dup2(nothing, fd, inheritable=False)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     if hasattr(os, "register_at_fork"):  # (SIGTERM must not reach a child before its handler is the default one)
-        os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}), after_in_child=in_child,
+        os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+                            after_in_child=in_child,
                             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
     return os.fdopen(streams[0], "r", encoding="utf-8"), _Replies(streams[1])
 

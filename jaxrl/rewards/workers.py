@@ -1,0 +1,476 @@
+"""Worker processes that call reward functions: a thread of this process for each, which hands it work and kills it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import logging
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.rewards.items import FINE, failed_items, is_result
+from jaxrl.rewards.supervisor import END, END_SECONDS, TOO_LARGE
+from jaxrl.rewards.worker import CHANNEL_LOST
+
+log = logging.getLogger("jaxrl.rewards")
+START_SECONDS = 300.0    # importing the reward functions
+ASYNC_AT_ONCE = 64       # calls of an asynchronous function in flight per worker
+CHUNK_SECONDS = 0.01     # work handed to a worker at once, as far as it can be foreseen
+SLOW_SECONDS = 30.0      # rewards that take longer are said to, again and again
+PRINTED_BYTES = 1 << 24  # of what the workers printed; older text beyond it is dropped
+LONGEST = 1 << 28  # bytes of a reply
+# The worker gets this process's import path instead of its own: what can be imported here can be imported there.
+BOOT = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.supervisor import supervise; "
+        "supervise(int(sys.argv[2])); from jaxrl.rewards.worker import main; main()")
+
+# What Python and its packages need to start; all else stays here, reward.env lets through more.
+ENVIRONMENT = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PWD|XDG_CACHE_HOME|PYTHON\w+|VIRTUAL_ENV|"
+    r"CONDA_PREFIX|"
+    r"(?:DYLD|LD)_(?:FALLBACK_)?LIBRARY_PATH|LD_PRELOAD|SSL_CERT_(?:FILE|DIR)|(?:OMP|MKL|OPENBLAS)_NUM_THREADS|"
+    r"HF_HOME|HF_HUB_OFFLINE|HF_HUB_CACHE|TOKENIZERS_PARALLELISM|SYSTEMROOT")
+
+
+def environment(names) -> dict[str, str]:
+    """Of a worker: what of this process's variables Python needs, and those named."""
+    env = {k: v for k, v in os.environ.items() if ENVIRONMENT.fullmatch(k) or k in names}
+    return {"OMP_NUM_THREADS": "1"} | env | {"JAX_PLATFORMS": "cpu"}  # a reward's jax must not take the accelerator
+
+
+class Died(Exception):
+    """The worker process ended; the text says how."""
+
+
+class Late(Exception):
+    """Nothing came before the deadline."""
+
+
+class Garbled(Exception):
+    """What came is no reply to what was asked; the text shows it."""
+
+
+def shown(data: bytes) -> str:
+    return repr(data[:60].decode("utf-8", "replace")) + "..." * (len(data) > 60)
+
+
+class RewardFailure(RunStopped):
+    """Too many rewards of a step failed. The message names the function, the first errors and the remedy."""
+
+
+@dataclasses.dataclass
+class Round:
+    """One call of `Workers.run`. texts: the items, as JSON. results: see there. failed: items with a failed part."""
+
+    texts: list[str]
+    results: dict[tuple[int, int], dict]
+    wanted: int  # results that complete it
+    most_failed: float
+    failed: set[int]
+
+    def __post_init__(self):
+        self.over = len(self.results) >= self.wanted or len(self.failed) > self.most_failed
+
+
+@dataclasses.dataclass
+class Task:
+    """Jobs for one worker: mode 'each' (one after the other), 'async' (at once) or 'batch' (one call)."""
+
+    mode: str
+    jobs: list[tuple[int, int]]  # (item, function)
+    round: Round
+
+
+class Workers:
+    """So many processes, which start in the background at once.
+
+    Args:
+      reward: config.reward. specs, names: of the functions. setup: what a worker is told first, as JSON (see
+        worker.py).
+
+    kinds: of each function {batched, asynchronous}, None before the first worker is ready. sources: digest of their
+    code.
+    """
+
+    def __init__(self, reward, specs: list[str], names: list[str], setup: str):
+        self._reward, self._limit = reward, reward.timeout_seconds
+        self._specs, self._names, self._setup = specs, names, setup
+        self.kinds: list[dict] | None = None
+        self.sources = ""
+        self._state = threading.Condition()
+        self._tasks: deque[Task] = deque()
+        self._round: Round | None = None
+        self._numbers = itertools.count(1)  # of the tasks handed to workers
+        self._ready, self._fatal, self._closing = 0, None, False
+        self._seconds_per_job = CHUNK_SECONDS
+        self.stderr = tempfile.TemporaryFile("a+b", buffering=0)
+        # Without it a worker would write at its old place after the file was emptied: zeros before what it printed.
+        fcntl.fcntl(self.stderr, fcntl.F_SETFL, fcntl.fcntl(self.stderr, fcntl.F_GETFL) | os.O_APPEND)
+        self._processes: dict[int, WorkerProcess] = {}
+        self._threads = [threading.Thread(target=self._serve, args=(k,), daemon=True, name=f"reward-{k}")
+                         for k in range(reward.workers if specs else 0)]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the caller's side: one call at a time ---------------------------------------------------------------------
+
+    def ready(self, count: int | None = None) -> None:
+        """Returns when so many (all) workers are ready; raises what keeps one from it."""
+        with self._state:
+            while self._ready < (len(self._threads) if count is None else count) and not (self._fatal or self._closing):
+                self._state.wait(0.5)
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._closing:
+            raise RuntimeError("the reward pool is closed")
+        if self._fatal is not None:
+            raise self._fatal
+
+    def run(self, texts: list[str], jobs: list, results: dict, most_failed: float, stop=lambda: False) -> bool:
+        """Has jobs, (item, function), done; `results`, which holds those known before, receives theirs.
+
+        texts: the items, as JSON. Ends early with more than `most_failed` items that have a failed part, and, with
+        False, where `stop` (asked about twice a second) turned true. Raises ConfigError or RunStopped where workers
+        cannot work.
+        """
+        if jobs:
+            self.ready(1)
+        with self._state:
+            this = self._round = Round(texts, results, len(results) + len(jobs), most_failed, failed_items(results))
+            self._tasks.extend(self._split(jobs, this))
+            self._state.notify_all()
+            began, said = time.monotonic(), 0
+            try:
+                while not (this.over or self._fatal or self._closing):
+                    self._state.wait(0.5)
+                    if os.fstat(self.stderr.fileno()).st_size > PRINTED_BYTES:
+                        os.ftruncate(self.stderr.fileno(), 0)
+                    passed = time.monotonic() - began
+                    if passed // SLOW_SECONDS > said:
+                        said = passed // SLOW_SECONDS
+                        log.info("rewards: %d of %d done after %.0f s", len(results), this.wanted, passed)
+                    if not (this.over or self._fatal or self._closing) and stop():
+                        return False
+                self._raise()
+                return True
+            finally:
+                self._tasks.clear()
+                self._round = None  # what is still on its way belongs to no one
+
+    def _split(self, jobs: list[tuple[int, int]], this: Round) -> list[Task]:
+        each, tasks, by_function = [], [], {}
+        for job in jobs:
+            kind = self.kinds[job[1]]
+            together = kind["batched"] or kind["asynchronous"]
+            (by_function.setdefault(job[1], []) if together else each).append(job)
+        for f, group in by_function.items():
+            if self.kinds[f]["batched"]:
+                tasks.append(Task("batch", group, this))
+            else:
+                size = min(ASYNC_AT_ONCE, -(-len(group) // len(self._threads)))
+                tasks += [Task("async", group[k:k + size], this) for k in range(0, len(group), size)]
+        return [*tasks, Task("each", each, this)] if each else tasks
+
+    def printed(self) -> list[str]:
+        """The lines that reward functions have printed since the last time."""
+        size = os.fstat(self.stderr.fileno()).st_size
+        if not size:
+            return []
+        text = os.pread(self.stderr.fileno(), min(size, 1 << 20), max(0, size - (1 << 20))).decode("utf-8", "replace")
+        os.ftruncate(self.stderr.fileno(), 0)
+        return text.splitlines()
+
+    def last_printed(self) -> str:
+        """The end of a message."""
+        lines = self.printed()[-10:]
+        return "\nthe workers printed last:\n  " + "\n  ".join(lines) if lines else ""
+
+    def close(self) -> None:
+        """Ends the workers. Safe to call twice."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+            processes = list(self._processes.values())
+        for process in processes:
+            process.signal_kill()
+        for thread in self._threads:
+            thread.join()
+        self.stderr.close()
+
+    # -- the workers' side: one thread each -------------------------------------------------------------------------
+
+    def _serve(self, k: int) -> None:
+        worker, calls = None, 0
+        try:
+            while not self._closing:
+                if worker is None:
+                    worker, calls = self._start(k), 0
+                task = self._next()
+                if task is None:
+                    return
+                if worker.ended():  # while it had nothing to do: no job's fault
+                    worker.kill()
+                    worker, calls = self._start(k), 0
+                calls += len(task.jobs)
+                done = self._do(worker, task)
+                if not done or 0 < self._reward.recycle <= calls and not self._tasks:  # while there is nothing to do
+                    worker.kill()
+                    worker = None
+        except Exception as e:  # nothing may end a thread in silence: the caller would wait for ever
+            self._end_by(e)
+        finally:
+            if worker is not None:
+                worker.kill()
+
+    def _end_by(self, error: Exception) -> None:
+        with self._state:
+            self._fatal = self._fatal or error
+            self._state.notify_all()
+
+    def _start(self, k: int) -> WorkerProcess:
+        try:
+            worker = WorkerProcess(self.stderr, environment(self._reward.env), self._reward.memory_gb)
+        except OSError as e:
+            raise RunStopped(f"a reward worker cannot be started: {e}") from None
+        with self._state:
+            self._processes[k] = worker
+            if self._closing:
+                worker.signal_kill()
+        specs = ", ".join(self._specs)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            worker.send(self._setup, deadline)
+            reply = worker.receive(deadline)
+        except (Died, Late, Garbled) as e:
+            worker.kill()
+            if self._closing:
+                raise ConfigError("the reward pool was closed while it started") from None
+            why = f"not ready after {START_SECONDS:g} s" if isinstance(e, Late) else f"{e}"
+            why = f"a reward worker cannot start: {why} while importing {specs}{self.last_printed()}"
+            raise self._unstartable(why) from None
+        if "fatal" in reply:
+            worker.kill()
+            raise self._unstartable(reply["fatal"])
+        with self._state:
+            if self.sources not in ("", reply["sources"]):
+                log.warning("a reward worker was started anew and found other code than the run began with (%s): from"
+                            " here on completions are scored by the code of now", specs)
+            self.kinds, self.sources = reply["ready"], reply["sources"]
+            self._ready += 1
+            self._state.notify_all()
+        return worker
+
+    def _unstartable(self, why: str) -> Exception:
+        """A mistake in the config, unless workers could start before."""
+        if self.kinds is None:
+            return ConfigError(why)
+        return RewardFailure(f"{why}\nReward workers of this run could start before")
+
+    def _next(self) -> Task | None:
+        """The next task, None when closing. A long 'each' task is cut to a chunk."""
+        with self._state:
+            while not self._tasks and not self._closing:
+                self._state.wait()
+            if self._closing:
+                return None
+            task = self._tasks.popleft()
+            if task.mode == "each":
+                foreseen = int(CHUNK_SECONDS / max(self._seconds_per_job, 1e-6))
+                size = max(1, min(foreseen, 64, -(-len(task.jobs) // len(self._threads))))
+                if size < len(task.jobs):
+                    self._tasks.appendleft(Task("each", task.jobs[size:], task.round))
+                    task = Task("each", task.jobs[:size], task.round)
+            return task
+
+    def _do(self, worker: WorkerProcess, task: Task) -> bool:
+        """Does a task. False if the worker is of no use any more; what it left undone is queued again."""
+        left, texts = dict(enumerate(task.jobs)), task.round.texts
+        seconds = self._limit + (1.0 + 0.25 * self._limit) * (task.mode == "async")  # there the worker keeps the limit
+        place = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
+        asked, jobs = next(self._numbers), json.dumps([(place[i], f) for i, f in task.jobs])
+        message = (f'{{"task": {asked}, "mode": "{task.mode}", "jobs": {jobs}, '
+                   f'"items": [{", ".join(texts[i] for i in place)}]}}')
+        try:
+            started = time.monotonic()
+            worker.send(message, started + seconds)
+            deadline = time.monotonic() + seconds
+            while left:
+                reply = worker.receive(deadline, asked)
+                if task.mode == "batch":
+                    self._batch_reply(task, reply)
+                    return True
+                k = reply.get("job")
+                if k not in left or not is_result(reply):
+                    raise Garbled(shown(json.dumps(reply).encode()))
+                self._record(task, {left.pop(k): reply})
+                if task.mode == "each":
+                    deadline = time.monotonic() + self._limit
+            if task.mode == "each":
+                taken = (time.monotonic() - started) / len(task.jobs)
+                self._seconds_per_job = 0.5 * (self._seconds_per_job + taken)
+            return True
+        except Late:
+            self._blame(task, left, "timeout")
+        except Died as e:
+            if not self._closing:
+                self._blame(task, left, f"error: the worker process died: {e}")
+        except Garbled as e:
+            self._blame(task, left, f"error: instead of a reply came {e}: a reward must not write to file descriptors"
+                                    " that it did not open")
+        return False
+
+    def _blame(self, task: Task, left: dict, outcome: str) -> None:
+        """Books a lost worker on the job it was at; the others of the task get another try."""
+        verdict = {"value": None, "outcome": outcome, "metrics": {}}
+        jobs = list(left.values())
+        if task.mode == "batch" or len(jobs) == 1:
+            self._record(task, {job: verdict for job in jobs})
+            return
+        if task.mode == "each":
+            self._record(task, {jobs[0]: verdict})
+            again = [Task("each", jobs[1:], task.round)]
+        else:  # one blocks the event loop; alone, each shows whether it is the one
+            again = [Task("async", [job], task.round) for job in jobs]
+        with self._state:
+            if task.round is self._round:
+                self._tasks.extendleft(reversed(again))
+                self._state.notify_all()
+
+    def _batch_reply(self, task: Task, reply: dict) -> None:
+        if "wrong" in reply:
+            if task.round is self._round:
+                self._end_by(RewardFailure(f"batched reward {self._names[task.jobs[0][1]]!r} {reply['wrong']}; it must "
+                                           "return one score (or None) per completion, in their order"))
+            return
+        results = reply.get("results", ())
+        if len(results) != len(task.jobs) or not all(map(is_result, results)):
+            raise Garbled(shown(json.dumps(reply).encode()))
+        self._record(task, dict(zip(task.jobs, results, strict=True)))
+
+    def _record(self, task: Task, results: dict) -> None:
+        with self._state:
+            if (this := task.round) is self._round:
+                this.results.update(results)
+                this.failed.update(i for (i, _), r in results.items() if r["outcome"] not in FINE)
+                if len(this.results) >= this.wanted or len(this.failed) > this.most_failed:
+                    this.over = True
+                    self._state.notify_all()
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+class WorkerProcess:
+    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux
+    a supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives
+    as long as it does (see worker.die_with_parent).
+
+    Args:
+      memory_gb: the worker with all it started may hold this much; 0 = no limit (and none but on Linux).
+    """
+
+    def __init__(self, stderr, env: dict[str, str], memory_gb: float = 0.0):
+        self._memory_gb = memory_gb
+        path = [p or os.getcwd() for p in sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, json.dumps(path), str(round(memory_gb * 2**30))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=env, start_new_session=True, bufsize=0)
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        self._buffer = b""
+
+    def send(self, message: str, deadline: float) -> None:
+        """Sends one line of JSON."""
+        data = memoryview(message.encode() + b"\n")
+        while data:
+            try:
+                data = data[os.write(self._in, data):]
+            except BlockingIOError:
+                self._wait(self._in, selectors.EVENT_WRITE, deadline)
+            except OSError:
+                raise Died(self._how()) from None
+
+    def receive(self, deadline: float, task: int | None = None) -> dict:
+        """The next message, which must be a reply to the task of this number. One that is there is taken even if it is
+        late."""
+        while b"\n" not in self._buffer:
+            try:
+                data = os.read(self._out, 1 << 16)
+            except BlockingIOError:
+                self._wait(self._out, selectors.EVENT_READ, deadline)
+                continue
+            if not data:
+                raise Died(self._how())
+            self._buffer += data
+            if len(self._buffer) > LONGEST:
+                raise Garbled(shown(self._buffer))
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            raise Garbled(shown(line)) from None
+        if not isinstance(reply, dict) or reply.get("task") != task:
+            raise Garbled(shown(line))
+        return reply
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, event)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise Late
+
+    def ended(self) -> bool:
+        """Whether the worker is gone, though nothing was asked of it."""
+        try:
+            data = os.read(self._out, 1 << 16)
+        except BlockingIOError:
+            return self._process.poll() is not None
+        self._buffer += data
+        return not data
+
+    def _how(self) -> str:
+        try:
+            code = self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its streams"
+        if code == CHANNEL_LOST:
+            return ("its streams to the trainer were closed: a reward must not close or write to file descriptors that"
+                    " it did not open")
+        if code == TOO_LARGE:
+            return f"it held more memory than reward.memory_gb={self._memory_gb:g} allows"
+        if code >= 0:
+            return f"it exited with status {code}"
+        return f"it was ended by {signal.Signals(-code).name}"
+
+    def signal_kill(self) -> None:
+        """The order to end the worker and everything it started; any thread may give it."""
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux":
+                self._process.send_signal(END)
+            elif self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """The same, and waits for the end. Only for the thread that created it."""
+        self.signal_kill()
+        try:
+            self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
