@@ -59,10 +59,10 @@ def resident(name: str) -> int:
 def point(prompts: int, group: int, answer: int) -> dict:
     """Seconds and bytes by phase of one point, measured in this process."""
     import jaxrl
-    from jaxrl.telemetry import Telemetry
     from jaxrl.telemetry.compilations import give_back
+    from jaxrl.telemetry.console import SilentConsole
 
-    told, peaks, now = Telemetry.phase, {}, {"phase": "", "step": 0}
+    told, peaks, now = SilentConsole.phase, {}, {"phase": "", "step": 0}
 
     def watch(self, name):  # called where a phase begins, and with "" where it ends
         if "before" not in now:
@@ -76,7 +76,7 @@ def point(prompts: int, group: int, answer: int) -> dict:
         now["phase"] = name
         return told(self, name)
 
-    Telemetry.phase = watch
+    SilentConsole.phase = watch
     with tempfile.TemporaryDirectory() as folder:
         jaxrl.train(config_of(prompts, group, answer, folder, 4 if answer <= 1024 else 3))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
