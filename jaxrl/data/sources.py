@@ -165,7 +165,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
         except TypeError:
             raise DataError(f"{field} is a {type(rows).__name__}: {EXPECTED}") from None
         values = itertools.islice(values, limit or None)
-        parts = [_objects(((_held(row), where) for row, where in values), bad, sys.maxsize)]
+        parts = [_rows(((_held(row), where) for row, where in values), bad, sys.maxsize)]
     if not len(parts[0]):
         raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)
@@ -175,7 +175,7 @@ def _held(row):
     try:
         return _plain(row) if isinstance(row, dict) else row
     except RecursionError as e:
-        return _Unreadable(_reason(e))
+        return Unreadable(_reason(e))
 
 
 def check_path(path: str, field: str) -> None:
@@ -203,8 +203,8 @@ def _read_one(path, shown, bad, field, splits, subset, revision, limit):
     with _open(path, field) as f:
         if suffix == ".parquet":
             return ArrowTable(_parquet(f, shown).slice(0, limit), shown)
-        reader = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[suffix]
-        return reader(f, shown, bad, limit)
+        reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}[suffix]
+        return _rows(reader(f, shown), bad, limit)
 
 
 def _open(path: str, field: str):
@@ -230,27 +230,20 @@ def _parquet(f, shown: str) -> pa.Table:
         raise DataError(f"{shown}: not a readable Parquet file: {e}") from None
 
 
-def _read_jsonl(f, shown: str, bad: BadRows, limit: int) -> list:
-    rows = []
+# Of a file's kind: generators of (row, place); what cannot be read is Unreadable in the row's place.
+
+
+def _jsonl(f, shown: str):
     for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
-        if len(rows) >= limit:
-            break
-        if not line.strip():
-            continue
-        where = f"{shown}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, text that is no JSON, a number without end
-            bad.add(where, f"not JSON: {_reason(e)}")
-            continue
-        if isinstance(row, dict):
-            rows.append((row, where))
-        else:
-            bad.add(where, f"a row must be a JSON object, not {type(row).__name__}")
-    return rows
+        if line.strip():
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, no JSON, a number without end
+                row = Unreadable(f"not JSON: {_reason(e)}")
+            yield row, f"{shown}:{number}"
 
 
-def _read_json(f, shown: str, bad: BadRows, limit: int) -> list:
+def _json(f, shown: str):
     """A list of objects, an object that holds one such list, or JSON lines under another name."""
     data = f.read()
     try:
@@ -258,21 +251,20 @@ def _read_json(f, shown: str, bad: BadRows, limit: int) -> list:
     except UnicodeDecodeError as e:
         raise DataError(f"{shown}: not UTF-8: {e}") from None
     start = re.match(r"\s*", text).end()
-    if text[start:start + 1] == "{":
-        try:
-            whole = json.loads(text)
-        except json.JSONDecodeError:
-            return _read_jsonl(io.BytesIO(data), shown, bad, limit)
-        except (ValueError, RecursionError) as e:
-            if re.search(r"\n\s*\{", text[text.index("}"):] if "}" in text else ""):
-                return _read_jsonl(io.BytesIO(data), shown, bad, limit)
-            raise DataError(f"{shown}:1: cannot be read: {_reason(e)}") from None
-        lists = [k for k, v in whole.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
-        rows, name = (whole[lists[0]], f":{lists[0]}") if len(lists) == 1 else ([whole], "")
-        return _objects(((row, f"{shown}{name}[{i}]") for i, row in enumerate(rows)), bad, limit)
-    if text[start:start + 1] != "[":
+    if text[start:start + 1] == "[":
+        return _json_list(text, start + 1, shown)
+    if text[start:start + 1] != "{":
         raise DataError(f"{shown}:1: expected a JSON list of objects")
-    return _objects(_json_list(text, start + 1, shown), bad, limit)
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        further = re.search(r"\n\s*\{", text[text.index("}"):] if "}" in text else "")
+        if isinstance(e, json.JSONDecodeError) or further:
+            return _jsonl(io.BytesIO(data), shown)
+        raise DataError(f"{shown}:1: cannot be read: {_reason(e)}") from None
+    lists = [k for k, v in whole.items() if isinstance(v, list) and v and isinstance(v[0], dict)]
+    rows, name = (whole[lists[0]], f":{lists[0]}") if len(lists) == 1 else ([whole], "")
+    return ((row, f"{shown}{name}[{i}]") for i, row in enumerate(rows))
 
 
 def _json_list(text: str, at: int, shown: str):
@@ -291,11 +283,11 @@ def _json_list(text: str, at: int, shown: str):
             raise DataError(f"{shown}:{line}: not JSON: {_reason(e)}; nothing after it can be read") from None
         except ValueError as e:  # a number without end: read over it, so that the rows after it can be had
             _, at = json.JSONDecoder(parse_int=str).raw_decode(text, at)
-            value = _Unreadable(_reason(e))
+            value = Unreadable(_reason(e))
         yield value, f"{shown}:{line}"
 
 
-class _Unreadable(str):
+class Unreadable(str):
     """In a row's place: what is wrong with it."""
 
 
@@ -306,21 +298,20 @@ def _reason(error: Exception) -> str:
     return f"an integer of more than {sys.get_int_max_str_digits()} digits" if endless else str(error)
 
 
-def _objects(values, bad: BadRows, limit: int) -> list:
+def _rows(values, bad: BadRows, limit: int) -> list:
     rows = []
     for value, where in values:
-        if len(rows) >= limit:
-            break
         if isinstance(value, dict):
             rows.append((value, where))
-        elif isinstance(value, _Unreadable):
-            bad.add(where, str(value))
         else:
-            bad.add(where, f"a row must be a JSON object, not {type(value).__name__}")
+            what = f"a row must be a JSON object, not {type(value).__name__}"
+            bad.add(where, str(value) if isinstance(value, Unreadable) else what)
+        if len(rows) >= limit:
+            break
     return rows
 
 
-def _read_csv(f, shown: str, bad: BadRows, limit: int) -> list:
+def _csv(f, shown: str):
     csv.field_size_limit(2**31 - 1)
     # What is not UTF-8 becomes surrogates, so that reading can go on behind it.
     reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline=""), strict=True)
@@ -330,27 +321,22 @@ def _read_csv(f, shown: str, bad: BadRows, limit: int) -> list:
         raise DataError(f"{shown}:1: not CSV: {e}") from None
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in "".join(header)):
         raise DataError(f"{shown}:1: not UTF-8; is it a text file?")
-    rows = []
-    while len(rows) < limit:
+    while True:
         where = f"{shown}:{reader.line_num + 1}"
         try:
             row = next(reader, None)
         except csv.Error as e:
-            bad.add(where, f"not CSV: {e}")
+            yield Unreadable(f"not CSV: {e}"), where
             continue
         if row is None:
-            break
+            return
         if None in row or None in row.values():
             found = len(header) + len(row.get(None, ())) - list(row.values()).count(None)
-            bad.add(where, f"{found} fields, but the header has {len(header)}")
+            yield Unreadable(f"{found} fields, but the header has {len(header)}"), where
             continue
         text = "".join(row.values())
-        where = where if "\n" in text else f"{shown}:{reader.line_num}"
-        if any("\ud800" <= c <= "\udfff" for c in text):
-            bad.add(where, "not UTF-8")
-            continue
-        rows.append((row, where))
-    return rows
+        wrong = any("\ud800" <= c <= "\udfff" for c in text)
+        yield Unreadable("not UTF-8") if wrong else row, where if "\n" in text else f"{shown}:{reader.line_num}"
 
 
 def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
