@@ -245,8 +245,9 @@ class Session:
         What stops one of them (an engine that is lost, rewards that fail, a completion that never came) stops all: each
         raises it, and they can still save together.
         """
-        if self.peers.count == 1:
-            return work()
+        return work() if self.peers.count == 1 else self._together(what, work)
+
+    def _together(self, what: str, work):
         done, error = None, None
         try:
             done = work()

@@ -107,7 +107,10 @@ class Reader:
         columns = {k: v for k, v in row.items() if k not in (self.prompt, self.completion, *RESERVED)}
         answer = None
         if self.answer:
-            answer = columns["answer"] = self._answer(row)
+            answer = row.get(self.answer)
+            if answer is None or self.pattern is not None:
+                answer = self._answer(row, answer)
+            columns["answer"] = answer
         return Row(prompt, self.template.render(prompt), answer, columns, completion)
 
     def _completion(self, row, prompt):
@@ -127,13 +130,12 @@ class Reader:
             raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text")
         return prompt, completion
 
-    def _answer(self, row):
-        """The reference answer, or what data.answer_pattern cuts out of it; None where SFT has none."""
-        answer = row.get(self.answer)
+    def _answer(self, row, answer):
+        """What data.answer_pattern cuts out of a reference answer; None where SFT has none."""
         if answer is None and self.targets == "none":
             raise PromptError(f"{missing(row, self.answer, 'data.answer_column')}, or '' where there are none")
-        if answer is None or self.pattern is None:
-            return answer
+        if answer is None:
+            return None
         match = self.pattern.search(str(answer))
         if match is None or match.group(1) is None:
             raise PromptError(f"data.answer_pattern={self.pattern.pattern!r} finds nothing in column {self.answer!r}: "

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -57,14 +56,17 @@ class RewardPool:
         self.names = short_names(given, self.specs)
         self.weights = check_specs(config, self.specs, self.names, replaced=names is not None)
         shared = {"user": json.loads(config.user.to_json_best_effort()), "format_pattern": reward.format_pattern}
-        self._setup = {"functions": list(zip(self.specs, self.names, strict=True)), "limit": reward.timeout_seconds,
-                       "shared": shared}
+        setup = {"functions": list(zip(self.specs, self.names, strict=True)), "limit": reward.timeout_seconds,
+                 "shared": shared}
+        named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
+        decides = {**setup, "functions": named, "column": reward.column, "env": sorted(reward.env),
+                   "memory_gb": reward.memory_gb}
         self._busy = threading.Lock()
         self._noted = -TIMEOUT_NOTE_SECONDS
         missing = [name for name in reward.env if name not in os.environ]
         if missing:
             log.warning("reward.env names variables that are not set here: %s", ", ".join(missing))
-        self._workers = Workers(reward, self.specs, self.names, json.dumps(self._setup))
+        self._workers = Workers(reward, self.specs, self.names, setup, decides)
         atexit.register(self.close)
 
     def wait(self) -> None:
@@ -74,13 +76,9 @@ class RewardPool:
     def key(self) -> str:
         """What decides scores beside the completions: the functions' code and the options that reach them. Equal on all
         machines where these are. Waits for the first worker, which tells the code."""
-        if not self.specs:
-            return ""
-        self._workers.ready(1)
-        named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
-        setup = {**self._setup, "functions": named, "column": self._reward.column, "env": sorted(self._reward.env),
-                 "memory_gb": self._reward.memory_gb, "sources": self._workers.sources}
-        return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:16]
+        if self.specs:
+            self._workers.ready(1)
+        return self._workers.key
 
     def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False,
               stop: Callable[[], bool] = lambda: False) -> RewardResult | None:
@@ -111,7 +109,9 @@ class RewardPool:
         jobs = [(i, f) for i, functions in enumerate(applied) for f in functions if (i, f) not in known]
         most_failed = len(items) if part else self._reward.max_failed_fraction * len(items)
         with self._busy if jobs else contextlib.nullcontext():
-            done = not jobs or self._workers.run(self._texts(items, jobs), jobs, known, most_failed, stop)
+            wanted = {i for i, _ in jobs}
+            texts = [as_json(item, i) if i in wanted else "" for i, item in enumerate(items)]
+            done = not jobs or self._workers.run(texts, jobs, known, most_failed, stop)
             if done and len(failed_items(known)) > most_failed:
                 raise RewardFailure(self._failure_text(known, len(items)))
             if jobs:
@@ -127,7 +127,7 @@ class RewardPool:
         jobs = [(i, f) for i, functions in enumerate(self._applied(items)) for f in functions]
         with self._busy:
             try:
-                self._workers.run(self._texts(items, jobs), jobs, results, len(items))
+                self._workers.run([as_json(item, i) for i, item in enumerate(items)], jobs, results, len(items))
             except RewardFailure as e:
                 raise ConfigError(f"reward.functions, tried on the first rows: {e}") from None
             lines = []
@@ -172,11 +172,6 @@ class RewardPool:
             out.append(sorted({known[n] for n in wanted}))
         return out
 
-    def _texts(self, items: list[RewardItem], jobs) -> list[str]:
-        """The items as JSON; "" for those that no job is about."""
-        wanted = {i for i, _ in jobs}
-        return [as_json(item, i) if i in wanted else "" for i, item in enumerate(items)]
-
     def _result(self, applied, results) -> RewardResult:
         n = len(applied)
         parts = {name: np.full(n, np.nan) for name in self.names}
@@ -191,7 +186,7 @@ class RewardPool:
                 if r["metrics"]:
                     item_metrics[i][name] = r["metrics"]
         total = weighted_sum(parts, self.weights, n)
-        by = self.key() if results else ""
+        by = (self._workers.key or self.key()) if results else ""
         return RewardResult(total, parts, outcomes, item_metrics, metrics_of(total, outcomes, item_metrics), by)
 
     # -- what is said ------------------------------------------------------------------------------------------------

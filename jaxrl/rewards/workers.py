@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import itertools
 import json
 import logging
@@ -78,9 +79,7 @@ class Round:
     wanted: int  # results that complete it
     most_failed: float
     failed: set[int]
-
-    def __post_init__(self):
-        self.over = len(self.results) >= self.wanted or len(self.failed) > self.most_failed
+    over: bool
 
 
 @dataclasses.dataclass
@@ -96,18 +95,18 @@ class Workers:
     """So many processes, which start in the background at once.
 
     Args:
-      reward: config.reward. specs, names: of the functions. setup: what a worker is told first, as JSON (see
-        worker.py).
+      reward: config.reward. specs, names: of the functions. setup: what a worker is told first (see worker.py).
+      decides: JSON-able, what decides scores beside the functions' code.
 
     kinds: of each function {batched, asynchronous}, None before the first worker is ready. sources: digest of their
-    code.
+    code. key: see RewardPool.key; both "" before the first worker is ready.
     """
 
-    def __init__(self, reward, specs: list[str], names: list[str], setup: str):
+    def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict):
         self._reward, self._limit = reward, reward.timeout_seconds
-        self._specs, self._names, self._setup = specs, names, setup
+        self._specs, self._names, self._setup, self._decides = specs, names, json.dumps(setup), decides
         self.kinds: list[dict] | None = None
-        self.sources = ""
+        self.sources = self.key = ""
         self._state = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._round: Round | None = None
@@ -145,10 +144,12 @@ class Workers:
         False, where `stop` (asked about twice a second) turned true. Raises ConfigError or RunStopped where workers
         cannot work.
         """
-        if jobs:
+        if jobs and self.kinds is None:
             self.ready(1)
+        failed = failed_items(results)
         with self._state:
-            this = self._round = Round(texts, results, len(results) + len(jobs), most_failed, failed_items(results))
+            this = self._round = Round(texts, results, len(results) + len(jobs), most_failed, failed,
+                                       over=not jobs or len(failed) > most_failed)
             self._tasks.extend(self._split(jobs, this))
             self._state.notify_all()
             began, said = time.monotonic(), 0
@@ -268,6 +269,8 @@ class Workers:
                 log.warning("a reward worker was started anew and found other code than the run began with (%s): from"
                             " here on completions are scored by the code of now", specs)
             self.kinds, self.sources = reply["ready"], reply["sources"]
+            decides = json.dumps(self._decides | {"sources": self.sources}, sort_keys=True)
+            self.key = hashlib.sha256(decides.encode()).hexdigest()[:16]
             self._ready += 1
             self._state.notify_all()
         return worker
