@@ -12,7 +12,6 @@ LONGEST_FILE, LONGEST_FUNCTION = 600, 60
 
 # Modules that import each other, counting imports inside functions.
 CIRCLES = [
-    {"jaxrl.rewards.builtin", "jaxrl.rewards.registry"},  # the registry fills itself
     {"jaxrl.rollout.select", *(f"jaxrl.rollout.vllm.{name}" for name in (  # select makes the engine, which asks it back
         "adapter", "engine", "publish", "router", "sleeping", "transport"))},
 ]
