@@ -93,13 +93,19 @@ def _role(cfg, role, given):
         return [f"{name}: there is no such role; choose from {', '.join(ROLE_RESTS)}"]
     if not hasattr(given, "keys"):
         return [f"{name}={given!r}: must be a table such as {{'devices': '0-3', 'fsdp': 4}}"]
-    out = [f"{name}.{key}: unknown; choose from devices, dp, fsdp, tp, rest"
-           for key in given.keys() if key not in ("devices", "dp", "fsdp", "tp", "rest")]
+    known = ("devices", "processes", "dp", "fsdp", "tp", "rest")
+    out = [f"{name}.{key}: unknown; choose from {', '.join(known)}" for key in given.keys() if key not in known]
     sizes = {a: given[a] for a in ("dp", "fsdp", "tp") if a in given}
     out += [f"{name}.{a}={s!r}: sizes are positive, or -1 for the rest" for a, s in sizes.items()
             if not isinstance(s, int) or isinstance(s, bool) or s == 0 or s < -1]
-    if not isinstance(given.get("devices", "all"), str):
-        out.append(f"{name}.devices={given['devices']!r}: must be text, 'all' or ranges such as '0-3,6'")
+    out += [f"{name}.{key}={given[key]!r}: must be text, 'all' or ranges such as '0-3,6'"
+            for key in ("devices", "processes") if not isinstance(given.get(key, "all"), str)]
+    if "processes" in given and role != "reference":
+        out.append(f"{name}.processes={given['processes']!r}: what learns, and the sampler, are on all processes; leave it out, or "
+                   "name devices of every process")
+    elif "processes" in given and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
+        out.append(f"{name}.processes={given['processes']!r} with reference.reset_steps or reset_epochs: the policy's weights are not "
+                   "sent to other hosts; leave one of them out")
     rest = given.get("rest", "device")
     if rest not in ROLE_RESTS[role]:
         out.append(f"{name}.rest={rest!r}: choose {' or '.join(ROLE_RESTS[role])}")

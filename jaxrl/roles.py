@@ -17,7 +17,10 @@ import optax
 from jaxrl import parameters, training
 from jaxrl.errors import RunStopped
 from jaxrl.models import hf
+from jaxrl.processes.exchange import gather
+from jaxrl.processes.group import peers
 from jaxrl.sharding import memory
+from jaxrl.sharding.mesh import processes_of
 from jaxrl.types import TrainState
 
 
@@ -60,9 +63,22 @@ class Role:
         return memory.to_devices(held)
 
     def score(self, traj, layout) -> np.ndarray:
-        """[T] numbers of the scored tokens under these parameters: log-probs, or values."""
-        with self.on():
-            return self._score(self.params(), traj, layout)
+        """[T] numbers of the scored tokens under these parameters: log-probs, or values. A role on some processes tells the others;
+        all of them call this."""
+        where, scored = self.scored_by, None
+        if where is None or jax.process_index() in where:
+            with self.on():
+                scored = self._score(self.params(), traj, layout)
+        if where is None:
+            return scored
+        told = scored.tobytes() if jax.process_index() == where[0] else b""
+        return np.frombuffer(gather(peers(), f"scores of the {self.name}", told)[where[0]], np.float32)
+
+    @functools.cached_property
+    def scored_by(self) -> list[int] | None:
+        """Numbers of the processes that have its devices; None = all."""
+        found = processes_of(self.job.mesh_of(self.place))
+        return None if len(found) == jax.process_count() else found
 
     def rest(self) -> None:
         """Leaves its devices, where mesh.roles says so."""

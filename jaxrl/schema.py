@@ -89,7 +89,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
         "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
         "tp": O(1, "shards of heads, MLP width and vocabulary"),
-        "roles": O({}, "role (policy, reference, critic, sampler) -> {devices: 'all' or '0-3' of every process, dp, fsdp, tp,"
+        "roles": O({}, "role (policy, reference, critic, sampler) -> {devices: 'all' or '0-3' of every process, processes: 'all' or '2-3'"
+                       " (reference alone: the whole hosts it is on), dp, fsdp, tp,"
                        " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
     },
     "data": {

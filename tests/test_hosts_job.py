@@ -62,3 +62,17 @@ def test_two_processes_train_stop_and_one_goes_on(tmp_path):
     assert seen[0]["restored"] == [[step, saved]] == [[HALF, saved]]  # bit-equal on the other mesh
     assert answers == whole and set(losses) == set(wanted) == set(range(1, STEPS + 1))
     assert max(abs(losses[k] / wanted[k] - 1) for k in losses) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_reference_on_one_host_alone_changes_nothing(tmp_path):
+    """mesh.roles.reference.processes: host 1 scores for both, and losses and tokens are those of a reference on all devices."""
+    kl = ("--config.algorithm.kl.coef=0.1", "--config.reference.dtype=fp32", "--config.mesh.fsdp=4", "--config.train.steps=3")
+    job(tmp_path / "all", 2, *kl)
+    text = job(tmp_path / "one", 2, *kl, "--config.mesh.roles={'reference': {'processes': '1'}}")
+    assert "reference: 2 devices" in text
+    (answers, losses, _), (wanted, known, _) = rows(tmp_path / "one"), rows(tmp_path / "all")
+    assert answers == wanted and set(losses) == set(known) == {1, 2, 3}
+    assert max(abs(losses[k] - known[k]) for k in losses) < 1e-6
+    kls = [[json.loads(line).get("policy/kl") for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "all")]
+    assert kls[0][-1] > 0 and kls[0] == pytest.approx(kls[1], abs=1e-6)

@@ -16,7 +16,7 @@ from jaxrl.config import default_config, put
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import embedded
-from jaxrl.sharding.mesh import local_indices
+from jaxrl.sharding.mesh import indices
 
 
 def config(roles, **options):
@@ -50,11 +50,11 @@ def test_roles_on_devices_of_their_own_change_nothing(tmp_path):
 
 
 def test_devices_are_all_or_ranges():
-    assert local_indices("all", 3) == [0, 1, 2] and local_indices("0-2,5", 6) == [0, 1, 2, 5] and local_indices("1", 2) == [1]
+    assert indices("all", 3) == [0, 1, 2] and indices("0-2,5", 6) == [0, 1, 2, 5] and indices("1", 2) == [1]
     for text, why in (("4-7", "names device 7, but a process has 4, from 0 to 3"), ("a", "is neither"), ("-1", "is neither"),
                       ("1,1", "names a device twice"), ("3-1", "is empty")):
         with pytest.raises(ValueError, match=why):
-            local_indices(text, 4)
+            indices(text, 4)
 
 
 def meshes(processes, per_process, roles, **sizes):
@@ -76,6 +76,13 @@ def test_a_role_has_the_same_slice_of_every_process():
     assert found["reference"] is found["policy"] is found["sampler"]
 
 
+def test_a_role_may_have_whole_processes():
+    found = meshes(4, 2, {"reference": {"processes": "2-3", "tp": 2}})
+    assert found["reference"].ids == [20, 21, 30, 31] and found["reference"].shape == {"dp": 1, "fsdp": 2, "tp": 2}
+    with pytest.raises(ConfigError, match="mesh.roles.reference.processes='4' names process 4, but the job has 4, from 0 to 3"):
+        meshes(4, 2, {"reference": {"processes": "4"}})
+
+
 def test_a_role_may_have_a_shape_of_its_own_on_all_devices():
     found = meshes(1, 4, {"sampler": {"dp": -1, "tp": 2}}, fsdp=4)
     assert found["sampler"].shape == {"dp": 2, "fsdp": 1, "tp": 2} and found["sampler"].ids == found["policy"].ids
@@ -87,11 +94,13 @@ def test_a_role_may_have_a_shape_of_its_own_on_all_devices():
 
 @pytest.mark.parametrize("roles, options, message", [
     ({"judge": {}}, {}, "mesh.roles.judge: there is no such role; choose from policy, reference, critic, sampler"),
-    ({"policy": {"device": "0"}}, {}, "mesh.roles.policy.device: unknown; choose from devices, dp, fsdp, tp, rest"),
+    ({"policy": {"device": "0"}}, {}, "mesh.roles.policy.device: unknown; choose from devices, processes, dp, fsdp, tp, rest"),
     ({"policy": {"fsdp": 0}}, {}, "mesh.roles.policy.fsdp=0: sizes are positive"),
     ({"policy": {"devices": 3}}, {}, "mesh.roles.policy.devices=3: must be text"),
     ({"policy": {"rest": "none"}}, {}, "mesh.roles.policy.rest='none': choose device or host"),
     ({"sampler": {"rest": "host"}}, {}, "mesh.roles.sampler.rest='host': choose device or none"),
+    ({"critic": {"processes": "0"}}, {"algorithm__preset": "ppo"}, "mesh.roles.critic.processes='0': what learns, and the sampler"),
+    ({"reference": {"processes": "0"}}, {"algorithm__kl__coef": 0.1, "reference__reset_steps": 2}, "are not sent to other hosts"),
     ({"critic": {"devices": "0"}}, {}, "mesh.roles.critic: there is no critic of its own"),
     ({"critic": {"devices": "0"}}, {"algorithm__preset": "ppo", "critic__shared": True}, "there is no critic of its own"),
     ({"reference": {"devices": "0"}}, {}, "mesh.roles.reference: there is no reference without a KL term"),

@@ -148,7 +148,7 @@ class Reference(Role):
     def start(self, arrays, host: dict | None) -> None:
         if host and self.moves:
             self.held, self.epochs = arrays, host["epochs"]
-        else:
+        elif self.job.here(self.name):
             with self.on():
                 start = parameters.initial_params(self.job, self.options.path, role=self.name, revision=self.options.revision)
                 self.held = cast_params(start, self.dtype)

@@ -33,6 +33,7 @@ from jaxrl.rollout.select import memory_fraction, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.session import Session
 from jaxrl.sharding import memory
+from jaxrl.sharding.mesh import processes_of
 from jaxrl.spec import here, resolve
 from jaxrl.telemetry import find_sink
 
@@ -69,6 +70,10 @@ class Job:
         """A context in which programs are those of a role's mesh."""
         mesh = self.mesh_of(role)
         return contextlib.nullcontext() if mesh is self.mesh else jax.set_mesh(mesh)
+
+    def here(self, role: str) -> bool:
+        """Whether this process has devices of a role."""
+        return jax.process_index() in processes_of(self.mesh_of(role))
 
     def apart(self, role: str) -> bool:
         """Whether a role has devices that no other one uses."""

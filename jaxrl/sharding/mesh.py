@@ -69,30 +69,31 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     return Mesh(order, AXES, axis_types=kinds)
 
 
-def local_indices(devices: str, count: int) -> list[int]:
-    """Indices of a process's devices from mesh.roles.<role>.devices: "all", or ranges such as "0-3,6".
+def indices(text: str, count: int, what: str = "device", of: str = "a process has") -> list[int]:
+    """Numbers of a process's devices, or of processes, from mesh.roles.<role>: "all", or ranges such as "0-3,6".
 
-    Raises ValueError for text that is neither, and for indices beyond `count`.
+    Raises ValueError for text that is neither, and for numbers beyond `count`.
     """
-    if devices == "all":
+    if text == "all":
         return list(range(count))
     out = []
-    for part in devices.split(","):
+    for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.strip().isdigit() or (last and not last.strip().isdigit()):
             raise ValueError('is neither "all" nor ranges such as "0-3,6"')
         out += range(int(first), int(last or first) + 1)
     if len(set(out)) < len(out) or not out:
-        raise ValueError("names a device twice" if out else "is empty")
+        raise ValueError(f"names a {what} twice" if out else "is empty")
     if max(out) >= count:
-        raise ValueError(f"names device {max(out)}, but a process has {count}, from 0 to {count - 1}")
+        raise ValueError(f"names {what} {max(out)}, but {of} {count}, from 0 to {count - 1}")
     return out
 
 
 def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
     """The mesh of every role: the policy's where mesh.roles says nothing else, so that equal ones are one object.
 
-    A role has the same slice of every process's devices. Where only its devices are given, fsdp takes all of them.
+    A role has the same slice of every process's devices, or of those of some processes. Where only its devices are given, fsdp takes
+    all of them.
     Raises ConfigError for devices that are not there and sizes that do not fit them.
     """
     devices = jax.devices() if devices is None else devices
@@ -102,11 +103,11 @@ def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
         sizes = {a: given[a] for a in AXES if a in given}
         if role == "policy":
             sizes = {a: mesh_config[a] for a in AXES} | sizes
-        elif not sizes and "devices" not in given:
+        elif not sizes and not {"devices", "processes"} & set(given):
             meshes[role] = meshes["policy"]
             continue
         rest = 1 if -1 in sizes.values() else -1
-        mine = _slice_of(devices, role, given.get("devices", "all"))
+        mine = _slice_of(devices, role, given)
         try:
             meshes[role] = make_mesh(SimpleNamespace(**{"dp": 1, "fsdp": rest, "tp": 1, **sizes}), mine)
         except ConfigError as e:
@@ -114,14 +115,22 @@ def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
     return meshes
 
 
-def _slice_of(devices, role: str, spec: str):
+def _slice_of(devices, role: str, given):
     by_process: dict[int, list] = {}
     for d in devices:
         by_process.setdefault(d.process_index, []).append(d)
+    key = "processes"
     try:
-        return [own[i] for own in by_process.values() for i in local_indices(spec, len(own))]
+        some = indices(given.get(key, "all"), len(by_process), "process", "the job has")
+        some, key = [list(by_process.values())[i] for i in some], "devices"
+        return [own[i] for own in some for i in indices(given.get(key, "all"), len(own))]
     except ValueError as e:
-        raise ConfigError(f"mesh.roles.{role}.devices={spec!r} {e}") from None
+        raise ConfigError(f"mesh.roles.{role}.{key}={given[key]!r} {e}") from None
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Numbers of the processes that have devices of a mesh."""
+    return sorted({d.process_index for d in mesh.devices.flat})
 
 
 def data_shards(mesh: Mesh) -> int:
