@@ -5,7 +5,7 @@
 Cases: some steps of configs/grpo.py, ppo.py and grpo_async.py (at its synchronous limit), all tiny, and of configs/grpo_sft.py; then
 of tests/tiny_job.py (a two-layer model from scratch) GRPO with a KL and two updates a batch, GRPO ahead of its steps, two processes, a
 run that is stopped and goes on, and a checkpoint that BEFORE writes and AFTER goes on from. Compared are all metrics but those of the
-clock and of compilations, the rollouts but for the key of the code that scored them, and the exported weights. Writes
+clock and of compilations, the rollouts but for the key of the code that scored them, the exported weights, and the options with their defaults. Writes
 evidence/results/nothing_moved.json; about ten minutes.
 """
 
@@ -72,6 +72,16 @@ def differences(a, b, where: str = "") -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:60]} -> {str(b)[:60]}"]
 
 
+KEYS = "from jaxrl.config import default_config; import json; print(json.dumps(json.loads(default_config().to_json_best_effort())))"
+
+
+def options(tree: Path) -> dict:
+    """Every option of a tree -> its default."""
+    done = subprocess.run([sys.executable, "-c", KEYS], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True,
+                          check=True)
+    return json.loads(done.stdout)
+
+
 def row(name: str, found: dict, differences: list) -> list:
     return [name, len(found["metrics"]), sum(map(len, found["rollouts"].values())), len(found["weights"]), len(differences)]
 
@@ -96,6 +106,7 @@ def main() -> int:
         mine = seen(Path(place) / "before" / "resumed")
         failed["a checkpoint of before"] = differences(mine, seen(folder))
         rows.append(row("a checkpoint of before", mine, failed["a checkpoint of before"]))
+    failed["options and their defaults"] = differences(options(before), options(after))
     table(["case", "lines of metrics", "rollouts", "files of weights", "differences"], rows)
     for name, found in failed.items():
         print("\n".join(f"{name}: {d}" for d in found[:5]))
