@@ -53,6 +53,8 @@
 #    2  k = 0 is the synchronous run; 3 killed and resumed   asynchrony_resume.py
 #    4  learning with k = 0, 2, 8                            asynchrony.py
 #    5  two trainers, two vLLM servers, one killed           asynchrony_hosts.py
+# Of the house:
+#    1  no number moved between two checkouts               nothing_moved.py BEFORE (not in "all")
 # Of the options (not in "all"; half an hour):
 #       each is ignored in turn, and a test notices         mutations.py
 set -euo pipefail
