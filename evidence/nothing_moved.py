@@ -5,8 +5,8 @@
 Cases: some steps of configs/grpo.py, ppo.py and grpo_async.py (at its synchronous limit), all tiny, and of configs/grpo_sft.py; then
 of tests/tiny_job.py (a two-layer model from scratch) GRPO with a KL and two updates a batch, GRPO ahead of its steps, two processes, a
 run that is stopped and goes on, and a checkpoint that BEFORE writes and AFTER goes on from. Compared are all metrics but those of the
-clock and of compilations, the rollouts but for the key of the code that scored them, the exported weights, and the options with their defaults. Writes
-evidence/results/nothing_moved.json; about ten minutes.
+clock and of compilations, the rollouts but for the key of the code that scored them, the exported weights, and the options with their
+defaults. Writes evidence/results/nothing_moved.json; about ten minutes.
 """
 
 from __future__ import annotations
