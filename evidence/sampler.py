@@ -28,7 +28,7 @@ from scipy import stats  # noqa: E402
 from jaxrl import models, training  # noqa: E402
 from jaxrl.config import default_config  # noqa: E402
 from jaxrl.recipes.trajectories import collect  # noqa: E402
-from jaxrl.rollout import Key, Request, SamplingParams, generate, make_engine  # noqa: E402
+from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine  # noqa: E402
 
 VOCAB, END, PROMPT, ANSWER, TIMEOUT = 1024, 1, 48, 128, 3600.0
 MODEL = dict(model_type="qwen2", vocab_size=VOCAB, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
@@ -51,7 +51,7 @@ def engine(slots, weights, eos=(END,), **rollout):
     cfg = default_config()
     cfg.data.max_prompt_tokens = PROMPT
     cfg.rollout.update({"max_new_tokens": ANSWER, "slots": slots, "group_size": 8, **rollout})
-    made = make_engine(cfg, model, None, None, eos)
+    made = make_engine(EngineContext(cfg, model, eos_ids=eos))
     made.publish(weights, 0)
     return made
 
@@ -187,7 +187,7 @@ def speed():
         cfg = default_config()
         cfg.data.update({"max_prompt_tokens": prompt, "prompts_per_step": prompts})
         cfg.rollout.update({"max_new_tokens": answer, "group_size": samples})
-        made, weights, rng = make_engine(cfg, m, None, None, ()), random_params(m, 0, 0.02), np.random.default_rng(0)
+        made, weights, rng = make_engine(EngineContext(cfg, m)), random_params(m, 0, 0.02), np.random.default_rng(0)
         batch = [rng.integers(0, m.config.vocab_size, prompt).astype(np.int32) for _ in range(prompts)]
         took = []
         for step in range(8):

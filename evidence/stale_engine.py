@@ -15,8 +15,8 @@ from jaxrl.rollout.embedded import EmbeddedEngine
 from jaxrl.rollout.embedded import make_engine as make_embedded
 
 
-def make_engine(config, model, tokenizer, mesh, eos_ids, hf_config=None):
-    return StaleEngine(make_embedded(config, model, tokenizer, mesh, eos_ids), int(config.user.staleness))
+def make_engine(context):
+    return StaleEngine(make_embedded(context), int(context.config.user.staleness))
 
 
 class StaleEngine:

@@ -25,7 +25,7 @@ from common import commit, record, table  # noqa: E402
 
 from jaxrl import models  # noqa: E402
 from jaxrl.config import default_config  # noqa: E402
-from jaxrl.rollout import make_engine  # noqa: E402
+from jaxrl.rollout import EngineContext, make_engine  # noqa: E402
 from jaxrl.rollout.vllm import transport, weights  # noqa: E402
 
 HF = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
@@ -68,7 +68,7 @@ def main() -> int:
     params = jax.jit(model.init)(jax.random.key(0))
     jax.block_until_ready(params)
     layer = max(sum(np.prod(e.hf_shape) for e, _ in group) * 2 for group in weights.layers(model)) / 1e6
-    engine, rows = make_engine(config, model, None, None, (0,), HF), []
+    engine, rows = make_engine(EngineContext(config, model, eos_ids=(0,), hf_config=HF)), []
     try:
         engine.publish(params, 0)
         for make in (transport.SharedMemory, lambda: transport.Network("127.0.0.1"),

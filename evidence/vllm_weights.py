@@ -25,7 +25,7 @@ from rollout_helpers import random_params  # noqa: E402
 
 from jaxrl import models  # noqa: E402
 from jaxrl.config import default_config  # noqa: E402
-from jaxrl.rollout import Request, SamplingParams, generate, make_engine  # noqa: E402
+from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine  # noqa: E402
 from jaxrl.rollout.vllm.publish import _next_token_logits, sequence_logprobs  # noqa: E402
 
 BASE = dict(vocab_size=320, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
@@ -48,7 +48,7 @@ NEW, PROMPTS = 64, 8
 
 def make(config, engine, hf, model):
     config.rollout.engine, config.run.dir = engine, tempfile.mkdtemp(prefix="vllm-weights-")
-    return make_engine(config, model, None, None, (), hf)
+    return make_engine(EngineContext(config, model, hf_config=hf))
 
 
 def compare(name: str, changes: dict) -> dict:

@@ -15,7 +15,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.names_elsewhere import not_yet
 from jaxrl.registry import Recipe, recipe_of
-from jaxrl.rollout.select import chosen_engine, server_folder
+from jaxrl.rollout.engines import ENGINES, OWN, engine_of
+from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.schema import BOUNDS, CHANGEABLE, element_kind, options
 from jaxrl.sharding import targets
 from jaxrl.spec import algorithm_row
@@ -59,8 +60,6 @@ def _elements(name, values):
     if kind is float and not all(map(math.isfinite, values)):
         return [f"{name}={values}: must be finite numbers"]
     return []
-
-
 
 
 def _ranges(cfg):
@@ -115,7 +114,7 @@ def _role(cfg, role, given):
 def _role_without_use(cfg, role, name):
     if role not in recipe_of(cfg).roles:
         return [f"{name}: run.recipe={cfg.run.recipe} has no {role}; leave it out"]
-    if role == "sampler" and cfg.rollout.engine not in ("auto", "jax"):
+    if role == "sampler" and cfg.rollout.engine != "auto" and not engine_of(cfg).on_mesh:
         return [f"{name}: rollout.engine={cfg.rollout.engine} has devices of its own (rollout.vllm.devices); leave it out"]
     if role == "critic" and (resolved_algorithm(cfg)["advantage"] != "gae" or cfg.critic.shared):
         return [f"{name}: there is no critic of its own; set algorithm.preset=ppo with critic.shared=False, or leave it out"]
@@ -193,18 +192,14 @@ def _batch(cfg):
     limit = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
     if cfg.train.max_sequence_tokens and recipe_of(cfg).samples and cfg.train.max_sequence_tokens > limit:
-        out.append(
-            f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens +"
-            f" rollout.max_new_tokens = {limit}; lower it or set 0"
-        )
+        out.append(f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens + "
+                   f"rollout.max_new_tokens = {limit}; lower it or set 0")
     longest = cfg.train.max_sequence_tokens or limit
     lengths = cfg.train.row_lengths
     if len(lengths) > 2:
         out.append(f"train.row_lengths={lengths}: at most 2 (each is compiled)")
     if lengths and max(lengths) < longest:
-        out.append(
-            f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last length"
-        )
+        out.append(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last length")
     return out
 
 
@@ -214,15 +209,11 @@ def _rollout(cfg):
         out.append(f"rollout.min_new_tokens={r.min_new_tokens}: above rollout.max_new_tokens={r.max_new_tokens}")
     if recipe_of(cfg).samples and cfg.run.mode == "train" and r.temperature == 0:
         out.append("rollout.temperature=0: greedy samples of a group are all equal, nothing can be learnt; use 1.0")
-    if (
-        (r.repetition_penalty != 1 or r.frequency_penalty != 0)
-        and not r.penalties_in_training
-        and recipe_of(cfg).samples
-    ):
-        out.append(
-            f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: penalties"
-            " bend the policy ratio; use eval.* penalties, or allow them with rollout.penalties_in_training=true"
-        )
+    bent = r.repetition_penalty != 1 or r.frequency_penalty != 0
+    if bent and not r.penalties_in_training and recipe_of(cfg).samples:
+        out.append(f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: "
+                   "penalties bend the policy ratio; use eval.* penalties, or allow them with "
+                   "rollout.penalties_in_training=true")
     for name, most in (("prompt_lengths", cfg.data.max_prompt_tokens), ("cache_lengths", None)):
         lengths = r[name]
         if len(lengths) > 3:
@@ -249,25 +240,24 @@ def _ahead(cfg):
     return out
 
 
-EMBEDDED_ONLY = {  # what only the embedded sampler reads -> what to do with vLLM
-    "slots": "set rollout.vllm.max_running", "cache_lengths": "set rollout.vllm.max_model_len", "prompt_lengths": "leave it out",
-    "compaction": "leave it out", "decode_steps": "leave it out",
-}
-LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
-
-
 def _engine(cfg):
     r, v, out, known = cfg.rollout, cfg.rollout.vllm, [], options()
-    if recipe_of(cfg).samples and chosen_engine(cfg) == "vllm":
-        out += [_no_effect(f"rollout.{name}", r[name], f"with vLLM (rollout.engine={r.engine})", f"{instead}, or rollout.engine=jax")
-                for name, instead in EMBEDDED_ONLY.items() if r[name] != known[f"rollout.{name}"].default]
+    engine = engine_of(cfg)
+    for name, instead in engine.ignores.items() if recipe_of(cfg).samples else ():
+        if r[name] != known[f"rollout.{name}"].default:
+            other = next(n for n, row in ENGINES.items() if name not in row.ignores)
+            out.append(_no_effect(f"rollout.{name}", r[name], f"with {engine.title} (rollout.engine={r.engine})",
+                                  f"{instead}, or rollout.engine={other}"))
     if v.retries and v.request_seconds >= r.timeout_seconds:
         out.append(f"rollout.vllm.request_seconds={v.request_seconds:g}: not below rollout.timeout_seconds={r.timeout_seconds:g}, so that none "
                    f"of rollout.vllm.retries={v.retries} further tries can happen; lower it (0: half of that), or set retries=0")
-    if r.engine not in ("auto", "jax", "vllm") and ":" not in r.engine:
-        out.append(f"rollout.engine={r.engine!r}: auto, jax, vllm, or an import path (module:function, ./file.py:function)")
-    if r.servers and r.engine == "jax":
-        out.append(f"rollout.servers={r.servers} with rollout.engine=jax: the embedded sampler has no servers; set vllm")
+    if r.engine not in ("auto", *ENGINES) and ":" not in r.engine:
+        out.append(f"rollout.engine={r.engine!r}: auto, {', '.join(ENGINES)}, or an import path (module:function, "
+                   "./file.py:function)")
+    if r.servers and not engine.servers:
+        other = next(n for n, row in ENGINES.items() if row.servers)
+        out.append(f"rollout.servers={r.servers} with rollout.engine={r.engine}: {engine.title} has no servers; "
+                   f"set {other}")
     key = v.api_key or os.environ.get("VLLM_API_KEY")
     for url in () if server_folder(r.servers) else r.servers:
         address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
@@ -502,8 +492,11 @@ def _beside(cfg, v):
         if r.repetition_penalty != 1 or r.frequency_penalty != 0:
             out.append("algorithm.sampled_support with penalties: they bend the distribution within the support, too; set "
                        "rollout.repetition_penalty=1 and frequency_penalty=0")
-        if r.engine not in ("auto", "jax") or r.servers:
-            out.append(f"algorithm.sampled_support with rollout.engine={r.engine}: only the embedded sampler tells its support; set jax")
+        engine = engine_of(cfg, here=False)
+        if engine is not OWN and not engine.info.support:
+            other = next(n for n, row in ENGINES.items() if row.info.support)
+            out.append(f"algorithm.sampled_support with rollout.engine={r.engine}: {engine.title} does not tell its "
+                       f"support; set {other}")
     if v["entropy_target"] and v["entropy_coef"]:
         out.append(f"algorithm.entropy_coef={v['entropy_coef']} with entropy_target={v['entropy_target']}: the coefficient adapts by "
                    "itself, up to entropy_max; set entropy_coef=0")

@@ -20,7 +20,7 @@ from jaxrl.algorithms.presets import PRESETS
 from jaxrl.algorithms.presets import resolve as resolve_preset
 from jaxrl.config import editable, get, put
 from jaxrl.registry import Recipe, recipe_of
-from jaxrl.rollout.select import chosen_engine
+from jaxrl.rollout.engines import chosen_engine, engine_of
 from jaxrl.schema import options
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
@@ -175,7 +175,8 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
     if c.rollout.dtype == "auto":
         decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":
-        exact = c.rollout.dtype == "fp32" and c.rollout.engine == "jax" and not (c.rollout.max_staleness or c.rollout.sync_every > 1)
+        now = not (c.rollout.max_staleness or c.rollout.sync_every > 1)
+        exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now
         decide("algorithm.mismatch.correction", "none" if exact or c.algorithm.old_logprobs == "rollout" else "token_tis", "engine")
     if not t.row_lengths:
         prompt = min(c.data.max_prompt_tokens, longest - 1)

@@ -1,7 +1,7 @@
 """What runs inside vLLM's processes. vLLM loads it through the entry point `vllm.general_plugins`.
 
-It imports the standard library, and torch and vllm inside functions, nothing else: `pip install --no-deps jaxrl` into an
-engine's own environment is enough. It
+It imports the standard library, and torch and vllm inside functions, nothing else: `pip install --no-deps jaxrl` into
+an engine's own environment is enough. It
 
 - registers the weight transfer backend `jaxrl`, which takes tensors from a file in shared memory, over HTTP or by NCCL,
 - has the middleware that asks for a key at every door of the server (`Guard`),
@@ -43,7 +43,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "TransferEngine")
 
 
-# ---- the life of the process ------------------------------------------------------------------------------------------
+# ---- the life of the process -----------------------------------------------------------------------------------------
 
 def start_time(pid: int) -> str:
     """When a process was started, in ticks since boot; empty when there is none. Tells a pid from its later reuse."""
@@ -95,16 +95,17 @@ def _add_worker_methods() -> None:
     WorkerBase.jaxrl_digests = digests
 
 
-# ---- the doors --------------------------------------------------------------------------------------------------------
+# ---- the doors -------------------------------------------------------------------------------------------------------
 
 KEY = "VLLM_API_KEY"  # environment: what requests have to show; vLLM itself reads it too
 
 
 class Guard:
-    """ASGI middleware, for vLLM's --middleware: whoever does not show `Authorization: Bearer <$VLLM_API_KEY>` reaches /health alone.
+    """ASGI middleware, for vLLM's --middleware: whoever does not show `Authorization: Bearer <$VLLM_API_KEY>` reaches
+    /health alone.
 
-    vLLM's own key covers the paths of requests; weights, sleep and remote calls in the workers stay open beside it. Raises RuntimeError
-    without a key, so that such a server does not start.
+    vLLM's own key covers the paths of requests; weights, sleep and remote calls in the workers stay open beside it.
+    Raises RuntimeError without a key, so that such a server does not start.
     """
 
     def __init__(self, app):
@@ -120,7 +121,8 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
         else:
             body = b'{"error": "Unauthorized"}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+                       (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
@@ -129,12 +131,13 @@ class Guard:
         return kind.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._wanted)
 
 
-# ---- receiving weights ------------------------------------------------------------------------------------------------
+# ---- receiving weights -----------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
 class InitInfo:
-    """The trainer announces itself. `names`: every tensor a publish must bring. `folder`: its folder's name in /dev/shm. `address`,
-    `key`: of its HTTP server, host:port. `nccl`: id, size and rank of this server's first worker in a new communicator."""
+    """The trainer announces itself. `names`: every tensor a publish must bring. `folder`: its folder's name in
+    /dev/shm. `address`, `key`: of its HTTP server, host:port. `nccl`: id, size and rank of this server's first worker
+    in a new communicator."""
 
     protocol: int
     names: list[str]
@@ -146,8 +149,8 @@ class InitInfo:
 
 @dataclasses.dataclass
 class UpdateInfo:
-    """One chunk. `source`: "shm:<number>", "http:<number>" or "nccl:"; numbers are of the announced trainer. `tensors`: [name, dtype,
-    shape, offset, bytes, SHA-256 or empty] each."""
+    """One chunk. `source`: "shm:<number>", "http:<number>" or "nccl:"; numbers are of the announced trainer. `tensors`:
+    [name, dtype, shape, offset, bytes, SHA-256 or empty] each."""
 
     source: str
     size: int
@@ -175,16 +178,16 @@ def _transfer_engine():
 
         def init_transfer_engine(self, init_info):
             if init_info.protocol != PROTOCOL:
-                raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin {PROTOCOL}; "
-                                 "install the same jaxrl on both sides")
+                raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin "
+                                 f"{PROTOCOL}; install the same jaxrl on both sides")
             self.names, self.reader = set(init_info.names), Reader(init_info.folder, init_info.address, init_info.key)
             self.received = set()
             if init_info.nccl:
                 here = self.parallel_config
-                rank = here.data_parallel_index * here.world_size + here.rank
+                rank = init_info.nccl["rank"] + here.data_parallel_index * here.world_size + here.rank
                 self.nccl = self.nccl or Nccl()
                 self.nccl.abort()
-                self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), init_info.nccl["rank"] + rank)
+                self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), rank)
 
         def start_weight_update(self):
             self.received = set()
@@ -234,8 +237,8 @@ class Nccl:
     """What a broadcast needs of NCCL, through ctypes: the same few calls for the trainer and for vLLM's workers.
 
     One communicator at a time, on the device and the default stream of the calling thread. The library is that of the
-    environment variable JAXRL_NCCL, of the package nvidia-nccl, or whatever the loader finds. Raises OSError without one,
-    RuntimeError with NCCL's own words where a call fails.
+    environment variable JAXRL_NCCL, of the package nvidia-nccl, or whatever the loader finds. Raises OSError without
+    one, RuntimeError with NCCL's own words where a call fails.
     """
 
     BYTES = 1  # ncclUint8
@@ -271,7 +274,8 @@ class Nccl:
 
     def join(self, size: int, unique_id: bytes, rank: int) -> None:
         """Returns when all `size` members have called it. NCCL knows no deadline."""
-        self._call("ncclCommInitRank", ctypes.byref(self._communicator), size, self.Id.from_buffer_copy(unique_id), rank)
+        own = self.Id.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRank", ctypes.byref(self._communicator), size, own, rank)
 
     def broadcast(self, pointer: int, count: int) -> None:
         """`count` bytes at `pointer` of rank 0 to `pointer` of the others; queued, not awaited."""
@@ -285,10 +289,11 @@ class Nccl:
 
 
 class Reader:
-    """Chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its address.
+    """Chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its
+    address.
 
-    Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server is not to read other files or
-    call other hosts because somebody asks it to.
+    Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server is not to read
+    other files or call other hosts because somebody asks it to.
     """
 
     FOLDER, ADDRESS = r"jaxrl-\w+", r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
@@ -299,11 +304,11 @@ class Reader:
                 raise ValueError(f"jaxrl: {value!r} is no place from which weights are taken")
         self.folder, self.address, self.key, self.connection = folder, address, key, None
 
-    def open(self, source: str, size: int):
+    def open(self, source: str, size: int) -> memoryview:
         kind, _, number = source.partition(":")
         if not {"shm": self.folder, "http": self.address}.get(kind) or not re.fullmatch(r"\d+", number, re.ASCII):
             raise ValueError(f"jaxrl: weights from {source!r} were not announced")
-        return _Mapped(self.folder, number, size) if kind == "shm" else memoryview(self._download(number, size))
+        return _mapped(self.folder, number, size) if kind == "shm" else memoryview(self._download(number, size))
 
     def _download(self, number: str, size: int) -> bytearray:
         for fresh in (False, True):
@@ -330,30 +335,20 @@ class Reader:
         return out
 
 
-class _Mapped:
-    """A file of a folder in /dev/shm; links are not followed, in neither place."""
-
-    def __init__(self, folder: str, name: str, size: int):
-        there = os.open(f"/dev/shm/{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=there)
-        finally:
-            os.close(there)
-        try:
-            self.map = mmap.mmap(file, size, access=mmap.ACCESS_READ)
-        finally:
-            os.close(file)
-        self.view = memoryview(self.map)
-
-    def __enter__(self):
-        return self.view
-
-    def __exit__(self, *exc):
-        self.view.release()
-        self.map.close()
+def _mapped(folder: str, name: str, size: int) -> memoryview:
+    """A file of a folder in /dev/shm, mapped until the view is released; links are not followed, in neither place."""
+    there = os.open(f"/dev/shm/{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=there)
+    finally:
+        os.close(there)
+    try:
+        return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_READ))
+    finally:
+        os.close(file)
 
 
-# ---- telling what is loaded -------------------------------------------------------------------------------------------
+# ---- telling what is loaded ------------------------------------------------------------------------------------------
 
 def info(worker) -> dict:
     """What the trainer has to know about this worker."""
@@ -363,9 +358,10 @@ def info(worker) -> dict:
     config, engine = worker.vllm_config, worker.weight_transfer_engine
     transfer = config.weight_transfer_config
     return {
-        "protocol": PROTOCOL, "vllm": vllm.__version__, "rank": worker.rank, "pid": os.getpid(), "host": socket.gethostname(),
-        "backend": transfer.backend if transfer else "", "model": type(worker.get_model()).__name__,
-        "dtype": str(config.model_config.dtype).removeprefix("torch."), "quantized": config.model_config.quantization or "",
+        "protocol": PROTOCOL, "vllm": vllm.__version__, "rank": worker.rank, "pid": os.getpid(),
+        "host": socket.gethostname(), "backend": transfer.backend if transfer else "",
+        "model": type(worker.get_model()).__name__, "quantized": config.model_config.quantization or "",
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype), "vocab_size": config.model_config.get_vocab_size(),
         "max_model_len": config.model_config.max_model_len, "machine": machine(),
         "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
@@ -430,5 +426,6 @@ def pieces(model) -> Iterator[tuple]:
             continue
         at = 0
         for name, (count, rank) in zip(packed.get(own, ()), spans, strict=True):
-            yield ".".join(filter(None, (parent, name, leaf))), data[at:at + count], (0, rank * count, (rank + 1) * count)
+            whole = ".".join(filter(None, (parent, name, leaf)))
+            yield whole, data[at:at + count], (0, rank * count, (rank + 1) * count)
             at += count

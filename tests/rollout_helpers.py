@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl import models
 from jaxrl.config import default_config
-from jaxrl.rollout import Request, SamplingParams, make_engine
+from jaxrl.rollout import EngineContext, Request, SamplingParams, make_engine
 from jaxrl.rollout.sampling import lanes_for, random_words
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
@@ -75,7 +75,7 @@ def config(**rollout):
 
 
 def engine(eos=(END,), mesh=None, publish=True, **rollout):
-    made = make_engine(config(**rollout), model(), tokenizer(), mesh, eos, HF)
+    made = make_engine(EngineContext(config(**rollout), model(), tokenizer(), mesh, eos, HF))
     if publish:
         made.publish(params(), 0)
     return made

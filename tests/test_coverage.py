@@ -69,6 +69,7 @@ ALIASES = {
     "rollout/vllm/engine.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
     "rollout/vllm/publish.py": {"options": "rollout.vllm"},
     "rollout/vllm/router.py": {"options": "rollout.vllm"},
+    "rollout/vllm/servers.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
 }
 
 

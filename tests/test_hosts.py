@@ -28,7 +28,7 @@ from jaxrl.processes.group import Peers, Place, expand_nodes, find
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
-from jaxrl.rollout.vllm.engine import share_of
+from jaxrl.rollout.vllm.servers import share_of
 from jaxrl.telemetry import Telemetry
 from jaxrl.telemetry.profiler import steps_of
 

@@ -11,10 +11,7 @@ ROOT = Path(jaxrl.__file__).parent
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60
 
 # Modules that import each other, counting imports inside functions.
-CIRCLES = [
-    {"jaxrl.rollout.select", *(f"jaxrl.rollout.vllm.{name}" for name in (  # select makes the engine, which asks it back
-        "adapter", "engine", "publish", "router", "sleeping", "transport"))},
-]
+CIRCLES: list[set[str]] = []
 # A plan compiles the programs that recipes build.
 OF_RECIPES = {("jaxrl.planning.case", "jaxrl.recipes.setup"), ("jaxrl.planning.plan", "jaxrl.recipes.setup"),
               ("jaxrl.planning.programs", "jaxrl.recipes.setup"),

@@ -38,7 +38,7 @@ from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.roles import NothingFinite, check_finite
-from jaxrl.rollout import Engine, Key, Request, Result, make_engine
+from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.session import Progress, Session, triggers
 from jaxrl.spec import resolve
@@ -412,7 +412,7 @@ def test_penalties_in_training_need_consent(tiny):
 def test_engine_names(tiny):
     for name in ("auto", "jax"):
         job = setup.open_job(tiny("rollout.engine", name))
-        engine = make_engine(job.config, job.model, job.tokenizer, job.mesh, job.eos_ids)
+        engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, job.eos_ids))
         assert isinstance(engine, Engine)
         engine.close()
     with pytest.raises(ConfigError, match="rollout.engine='vlm': auto, jax, vllm, or an import path"):

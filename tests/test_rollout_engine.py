@@ -27,7 +27,7 @@ from rollout_helpers import (
 from jaxrl import models
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.rollout import Key, Request, SamplingParams, generate, make_engine
+from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.telemetry.compilations import Compilations
 
@@ -220,7 +220,7 @@ def test_the_cache_is_updated_in_place(compact):
 def test_bf16_engine_with_a_copy_of_the_weights_and_a_bound_on_total_length():
     cfg = config(slots=8, dtype="bf16", prompt_lengths=(20,))
     cfg.train.max_sequence_tokens = 25
-    made = make_engine(cfg, model(), None, None, ())
+    made = make_engine(EngineContext(cfg, model()))
     source = jax.tree.map(jnp.array, params())
     made.publish(source, 0)
     jax.tree.map(lambda a: a.delete(), source)  # what donation to the update does
@@ -255,7 +255,7 @@ def test_windows_soft_caps_and_scanned_layers_agree_with_the_scorer():
                           head_dim=12, query_pre_attn_scalar=20, sliding_window=5, attn_logit_softcapping=3.0,
                           final_logit_softcapping=4.0), compute_dtype=jnp.float32, scan_layers=True)
     weights = random_params(m, 2, 0.3)
-    made = make_engine(config(slots=16, compaction=False, prompt_lengths=(20,)), m, None, None, (END,))
+    made = make_engine(EngineContext(config(slots=16, compaction=False, prompt_lengths=(20,)), m, eos_ids=(END,)))
     made.publish(weights, 0)
     asked = requests(20, seed=32)
     results = generate(made, asked, TIMEOUT)
@@ -337,3 +337,16 @@ def test_request_seeds_are_fixed_forever_and_differ_everywhere():
     seeds = {key.seed(r) for r in (0, 1) for key in keys}
     assert len(seeds) == 2 * len(keys) and all(0 <= s < 2**32 for s in seeds) and len({str(key) for key in keys}) == len(keys)
     assert Key("a", 2, 3, 4).seed(1) != Key("a", 23, 3, 4).seed(1)
+
+
+def test_more_stop_tokens_than_the_static_shapes_hold_are_refused(fixed):
+    with pytest.raises(ValueError, match="'r0': 30 stop_token_ids, at most"):
+        fixed.submit(requests(1, stop_token_ids=tuple(range(30))))
+
+
+def test_counters_add_up(fixed):
+    before = fixed.counters()
+    results = generate(fixed, requests(20, seed=14), 60.0)
+    grown = {k: v - before[k] for k, v in fixed.counters().items()}
+    assert grown["requests"] == grown["finished"] == 20 and grown["aborted"] == 0
+    assert grown["tokens"] == sum(len(r.tokens) for r in results) <= grown["slot_steps"]

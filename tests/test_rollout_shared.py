@@ -14,7 +14,7 @@ from rollout_helpers import END, config, prompt, random_params
 
 from jaxrl import models
 from jaxrl.kernels.attention.cached.shared import WIDTH
-from jaxrl.rollout import Request, SamplingParams, generate, make_engine
+from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine
 
 TIMEOUT = 300.0
 
@@ -33,7 +33,7 @@ def made(attention, mesh=None, head_dim=64, **rollout):
     model = models.build({**HF, "head_dim": head_dim}, compute_dtype=jnp.float32, scan_layers=False, attention=attention)
     cfg = config(**{"slots": 8, "prompt_lengths": (160,), "max_new_tokens": 12, "cache_lengths": (176,), **rollout})
     cfg.data.max_prompt_tokens = 160
-    engine = make_engine(cfg, model, None, mesh, (END,))
+    engine = make_engine(EngineContext(cfg, model, None, mesh, (END,)))
     engine.publish(weights_of(model), 0)
     return engine
 

@@ -1,18 +1,23 @@
 """algorithm.sampled_support: the trainer's log-probs are those of the distribution the answer was drawn from."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_job
 from rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
 
 from jaxrl import training
+from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.algorithm import check_support
+from jaxrl.recipes.algorithm import Algorithm
+from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.trajectories import collect
-from jaxrl.rollout import Key, generate, make_engine
+from jaxrl.rollout import EngineContext, EngineInfo, Key, generate, make_engine
+from jaxrl.spec import resolve
 
 OPTIONS = dict(top_k=7, top_p=0.8, temperature=1.3)
 
@@ -21,7 +26,7 @@ OPTIONS = dict(top_k=7, top_p=0.8, temperature=1.3)
 def answered():
     cfg = config(**OPTIONS)
     cfg.algorithm.sampled_support = True
-    engine = make_engine(cfg, model(), tokenizer(), None, (END,), HF)
+    engine = make_engine(EngineContext(cfg, model(), tokenizer(), None, (END,), HF))
     engine.publish(params(), 0)
     asked = [dataclasses.replace(r, key=Key("t", 0, i // 4, i % 4), group=i // 4)
              for i, r in enumerate(requests(24, seed=3, prompts=6, **OPTIONS))]
@@ -67,12 +72,24 @@ def test_ties_keep_the_token_that_was_drawn():
     assert np.asarray(likeliest(logits, jnp.array([2, 0]), 2)).tolist() == [[0, 2], [0, -1]]
 
 
+def refused_by(cfg, engine):
+    """Where a support cannot be had: by the config's check, by the algorithm, or by what drives the engine."""
+    check(cfg)
+    job = SimpleNamespace(config=resolve(cfg), model=model())
+    if cfg.rollout.top_k > job.model.config.vocab_size:
+        return Algorithm(job, 5)
+    return Rollouts(job.config, SimpleNamespace(peers=None), engine=engine, stream=None, rewards=None, tokenizer=None,
+                    steps=1)
+
+
 @pytest.mark.parametrize("changes,message", [
-    (dict(engine="vllm"), "only the embedded sampler tells its support"),
+    (dict(engine="vllm", top_k=7), "rollout.engine=vllm: vLLM does not tell its support; set jax"),
     (dict(engine="jax", top_k=100), "rollout.top_k=100: the vocabulary has 64 tokens"),
+    (dict(engine="./mine.py:make", top_k=7), "the engine ./mine.py:make does not tell its support"),
 ])
 def test_what_cannot_be_had_is_refused(changes, message):
-    cfg = config(**changes)
+    cfg = tiny_job.get_config()
+    cfg.rollout.update(changes)
     cfg.algorithm.sampled_support = True
     with pytest.raises(ConfigError, match=message):
-        check_support(cfg, 64)
+        refused_by(cfg, SimpleNamespace(info=EngineInfo()))

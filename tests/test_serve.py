@@ -17,8 +17,8 @@ from jaxrl import serve
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import chosen_engine, generate
-from jaxrl.rollout.select import listed, server_folder
 from jaxrl.rollout.vllm import adapter, transport
+from jaxrl.rollout.vllm.options import listed, server_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,14 +87,15 @@ def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch,
                 time.sleep(0.05)
 
         until(lambda: host.announced)
-        assert listed(tmp_path / "servers") == [f"http://127.0.0.1:{host.ports[0]}"] and "servers listen on loopback" in caplog.text
+        assert listed(tmp_path / "servers") == [f"http://127.0.0.1:{host.servers.ports[0]}"]
+        assert "servers listen on loopback" in caplog.text
         assert "rollout.vllm.api_key is on the command line, where every user of this machine reads it" in caplog.text
-        first = host.processes[0]
+        first = host.servers.processes[0]
         os.kill(first.pid, signal.SIGSTOP)
-        until(lambda: host.processes[0] is not first and host.up[0])
+        until(lambda: host.servers.processes[0] is not first and host.servers.up[0])
         assert first.exit_status() == -signal.SIGKILL and "hangs: " in caplog.text and "it is started again" in caplog.text
-        os.kill(host.processes[0].pid, signal.SIGSTOP)
-        until(lambda: host.processes[0].exit_status() is not None)
+        os.kill(host.servers.processes[0].pid, signal.SIGSTOP)
+        until(lambda: host.servers.processes[0].exit_status() is not None)
         assert not host.look()  # none is left: jaxrl.serve ends with 1
     finally:
         host.stop()
@@ -154,7 +155,7 @@ def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_pat
             assert all(r.finish != "abort" for r in generate(engine, many(40), 120.0))
             second = engine.router.replicas[1]
             for blow in (signal.SIGKILL, signal.SIGSTOP):
-                os.killpg(os.getpgid(engine.controls[1].workers()[0]["pid"]), blow)
+                os.killpg(os.getpgid(engine.fleet.controls[1].workers()[0]["pid"]), blow)
                 end = time.monotonic() + 60
                 while second.state != "dead":
                     assert time.monotonic() < end

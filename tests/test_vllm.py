@@ -71,12 +71,12 @@ def test_weights_by_broadcast_up_to_nccl_itself(nccl):
         engine.publish(params(1), 5)
         answers_are_of(engine, 1, 5)
         assert engine.publisher.last_publish["bytes"] > 500_000 and engine.publisher.last_probe < 1e-4 and not joins
-        engine._processes[0].kill()
+        engine.fleet.processes[0].kill()
         engine.poll(0.0)
         while engine.health().servers[engine.router.replicas[0].url] != "ready":
             engine.poll(0.5)
             time.sleep(0.2)
-        assert joins == [2] and engine.counters()["restarts"] == 1
+        assert joins == [2] and engine.metrics()["engine/restarts"] == 1
         engine.publish(params(0), 6)
         answers_are_of(engine, 0, 6)
         assert joins == [2, 3]
@@ -93,7 +93,7 @@ def test_nccl_that_cannot_be_loaded_is_said(monkeypatch):
 def test_tensor_parallel_workers_hold_their_slices():
     """Checksums of each worker's slice of every tensor."""
     with own_servers(tensor_parallel=2, rollout_verify_weights="always", env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as engine:
-        assert [len(infos) for infos in engine.publisher.infos.values()] == [2]
+        assert [len(infos) for infos in engine.fleet.infos.values()] == [2]
         engine.publish(params(1), 5)
         answers_are_of(engine, 1, 5)
 
@@ -156,8 +156,7 @@ def test_groups_stay_together_and_load_is_spread():
         assert [r.id for r in results] == [a.id for a in asked] and len(rows) == 64
         for row in rows:
             assert [e[1] for e in row["events"]] == ["queued", "sent", "answered"]
-        counters = engine.counters()
-        assert counters["requests"] == counters["finished"] == 64 and counters["engine_prefix_queries"] > 0
+        assert {r.finish for r in results} <= {"stop", "length"} and engine.metrics()["engine/prefix_queries"] > 0
 
 
 def test_truncated_answers_carry_the_logprob_of_the_draw():
@@ -171,16 +170,16 @@ def test_truncated_answers_carry_the_logprob_of_the_draw():
                     assert abs(r.logprobs[i] - np.log(p[token] / p.sum())) < 1e-3 and r.kept[i] == 0
 
 
-def test_pause_holds_and_abort_ends():
+def test_hold_keeps_back_and_abort_ends():
     with on_url(max_requests=2) as engine:
         engine.submit(many(64))
-        engine.pause()
+        engine.hold(True)
         done = []
         while new := engine.poll(0.5):
             done += new
-        assert engine.health().paused and engine.health().waiting > 0
+        assert engine.health().running == 0 and engine.health().waiting > 0
         engine.publish(params(1), 3)
-        engine.resume()
+        engine.hold(False)
         while not (new := engine.poll(5.0)):
             pass
         engine.abort()

@@ -43,7 +43,7 @@ def processes(engine):
     found = []
     for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
         with contextlib.suppress(ProcessLookupError):
-            found += [pid] if os.getsid(pid) == engine._processes[0].pid else []
+            found += [pid] if os.getsid(pid) == engine.fleet.processes[0].pid else []
     return found
 
 
@@ -76,7 +76,7 @@ def test_the_key_is_this_runs_and_nowhere_to_be_read(engine):
     pids = processes(engine)
     assert len(pids) > 1 and len(engine.key) > 40
     with own_servers(publish=False) as other:
-        assert len(other.key) > 40 and other.key != engine.key and other._ports != engine._ports
+        assert len(other.key) > 40 and other.key != engine.key and other.fleet.own.ports != engine.fleet.own.ports
     for pid in pids:
         assert engine.key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     files = [p for p in Path(engine.config.run.dir).rglob("*") if p.is_file()]
@@ -114,7 +114,7 @@ def test_another_user_gets_in_nowhere(engine, url):
 
 def test_weights_are_taken_from_the_announced_trainer_only(engine, url):
     """With the key, too, no file and no other host is read. The next publish mends what such a try leaves."""
-    control, seen = engine.controls[0], []
+    control, seen = engine.fleet.controls[0], []
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         port = foreign.getsockname()[1]
         announced = engine.publisher.transport.announcement()

@@ -26,8 +26,8 @@ from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf
 from jaxrl.recipes import parity, rl
-from jaxrl.rollout import EngineLost, chosen_engine, make_engine
-from jaxrl.rollout.vllm import adapter, engine, process, transport, weights
+from jaxrl.rollout import EngineContext, EngineLost, chosen_engine, make_engine, weights
+from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 
 # ---- config ---------------------------------------------------------------------------------------------------------------
@@ -100,14 +100,14 @@ def test_the_engine_is_chosen(monkeypatch):
     assert chosen_engine(runnable(rollout__servers=("http://127.0.0.1:1",))) == "vllm"
     for gpu, installed, want in ((True, True, "vllm"), (True, False, "jax"), (False, True, "jax")):
         monkeypatch.setattr("glob.glob", lambda pattern, gpu=gpu: ["/dev/nvidia0"] * gpu)
-        monkeypatch.setattr("jaxrl.rollout.select._has_vllm", lambda installed=installed: installed)
+        monkeypatch.setattr("jaxrl.rollout.engines._has_vllm", lambda installed=installed: installed)
         assert chosen_engine(runnable()) == want
 
 
 @pytest.mark.parametrize("path", ["no_such_module:engine", "jaxrl.rollout:no_such_name", "./no_such_file.py:engine"])
 def test_an_engine_that_cannot_be_imported_is_named(path):
     with pytest.raises(ConfigError, match="neither auto, jax, vllm nor an import path that works"):
-        make_engine(runnable(rollout__engine=path), None, None, None, (1,))
+        make_engine(EngineContext(runnable(rollout__engine=path), None))
 
 
 def test_the_gap_warns_and_stops(caplog):
@@ -173,11 +173,11 @@ def servers_of(monkeypatch, tmp_path, **changes):
         if len(begun) == config.rollout.vllm.replicas:
             raise Started
 
-    monkeypatch.setattr(engine, "ServerProcess", start)
+    monkeypatch.setattr(servers, "ServerProcess", start)
     monkeypatch.setattr(adapter, "installed", lambda python: adapter.Installed("0.32.0", cpu=False))
     model = models.build(HF, compute_dtype=jnp.float32, scan_layers=False)
     with pytest.raises(Started):
-        make_engine(config, model, None, None, (1,), HF)
+        make_engine(EngineContext(config, model, eos_ids=(1,), hf_config=HF))
     return begun
 
 
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_start_is_a_config_only_where_vllm_says_so(interp
     python = Path(interpreter("vllm==0.33.0+cpu"))
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "OSError: no room" && exit {status}\n{python.read_text().partition(chr(10))[2]}')
     c = runnable(run__dir=str(tmp_path / "run"), rollout__engine="vllm", rollout__vllm__python=str(python))
-    engine = VllmEngine(c, SimpleNamespace(), None, (1,), HF, "float32")
+    engine = VllmEngine(EngineContext(c, SimpleNamespace(compute_dtype=np.float32), eos_ids=(1,), hf_config=HF))
     with pytest.raises((ConfigError, RunStopped), match=f"did not start: exited with status {status}: OSError: no room") as error:
         engine.publish({}, 0)
     assert type(error.value) is kind
@@ -396,9 +396,9 @@ def test_readers_get_what_was_sent(carrier):
             for (name, array), (sent, dtype, shape, offset, count, digest) in zip(tensors, payload["tensors"], strict=True):
                 assert sent == name and list(array.shape) == shape and array.dtype.name == dtype and offset % 64 == 0
                 assert bytes(buffer[offset:offset + count]) == np.ascontiguousarray(array).tobytes()
-                assert digest == weights.digest(array)
+                assert digest == transport.digest(array)
                 part = np.frombuffer(bytes(buffer[offset:offset + count]), np.uint8)
-                assert weights.digest(part) == digest
+                assert transport.digest(part) == digest
 
 
 def test_the_network_asks_for_its_key():

@@ -19,11 +19,13 @@ from vllm_cases import Said, on_url, own_servers, wait_until_ready
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.setup import share_gpus
-from jaxrl.rollout import EngineLost, generate
-from jaxrl.rollout.select import memory_fraction, shared_gpus
+from jaxrl.rollout import EngineContext, EngineLost, generate
+from jaxrl.rollout.engines import shared_gpus
 from jaxrl.rollout.vllm import adapter, publish, transport
 from jaxrl.rollout.vllm import router as router_module
 from jaxrl.rollout.vllm.engine import VllmEngine
+from jaxrl.rollout.vllm.options import memory_fraction
+from jaxrl.rollout.vllm.servers import OwnServers
 from jaxrl.rollout.vllm.sleeping import Memory
 from jaxrl.vllm_plugin import BACKEND
 
@@ -74,13 +76,12 @@ def documented():
 def test_one_step_in_order(documented):
     memory = Memory(documented.control)
     seen = []
-    for move in (memory.sleep, memory.open, memory.filled, memory.wake_cache):
+    for move in (memory.sleep, memory.open, memory.close):
         move()
         seen.append((memory.state, sorted(documented.asleep), documented.weights))
-        if memory.state == "empty":
+        if memory.state == "filling":
             documented.weights = "new"
-    assert seen == [("asleep", ["kv_cache", "weights"], None), ("empty", ["kv_cache"], None), ("full", ["kv_cache"], "new"),
-                    ("awake", [], "new")]
+    assert seen == [("asleep", ["kv_cache", "weights"], None), ("filling", ["kv_cache"], None), ("awake", [], "new")]
     assert documented.calls == ["/sleep?level=2&mode=abort", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
 
 
@@ -91,10 +92,10 @@ def test_an_awake_server_is_left_alone(documented):
     assert memory.state == "awake" and not documented.calls
 
 
-LEGAL = {"sleep": {"awake"}, "wake_weights": {"asleep"}, "filled": {"empty"}, "wake_cache": {"full"}, "recover": {"lost"}}
+LEGAL = {"sleep": ["awake"], "close": ["filling", "awake"]}
 
 
-@pytest.mark.parametrize("state", ["awake", "asleep", "empty", "full", "lost"])
+@pytest.mark.parametrize("state", ["awake", "asleep", "filling", "lost"])
 def test_what_is_not_legal_reaches_no_server(documented, state):
     for name, legal in LEGAL.items():
         memory = Memory(documented.control)
@@ -117,7 +118,7 @@ def test_after_a_failure_on_the_way_all_is_woken_and_filled_anew(documented, at)
             move()
     assert memory.state == "lost"
     memory.open()
-    assert memory.state == "empty" and not documented.asleep
+    assert memory.state == "filling" and not documented.asleep
     memory.close()
     assert memory.state == "awake"
 
@@ -137,7 +138,7 @@ def test_a_server_that_an_earlier_trainer_left_asleep_is_woken_first(documented)
     memory.meet()
     assert memory.state == "lost"
     memory.open()
-    assert memory.state == "empty" and not documented.asleep
+    assert memory.state == "filling" and not documented.asleep
     Memory(documented.control).meet()
 
 
@@ -148,8 +149,8 @@ def test_memory_shares_follow_the_placement():
     from test_vllm_parts import flag, runnable
 
     def shares(engine="vllm", environ=(), **options):
-        c, env = runnable(**{f"rollout__{k}": v for k, v in options.items()}), dict(environ)
-        share_gpus(shared_gpus(c, engine), memory_fraction(c), env)
+        c, env = runnable(rollout__engine=engine, **{f"rollout__{k}": v for k, v in options.items()}), dict(environ)
+        share_gpus(shared_gpus(c), memory_fraction(c), env)
         return memory_fraction(c), env
 
     half, given = "XLA_PYTHON_CLIENT_MEM_FRACTION", {"XLA_CLIENT_MEM_FRACTION": "0.3"}
@@ -190,7 +191,7 @@ def answering(request, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=2.0, **getattr(request, "param", {}))
     cfg.run.dir, cfg.log.trace_requests = str(tmp_path), True
-    engine = VllmEngine(cfg, model(), None, (1,), HF, "float32")
+    engine = VllmEngine(EngineContext(cfg, model(), eos_ids=(1,), hf_config=HF))
     server.version, server.engine = f"{engine.run_id}-0", engine
     engine.router.set_state(engine.router.replicas[0], "ready")
     yield server, engine.router
@@ -258,11 +259,12 @@ class Reached(Exception):
 def test_a_publish_goes_by_its_options(answering, monkeypatch):
     """Carrier and its address, chunks, checksums at a later publish too, bound of the probe, deadline of a call; and no restart."""
     engine, publisher, asked = answering[0].engine, answering[0].engine.publisher, []
-    publisher.infos = {0: [{"backend": BACKEND, "machine": publish.machine(), "quantized": False, "cache_dtype": "auto"}]}
+    engine.fleet.infos = {0: [{"backend": BACKEND, "machine": publish.machine(), "quantized": False,
+                               "cache_dtype": "auto"}]}
     carriers = []
     monkeypatch.setattr(transport, "Network", lambda host: carriers.append(host) or SimpleNamespace(host=True, close=lambda: None))
     publisher.choose_transport()
-    assert carriers == ["127.0.0.9"] and engine.controls[0]._http.timeout.read == 7.0
+    assert carriers == ["127.0.0.9"] and engine.fleet.controls[0]._http.timeout.read == 7.0
 
     def chunks(model, params, dtype, most, host):
         asked.append(most)
@@ -282,15 +284,16 @@ def test_a_publish_goes_by_its_options(answering, monkeypatch):
 
     monkeypatch.setattr(publisher, "_open", opened)
     with pytest.raises(Reached):
-        publisher._push([engine.router.replicas[0]], {}, paused=False)
+        publisher._push([engine.router.replicas[0]], {})
     assert publisher._digests == {}  # they are taken
-    engine._restart(engine.router.replicas[0], None)
-    assert engine.counters()["restarts"] == 0
+    own = OwnServers.__new__(OwnServers)
+    own.config, own.restarts = engine.config, [0]
+    assert own.restart(0) is False
 
 
 def test_servers_that_do_not_come_are_waited_for_as_long_as_asked():
     cfg = config(engine="vllm", servers=("http://127.0.0.1:1",), vllm={"setup_seconds": 0.3})
-    engine = VllmEngine(cfg, model(), None, (1,), HF, "float32")
+    engine = VllmEngine(EngineContext(cfg, model(), eos_ids=(1,), hf_config=HF))
     with pytest.raises(EngineLost, match="waited rollout.vllm.setup_seconds=0.3"):
         engine.publish(params(), 0)
     engine.router.close()
@@ -320,7 +323,7 @@ def test_a_given_server_sleeps_through_the_update():
     """Through the real endpoints: asleep it schedules nothing, the next publish wakes it; one left asleep is met again; a publish
     that loses a tensor after a sleep is done again in full."""
     with on_url(rollout_placement="colocated", publish=False) as engine:
-        control, memory = engine.controls[0], engine.memories[engine.controls[0].url]
+        control, memory = engine.fleet.controls[0], engine.fleet.memories[engine.fleet.controls[0].url]
         engine.rest()  # before there are any weights
         assert (memory.state, control.is_sleeping(), engine.health().ok) == ("asleep", True, False)
         for seed in (0, 1):
@@ -356,13 +359,13 @@ def test_a_given_server_sleeps_through_the_update():
 @pytest.mark.vllm
 def test_a_given_server_that_does_not_sleep_ends_the_run():
     with on_url(rollout_placement="colocated") as engine:
-        engine.controls[0].sleep = lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
+        engine.fleet.controls[0].sleep = lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
         with pytest.raises(EngineLost, match="does not sleep, and rollout.placement=colocated leaves"):
             engine.rest()
     with on_url(rollout_placement="colocated", publish=False) as engine:
-        real = engine.controls[0].workers
+        real = engine.fleet.controls[0].workers
         for change, message in (({"sleeps": False}, "start it with --enable-sleep-mode"), ({"machine": "x"}, "runs on another machine")):
-            engine.controls[0].workers = lambda change=change: [{**i, **change} for i in real()]
+            engine.fleet.controls[0].workers = lambda change=change: [{**i, **change} for i in real()]
             with pytest.raises(ConfigError, match=message):
                 engine.rest()
 
@@ -372,7 +375,7 @@ def test_a_given_server_that_does_not_sleep_ends_the_run():
 def test_a_server_of_ours_that_fails_asleep_comes_back():
     """One that does not sleep, and one that is killed asleep, are ended and started again; nothing is asked of them meanwhile."""
     with Said() as said, own_servers(rollout_placement="colocated") as engine:
-        process, control = engine._processes[0], engine.controls[0]
+        process, control = engine.fleet.processes[0], engine.fleet.controls[0]
         sleep, control.sleep = control.sleep, lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
         engine.rest()
         said.about("is ended to make room for the update")
@@ -384,10 +387,10 @@ def test_a_server_of_ours_that_fails_asleep_comes_back():
         wait_until_ready(engine, 1)
         answers_are_of(engine, 1)
         engine.rest()
-        os.killpg(engine._processes[0].pid, signal.SIGKILL)
-        engine._processes[0]._process.wait()
+        os.killpg(engine.fleet.processes[0].pid, signal.SIGKILL)
+        engine.fleet.processes[0]._process.wait()
         engine.publish(params(), 2)
         wait_until_ready(engine, 1)
         answers_are_of(engine, 0)
         said.about("ended by SIGKILL")
-        assert engine.counters()["restarts"] == 2
+        assert engine.metrics()["engine/restarts"] == 2

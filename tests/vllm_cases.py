@@ -39,7 +39,7 @@ from rollout_helpers import (
 from jaxrl import models
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf
-from jaxrl.rollout import EngineLost, generate
+from jaxrl.rollout import EngineContext, EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
@@ -82,13 +82,13 @@ def own_servers(replicas=1, eos=(END,), publish=True, **options):
     for name, value in options.items():
         group, key = (cfg.rollout, name.removeprefix("rollout_")) if name.startswith("rollout_") else (cfg.rollout.vllm, name)
         group[key] = value
-    made = VllmEngine(cfg, model(), tokenizer(), eos, HF, "float32")
+    made = VllmEngine(EngineContext(cfg, model(), tokenizer(), None, eos, HF))
     try:
         if publish:
             made.publish(params(), 0)
         yield made
     finally:
-        pids = [p.pid for p in made._processes.values()]
+        pids = [p.pid for p in made.fleet.processes]
         made.close()
         assert not any(group_alive(pid) for pid in pids), "a server process is left"
         shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +140,7 @@ def wait_until_ready(engine, count, seconds=120.0):
 
 def killed():
     with Said() as said, own_servers(replicas=2, max_requests=4) as engine:
-        count = hit_while_generating(engine, lambda: os.killpg(engine._processes[0].pid, signal.SIGKILL))
+        count = hit_while_generating(engine, lambda: os.killpg(engine.fleet.processes[0].pid, signal.SIGKILL))
         text = said.about("go elsewhere")
         wait_until_ready(engine, 2)
         assert engine.publisher.last_probe < 1e-4
@@ -150,7 +150,7 @@ def killed():
 def hung():
     with Said() as said, own_servers(replicas=2, max_requests=4) as engine:
         started = time.monotonic()
-        count = hit_while_generating(engine, lambda: os.killpg(engine._processes[0].pid, signal.SIGSTOP))
+        count = hit_while_generating(engine, lambda: os.killpg(engine.fleet.processes[0].pid, signal.SIGSTOP))
         seconds = time.monotonic() - started
         text = said.about("no answer to /health", "go elsewhere")
         assert seconds < 60
@@ -161,7 +161,7 @@ def hung():
 def all_lost():
     with own_servers(restarts=0) as engine:
         try:
-            hit_while_generating(engine, lambda: os.killpg(engine._processes[0].pid, signal.SIGKILL), after=0.1)
+            hit_while_generating(engine, lambda: os.killpg(engine.fleet.processes[0].pid, signal.SIGKILL), after=0.1)
         except EngineLost as e:
             return str(e), "the run saves, stops, and can be resumed"
     raise AssertionError("nothing was raised")
@@ -246,7 +246,7 @@ def slow_answers():
         asked = requests(4, seed=32)
         results = generate(engine, asked, TIMEOUT)
         assert [r.id for r in results] == [r.id for r in asked] and {r.finish for r in results} == {"abort"}
-        assert engine.counters()["absent"] == 4
+        assert engine.router.counts["given_up"] == 4
         return said.about("given up"), "the answer is absent from its group"
 
 
@@ -311,7 +311,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from vllm_cases import own_servers
 with own_servers() as engine:
-    print(*[p.pid for p in engine._processes.values()], flush=True)
+    print(*[p.pid for p in engine.fleet.processes], flush=True)
     time.sleep(600)
 """
 

@@ -22,10 +22,9 @@ from scipy.optimize import nnls
 
 from jaxrl.errors import ConfigError
 from jaxrl.planning import roofline, workload
-from jaxrl.rollout import protocol
+from jaxrl.rollout import engine_of, protocol
 from jaxrl.rollout.protocol import Health, Key, Request, Result
 from jaxrl.rollout.queue import RolloutQueue, staleness
-from jaxrl.rollout.select import shared_gpus
 from jaxrl.sharding import ROLLOUT_RULES
 
 NEARBY = (0, 1, 2, 4, 8)  # values of rollout.max_staleness that a plan compares
@@ -223,7 +222,8 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     if len(lengths) < 2:
         raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; "
                           "name a longer run with log.rollouts=True")
-    slots = _slots(roll, data)
+    engine = engine_of(SimpleNamespace(rollout=SimpleNamespace(**roll)), here=False)
+    slots = engine.slots(roll, data["prompts_per_step"] * roll["group_size"])
     of = lambda *names: np.array([sum(t.get(n, 0.0) for n in names) for t in times])  # noqa: E731
     seconds = of("step") - of("eval", "checkpoint", "export")
     tokens, answers = np.array([n.sum() for n in lengths], float), np.array([len(n) for n in lengths], float)
@@ -243,14 +243,6 @@ def _fitted(seconds, *columns) -> list[float]:
         found = nnls(matrix * weights[:, None], seconds * weights)[0]
         weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - seconds), 1e-3 * seconds.mean()))
     return [float(x) for x in found]
-
-
-def _slots(roll: dict, data: dict) -> int:
-    """Answers that a recorded run decoded at once."""
-    vllm = roll["engine"] == "vllm" or bool(roll["servers"])
-    if vllm:
-        return roll["vllm"]["max_running"] * (len(roll["servers"]) or roll["vllm"]["replicas"])
-    return roll["slots"] or min(256, data["prompts_per_step"] * roll["group_size"])
 
 
 def _decode_steps(lengths, slots: int) -> float:
@@ -305,7 +297,8 @@ def of_case(case, phases: dict) -> dict:
     """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have
     so that neither waits, by the seconds each is busy; {} where both share theirs."""
     c = case.config
-    beside = case.rollout is None and not shared_gpus(c, "vllm")
+    own = bool(c.rollout.servers or c.rollout.vllm.devices) and c.rollout.placement != "colocated"
+    beside = case.rollout is None and own
     if c.plan.run:
         run = recorded(c.plan.run)
         speeds, prompt = run.speeds, 0.0

@@ -19,8 +19,9 @@ from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory
 from jaxrl.planning.workload import SIZES, data_shards
 from jaxrl.recipes.setup import BOTH_MEMORY
-from jaxrl.rollout.select import memory_fraction, shared_gpus
+from jaxrl.rollout.engines import chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
+from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.spec import Platform, resolve
@@ -82,11 +83,11 @@ def case_of(config, hf_config: dict, model=None) -> Case:
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and "
                           "only policy and sampler may rest; leave the others out to plan")
     spec = resolve(config, Platform(target.kind, target.chip.dtype), hf_config if model is None else None,
-                   engine="vllm" if config.rollout.servers else "jax")
+                   engine=chosen_engine(getattr(config, "asked", config), here=False))
     model = with_kernels(model or _model(spec, hf_config), target)
     mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
     whole, usable = device_memory(spec, target)
-    turns = target.kind == "gpu" and shared_gpus(spec, spec.rollout.engine) == "turns"
+    turns = target.kind == "gpu" and shared_gpus(spec) == "turns"
     lent = memory_fraction(spec) * whole if turns else 0.0
     return Case(spec, target, hf_config, model, mesh, _rollout(spec, model, target, mesh), whole, usable, lent)
 
@@ -131,7 +132,7 @@ def _build(description: str, dtype: str, scan: bool, remat: str, attention: str,
 
 def _rollout(config, model, target, mesh: dict):
     """The embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned for where it is named."""
-    if not config.recipe.samples or config.rollout.servers or config.rollout.engine != "jax":
+    if not config.recipe.samples or not engine_of(config).on_mesh:
         return None
     if target.hosts == 1:
         inner = mesh
@@ -154,7 +155,7 @@ def device_memory(config, target) -> tuple[float, float]:
     if target.kind == "tpu":
         return whole, whole
     given = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    how = shared_gpus(config, config.rollout.engine)
+    how = shared_gpus(config)
     if how == "turns":
         return whole, whole - CONTEXT
     return whole, whole * (float(given) if given else BOTH_MEMORY - memory_fraction(config) if how else GPU_SHARE)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from jaxrl.config import editable
 from jaxrl.planning.workload import data_shards, lengths, rows
+from jaxrl.rollout.engines import shared_gpus
 
 LONGEST = 1 << 20
 
@@ -69,8 +70,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
                if n >= length] or [length]
     remat = {} if config.model.remat in ("full", "offload") else {"model__remat": "full"}
-    turns = config.rollout.placement == "colocated" and config.rollout.engine == "vllm"
-    parts = (0.4, 0.3, 0.2, 0.1, 0.6, 0.8) if turns else ()
+    parts = (0.4, 0.3, 0.2, 0.1, 0.6, 0.8) if shared_gpus(config) == "turns" else ()
     for part in parts:
         yield {"rollout__vllm__memory_fraction": part}
     if remat:

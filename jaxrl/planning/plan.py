@@ -24,6 +24,7 @@ from jaxrl.planning import asynchrony, compiling, fit, memory, roofline, workloa
 from jaxrl.planning.case import ASLEEP, Case, case_of, open_case
 from jaxrl.planning.report import table
 from jaxrl.recipes.setup import beyond_context
+from jaxrl.rollout import engine_of
 from jaxrl.sharding import ROLLOUT_RULES, targets
 from jaxrl.spec import resolve
 
@@ -335,7 +336,7 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
     r, tokens = config.rollout, config.train.tokens_per_microbatch
     less = [f"train.tokens_per_microbatch={max(1, tokens // 2)} (now {tokens})"]
     spec = resolve(config)
-    if spec.recipe.samples and spec.rollout.engine == "jax":
+    if spec.recipe.samples and engine_of(spec).on_mesh:
         less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots
                     else "rollout.slots=32 (now 0: as many as answers)")
     elif spec.recipe.samples and r.placement == "colocated":

@@ -19,7 +19,8 @@ from jaxrl.kernels.attention import shares_prompts
 from jaxrl.limits import end
 from jaxrl.recipes import setup
 from jaxrl.recipes.algorithm import Algorithm, precision
-from jaxrl.rollout.embedded import DTYPES, _empty_table
+from jaxrl.rollout.embedded import _empty_table
+from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.shapes import from_config
 from jaxrl.types import PackedBatch

@@ -31,6 +31,7 @@ from jaxrl.processes.exchange import put
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import stale_buckets
 from jaxrl.roles import Role
+from jaxrl.rollout import engine_of
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
@@ -42,8 +43,9 @@ class Algorithm:
 
     def __init__(self, job, total_steps: int):
         c = self.config = job.config
-        if c.algorithm.sampled_support:
-            check_support(c, job.model.config.vocab_size)
+        vocab = job.model.config.vocab_size
+        if c.algorithm.sampled_support and c.rollout.top_k > vocab:
+            raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")
         self.updates_per_step = math.prod(c.updates)
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
@@ -105,7 +107,7 @@ class Algorithm:
             score += count.scoring(traj, shared, head=False)
             update += (not self.critic.shared) * epochs * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
-        return out | ({"flops/rollout": count.generation(traj)} if self.config.rollout.engine == "jax" else {})
+        return out | ({"flops/rollout": count.generation(traj)} if engine_of(self.config).on_mesh else {})
 
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""
@@ -117,15 +119,6 @@ def precision(job) -> dict:
     """The options of every objective of a job."""
     c = job.config
     return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
-
-
-def check_support(c, vocab: int) -> None:
-    """ConfigError where algorithm.sampled_support cannot be had."""
-    if c.rollout.engine != "jax":
-        raise ConfigError(f"algorithm.sampled_support with rollout.engine={c.rollout.engine}: only the embedded sampler tells its "
-                          "support; set rollout.engine=jax")
-    if c.rollout.top_k > vocab:
-        raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")
 
 
 class Reference(Role):

@@ -84,6 +84,9 @@ class Rollouts:
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
             raise ConfigError(f"rollout.partial=False: the engine {rollout.engine} has no hold(); set it to True")
+        if spec.algorithm.sampled_support and not engine.info.support:
+            raise ConfigError(f"algorithm.sampled_support: the engine {rollout.engine} does not tell its support "
+                              "(EngineInfo.support); set rollout.engine=jax")
         self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(
             engine, per_step=spec.data.prompts_per_step, max_staleness=rollout.max_staleness,

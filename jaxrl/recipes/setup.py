@@ -28,9 +28,10 @@ from jaxrl.parameters import DTYPES, source_of
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.rewards import RewardPool
-from jaxrl.rollout import make_engine
-from jaxrl.rollout.select import memory_fraction, shared_gpus
+from jaxrl.rollout import EngineContext, engine_of, make_engine
+from jaxrl.rollout.engines import shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
+from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -101,7 +102,7 @@ def start_jax(config) -> None:
     """Process-wide jax settings; called once before the first device use."""
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
-    share_gpus(shared_gpus(config, config.rollout.engine), memory_fraction(config), os.environ)
+    share_gpus(shared_gpus(config), memory_fraction(config), os.environ)
     cache = config.run.compile_cache
     path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
     directory = str(path) if cache else None
@@ -129,7 +130,7 @@ def trim_cache(folder: Path, limit_gb: float) -> None:
 
 
 def share_gpus(how: str, fraction: float, environ) -> None:
-    """Sets jax's part of GPUs that vLLM's servers take `fraction` of (how: rollout.shared_gpus); what the user set stays.
+    """Sets jax's part of GPUs that servers take `fraction` of (how: engines.shared_gpus); what the user set stays.
 
     In turns: memory is given back to the device as soon as it is free, which of jax's allocators only `platform` does
     (jax's documentation, "GPU memory allocation"); it costs time at every allocation. Side by side: a fixed part.
@@ -215,7 +216,8 @@ def open_run(s, with_engine: bool = True) -> Job:
     s.settle(job.config)
     engine = None
     if with_engine:
-        engine = make_engine(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids, job.hf_config)
+        engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids,
+                                           job.hf_config))
         engine = s.own(ThreadedEngine(engine) if job.config.ahead and job.apart("sampler") else engine)
         if job.rests("sampler"):
             if not engine.info.sleeps:
@@ -288,8 +290,8 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     model = build_model(spec, hf_config)
     if beyond := beyond_context(spec, model.config):
-        if spec.recipe.samples and spec.rollout.engine == "vllm":
-            raise ConfigError(f"{beyond}; vLLM does not serve such sequences")
+        if spec.recipe.samples and not engine_of(spec).beyond_context:
+            raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
     shards = math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes))))
 
@@ -316,8 +318,8 @@ def beyond_context(config, model) -> str:
 
 def check_roles(config) -> None:
     """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a sampler's role
-    without the embedded sampler."""
-    if "sampler" in config.mesh.roles and config.rollout.engine != "jax":
+    with an engine that has devices of its own."""
+    if "sampler" in config.mesh.roles and not engine_of(config).on_mesh:
         raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices of its own; "
                           "leave it out, or set rollout.engine=jax")
     asked = ["optimizer.offload"] * config.optimizer.offload + ["model.remat=offload"] * (config.model.remat == "offload")

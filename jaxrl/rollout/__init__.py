@@ -1,5 +1,6 @@
 """Rollouts: the engine protocol, the embedded sampler, and vLLM."""
 
+from jaxrl.rollout.engines import ENGINES, EngineContext, chosen_engine, engine_of, make_engine
 from jaxrl.rollout.protocol import (
     Engine,
     EngineInfo,
@@ -11,6 +12,6 @@ from jaxrl.rollout.protocol import (
     SamplingParams,
     generate,
 )
-from jaxrl.rollout.select import chosen_engine, make_engine
 
-__all__ = ["Engine", "EngineInfo", "EngineLost", "Health", "Key", "Request", "Result", "SamplingParams", "chosen_engine", "generate", "make_engine"]
+__all__ = ["ENGINES", "Engine", "EngineContext", "EngineInfo", "EngineLost", "Health", "Key", "Request", "Result",
+           "SamplingParams", "chosen_engine", "engine_of", "generate", "make_engine"]

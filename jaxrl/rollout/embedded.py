@@ -20,33 +20,32 @@ import numpy as np
 from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.processes.exchange import local_mesh
+from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
-from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result, check_ids, check_request
+from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
             "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens")
 
 
-def make_engine(config, model, tokenizer, mesh, eos_ids):
-    """The embedded sampler; see rollout.make_engine for the arguments.
+def make_engine(*given):
+    """The embedded sampler of an EngineContext, or of its first five fields.
 
-    On a mesh over several processes each has an engine of its own, over its own devices; publish is collective, all else
-    is not. Raises ConfigError for shapes the config cannot hold, and where tensor parallelism crosses processes.
+    On a mesh over several processes each has an engine of its own, over its own devices; publish is collective, all
+    else is not. Raises ConfigError for shapes the config cannot hold, and where tensor parallelism crosses processes.
     """
-    mesh = make_mesh(config.mesh, jax.local_devices()[:1]) if mesh is None else mesh
-    joint, mesh = mesh, local_mesh(mesh)
-    processes = joint.size // mesh.size
-    dtype = np.dtype(model.compute_dtype)
-    if config.rollout.dtype != "auto":
-        dtype = jax.numpy.dtype(DTYPES[config.rollout.dtype])
-    shapes = from_config(config, data_shards(mesh), len(eos_ids), processes, not shares_prompts(model.attention, mesh))
-    model = dataclasses.replace(model, compute_dtype=dtype, remat="none")
-    return EmbeddedEngine(model, shapes, mesh, tokenizer, eos_ids, joint)
+    context = EngineContext.of(*given)
+    config, model, eos_ids = context.config, context.model, context.eos_ids
+    joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else context.mesh
+    mesh = local_mesh(joint)
+    shapes = from_config(config, data_shards(mesh), len(eos_ids), joint.size // mesh.size,
+                         not shares_prompts(model.attention, mesh))
+    model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none")
+    return EmbeddedEngine(model, shapes, mesh, context.tokenizer, eos_ids, joint)
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,7 +84,7 @@ class EmbeddedEngine(Engine):
         self._running: dict[int, Sample] = {}
         self._done: list[Result] = []
         self._ids: set[str] = set()
-        self._paused = self._held = self._closed = False
+        self._held = self._closed = False
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
         self._no_history: dict[int, jax.Array] = {}
@@ -93,7 +92,7 @@ class EmbeddedEngine(Engine):
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 
-    info = EngineInfo(holds=True, sleeps=True)
+    info = ENGINES["jax"].info
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
@@ -106,7 +105,7 @@ class EmbeddedEngine(Engine):
     def poll(self, deadline_s: float) -> list[Result]:
         self._check_open()
         end = time.monotonic() + deadline_s
-        while not self._paused and ((self._waiting and not self._held) or self._running):
+        while (self._waiting and not self._held) or self._running:
             if self._params is None:
                 raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
             if not self._held:
@@ -125,10 +124,6 @@ class EmbeddedEngine(Engine):
             self._finish(sample, "abort")
         self._waiting = deque(s for s in self._waiting if s.request.id in self._ids)
 
-    def pause(self) -> None:
-        self._check_open()
-        self._paused = True
-
     def hold(self, on: bool) -> None:
         self._check_open()
         self._held = on
@@ -146,19 +141,15 @@ class EmbeddedEngine(Engine):
             self._programs.prepare(self._calls(1))
 
     def rest(self) -> None:
-        """Frees the device memory of weights and caches until the next publish. Raises RuntimeError while requests are there."""
+        """Drops weights and caches until the next publish. Raises RuntimeError while requests are there."""
         self._check_open()
         if self._waiting or self._running:
-            raise RuntimeError(f"rollout: {len(self._waiting) + len(self._running)} requests are on their way; abort them first")
+            raise RuntimeError(f"rollout: {len(self._ids)} requests are on their way; abort them first")
         self._params = self._cache = self._stash = None
 
-    def resume(self) -> None:
-        self._check_open()
-        self._paused = False
-
     def health(self) -> Health:
-        return Health(not self._closed and self._params is not None, self._closed, self._paused, self._version, len(self._waiting),
-                      len(self._running), self.shapes.slots, len(self._programs.compiled))
+        return Health(not self._closed and self._params is not None, self._closed, self._version, len(self._waiting),
+                      len(self._running), len(self._programs.compiled))
 
     def counters(self) -> dict:
         """Totals since the start. compiled: programs of these shapes so far. slot_steps: decode steps times slots of
@@ -182,7 +173,8 @@ class EmbeddedEngine(Engine):
     def _sample(self, request: Request) -> Sample:
         """Checks a request against the static shapes. Raises ValueError naming it and the remedy."""
         p, total = request.sampling, self.shapes.max_total
-        prompt = check_request(request, self.shapes.prompt_lengths[-1], total, self._vocab, self._decode_text is not None)
+        longest, has_text = self.shapes.prompt_lengths[-1], self._decode_text is not None
+        prompt = check_request(request, longest, total, self._vocab, has_text)
         if len(self._eos) + len(p.stop_token_ids) > self.shapes.end_columns:
             raise ValueError(f"request {request.id!r}: {len(p.stop_token_ids)} stop_token_ids, at most "
                              f"{self.shapes.end_columns - len(self._eos)}; as many as rollout.stop_token_ids are fine")
@@ -259,16 +251,16 @@ class EmbeddedEngine(Engine):
         progress, controls = (type(t)(*(column[rows] for column in t)) for t in self._table)
         with self._preparing():
             self._cache, chunk = self._programs.decode(
-                self._params, self._cache, progress, controls, self._history(rows), leave_at, rows, self._length(progress),
-                self._shared(rows))
+                self._params, self._cache, progress, controls, self._history(rows), leave_at, rows,
+                self._length(progress), self._shared(rows))
         chunk = jax.device_get(chunk)
         emitted = (chunk.tokens >= 0).sum(axis=0)
         if not np.isfinite(chunk.logprobs).all():
             self.abort()
             self._cache, self._stash = self._programs.new_caches()  # masked keys must be finite too
-            raise RunStopped(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or logits "
-                             f"in this dtype, are not finite: look at model.path and "
-                             "optimizer.lr, or choose a wider rollout.dtype")
+            raise RunStopped(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or "
+                             "logits in this dtype, are not finite: look at model.path and optimizer.lr, or choose a "
+                             "wider rollout.dtype")
         queued, tokens = bool(self._waiting), 0
         for column, slot in enumerate(rows.tolist()):
             if slot in self._running:
@@ -294,20 +286,20 @@ class EmbeddedEngine(Engine):
         return next((n for n in self._lengths(len(progress.active)) if n >= need), self.shapes.cache_lengths[-1])
 
     def _lengths(self, count: int) -> tuple[int, ...]:
-        """What `count` slots may look at: the end of a tail has the longest length only, which keeps the programs few."""
+        """What `count` slots may look at: the end of a tail has the longest length only, so that programs are few."""
         return self.shapes.cache_lengths[-1:] if 2 * count < self.shapes.slots else self.shapes.cache_lengths
 
     @contextlib.contextmanager
     def _preparing(self):
-        """Where what is done here needs a program for the first time, others like it are compiled beside what follows."""
+        """Where what is done here needs a new program, others like it are compiled beside what follows."""
         known = len(self._programs.compiled)
         yield
         if len(self._programs.compiled) > known:
             self._programs.prepare(self._calls(2))
 
     def _calls(self, least: int):
-        """A call of every program that is not there, of those kinds of which `least` have been needed, as `prefill_call` and
-        `decode_call` give it. Where all are there nothing is made."""
+        """A call of every program that is not there, of those kinds of which `least` have been needed, as
+        `prefill_call` and `decode_call` give it. Where all are there nothing is made."""
         shapes, (progress, controls) = self.shapes, self._table
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         for length in shapes.prompt_lengths if used["prefill"] >= least else ():
@@ -322,8 +314,8 @@ class EmbeddedEngine(Engine):
                                                  self._shared(rows))
 
     def _shared(self, rows):
-        """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which every slot
-        writes itself."""
+        """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which
+        every slot writes itself."""
         samples = [self._running.get(slot) for slot in rows.tolist()]
         return self._programs.shared([s and (s.key, s.weights) for s in samples],
                                      [len(s.request.prompt) - 1 if s else 0 for s in samples])

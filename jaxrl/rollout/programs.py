@@ -1,7 +1,7 @@
 """The device programs of the embedded sampler: publish, prefill, insert, decode.
 
 Each is compiled once per entry of `Shapes` that is used, ahead of its first call; a call with any other shape is an
-error, so nothing can recompile behind the caller's back. `prepare` compiles what has not been called yet beside the work.
+error, so nothing can recompile behind the caller's back. `prepare` compiles beside the work what was not called yet.
 
 Legend: S slots, B prefill rows, P prompt length, K insert width, C cache length, T decode steps of a chunk, E end-token
 columns.
@@ -49,8 +49,8 @@ class Chunk(NamedTuple):
     steps: Any     # [] int32, steps run
 
 
-def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL, leave_at,
-                 shared=None):
+def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL,
+                 leave_at, shared=None):
     """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
@@ -91,14 +91,15 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     return cache, out
 
 
-def decode_part(model, steps: int, support: int, length: int, whole: bool, constrain, params, cache, progress, controls, history_SxL,
-                leave_at, rows_S, shared=None):
+def decode_part(model, steps: int, support: int, length: int, whole: bool, constrain, params, cache, progress, controls,
+                history_SxL, leave_at, rows_S, shared=None):
     """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = jax.tree.leaves(cache)[0].shape[-2]
     if length < full_length:
         part = jax.tree.map(lambda a: a[..., :length, :], part)
-    part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at, shared)
+    part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at,
+                             shared)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
@@ -144,7 +145,7 @@ class Programs:
         return jax.device_put(tree, sharding)
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
-        """Calls the program `key`, compiling it from these arguments (and for `mesh`, or the engine's) the first time."""
+        """Calls the program `key`; the first time it is compiled from these arguments, for `mesh` or the engine's."""
         if key not in self.compiled:
             coming = self._coming.pop(key, None)
             if coming is None or coming.cancel():  # not begun: it is here sooner than its turn comes
@@ -166,8 +167,8 @@ class Programs:
         return key not in self.compiled and key not in self._coming
 
     def prepare(self, calls) -> None:
-        """Compiles what `calls` (of `prefill_call` and `decode_call`, of missing programs) would, in a thread and in this order. Two
-        processes of one mesh may do so at different times: these programs are each process' own."""
+        """Compiles what `calls` (of `prefill_call` and `decode_call`, of missing programs) would, in a thread and in
+        this order. Two processes of one mesh may do so at different times: these programs are each process' own."""
         for key, function, args, donate, out_shardings in calls:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
             self._coming[key] = _BESIDE.submit(self._compile, function, shapes, donate, out_shardings)
@@ -191,7 +192,8 @@ class Programs:
         if set(theirs.devices.flat) == set(self.joint.devices.flat):
             return localised(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
         there = param_shardings(theirs, self.model.logical_axes(), params, ROLLOUT_RULES)
-        return localised(memory.moved(self.run(key, cast, (params,), out_shardings=there, mesh=theirs), layout), self.mesh)
+        copied = self.run(key, cast, (params,), out_shardings=there, mesh=theirs)
+        return localised(memory.moved(copied, layout), self.mesh)
 
     def prefill(self, *args):
         """Calls `prefill_call`. Returns the stash (donated)."""
@@ -220,7 +222,8 @@ class Programs:
         """Calls `decode_call`. Returns (cache (donated), Chunk)."""
         return self.run(*self.decode_call(*args))
 
-    def decode_call(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int, shared) -> tuple:
+    def decode_call(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int,
+                    shared) -> tuple:
         """Arguments of `run`: one chunk on the slots `rows_S`, looking at `length` cache positions.
 
         shared: of `shared` for these rows."""
@@ -230,8 +233,8 @@ class Programs:
         progress, controls, shared = self.put((progress, controls, shared), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
         out = Chunk(self.by_step, self.by_step, self.by_step, self.by_step, self.whole)
-        return (("decode", len(rows_S), length), part, (params, cache, progress, controls, history, leave_at, rows_S, shared), (1,),
-                (self.cache_shardings(cache), out))
+        args = (params, cache, progress, controls, history, leave_at, rows_S, shared)
+        return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 
     def _constrain(self, cache):
         return jax.lax.with_sharding_constraint(cache, self.cache_shardings(cache))

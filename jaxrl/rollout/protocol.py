@@ -3,6 +3,10 @@
 An engine takes requests, works on them, and hands back each result once. Several samples of a prompt are several
 requests of one group; a turn of a conversation is a request. `generate` is the batch call on top.
 
+An engine of your own is made by a factory of an EngineContext (`engines`). `check_request` and `check_ids` refuse what
+cannot be served, `stops.find_stop` looks for stop strings, `weights.chunks` has what `publish` brings as a Hugging Face
+folder would; tests/numpy_engine.py is one that uses nothing else.
+
 Only numpy here: a process without an accelerator can speak this protocol.
 """
 
@@ -81,7 +85,8 @@ class SamplingParams:
 
 
 class Key(NamedTuple):
-    """Whose completion a request asks for. Its text is the request's id, which engines, checkpoints and other processes carry."""
+    """Whose completion a request asks for. Its text is the request's id, which engines, checkpoints and other processes
+    carry."""
 
     stream: str  # train, greedy, eval/<set> ...
     step: int    # that it was meant for
@@ -93,7 +98,8 @@ class Key(NamedTuple):
         return "/".join(map(str, self[:4])) + (f".{self.turn}" if self.turn else "")
 
     def seed(self, root: int) -> int:
-        """Seed (uint32) of the request: a hash of where it stands in the run, the same on every host and every retry."""
+        """Seed (uint32) of the request: a hash of where it stands in the run, the same on every host and every
+        retry."""
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
         return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
 
@@ -113,7 +119,8 @@ class Request:
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool) -> np.ndarray:
     """The prompt as int32, or ValueError naming the request and the remedy.
 
-    longest: prompt tokens; total: tokens of prompt and answer together; has_text: whether stop strings can be looked for.
+    longest: prompt tokens; total: tokens of prompt and answer together; has_text: whether stop strings can be looked
+      for.
     """
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
@@ -161,8 +168,8 @@ class Result:
     versions: np.ndarray  # [n] int32: weight version each token was drawn from
     finish: str           # "stop" | "length" | "abort"
     seed: int
-    support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused; K = 0 or None
-                          # where the engine was not asked for it
+    support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
+                          # K = 0 or None where the engine was not asked for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,26 +179,26 @@ class EngineInfo:
     concurrent: bool = False  # it works while nobody polls it
     holds: bool = False       # `hold` keeps it from beginning
     sleeps: bool = False      # `rest` frees its devices until the next `publish`
-    quantized: bool = False   # it samples from other numbers than the weights it was given; may be known only after the first publish
+    support: bool = False     # `Result.support` and `Result.kept` tell what each token was drawn from
+    exact: bool = False       # in fp32 its log-probs are the trainer's, but for rounding
+    quantized: bool = False   # it samples from other numbers than the weights it was given; known after a publish
 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """How an engine is. waiting and running count requests that are not begun, and begun; servers: URL -> state, where it has some."""
+    """How an engine is."""
 
     ok: bool
     closed: bool = False
-    paused: bool = False
     version: int = -1  # of the published weights; -1 = none yet
-    waiting: int = 0
-    running: int = 0
-    slots: int = 0
-    compiled: int = 0
-    servers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    waiting: int = 0   # requests that are not begun
+    running: int = 0   # requests that are
+    compiled: int = 0  # programs of this process so far
+    servers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # URL -> state, where it has some
 
 
 class Engine(abc.ABC):
-    """A rollout engine. One thread drives it. Six methods are its own to write; what the others do by default is nothing.
+    """A rollout engine. One thread drives it. Six methods are its own to write; the others do nothing by default.
 
     Weights must have been published before the first `poll` that works.
     """
@@ -214,7 +221,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, params: Any, version: int) -> None:
-        """Makes these weights (the model's parameter tree) the ones sampled from. Unfinished completions go on under the new version."""
+        """Makes these weights (the model's parameter tree) the ones sampled from. Unfinished completions go on under
+        the new version."""
 
     @abc.abstractmethod
     def health(self) -> Health:
@@ -225,10 +233,10 @@ class Engine(abc.ABC):
         """Frees everything; any later call but `health` raises RuntimeError."""
 
     def hold(self, on: bool) -> None:  # noqa: B027
-        """While on, no completion is begun; those begun (health().running) are finished. For engines whose info says `holds`."""
+        """While on, no completion is begun; those begun (health().running) are finished. If info says `holds`."""
 
     def rest(self) -> None:  # noqa: B027
-        """Frees the devices until the next `publish`; nothing may be under way. For engines whose info says `sleeps`."""
+        """Frees the devices until the next `publish`; nothing may be under way. If info says `sleeps`."""
 
     def moved(self, params: Any) -> None:  # noqa: B027
         """The published weights lie here from now on, in host memory perhaps."""
@@ -237,23 +245,16 @@ class Engine(abc.ABC):
         """For the line of a step."""
         return {}
 
-    def counters(self) -> dict[str, float]:
-        """Totals since the start."""
-        return {}
-
-
-def generate(engine: Engine, requests: Sequence[Request], timeout: float,
-             stop: Callable[[], bool] = lambda: False, others: Callable[[list[Result]], None] | None = None) -> list[Result] | None:
+def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: Callable[[], bool] = lambda: False,
+             others: Callable[[list[Result]], None] | None = None) -> list[Result] | None:
     """Submits requests and waits for all of them; results in request order.
 
-    `stop` is asked about once a second; when it turns true the rest is aborted and None is returned. `others` is handed the
-    results of requests that were under way before; None = there are none.
+    `stop` is asked about once a second; when it turns true the rest is aborted and None is returned. `others` is handed
+    the results of requests that were under way before; None = there are none.
 
     Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
-    RuntimeError when the engine is paused or returns an answer that nobody here asked for.
+    RuntimeError when the engine returns an answer that nobody here asked for.
     """
-    if engine.health().paused:
-        raise RuntimeError("the rollout engine is paused: call resume() before generate()")
     end = time.monotonic() + timeout
     engine.submit(list(requests))
     missing = {r.id for r in requests}

@@ -134,11 +134,9 @@ class RolloutQueue:
         """Polls until these groups are done (None: all that the engine has begun); False when `stop` (asked about once
         a second) turned true before.
 
-        Raises TimeoutError when that takes longer than `timeout` seconds, RuntimeError when the engine is paused. What
-        is unfinished is then aborted, as after a stop.
+        Raises TimeoutError when that takes longer than `timeout` seconds. What is unfinished is then aborted, as after
+        a stop.
         """
-        if self.engine.health().paused:
-            raise RuntimeError("the rollout engine is paused: call resume() before waiting for it")
         end = self._clock() + timeout
         while True:
             if groups is None:

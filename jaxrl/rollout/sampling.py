@@ -89,7 +89,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
 
 
 def likeliest(q_SxV, token_S, count: int):
-    """[S, count] ids of the largest finite entries, -1 beyond; the token takes the last place where ties left it out."""
+    """[S, count] ids of the largest finite entries, -1 beyond; a token that ties left out takes the last place."""
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
     value_SxK, id_SxK = lax.top_k(q_SxV, count)

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxrl.errors import ConfigError
 
-DEFAULT_SLOTS = 256
+DEFAULT_SLOTS = 256  # where nobody says how many
 LONG_ANSWER = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
 
@@ -46,8 +46,8 @@ class Shapes:
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False) -> Shapes:
     """Reads `config.rollout`, `config.data`, `config.eval` and `config.train.max_sequence_tokens`.
 
-    data_shards: of this process, which has its share of the slots that are asked for. By itself it takes its share of the
-    batch, DEFAULT_SLOTS at most: what a step of decoding reads is mostly weights, whatever the number of sequences.
+    data_shards: of this process, which has its share of the slots that are asked for. By itself it takes its share of
+    the batch, DEFAULT_SLOTS at most: what a step of decoding reads is mostly weights, however many sequences there are.
     reads_all: decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
 
     Raises ConfigError for lengths that cannot hold what the config asks for.
@@ -61,7 +61,8 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     slots = slots if roll.slots else min(slots, DEFAULT_SLOTS)
     slots = -(-slots // data_shards) * data_shards
     prompts = _prompt_lengths(roll.prompt_lengths, data.max_prompt_tokens)
-    caches = _cache_lengths(roll.cache_lengths, total, total - data.max_prompt_tokens if reads_all and roll.compaction else 0)
+    read_whole = total - data.max_prompt_tokens if reads_all and roll.compaction else 0
+    caches = _cache_lengths(roll.cache_lengths, total, read_whole)
     rows = min(max(1, slots // max(1, roll.group_size)), max(1, PREFILL_TOKENS // prompts[-1]))
     return Shapes(
         slot_counts=_slot_counts(slots, data_shards) if roll.compaction else (slots,),
@@ -90,8 +91,9 @@ def _prompt_lengths(given, longest: int) -> tuple[int, ...]:
 
 
 def _cache_lengths(given, total: int, answer: int) -> tuple[int, ...]:
-    """The given lengths, or that of prompt and answer in whole 16s (whole tiles of a TPU's memory); where a long `answer` is to be
-    read to its end all the time, also one for its first three eighths, which is as far as most answers of most batches come."""
+    """The given lengths, or that of prompt and answer in whole 16s (whole tiles of a TPU's memory); where a long
+    `answer` is to be read to its end all the time, also one for its first three eighths, which is as far as most
+    answers of most batches come."""
     if not given:
         early = (total - 5 * answer // 8,) if answer >= LONG_ANSWER else ()
         return tuple(-(-n // 16) * 16 for n in (*early, total))

@@ -1,7 +1,8 @@
-"""An engine that works inside `poll`, polled by a thread of its own, so that it works while its caller does something else.
+"""An engine that works inside `poll`, polled by a thread, so that it works while its caller does something else.
 
-For engines whose programs run on devices that nobody else uses, and in one process: then the order in which two threads issue
-programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread stands still meanwhile.
+For engines whose programs run on devices that nobody else uses, and in one process: then the order in which two threads
+issue programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread
+stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result
 
 
 class ThreadedEngine(Engine):
-    """See protocol.Engine. Results do not depend on time as long as all requests of a poll's wait are waited for; which of
-    them are done at a publish does."""
+    """See protocol.Engine. Results do not depend on time as long as all requests of a poll's wait are waited for; which
+    of them are done at a publish does."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -63,12 +64,8 @@ class ThreadedEngine(Engine):
                 with self._state:
                     self._results += done
                     self._error = error
-                    self._work = bool(done) or self._begun()
+                    self._work = bool(done) or self._engine.health().running > 0
                     self._state.notify_all()
-
-    def _begun(self) -> bool:
-        health = self._engine.health()
-        return not health.paused and health.running > 0
 
     @property
     def info(self) -> EngineInfo:
@@ -101,10 +98,6 @@ class ThreadedEngine(Engine):
             with self._state:
                 self._results += engine.poll(0.0)
 
-    def pause(self) -> None:
-        with self._still() as engine:
-            engine.pause()
-
     def hold(self, on: bool) -> None:
         with self._still() as engine:
             engine.hold(on)
@@ -113,15 +106,8 @@ class ThreadedEngine(Engine):
         with self._still() as engine:
             engine.publish(params, version)
 
-    def resume(self) -> None:
-        with self._still() as engine:
-            engine.resume()
-
     def health(self) -> Health:
         return self._engine.health()
-
-    def counters(self) -> dict:
-        return self._engine.counters()
 
     def metrics(self) -> dict[str, float]:
         return self._engine.metrics()

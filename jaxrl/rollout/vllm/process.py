@@ -1,4 +1,5 @@
-"""A vLLM server as a child process: started in its own session, its output in a file, ended with everything it started."""
+"""A vLLM server as a child process: started in its own session, its output in a file, ended with everything it
+started."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class ServerProcess:
         return " | ".join((errors or lines)[-2:])[-800:]
 
     def bound_log(self) -> None:
-        """Puts a log that has grown too long aside, in the place of the one before. (The server appends: it goes on at the start.)"""
+        """Puts a log that has grown too long aside, in the place of the one before. (The server appends: it goes on at
+        the start.)"""
         if self.log_file.stat().st_size > LOG_BYTES:
             shutil.copyfile(self.log_file, self.log_file.with_suffix(".old.log"))
             os.truncate(self.log_file, 0)
@@ -79,7 +81,8 @@ class ServerProcess:
         try:
             self._process.wait(timeout=GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            raise EngineLost(f"vLLM server process {self.pid} does not end within {GRACE_SECONDS:g} s of SIGKILL: its device or disk hangs"
+            raise EngineLost(f"vLLM server process {self.pid} does not end within {GRACE_SECONDS:g} s of SIGKILL: its "
+                             "device or disk hangs"
                              ) from None
 
     def _signal(self, sig) -> None:

@@ -1,7 +1,8 @@
 """Giving servers the trainer's weights, and proving that they arrived.
 
-A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the first
-publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server takes no request.
+A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the
+first publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server takes
+no request.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.rollout import weights
+from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import Request, SamplingParams
-from jaxrl.rollout.select import server_folder
-from jaxrl.rollout.vllm import adapter, transport, weights
+from jaxrl.rollout.vllm import adapter, transport
+from jaxrl.rollout.vllm.options import PROBE_PROMPT, PROBE_TOKENS, served, server_folder
 from jaxrl.vllm_plugin import BACKEND, machine
 
 log = logging.getLogger("jaxrl")
-PROBE_PROMPT, PROBE_TOKENS = 8, 16
 PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
 
 
@@ -35,20 +37,17 @@ class Publisher:
     """Weights to servers. `give` is one publish; the router's states say who takes requests.
 
     Args:
-      config, model, hf_config: as make_engine's. dtype: of the weights on their way, a numpy name.
-      folder: of the run, for transport=checkpoint. length: longest sequence the servers take.
-      controls: one adapter.Control per server. router: the Router whose replicas they are. memories: url -> sleeping.Memory.
+      context: of the engine. folder: of the run, for transport=checkpoint. fleet: the servers.
       run_id: goes into every version, so that another run's weights are never taken for ours.
     """
 
-    def __init__(self, config, model, hf_config, dtype, folder, length, controls, router, memories, run_id):
-        self.config, self.options, self.model, self.hf_config = config, config.rollout.vllm, model, hf_config
-        self.dtype, self.folder, self.length, self.run_id = dtype, folder, length, run_id
-        self.controls, self.router, self.memories = controls, router, memories
-        self.infos: dict[int, list[dict]] = {}  # server -> what each of its workers says; empty without the plugin
+    def __init__(self, context: EngineContext, folder, fleet, run_id: str):
+        self.config, self.options = context.config, context.config.rollout.vllm
+        self.model, self.hf_config, self.dtype = context.model, context.hf_config, context.dtype
+        self.folder, self.fleet, self.router, self.run_id = folder, fleet, fleet.router, run_id
         self.met: set[int] = set()  # servers whose weights were verified since they were started
         self.transport = None
-        self.params, self.version = None, -1
+        self._params, self.version = None, -1  # of a publish that is under way
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
         self._bound: float | None = None  # of the probe of a quantised engine, measured
@@ -61,46 +60,49 @@ class Publisher:
         self._pool.shutdown(wait=True)
         if self.transport is not None:
             self.transport.close()
-        self.params = None
 
     def choose_transport(self) -> None:
         """Decides how weights travel, from what the servers said. Raises ConfigError where the choice cannot work."""
-        choice, infos = self.options.transport, [i for r in self.infos.values() for i in r]
-        plugin = all(self.infos.values()) and all(i["backend"] == BACKEND for i in infos)
+        choice, infos = self.options.transport, [i for r in self.fleet.infos.values() for i in r]
+        flag = f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
+        plugin = all(self.fleet.infos.values()) and all(i["backend"] == BACKEND for i in infos)
         if choice == "auto":
             known = server_folder(self.config.rollout.servers) is None  # else others may come from anywhere
             near = known and bool(infos) and all(i["machine"] == machine() for i in infos)
             choice = "checkpoint" if not plugin else "shm" if near else "network"
             if not plugin:
-                lacking = [self.router.replicas[k].url for k, i in self.infos.items() if not i or i[0]["backend"] != BACKEND]
-                log.warning("%s: no jaxrl plugin, or not started with --weight-transfer-config '{\"backend\": \"%s\"}'; weights "
-                            "go through a checkpoint folder that it must see", ", ".join(lacking), BACKEND)
+                lacking = [self.router.replicas[k].url for k, workers in self.fleet.infos.items()
+                           if not workers or workers[0]["backend"] != BACKEND]
+                log.warning("%s: no jaxrl plugin, or not started with %s; weights go through a checkpoint folder that "
+                            "it must see", ", ".join(lacking), flag)
         elif choice != "checkpoint" and not plugin:
-            raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and "
-                              f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'; or choose checkpoint")
+            raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and {flag}; "
+                              "or choose checkpoint")
+        first = self.router.replicas[0].url
         makes = {"checkpoint": lambda: transport.Checkpoint(self.folder), "shm": transport.SharedMemory,
-                 "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(self.controls[0].url)),
+                 "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(first)),
                  "nccl": lambda: transport.Broadcast(self.options.sync_seconds)}
         self.transport = makes[choice]()
+        log.info("vLLM: weights by %s", choice)
 
-    # ---- one publish --------------------------------------------------------------------------------------------------
+    # ---- one publish -------------------------------------------------------------------------------------------------
 
-    def give(self, replicas, params, version: int, paused: bool) -> None:
+    def give(self, replicas, params, version: int) -> None:
         """Gives servers these weights; a failed try is repeated in full. Leaves each ready, or dead with the reason.
 
         Raises WeightMismatch for a server that says it has them and has not.
         """
-        self.params, self.version = params, version
+        self._params, self.version = params, version
         started, report = time.monotonic(), {"bytes": 0}
         for attempt in range(self.options.retries + 1):
             for r in replicas:
                 self.router.set_state(r, "unsynced", "receiving weights")
             left = [r for r in replicas if r.state != "dead"]
-            errors = self._push(left, report, paused)
+            errors = self._push(left, report)
             for r in left:
                 if errors.get(r.index) is None:
                     try:
-                        self._verify(r, paused)
+                        self._verify(r)
                         self.router.set_state(r, "ready")
                     except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
@@ -113,9 +115,9 @@ class Publisher:
         for r in replicas:
             self.router.counts["servers_lost"] += 1
             self.router.set_state(r, "dead", f"could not be given weights: {errors[r.index]}")
-        self.last_publish = {"seconds": time.monotonic() - started, **report}
+        self._params, self.last_publish = None, {"seconds": time.monotonic() - started, **report}
 
-    def _push(self, replicas, report: dict, paused: bool) -> dict[int, Exception]:
+    def _push(self, replicas, report: dict) -> dict[int, Exception]:
         """One full update of several servers; returns the error of each that failed."""
         self.router.current_version = self.version
         errors: dict[int, Exception] = {}
@@ -126,7 +128,7 @@ class Publisher:
 
         def each(action):
             live = [r for r in replicas if r.index not in errors]
-            for r, future in [(r, self._pool.submit(action, self.controls[r.index])) for r in live]:
+            for r, future in [(r, self._pool.submit(action, self.fleet.controls[r.index])) for r in live]:
                 try:
                     future.result()
                 except (adapter.ServerError, adapter.Refused) as e:
@@ -135,12 +137,12 @@ class Publisher:
         each(self._open)
         version = f"{self.run_id}-{self.version}"
         if isinstance(self.transport, transport.Checkpoint):
-            path = self.transport.write(self.model, self.params, self.hf_config, self.dtype, self.version)
+            path = self.transport.write(self.model, self._params, self.hf_config, self.dtype, self.version)
             report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
             each(lambda c: c.reload(str(path), version))
         else:
             names = weights.names(self.model)
-            greetings = self.transport.greet({self.controls[r.index].url: len(self.infos[r.index]) for r in replicas})
+            greetings = self.transport.greet({r.url: len(self.fleet.infos[r.index]) for r in replicas})
             try:
                 self.transport.meet(self._sender.submit(
                     each, lambda c: c.init_transfer(names, self.transport.announcement(), greetings[c.url])))
@@ -153,24 +155,24 @@ class Publisher:
             each(_all_arrived)
         each(self._empty_cache)
         each(lambda c: _confirm(c, version))
-        each(lambda c: self.memories[c.url].close())
-        each(lambda c: c.pause() if paused else c.resume())  # one that slept runs since it has its cache again
+        each(lambda c: self.fleet.memories[c.url].close())
+        each(lambda c: c.resume())  # one that slept runs since it has its cache again
         self.met |= {r.index for r in replicas if r.index not in errors}
         return errors
 
     def _open(self, control) -> None:
         """Still, and with memory for weights."""
-        self.memories[control.url].open()
-        if self.memories[control.url].state == "awake":
+        self.fleet.memories[control.url].open()
+        if self.fleet.memories[control.url].state == "awake":
             control.pause()
 
     def _stream(self, each, errors, report, verify: bool) -> None:
         """Every chunk is converted and written while the servers read the one before."""
         most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, None, 0
-        for chunk in weights.chunks(self.model, self.params, self.dtype, most, host=self.transport.host):
+        for chunk in weights.chunks(self.model, self._params, self.dtype, most, host=self.transport.host):
             if verify:
                 self._digests.update({name: np.asarray(array) for name, array in chunk} if self._needs_pieces() else {
-                    name: weights.digest(np.asarray(array)) for name, array in chunk})
+                    name: transport.digest(np.asarray(array)) for name, array in chunk})
             payload = self.transport.payload(chunk, verify)
             report["bytes"] += sum(array.nbytes for _, array in chunk)
             if pending is not None:
@@ -183,7 +185,7 @@ class Publisher:
 
     def _needs_pieces(self) -> bool:
         """Whether workers hold slices, so that whole tensors are needed to compare with."""
-        return any(len(infos) > 1 for infos in self.infos.values())
+        return any(len(infos) > 1 for infos in self.fleet.infos.values())
 
     def _empty_cache(self, control) -> None:
         for _ in range(adapter.RESET_TRIES):
@@ -192,28 +194,27 @@ class Publisher:
             time.sleep(0.05)
         raise adapter.ServerError(f"{control.url}: its prefix cache could not be emptied")
 
-    # ---- proof --------------------------------------------------------------------------------------------------------
+    # ---- proof -------------------------------------------------------------------------------------------------------
 
-    def _verify(self, replica, paused: bool) -> None:
+    def _verify(self, replica) -> None:
         """Checksums where they were taken, then the probe. Raises WeightMismatch."""
-        infos = self.infos.get(replica.index) or []
+        infos = self.fleet.infos.get(replica.index) or []
         if self._digests is not None and infos and not any(i["quantized"] for i in infos):
             self._compare(replica)
-        if not paused:
-            self._probe(replica)
+        self._probe(replica)
 
     def _compare(self, replica) -> None:
         seen: set[str] = set()
-        for found in self.controls[replica.index].digests():
+        for found in self.fleet.controls[replica.index].digests():
             for name, (digest, dtype, shape, axis, start, stop) in found.items():
                 ours = self._digests.get(name)
                 if ours is None:
                     continue
-                if not isinstance(ours, str):
-                    ours = weights.digest(weights.piece(ours, axis, start, stop))
+                if not isinstance(ours, str):  # a worker of several holds start:stop along an axis; -1 = all of it
+                    ours = transport.digest(ours if axis < 0 else ours[(slice(None),) * axis + (slice(start, stop),)])
                 if digest != ours:
-                    raise WeightMismatch(f"{replica.url} does not hold the weights of version {self.version}: tensor {name} "
-                                         f"({dtype} {shape}) differs from the trainer's")
+                    raise WeightMismatch(f"{replica.url} does not hold the weights of version {self.version}: tensor "
+                                         f"{name} ({dtype} {shape}) differs from the trainer's")
                 seen.add(name)
         lost = sorted(set(self._digests) - seen)
         if lost:
@@ -224,32 +225,34 @@ class Publisher:
         """Samples a few tokens and compares their log-probs with the trainer's."""
         gap = self.probe(replica)
         bound = self.options.probe_bound or self._bound or PROBE_BOUNDS[self.dtype]
-        infos = self.infos.get(replica.index) or []
+        infos = self.fleet.infos.get(replica.index) or []
         if any(map(self._is_quantized, infos)) and self._bound is None and not self.options.probe_bound:
             self._bound = bound = max(PROBE_BOUNDS["bfloat16"], 3 * gap)
-            log.info("quantised engine: the probe's log-probs are %.3g away on average, the bound is %.3g from now on", gap, bound)
+            log.info("quantised engine: the probe's log-probs are %.3g away on average, from now on the bound is %.3g",
+                     gap, bound)
         self.last_probe = gap
         if not gap <= bound:
             raise WeightMismatch(
-                f"{replica.url} answers with other weights than version {self.version}: a probe's log-probs are {gap:.3g} "
-                f"away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its weights did not "
-                "arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it serves another model")
+                f"{replica.url} answers with other weights than version {self.version}: a probe's log-probs are "
+                f"{gap:.3g} away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its "
+                "weights did not arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it "
+                "serves another model")
 
     def probe(self, replica) -> float:
         """Mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled continuation."""
         vocab = self.model.config.vocab_size
         prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
-        new = min(PROBE_TOKENS, self.length - PROBE_PROMPT)
+        new = min(PROBE_TOKENS, served(self.config) - PROBE_PROMPT)
         request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
         payload = adapter.generate_payload(request, (), seeded=True, stream=False)
-        tokens, logprobs, _, _ = adapter.parse_choice(self.controls[replica.index].generate(payload))
-        ours = sequence_logprobs(self.model, self.params, np.concatenate([prompt, tokens]).astype(np.int32))
+        tokens, logprobs, _, _ = adapter.parse_choice(self.fleet.controls[replica.index].generate(payload))
+        ours = sequence_logprobs(self.model, self._params, np.concatenate([prompt, tokens]).astype(np.int32))
         return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())
 
     @property
     def quantized(self) -> bool:
-        """Whether a server computes with other weights or another cache than it was given. Known after the first publish."""
-        return any(self._is_quantized(i) for infos in self.infos.values() for i in infos)
+        """Whether a server computes with other weights or cache than it was given; known after the first publish."""
+        return any(self._is_quantized(i) for infos in self.fleet.infos.values() for i in infos)
 
     def _is_quantized(self, info: dict) -> bool:
         return bool(info["quantized"]) or info["cache_dtype"] not in ("auto", self.dtype)

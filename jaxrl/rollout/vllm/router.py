@@ -1,7 +1,7 @@
 """Requests on their way to several vLLM servers: least-loaded with group affinity, re-issued when a server dies.
 
-One background thread runs an event loop that owns everything here; the engine talks to it through `submit`, `results` and
-a few calls. A job is answered once: by the first server that answers it, or by giving up.
+One background thread runs an event loop that owns everything here; the engine talks to it through `submit`, `results`
+and a few calls. A job is answered once: by the first server that answers it, or by giving up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class Replica:
-    """One server as the router sees it. state: starting, unsynced (healthy, but not with the current weights), ready, dead."""
+    """One server as the router sees it. state: starting, unsynced (well, but with other weights), ready, asleep, "
+      "dead."""
 
     index: int
     url: str
@@ -46,14 +47,10 @@ class Replica:
     why: str = ""
     running: dict = dataclasses.field(default_factory=dict)  # job -> task
     misses: int = 0
-    since: float = dataclasses.field(default_factory=time.monotonic)
-
-    def turn(self, state: str, why: str = "") -> None:
-        self.state, self.why, self.since, self.misses = state, why, time.monotonic(), 0
 
 
 class Router:
-    """See the module. `parse_version(text) -> int` reads our weight versions; `decode` turns ids into text for stop strings.
+    """See the module.
 
     Args:
       replicas: urls.
@@ -157,7 +154,7 @@ class Router:
         self._dispatch()
 
     def _set_state(self, replica, state, why=""):
-        replica.turn(state, why)
+        replica.state, replica.why, replica.misses = state, why, 0
         if state in ("dead", "starting"):
             self._recall(replica)  # an unsynced one keeps its frozen requests: they go on under the new weights
         self._dispatch()
@@ -226,8 +223,8 @@ class Router:
             job.attempts += 1
         if job.attempts > self.options.retries:
             self.counts["given_up"] += 1
-            log.warning("request %s was given up after %d tries, its answer is absent: %s: %s", job.request.id, round(job.attempts),
-                        replica.url, why)
+            log.warning("request %s was given up after %d tries, its answer is absent: %s: %s", job.request.id,
+                        round(job.attempts), replica.url, why)
             self._finish(job, empty(job.request))
         else:
             log.info("request %s is tried again: %s: %s", job.request.id, replica.url, why)
@@ -245,7 +242,8 @@ class Router:
         job.done = True
         self._jobs.pop(job.request.id, None)
         if self.trace:
-            self.trace({"id": job.request.id, "finish": result.finish, "tokens": len(result.tokens), "events": job.times})
+            self.trace({"id": job.request.id, "finish": result.finish, "tokens": len(result.tokens),
+                        "events": job.times})
         self.results.put(result)
 
     def _note(self, job, event, replica=None):
@@ -275,8 +273,8 @@ class Router:
             versions[versions < 0] = self.current_version
         if not np.isfinite(logprobs).all() or (len(logprobs) and max(logprobs) > 1e-3):
             raise adapter.ServerError(f"{url}: a log-prob that is not finite or positive")
-        return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32), np.zeros(len(tokens), np.float32),
-                      versions, finish, request.seed)
+        return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32),
+                      np.zeros(len(tokens), np.float32), versions, finish, request.seed)
 
     current_version = -1
 
@@ -304,7 +302,7 @@ class Router:
     # ---- watching -------------------------------------------------------------------------------------------------
 
     async def _watch(self):
-        """Asks every server for its health; one that is silent twice in a row is dead, one that answers again is unsynced."""
+        """Asks every server for its health; silent twice in a row it is dead, and unsynced when it answers again."""
         while True:
             await asyncio.gather(*(self._look(r) for r in self.replicas))
             await asyncio.sleep(min(1.0, self.options.health_seconds / 2))
@@ -328,7 +326,8 @@ class Router:
         elif state != "dead":
             replica.misses += 1
             if replica.misses >= 2:
-                log.warning("vLLM server %s is gone: %s; %d requests go elsewhere", replica.url, why, len(replica.running))
+                log.warning("vLLM server %s is gone: %s; %d requests go elsewhere", replica.url, why,
+                            len(replica.running))
                 self.counts["servers_lost"] += 1
                 self._set_state(replica, "dead", why)
 

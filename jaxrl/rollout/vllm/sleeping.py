@@ -1,15 +1,15 @@
 """A server's GPU memory, lent to the trainer and taken back: vLLM's sleep mode as a state machine.
 
-    awake ---sleep---> asleep ---wake_weights---> empty ---filled---> full ---wake_cache---> awake
-      any failed call ---> lost ---recover---> empty
+    awake ---sleep---> asleep ---open---> filling ---close---> awake
+      any failed call ---> lost ---open---> filling
 
-Level 2 drops weights and cache. Level 1 would keep a copy of the weights in pinned host memory: as many bytes over PCIe each way
-per step, for weights that the next publish replaces in full, and that a server woken by mistake would silently answer with.
-After level 2 such a server fails the probe instead. The cache stays away while weights arrive, so that a publish needs room for
-weights alone.
+Level 2 drops weights and cache. Level 1 would keep a copy of the weights in pinned host memory: as many bytes over PCIe
+each way per step, for weights that the next publish replaces in full, and that a server woken by mistake would silently
+answer with. After level 2 such a server fails the probe instead. The cache stays away while weights arrive, so that a
+publish needs room for weights alone.
 
-Sources: vLLM's docs/features/sleep_mode.md; vllm/entrypoints/serve/dev/sleep, v1/engine/core.py (EngineCore.sleep, wake_up) and
-device_allocator/cumem.py of 0.32.
+Sources: vLLM's docs/features/sleep_mode.md; vllm/entrypoints/serve/dev/sleep, v1/engine/core.py (EngineCore.sleep,
+wake_up) and device_allocator/cumem.py of 0.32.
 """
 
 from __future__ import annotations
@@ -20,54 +20,39 @@ LEVEL = 2
 
 
 class Memory:
-    """What one server holds. Methods call its `control` (adapter.Control); each names in its text the states it is legal in.
+    """What one server holds, by calls of its `control` (adapter.Control).
 
-    A call in another state raises RuntimeError and reaches no server. A call that fails raises what the control raises and
-    leaves the state `lost`: nobody knows how far it came, and only `recover` goes on from there.
+    A call in a state where it makes no sense raises RuntimeError and reaches no server. A call that fails raises what
+    the control raises and leaves the state `lost`: nobody knows how far it came, and only `open` goes on from there.
     """
 
     def __init__(self, control):
         self.control = control
         self.state = "awake"
 
-    def sleep(self) -> None:
-        """awake -> asleep. Whatever the server was still working on is aborted there."""
-        self._go(("awake",), "asleep", lambda: self.control.sleep(LEVEL))
-
-    def wake_weights(self) -> None:
-        """asleep -> empty: memory for weights is there, what it holds is undefined."""
-        self._go(("asleep",), "empty", lambda: self.control.wake_up("weights"))
-
-    def filled(self) -> None:
-        """empty -> full: every weight has arrived."""
-        self._go(("empty",), "full", lambda: None)
-
-    def wake_cache(self) -> None:
-        """full -> awake: the server schedules again. ServerError where it says that it still sleeps."""
-        self._go(("full",), "awake", self._wake_all)
-
-    def recover(self) -> None:
-        """lost -> empty: all memory is back (the cache's too), weights are undefined."""
-        self._go(("lost",), "empty", lambda: self._wake_all(()))
-
     def meet(self) -> None:
         """A server met anew: awake, or `lost` where an earlier trainer left it asleep or paused."""
         self.state = "lost" if self.control.is_sleeping() else "awake"
 
+    def sleep(self) -> None:
+        """awake -> asleep. Whatever the server was still working on is aborted there."""
+        self._go(("awake",), "asleep", lambda: self.control.sleep(LEVEL))
+
     def open(self) -> None:
-        """Before an update of the weights: asleep or lost -> empty. An awake server stays so."""
+        """Before weights come: asleep -> filling, with memory for weights whose content is undefined; lost -> filling,
+        with all memory. An awake server stays so."""
         if self.state == "asleep":
-            self.wake_weights()
+            self._go(("asleep",), "filling", lambda: self.control.wake_up("weights"))
         elif self.state == "lost":
-            self.recover()
+            self._go(("lost",), "filling", self._wake)
 
     def close(self) -> None:
-        """After it: empty -> full -> awake."""
+        """Every weight has arrived: filling -> awake, the server schedules again. An awake server stays so. ServerError
+        where it says that it still sleeps."""
         if self.state != "awake":
-            self.filled()
-            self.wake_cache()
+            self._go(("filling", "awake"), "awake", lambda: self._wake("kv_cache"))
 
-    def _wake_all(self, tags=("kv_cache",)) -> None:
+    def _wake(self, *tags) -> None:
         status = self.control.wake_up(*tags)
         if status != "awake":
             raise ServerError(f"{self.control.url} says it is {status!r} after it was woken")

@@ -1,5 +1,5 @@
-"""How chunks of weights reach vLLM's workers: a file in shared memory, HTTP from the trainer, a broadcast from GPU to GPU,
-or a checkpoint folder.
+"""How chunks of weights reach vLLM's workers: a file in shared memory, HTTP from the trainer, a broadcast from GPU to
+GPU, or a checkpoint folder.
 
 A transport that streams turns each chunk into the payload of vLLM's /update_weights (see vllm_plugin.UpdateInfo); every
 worker reads the whole tensors and vLLM's own loaders take their slices. Two chunks are kept, so that one can be written
@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import fcntl
+import hashlib
 import hmac
 import http.server
 import os
@@ -27,12 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models import hf
 from jaxrl.rollout.vllm.adapter import ServerError
-from jaxrl.rollout.vllm.weights import digest
 from jaxrl.vllm_plugin import Nccl
 
 SHARED = Path("/dev/shm")
 ALIGN = 64
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's bytes in C order."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def describe(tensors, verify: bool) -> tuple[list[list], int]:
@@ -54,7 +60,8 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. Where workers fetch what they are pointed to, `payload` is all there is."""
+    """A transport that sends chunk after chunk. Where workers fetch what they are pointed to, `payload` is all there
+    is."""
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
@@ -83,7 +90,8 @@ LOCK = "lock"
 class SharedMemory(Stream):
     """Two files in /dev/shm, only for servers on this machine. The folder is private and goes with the transport.
 
-    It belongs to whoever holds the lock of the file in it: a process id says nothing where another one counts from 1 again."""
+    It belongs to whoever holds the lock of the file in it: a process id says nothing where another one counts from 1
+    again."""
 
     name = "shm"
 
@@ -117,8 +125,9 @@ class SharedMemory(Stream):
                     if e.errno != errno.ENOSPC:
                         raise
                     free = shutil.disk_usage(SHARED).free
-                    raise RunStopped(f"/dev/shm is full: a chunk of weights needs {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are "
-                                     "free; free some, lower rollout.vllm.chunk_mb, or set rollout.vllm.transport=network"
+                    raise RunStopped(f"/dev/shm is full: a chunk of weights needs {size / 1e6:.1f} MB, "
+                                     f"{free / 1e6:.1f} MB are free; free some, lower rollout.vllm.chunk_mb, or set "
+                                     "rollout.vllm.transport=network"
                                      ) from None
                 self._maps[path] = np.memmap(f, np.uint8, "r+", shape=(size,))
         return self._maps[path]
@@ -131,8 +140,8 @@ class SharedMemory(Stream):
 
 
 def locked(path: Path, flags: int = 0) -> int | None:
-    """A descriptor that holds the lock of a file until it is closed or the process ends; None where another one has it, or where
-    there is no such file of ours."""
+    """A descriptor that holds the lock of a file until it is closed or the process ends; None where another one has it,
+    or where there is no such file of ours."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     except OSError:
@@ -214,8 +223,8 @@ class Network(Stream):
 class Broadcast(Stream):
     """One NCCL broadcast per chunk, from this process's first device to every worker of every server.
 
-    The communicator is made anew when the servers change or something failed. NCCL is loaded by name through ctypes, so that
-    neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
+    The communicator is made anew when the servers change or something failed. NCCL is loaded by name through ctypes, so
+    that neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
     """
 
     name, host = "nccl", False
@@ -224,8 +233,9 @@ class Broadcast(Stream):
         try:
             self._nccl = Nccl()
         except OSError as e:
-            raise ConfigError(f"rollout.vllm.transport=nccl: NCCL cannot be loaded ({e}); pip install nvidia-nccl-cu12, name the "
-                              "library in the environment variable JAXRL_NCCL, or choose another transport") from None
+            raise ConfigError(f"rollout.vllm.transport=nccl: NCCL cannot be loaded ({e}); pip install "
+                              "nvidia-nccl-cu12, name the library in the environment variable JAXRL_NCCL, or choose "
+                              "another transport") from None
         self.deadline, self._servers, self._joined, self._buffer = deadline, None, False, None
 
     def greet(self, servers):
@@ -252,8 +262,8 @@ class Broadcast(Stream):
         try:
             joining.result(self.deadline)
         except (TimeoutError, RuntimeError) as e:
-            raise ServerError(f"the trainer and {size - 1} workers did not meet over NCCL within rollout.vllm.sync_seconds="
-                              f"{self.deadline:g}: {e or 'no answer'}") from None
+            raise ServerError(f"the trainer and {size - 1} workers did not meet over NCCL within "
+                              f"rollout.vllm.sync_seconds={self.deadline:g}: {e or 'no answer'}") from None
         greeted.result()
         self._joined = True
 
@@ -295,8 +305,6 @@ class Checkpoint:
         self.folder = Path(folder)
 
     def write(self, model, params, hf_config: dict, dtype, version: int) -> Path:
-        from jaxrl.models import hf
-
         path = self.folder / f"weights_{version}"
         hf.export(model, params, path, hf_config, dtype)
         for old in self.folder.glob("weights_*"):

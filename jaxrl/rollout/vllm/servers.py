@@ -1,0 +1,332 @@
+"""The servers of an engine: ours, as child processes, or given ones; who is there, what they are, who comes back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.config import family_of
+from jaxrl.models.hf import SOURCE
+from jaxrl.processes.group import Peers
+from jaxrl.rollout.engines import EngineContext
+from jaxrl.rollout.protocol import EngineLost
+from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.options import listed, served, server_folder
+from jaxrl.rollout.vllm.process import ServerProcess, free_port
+from jaxrl.rollout.vllm.router import Replica, Router
+from jaxrl.rollout.vllm.sleeping import Memory
+from jaxrl.vllm_plugin import PROTOCOL, machine
+
+log = logging.getLogger("jaxrl")
+LATECOMERS = 30.0  # seconds
+USAGE = 2  # status of a server that does not know an option
+
+
+class OwnServers:
+    """Servers that are started here, `rollout.vllm.replicas` of them, with dummy weights.
+
+    Args:
+      config: the whole config. hf_config: of the model. dtype: a numpy name; "" = what the build of vLLM computes in.
+      folder: for their logs and the model's description. key: that they ask for.
+      first: servers before them on this host, where ports are counted from rollout.vllm.port.
+
+    Raises ConfigError where vLLM cannot be started here.
+    """
+
+    def __init__(self, config, hf_config: dict, dtype: str, folder: Path, key: str, first: int = 0):
+        v = config.rollout.vllm
+        version, self.cpu = adapter.installed(v.python)
+        if notice := adapter.check_version(version, "rollout.engine=vllm"):
+            log.warning(notice)
+        self.config, self.folder, self.key = config, folder, key
+        self.dtype = dtype or ("float32" if self.cpu else "bfloat16")
+        write_model_folder(folder / "model", hf_config)
+        self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
+        self.urls = [f"http://{v.host}:{port}" for port in self.ports]
+        self.restarts, self._silent = [0] * v.replicas, [0] * v.replicas
+        self.up, self._began = [False] * v.replicas, [0.0] * v.replicas  # up: has answered since it was started
+        self.processes: list[ServerProcess] = []
+        for i in range(v.replicas):
+            self.processes.append(self._started(i))
+
+    def _started(self, i: int) -> ServerProcess:
+        self.up[i], self._silent[i], self._began[i] = False, 0, time.monotonic()
+        command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, served(self.config),
+                                      self.ports[i], self.cpu, self.key)
+        if devices := self.config.rollout.vllm.devices:
+            env["CUDA_VISIBLE_DEVICES"] = devices[i]
+        return ServerProcess(command, env, self.folder / f"server_{i}.log")
+
+    def look(self, i: int, control: adapter.Control, seconds: float) -> str:
+        """Empty while a server is well or being started, else what is wrong: it ended, is late, or silent twice."""
+        process, setup = self.processes[i], self.config.rollout.vllm.setup_seconds
+        if process.exit_status() is not None:
+            return f"{process.ended()}: {process.complaint()}"
+        try:
+            control.healthy(seconds)
+            self.up[i], self._silent[i] = True, 0
+            return ""
+        except (adapter.ServerError, adapter.Refused) as e:
+            why = str(e)
+        if not self.up[i]:
+            late = time.monotonic() - self._began[i] > setup
+            return f"is not up within rollout.vllm.setup_seconds={setup:g}: {why}" if late else ""
+        self._silent[i] += 1
+        return f"hangs: {why}" if self._silent[i] > 1 else ""
+
+    def restart(self, i: int) -> bool:
+        """Ends a server and starts it anew; False where it had its rollout.vllm.restarts already."""
+        if self.restarts[i] >= self.config.rollout.vllm.restarts:
+            return False
+        self.processes[i].kill()
+        self.restarts[i] += 1
+        self.processes[i] = self._started(i)
+        return True
+
+    def stop(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as pool:
+            for process in self.processes:
+                pool.submit(process.stop)
+
+
+def write_model_folder(folder: Path, hf_config: dict) -> None:
+    """A folder with a config and no weights: servers start from dummy weights and receive the policy's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = {"architectures": [family_of(hf_config).architecture], **hf_config}
+    config.pop(SOURCE, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def first_servers(config, group: Peers) -> list[str]:
+    """The URLs of rollout.servers; of a folder, once it names a server for every process. The same on all processes."""
+    folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
+    if folder is None:
+        return list(config.rollout.servers)
+
+    def found():
+        end = time.monotonic() + seconds
+        while len(urls := listed(folder)) < group.count and time.monotonic() < end:
+            time.sleep(0.5)
+        return urls
+
+    urls = group.decide("the first servers", found)
+    if not urls:
+        raise EngineLost(f"rollout.servers={str(folder)!r}: no server was announced there within "
+                         f"rollout.vllm.setup_seconds={seconds:g}; python -m jaxrl.serve starts and announces them")
+    return urls
+
+
+def share_of(servers, group: Peers) -> list[str]:
+    """The servers of this process. Raises ConfigError where there are fewer servers than processes."""
+    if len(servers) < group.count:
+        raise ConfigError(f"rollout.servers={tuple(servers)}: {len(servers)} for {group.count} processes, and each "
+                          "drives its own; start at least one per process, or train with fewer processes")
+    return [url.rstrip("/") for url in servers[group.index::group.count]]
+
+
+class Fleet:
+    """The servers of one engine.
+
+    Args:
+      context: of the engine. key: that servers are shown.
+      group: the processes of the run, among whom given servers are dealt out.
+      own: OwnServers, or None where they are given.
+      known: URLs of all that were given so far, on all processes.
+      router: the Router whose replicas they are.
+
+    controls: of the router's replicas, in their order. memories: by URL. infos: replica's index -> what each worker of
+    a server that was examined says of itself, empty without the plugin.
+    """
+
+    def __init__(self, context: EngineContext, key: str, group: Peers, own: OwnServers | None, known: list[str],
+                 router: Router):
+        self.config, self.model, self.options = context.config, context.model, context.config.rollout.vllm
+        self.key = key
+        self.group, self.own, self.router = group, own, router
+        self.processes = own.processes if own else []
+        self.controls: list[adapter.Control] = []
+        self.memories: dict[str, Memory] = {}
+        self.infos: dict[int, list[dict]] = {}
+        self._folder, self._known, self._looked = server_folder(self.config.rollout.servers), known, 0
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
+        for replica in router.replicas:
+            self._control(replica.url)
+
+    def _control(self, url: str) -> None:
+        self.controls.append(adapter.Control(url, self.key, self.options.sync_seconds))
+        self.memories[url] = Memory(self.controls[-1])
+
+    def close(self) -> None:
+        if self.own:
+            self.own.stop()
+        self._pool.shutdown(wait=True)
+        for control in self.controls:
+            control.close()
+
+    # ---- who is there ------------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Waits until the servers answer, and checks what they are. At least one must; others may join later.
+
+        Raises ConfigError for what another start would not change, EngineLost for the rest."""
+        end, up, waiting = time.monotonic() + self.options.setup_seconds, [], list(self.router.replicas)
+        found = dict(zip(waiting, self._pool.map(lambda r: self._wait_healthy(r, end, up), waiting), strict=True))
+        for replica, why in found.items():
+            if why and self.own:
+                wrong = self.processes[replica.index].exit_status() == USAGE
+                raise (ConfigError if wrong else EngineLost)(f"vLLM server {replica.url} did not start: {why}")
+            if why:
+                log.warning("vLLM server %s is not there: %s; it may join later", replica.url, why)
+                self.router.set_state(replica, "dead", why)
+        if all(found.values()):
+            raise EngineLost("rollout.servers: none of them answers: "
+                             + "; ".join(f"{r.url}: {why}" for r, why in found.items()))
+        for replica in (r for r, why in found.items() if not why):
+            try:
+                self.examine(replica)
+            except (adapter.ServerError, adapter.Refused) as e:
+                kind = ConfigError if isinstance(e, adapter.Refused) else EngineLost
+                raise kind(f"{e}; is it a vLLM server started with VLLM_SERVER_DEV_MODE=1 and with the key of this run "
+                           "(VLLM_API_KEY in both environments), and rollout.vllm.sync_seconds="
+                           f"{self.options.sync_seconds:g} long enough?") from None
+            self.router.set_state(replica, "unsynced")
+        log.info("vLLM: %d of %d servers", sum(not why for why in found.values()), len(waiting))
+
+    def _wait_healthy(self, replica: Replica, end: float, up: list[float]) -> str:
+        """Empty when the server answers before `end`, else why not. Given servers are waited for LATECOMERS seconds
+        once one is `up`; they may join later."""
+        said = False
+        while True:
+            if self.own and (process := self.processes[replica.index]).exit_status() is not None:
+                return f"{process.ended()}: {process.complaint()} (whole log: {process.log_file})"
+            try:
+                self.controls[replica.index].healthy(5.0)
+                up.append(time.monotonic())
+                return ""
+            except (adapter.ServerError, adapter.Refused) as e:
+                why = str(e)
+            patience = min(end, up[0] + LATECOMERS if up and not self.own else end) - time.monotonic()
+            if patience <= 0:
+                return why if up else f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})"
+            if not self.own and not said and patience < self.options.setup_seconds - 5:
+                said = log.info("waiting for %s: %s", replica.url, why) or True
+            time.sleep(0.25)
+
+    def examine(self, replica: Replica) -> None:
+        """Version, plugin and model of a server that has answered. Raises ConfigError for one that cannot serve this
+        run."""
+        control, length = self.controls[replica.index], served(self.config)
+        if not self.own and control.is_open():
+            log.warning("%s takes weights and control calls from whoever reaches it: start it with --middleware %s and "
+                        "VLLM_API_KEY in its environment (docs/vllm.md)", replica.url, adapter.GUARD)
+        if notice := adapter.check_version(control.version(), replica.url):
+            log.warning(notice)
+        model = control.served()
+        if (model.get("max_model_len") or length) < length:
+            raise ConfigError(f"{replica.url} serves sequences up to {model['max_model_len']} tokens, this run needs "
+                              f"{length}; start it with --max-model-len {length}")
+        infos = self.infos[replica.index] = control.workers()
+        self.memories[replica.url].meet()
+        if self.config.rollout.placement == "colocated":
+            _can_share(replica.url, infos)
+        for info in infos:
+            if info["protocol"] != PROTOCOL:
+                raise ConfigError(f"{replica.url}: its jaxrl plugin speaks protocol {info['protocol']}, this jaxrl "
+                                  f"{PROTOCOL}; install the same jaxrl on both sides")
+            if info["vocab_size"] != self.model.config.vocab_size:
+                raise ConfigError(f"{replica.url} serves {info['model']} with a vocabulary of {info['vocab_size']}, "
+                                  f"this model has {self.model.config.vocab_size}: it is another model")
+
+    def take_newcomers(self) -> None:
+        """Servers announced since the last call, dealt out as the first ones were; each gets its weights once it
+        answers."""
+        if self._folder is None:
+            return
+        found = self.group.decide(f"servers at publish {self._looked}", listed, self._folder)
+        self._looked += 1
+        new = [url for url in found if url not in self._known]
+        mine = [url for i, url in enumerate(new, len(self._known)) if i % self.group.count == self.group.index]
+        self._known = self._known + new
+        for url in mine:
+            log.info("vLLM server %s was announced", url)
+            self._control(url)
+            self.router.add(url)
+
+    # ---- who comes back ----------------------------------------------------------------------------------------------
+
+    def notice_deaths(self) -> None:
+        """Of servers of ours; those of others are watched by the router."""
+        for replica, process in zip(self.router.replicas, self.processes, strict=False):
+            if replica.state in ("ready", "unsynced", "asleep") and process.exit_status() is not None:
+                self.router.counts["servers_lost"] += 1
+                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(),
+                            len(replica.running))
+                self.router.set_state(replica, "dead", process.ended())
+
+    def revive(self) -> None:
+        """Starts servers of ours that died, and sees which of those that were started again are up."""
+        for replica in self.router.replicas if self.own else ():
+            if replica.state == "dead":
+                self.restart(replica)
+            elif replica.state == "starting" and self.own.restarts[replica.index]:
+                why = self.own.look(replica.index, self.controls[replica.index], 1.0)
+                if why or self.own.up[replica.index]:
+                    self.router.set_state(replica, "dead" if why else "unsynced", why)
+
+    def restart(self, replica: Replica) -> None:
+        if self.own and self.own.restart(replica.index):
+            log.warning("vLLM server %s is started again (%d of rollout.vllm.restarts=%d)", replica.url,
+                        self.own.restarts[replica.index], self.options.restarts)
+            self.memories[replica.url] = Memory(self.controls[replica.index])
+            self.router.set_state(replica, "starting")
+
+    def lost(self) -> str:
+        """What became of the servers, where none is left; else empty."""
+        gone = all(r.state == "dead" for r in self.router.replicas)
+        return "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas) if gone else ""
+
+    # ---- their memory ------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Frees the GPU memory of all, waiting for those that are being started.
+
+        Raises EngineLost for a given server that does not sleep. One of ours is ended then, and started again by
+        `revive`."""
+        here = [r for r in self.router.replicas if r.state in ("ready", "unsynced", "starting")]
+        for r in here:  # from now on it takes no request
+            self.router.set_state(r, "asleep" if r.state != "starting" else "starting")
+        for replica, why in zip(here, self._pool.map(self._put_to_sleep, here), strict=True):
+            if why and not self.own:
+                raise EngineLost(f"vLLM server {replica.url} does not sleep, and rollout.placement=colocated leaves "
+                                 f"the update no room beside it: {why}")
+            if why:
+                log.warning("vLLM server %s is ended to make room for the update: %s", replica.url, why)
+                self.processes[replica.index].kill()
+                self.router.set_state(replica, "dead", why)
+
+    def _put_to_sleep(self, replica: Replica) -> str:
+        """Empty when the server sleeps, else why not."""
+        if replica.state == "starting":
+            return "it was still being started"
+        try:
+            self.memories[replica.url].sleep()
+        except (adapter.ServerError, adapter.Refused) as e:
+            return str(e)
+        return ""
+
+
+def _can_share(url: str, infos: list[dict]) -> None:
+    """Raises ConfigError for a server that cannot lend its memory to this trainer."""
+    if not infos or not all(i.get("sleeps") for i in infos):
+        raise ConfigError(f"{url} cannot sleep, which rollout.placement=colocated needs: start it with "
+                          "--enable-sleep-mode and with this jaxrl in its environment, or set "
+                          "rollout.placement=disaggregated")
+    if any(i["machine"] != machine() for i in infos):
+        raise ConfigError(f"{url} runs on another machine: it shares no GPU with this trainer; set "
+                          "rollout.placement=disaggregated")

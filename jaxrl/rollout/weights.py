@@ -1,0 +1,87 @@
+"""The policy's weights as a Hugging Face folder names and shapes them, a few layers at a time: for every engine that
+keeps a model of its own.
+
+    def publish(self, params, version):
+        for chunk in weights.chunks(self.model, params, "bfloat16", most_bytes=256_000_000):
+            self.load(chunk)                        # [(HF name, array)]
+
+They are cast and transposed on the device by one jitted function, so that what is held beside the model is a chunk and
+never the model. A run of several processes may spread `params` over all of them: processes.exchange.local_copies makes
+of these a copy that one process can use by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def names(model) -> list[str]:
+    """Every HF tensor of a jaxrl.models.Model that `chunks` brings, in that order. A tied head is not one."""
+    return [entry.hf_names[i or 0] for group in _layers(model) for entry, i in group]
+
+
+def chunks(model, params, dtype, most_bytes: int,
+           host: bool = True) -> Iterator[list[tuple[str, np.ndarray | jax.Array]]]:
+    """All HF tensors once, as lists of (name, array): what a publish brings.
+
+    Args:
+      model: a jaxrl.models.Model. params: its parameter tree, of arrays all of whose shards this process reaches.
+      dtype: of the tensors (anything numpy takes, or the name of one of jax's).
+      most_bytes: of a chunk. It holds whole layers, one where that is more: embedding first, then layer by layer, last
+        norm and head.
+      host: numpy arrays in host memory, which are the caller's; else on the device, whole on each one of the
+        parameters' mesh.
+    """
+    chunk, size = [], 0
+    for group in _layers(model):
+        tensors = _converted(params, group, dtype)
+        for _, t in tensors if host else ():
+            t.copy_to_host_async()
+        more = sum(t.nbytes for _, t in tensors)
+        if chunk and size + more > most_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk += [(name, np.asarray(t) if host else t) for name, t in tensors]
+        size += more
+    yield chunk
+
+
+def _layers(model) -> list[list[tuple]]:
+    """[(entry, repetition or None)] grouped by layer, in the order embedding, layers, final norm and head."""
+    groups: dict[tuple, list] = {}
+    for entry in model.entries:
+        for i, name in enumerate(entry.hf_names):
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            where = (1, int(layer[1])) if layer else (0 if entry.path[0] == "embed" else 2, 0)
+            groups.setdefault(where, []).append((entry, i if entry.stacked else None))
+    return [groups[where] for where in sorted(groups)]
+
+
+def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
+    """[(HF name, device array in `dtype`)] of one group of `_layers`."""
+    arrays = [functools.reduce(lambda node, key: node[key], entry.path, params) for entry, _ in group]
+    rows = tuple((entry.hf_shape, entry.inputs, entry.stacked) for entry, _ in group)
+    index = next((i for _, i in group if i is not None), 0)
+    one = arrays[0].sharding
+    whole = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else None
+    tensors = _convert(arrays, index, rows, np.dtype(dtype), whole)
+    return [(entry.hf_names[i or 0], t) for (entry, i), t in zip(group, tensors, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "dtype", "sharding"))
+def _convert(arrays, index, rows, dtype, sharding):
+    """One layer's arrays -> HF tensors. rows: (HF shape, contracted axes, stacked) of each; index: repetition."""
+    out = []
+    for array, (shape, inputs, stacked) in zip(arrays, rows, strict=True):
+        part = jax.lax.dynamic_index_in_dim(array, index, keepdims=False) if stacked else array
+        part = part.astype(dtype)
+        part = part.reshape(shape[::-1]).T if inputs else part.reshape(shape)
+        out.append(part if sharding is None else jax.lax.with_sharding_constraint(part, sharding))
+    return out
