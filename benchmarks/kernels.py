@@ -44,7 +44,8 @@ MODELS = {  # query heads, key-value heads, head size, hidden size, vocabulary
     "tiny": (4, 2, 64, 64, 512),
 }
 COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
-FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16, decode=((256, 4096), (8, 32768)),
+FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16,
+            decode=((256, 4096), (8, 32768)),
             shared=(256, 16, 1024, 512), tokens=32768, logprob="Qwen2.5-1.5B", matmul=8192, copy=1 << 31)
 TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),),
             shared=(8, 4, 128, 64), tokens=512, logprob="tiny",
@@ -119,7 +120,8 @@ def normal(key, shape):
 def ceilings(table, sizes):
     n = sizes["matmul"]
     a, b = normal(0, (n, n)), normal(1, (n, n))
-    row = table.measure("matmul", "", f"{n}^3 bf16", "xla", lambda: compiled(lambda a, b: a @ b, a, b), flops=2 * n ** 3)
+    row = table.measure("matmul", "", f"{n}^3 bf16", "xla", lambda: compiled(lambda a, b: a @ b, a, b),
+                        flops=2 * n ** 3)
     if "tflops" in row:
         table.ceilings["matmul"] = 1e12 * row["tflops"]
     x = jnp.zeros((sizes["copy"] // 4,), jnp.float32)
@@ -132,7 +134,8 @@ def ceilings(table, sizes):
 def documents(length, count):
     """(lengths, positions [1, L], segments [1, L]): `count` documents, multiples of 1, of unequal length that fill a
     row."""
-    lengths = np.random.default_rng(0).multinomial(length - count, np.random.default_rng(1).dirichlet(np.full(count, 4.0))) + 1
+    lengths = np.random.default_rng(0).multinomial(length - count,
+                                                   np.random.default_rng(1).dirichlet(np.full(count, 4.0))) + 1
     segments = np.repeat(np.arange(1, count + 1), lengths).astype(np.int32)[None]
     return lengths, np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None], segments
 
@@ -183,7 +186,8 @@ def attention(table, model, length, count):
         table.measure("block lists", model, shape, "gpu", lambda: compiled(
             lambda ids: gpu.work_of(q.shape, k.shape, q.dtype, ids, window=0), ids))
     for implementation, make in makers.items():
-        table.measure(f"{name} forward", model, shape, implementation, lambda make=make: compiled(make(), q, k, v), flops=flops)
+        table.measure(f"{name} forward", model, shape, implementation, lambda make=make: compiled(make(), q, k, v),
+                      flops=flops)
 
         def backward(make=make):
             pull = jax.jit(lambda q, k, v: jax.vjp(make(), q, k, v)[1])(q, k, v)
@@ -231,7 +235,8 @@ def decoding(table, model, slots, length):
     names = [n for n in dict.fromkeys((*cached.api.ORDERS[jax.default_backend()], "xla"))]
     for name in names:
         table.measure("decoding", model, f"{slots} slots of {length}", name, lambda name=name: compiled(
-            functools.partial(cached.api.IMPLEMENTATIONS[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v, positions, 0), moved=moved)
+            functools.partial(cached.api.IMPLEMENTATIONS[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v,
+            positions, 0), moved=moved)
 
 
 def shared_decoding(table, model, slots, group, prompt, answers):
@@ -240,10 +245,13 @@ def shared_decoding(table, model, slots, group, prompt, answers):
     from jaxrl.kernels.attention import cached, share
 
     heads, groups, size, _, _ = MODELS[model]
-    q, width, shared = normal(0, (slots, 1, heads, size)), groups * size, prompt - 1  # a slot writes its prompt's last key itself
+    # a slot writes its prompt's last key itself
+    q, width, shared = normal(0, (slots, 1, heads, size)), groups * size, prompt - 1
     prompts = (jnp.repeat(normal(i, (1, slots // group, prompt, width)), group, axis=1) for i in (1, 2))
-    k, v = (jnp.concatenate([x, normal(i, (1, slots, answers, width))], axis=2) for i, x in zip((3, 4), prompts, strict=True))
-    positions = shared + np.random.default_rng(0).permutation(np.linspace(0, answers - 1, slots).astype(np.int32))[:, None]
+    k, v = (jnp.concatenate([x, normal(i, (1, slots, answers, width))], axis=2)
+            for i, x in zip((3, 4), prompts, strict=True))
+    produced = np.linspace(0, answers - 1, slots).astype(np.int32)
+    positions = shared + np.random.default_rng(0).permutation(produced)[:, None]
     positions = positions.astype(np.int32)
     moved = 2 * k.dtype.itemsize * width * (int((positions + 1 - shared).sum()) + slots // group * shared)
     tiles = share([slot // group for slot in range(slots)], [shared] * slots)
@@ -256,9 +264,11 @@ def shared_decoding(table, model, slots, group, prompt, answers):
                 work = functools.partial(cached.api.WORK[name], window=0, heads=heads, size=size, shared=tiles)
                 more["work"] = jax.jit(lambda positions: work(positions, k.shape, k.dtype))(positions)
             attend = functools.partial(cached.api.IMPLEMENTATIONS[name], window=0, softcap=0.0, scale=size ** -0.5)
-            return compiled(lambda q, k, v, positions, more: attend(q, k, v, positions, 0, **more), q, k, v, positions, more)
+            return compiled(lambda q, k, v, positions, more: attend(q, k, v, positions, 0, **more), q, k, v, positions,
+                            more)
 
-        table.measure("decoding, shared prompts", model, f"{slots} slots, {group} per prompt of {prompt}, answers to {answers}",
+        table.measure("decoding, shared prompts", model,
+                      f"{slots} slots, {group} per prompt of {prompt}, answers to {answers}",
                       name if known is not None or name == "xla" else f"{name}, copies", make, moved=moved)
 
 
@@ -280,7 +290,8 @@ def logprob(table, model, tokens):
         return lambda: ready(x, head, targets), {"temporary_gib": memory / 2 ** 30}
 
     for implementation in ("chunked", "reference"):
-        table.measure("log-prob forward + backward", model, f"{tokens} tokens", implementation, lambda i=implementation: make(i),
+        table.measure("log-prob forward + backward", model, f"{tokens} tokens", implementation,
+                      lambda i=implementation: make(i),
                       flops=6 * tokens * hidden * vocab)
 
 
@@ -302,7 +313,8 @@ def correctness(names) -> list[dict]:
             error = f"refused: {e}"
         except Exception as e:  # noqa: BLE001 the row says what failed
             error = f"{type(e).__name__}: {e}"[:500]
-        rows.append(dict(implementation=name, case=str(case), error=error, seconds=round(time.monotonic() - started, 1)))
+        rows.append(dict(implementation=name, case=str(case), error=error,
+                         seconds=round(time.monotonic() - started, 1)))
         print(f"{name} {case}: {error or 'held'}", flush=True)
 
     for name in names:
@@ -314,7 +326,8 @@ def correctness(names) -> list[dict]:
         k, v = (normal(i, (2, slots, length, groups * size)) for i in (1, 2))
         positions = jax.random.randint(jax.random.key(3), (slots, 1), 0, length)
         options = dict(window=window, softcap=softcap, scale=size ** -0.5)
-        got = jax.jit(functools.partial(cached.api.IMPLEMENTATIONS[name], **options))(q, k, v, positions, 1).astype(jnp.float32)
+        decode = jax.jit(functools.partial(cached.api.IMPLEMENTATIONS[name], **options))
+        got = decode(q, k, v, positions, 1).astype(jnp.float32)
         with jax.default_matmul_precision("highest"):
             want = cached.reference.attention(*(x.astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
@@ -340,9 +353,11 @@ def environment() -> dict:
 
     device = jax.devices()[0]
     out = {"device": device.device_kind, "platform": device.client.platform_version, "python": sys.version.split()[0],
-           **{name: version(name) for name in ("jax", "jaxlib", "torch", "tokamax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")}}
+           **{name: version(name) for name in ("jax", "jaxlib", "torch", "tokamax", "nvidia-cudnn-cu12",
+                                               "nvidia-cudnn-cu13")}}
     if device.platform == "gpu":
-        out["driver"] = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
+        out["driver"] = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                                       capture_output=True,
                                        text=True).stdout.strip()
     return out
 
@@ -353,7 +368,8 @@ def line(row) -> str:
         return "" if row.get(key) is None else format(row[key], form)
 
     rates = [number(key, ".3g") + unit for key, unit in (("tflops", " TFLOP/s"), ("gb_per_s", " GB/s")) if key in row]
-    cells = (row["op"], row["model"], row["shape"], row["implementation"], number("milliseconds", ".3g"), *(rates or [""]),
+    cells = (row["op"], row["model"], row["shape"], row["implementation"], number("milliseconds", ".3g"),
+             *(rates or [""]),
              number("share", ".0%"), number("temporary_gib", ".2f"), row.get("not_run", ""))
     return "| " + " | ".join(cells) + " |"
 

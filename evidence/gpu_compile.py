@@ -1,8 +1,10 @@
-"""Every GPU kernel down to Hopper machine code, on a machine without a GPU: registers, spills and serialised matrix products.
+"""Every GPU kernel down to Hopper machine code, on a machine without a GPU: registers, spills and serialised matrix
+products.
 
 python evidence/gpu_compile.py        in an environment of Python 3.12 with jax 0.11 or 0.12, and of the same version
                                       jax-cuda13-plugin and jax-cuda13-pjrt, with nvidia-cuda-nvcc, nvidia-nvvm and
-                                      nvidia-cuda-nvdisasm beside it (all from PyPI, pip install --no-deps); a C compiler
+                                      nvidia-cuda-nvdisasm beside it (all from PyPI, pip install --no-deps); a C
+                                      compiler
 
 Mosaic's own compiler (in the CUDA plugin) and NVIDIA's assembler run; the driver, which they ask only for the chip, is
 cuda_stand_in.c. What launching shows, this cannot.
@@ -64,7 +66,8 @@ def kernels():
             ids = Ids(positions, positions, segments, segments, segments)
             return gpu.attention(q, k, v, ids, **options).astype(jnp.float32).sum()
 
-        for name, module in zip(("forward", "dq", "dk, dv"), modules(jax.grad(loss, (0, 1, 2)), q, k, v, at, at), strict=True):
+        for name, module in zip(("forward", "dq", "dk, dv"), modules(jax.grad(loss, (0, 1, 2)), q, k, v, at, at),
+                                strict=True):
             yield name, size, window, softcap, module
         query = jax.ShapeDtypeStruct((256, 1, HEADS, size), jnp.bfloat16)
         cache = jax.ShapeDtypeStruct((2, 256, LENGTH, GROUPS * size), jnp.bfloat16)
@@ -83,13 +86,15 @@ def kernels():
 
 
 def compile_here(path: str) -> None:
-    """In a process with the stand-in driver: hands the kernel to Mosaic's compiler, which writes its dumps, and ends."""
+    """In a process with the stand-in driver: hands the kernel to Mosaic's compiler, which writes its dumps, and
+    ends."""
     import jax.experimental.mosaic.gpu.core  # noqa: F401 tells the compiler where its libraries are
     import jax_plugins.xla_cuda13 as plugin
 
     module = Path(path).read_bytes()
     library = ctypes.CDLL(plugin._get_library_path())
-    library.MosaicGpuCompile.argtypes, library.MosaicGpuCompile.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.MosaicGpuCompile.restype = ctypes.c_void_p
     library.MosaicGpuCompile(module, len(module))
 
 
@@ -100,7 +105,8 @@ def assembled(module: bytes, driver: Path) -> dict:
         import nvidia
 
         tools = next(p for root in nvidia.__path__ for p in Path(root).glob("*/bin") if (p / "ptxas").exists())
-        env = os.environ | {"LD_LIBRARY_PATH": str(driver), "PATH": f"{tools}:{os.environ['PATH']}", "MOSAIC_GPU_DUMP_TO": folder,
+        env = os.environ | {"LD_LIBRARY_PATH": str(driver), "PATH": f"{tools}:{os.environ['PATH']}",
+                            "MOSAIC_GPU_DUMP_TO": folder,
                             "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
         subprocess.run([sys.executable, __file__, f"{folder}/module"], env=env, capture_output=True)
         said = next(Path(folder).glob("*.ptxas")).read_text()
@@ -111,7 +117,8 @@ def assembled(module: bytes, driver: Path) -> dict:
 
 
 def loops(code: list[str]) -> list[dict]:
-    """The loops with matrix products (without a mask, then with one): instructions, products, loads and stores of spills."""
+    """The loops with matrix products (without a mask, then with one): instructions, products, loads and stores of
+    spills."""
     start, lines, found = {}, [], []
     for text in code:
         if label := re.match(r"^(\.L_x_\d+):", text):

@@ -68,8 +68,7 @@ class Fault(NamedTuple):
 def parse_plan(plan: Iterable[str]) -> tuple[Fault, ...]:
     """Reads and checks `faults.plan`. Raises ConfigError naming the entry and the known names.
 
-    A comma inside an entry survives the command line's splitting at commas: a piece without '@' continues the
-    entry before it.
+    A comma inside an entry survives the command line's splitting at commas: a piece without '@' continues the last one.
     """
     entries: list[str] = []
     for piece in plan:
@@ -248,8 +247,7 @@ class GracefulStop:
 
 
 def _say(text: str) -> None:
-    """os.write, not print or logging: a handler may interrupt either of them while it holds its lock. After SIGHUP the
-    terminal is gone."""
+    """os.write, not print or logging: a handler may interrupt those while they hold their lock. SIGHUP: no terminal."""
     with contextlib.suppress(OSError):
         os.write(2, f"\njaxrl: {text}\n".encode())
 

@@ -10,8 +10,7 @@ DEFAULT_STEPS = 100  # of a run that nothing else ends
 
 def ends(cfg, passes: int | None = None) -> dict[str, int]:
     """What may end a run -> after how many steps: train.steps, data.epochs (`passes`: steps of all passes, where the
-    rows are known) and train.max_samples, as far as they are set; train.steps' default where none is. The first of them
-    ends it."""
+    rows are known) and train.max_samples, as far as set; train.steps' default where none is. The first one ends it."""
     out = {"train.steps": cfg.train.steps} if cfg.train.steps else {}
     if cfg.data.epochs and passes is not None:
         out["data.epochs"] = passes

@@ -14,7 +14,8 @@ from jaxrl.kernels.attention import cached, packed, share
 from jaxrl.kernels.attention.gpu_chip import ROWS, sizes_of
 from jaxrl.kernels.attention.packed.reference import Ids
 
-TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2e-3}  # of the norm, and of the largest entry
+# of the norm, and of the largest entry
+TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Case:
 
     @property
     def options(self):
-        return dict(window=self.window, softcap=self.softcap, scale=self.size ** -0.5 if self.scale is None else self.scale)
+        return dict(window=self.window, softcap=self.softcap,
+                    scale=self.size ** -0.5 if self.scale is None else self.scale)
 
     def __str__(self):
         base = Case(self.layout)
@@ -50,7 +52,8 @@ CASES = [
     Case("ones"), Case("prompts"), Case("padding"), Case("all_padding", length=140),
     Case("prompts", shuffled=True), Case("documents", queries=70),
     Case("prompts", window=50), Case("documents", softcap=2.0), Case("prompts", window=33, softcap=5.0, scale=0.3),
-    Case("prompts", heads=6, groups=6), Case("prompts", heads=6, groups=1, size=128), Case("documents", heads=7, groups=1),
+    Case("prompts", heads=6, groups=6), Case("prompts", heads=6, groups=1, size=128),
+    Case("documents", heads=7, groups=1),
     Case("prompts", size=80), Case("prompts", size=96), Case("prompts", size=256, length=200, heads=2, groups=1),
     Case("documents", length=700, heads=2, groups=1, window=200),
     Case("prompts", dtype="bfloat16"), Case("documents", dtype="bfloat16", size=128, softcap=20.0),
@@ -100,14 +103,16 @@ def documents(length):
 def ones(length):
     """Segments of one token between longer ones; one row of nothing else."""
     third = length // 3
-    mixed = [(1, i + 1, 0, 0) for i in range(third)] + [(third, third + 1, 0, 0), (1, third + 2, 0, 0), (1, third + 3, 0, 0)]
+    mixed = [(1, i + 1, 0, 0) for i in range(third)] + [(third, third + 1, 0, 0), (1, third + 2, 0, 0),
+                                                        (1, third + 3, 0, 0)]
     return rows_of([mixed, [(1, i + 1, 0, 0) for i in range(length)]], length)
 
 
 def prompts(length):
     """Groups: prompts whose answers share them, an answer of one token, a document, padding."""
     n = length // 10
-    first = [(2 * n, 1, 0, 0), (3 * n, 2, 1, 2 * n), (1, 3, 1, 2 * n), (n, 4, 1, 2 * n), (n, 5, 0, 0), (2 * n - 1, 6, 5, n)]
+    first = [(2 * n, 1, 0, 0), (3 * n, 2, 1, 2 * n), (1, 3, 1, 2 * n), (n, 4, 1, 2 * n), (n, 5, 0, 0),
+             (2 * n - 1, 6, 5, n)]
     return rows_of([first, [(n, 1, 0, 0), (4 * n, 2, 1, n), (3 * n, 3, 0, 0), (2 * n, 4, 1, n)]], length)
 
 
@@ -269,7 +274,8 @@ def check_shared(name, case: SharedCase, **options):
         others[row[1:][row[1:] >= 0], :read_once(name, case.size, int(length))] = True
     assert others.any()
     alone = share([None if n is None else i for i, n in enumerate(names)], lengths)
-    for what, arguments in (("again", (k, v, tiles)), ("others", (jnp.where(others, 9, k), jnp.where(others, -9, v), tiles)),
+    for what, arguments in (("again", (k, v, tiles)),
+                            ("others", (jnp.where(others, 9, k), jnp.where(others, -9, v), tiles)),
                             ("alone", (k, v, alone))):
         assert np.asarray(run(*arguments))[busy].tobytes() == out[busy].tobytes(), what
 
@@ -279,15 +285,16 @@ def leave_mesh():
     jax.set_mesh(jax.sharding.Mesh(np.empty((), dtype=object), ()))
 
 
-# -- what the kernels count ----------------------------------------------------------------------------------------------
+# -- what the kernels count --------------------------------------------------------------------------------------------
 
 
 def computed_tiles(q, k, v, ids):
-    """The TILE x TILE tiles that each TPU kernel computed, counted by itself: {"forward", "queries", "keys"}, int32 []."""
+    """The TILE x TILE tiles that each TPU kernel computed, counted by itself: {"forward", "queries", "keys"}, int32
+    []."""
     kernels = packed.tpu_kernels
-    call, (words, count, key_words, key_count, *arrays) = packed.tpu.prepared(q, k, v, ids, 0, 0.0, 1.0, None, None)
+    call, (work, *arrays) = packed.tpu.prepared(q, k, v, ids, 0, 0.0, 1.0, None, None)
     call = dataclasses.replace(call, counted=True)
-    work, key_work = (words[0], count[0]), (key_words[0], key_count[0])
+    work, key_work = (work.words[0], work.count[0]), (work.key_words[0], work.key_count[0])
     out, lse, forward = kernels.forward(call, work, *arrays)
     rest = (*arrays, out, lse, jnp.zeros_like(lse))
     counts = {"forward": forward, "queries": kernels.query_gradient(call, work, *rest)[-1],
@@ -296,13 +303,15 @@ def computed_tiles(q, k, v, ids):
 
 
 def computed_blocks(q, k, v, ids, scale, interpret):
-    """The same of each GPU kernel: (blocks int32 [B, heads, parts of the row], pairs of a query and a key in a block)."""
+    """The same of each GPU kernel: (blocks int32 [B, heads, parts of the row], pairs of a query and a key in a
+    block)."""
     from jaxrl.kernels.attention.packed import gpu_backward, gpu_forward
 
     call, (work, *qkv) = packed.gpu.prepared(q, k, v, ids, 0, 0.0, scale, None, interpret)
     op, sizes = dataclasses.replace(call.op, count=True), call.sizes
     out, lse, forward = gpu_forward.forward(*qkv, work.forward, op, sizes.forward, call.interpret)
     rest = (*qkv, out, gpu_backward.stats(out, out, lse))
-    counts = {"forward": forward, "queries": gpu_backward.dq(*rest, work.queries, op, sizes.queries, call.interpret)[-1],
-              "keys": gpu_backward.dkv(*rest, work.keys, op, sizes.keys, call.interpret)[-1]}
+    queries = gpu_backward.dq(*rest, work.queries, op, sizes.queries, call.interpret)[-1]
+    keys = gpu_backward.dkv(*rest, work.keys, op, sizes.keys, call.interpret)[-1]
+    counts = {"forward": forward, "queries": queries, "keys": keys}
     return {kernel: (count, ROWS * getattr(sizes, kernel).block) for kernel, count in counts.items()}

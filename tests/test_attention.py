@@ -126,12 +126,14 @@ def test_padding_is_finite_and_invisible(name):
     nothing = attention(q, k, v, positions, positions + 100, segments, segments, prefixes, implementation=name)
     assert np.isfinite(nothing).all()
     padding = (segments == 0)[..., None, None]
-    other = run(q, np.where(padding, 7, k), np.where(padding, -7, v), positions, segments, prefixes, implementation=name)
+    other = run(q, np.where(padding, 7, k), np.where(padding, -7, v), positions, segments, prefixes,
+                implementation=name)
     real = run(q, k, v, positions, segments, prefixes, implementation=name)
     np.testing.assert_array_equal(np.where(padding, 0, other), np.where(padding, 0, real))
 
 
-EVERY_DAY = {"prompts-shuffled=True", "prompts-window=33-softcap=5.0-scale=0.3", "padding", "ones-size=96-dtype=bfloat16"}
+EVERY_DAY = {"prompts-shuffled=True", "prompts-window=33-softcap=5.0-scale=0.3", "padding",
+             "ones-size=96-dtype=bfloat16"}
 
 
 PUSHED = {"documents-queries=70", "prompts-heads=6-groups=1-size=128", "all_padding-length=140"}  # by .ci/run
@@ -150,7 +152,8 @@ def test_case(name, case):
     check(name, case)
 
 
-@pytest.mark.parametrize("case", [pytest.param(CASES[i], id=str(CASES[i]), marks=pytest.mark.slow if i in (5, 12) else pytest.mark.nightly)
+@pytest.mark.parametrize("case", [pytest.param(CASES[i], id=str(CASES[i]),
+                                               marks=pytest.mark.slow if i in (5, 12) else pytest.mark.nightly)
                                   for i in (1, 5, 8, 12, 20)])
 def test_tpu_kernels_neither_race_nor_read_what_was_not_written(case):
     """Interpreted with buffers, copies and their races; memory starts as NaN."""
@@ -166,7 +169,8 @@ def compiled_memory(name, length):
     def loss(q, k, v, positions):
         return attention(q, k, v, positions, positions, positions, positions, implementation=name).sum()
 
-    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, row).compile().memory_analysis().temp_size_in_bytes
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape,
+                                                    row).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_blockwise_memory_is_linear_in_length():
@@ -226,7 +230,8 @@ def cached_inputs(slots=5, length=300, heads=6, groups=2, size=64, dtype=np.floa
     return *(jnp.asarray(x, dtype) for x in (q, k, v)), positions
 
 
-CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, groups=1, size=128), dict(length=1100, window=600),
+CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, groups=1, size=128),
+                dict(length=1100, window=600),
                 dict(heads=4, groups=4, size=64, dtype=jnp.bfloat16), dict(length=20, heads=8, groups=8, size=80)]
 
 
@@ -249,7 +254,8 @@ def test_cached_implementations_agree(case, monkeypatch):
         run = jax.jit(functools.partial(cached_attention, implementation=name, **options))
         out = np.asarray(run(q, k, v, positions, 1))
         assert out.dtype == q.dtype and np.isfinite(out.astype(np.float32)).all()
-        np.testing.assert_allclose(out[busy].astype(np.float64), truth[busy], rtol=0, atol=3e-6 if q.dtype == np.float32 else 2e-2)
+        np.testing.assert_allclose(out[busy].astype(np.float64), truth[busy], rtol=0,
+                                   atol=3e-6 if q.dtype == np.float32 else 2e-2)
         again = run(q, jnp.where(behind, 9, k), jnp.where(behind, -9, v), positions, 1)
         assert np.asarray(again)[busy].tobytes() == out[busy].tobytes()
 
@@ -262,7 +268,8 @@ def test_cached_work_is_what_slots_see(window, monkeypatch):
     work = cached.tpu.work_of(jnp.asarray(positions), (1, 6, 1000, 128), jnp.float32, window=window)
     want = []
     for slot, position in enumerate(positions[:, 0]):
-        seen = [c for c in range(1000) if c <= position and (not window or position - c < window)] if position < 1000 else [0]
+        seen = [c for c in range(1000) if c <= position
+                and (not window or position - c < window)] if position < 1000 else [0]
         want += [(slot, block) for block in sorted({c // 128 for c in seen})]
     words, call = np.asarray(work.words[0]), cached.tpu.Call(128, 1000, 1)
     assert [(int(call.place(w)), int(call.start(w)) // 128) for w in words[:int(work.count[0])]] == want
@@ -289,8 +296,10 @@ def test_who_is_asked(monkeypatch):
     asked = spied(monkeypatch, api.IMPLEMENTATIONS)
     monkeypatch.setattr(blockwise, "WORTH_IT", 10)
     q, k, v, positions, *_ = inputs(dtype=np.float32)
-    for length, implementation, want in ((13, "auto", "blockwise"), (9, "auto", "reference"), (9, "blockwise", "blockwise"),
-                                         (13, "reference", "reference"), (9, "tpu", "reference"), (13, "tpu", "blockwise")):
+    for length, implementation, want in ((13, "auto", "blockwise"), (9, "auto", "reference"),
+                                         (9, "blockwise", "blockwise"),
+                                         (13, "reference", "reference"), (9, "tpu", "reference"),
+                                         (13, "tpu", "blockwise")):
         attention(q[:, :length], k, v, positions[:, :length], positions, implementation=implementation)
         assert asked.pop() == want and not asked
 
@@ -313,8 +322,8 @@ def test_a_refusal_is_said_once(caplog):
     for _ in range(2):
         attention(q, k, v, positions, positions, implementation="tpu")
     said = [r.getMessage() for r in caplog.records]
-    assert said == ["attention: tpu does not serve this model (head size 4; the TPU kernel takes multiples of 8 up to 256); "
-                    "the next implementation runs"]
+    assert said == ["attention: tpu does not serve this model (head size 4; the TPU kernel takes multiples of 8 up to "
+                    "256); the next implementation runs"]
 
 
 def test_the_platform_is_that_of_the_mesh():
@@ -325,7 +334,8 @@ def test_the_platform_is_that_of_the_mesh():
     with jax.sharding.use_abstract_mesh(tpu_mesh):
         assert platform() == "tpu" and api.order("auto") == ("tpu", "blockwise", "reference")
         assert cached.api.order("auto") == ("tpu", "xla") and api.order("reference") == ("reference", "blockwise")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("x",),
+                                                     abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
         assert platform() == "gpu" and api.order("auto") == ("gpu", "cudnn", "blockwise", "reference")
         assert cached.api.order("auto") == ("gpu", "xla")
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
@@ -344,7 +354,8 @@ def primitives(jaxpr):
 def test_work_is_found_outside_the_layers():
     """The scan over layers holds kernels and no search for their work, in both passes."""
     kind, own = ARCHITECTURES["gemma3"]
-    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 12, "sliding_window_pattern": 3},
+    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 12,
+                   "sliding_window_pattern": 3},
                   compute_dtype=jnp.float32, scan_layers=True, remat="full", attention="tpu")
     params = jax.eval_shape(model.init, jax.random.key(0))
     row = jax.ShapeDtypeStruct((1, 128), jnp.int32)

@@ -23,7 +23,8 @@ def test_lists_are_the_masks_own_blocks(case: Case, sizes):
     np.testing.assert_array_equal(active, want)
     for lists, own in ((block_lists(active), want), (block_lists(active.swapaxes(1, 2)), want.swapaxes(1, 2))):
         assert lists.blocks.shape == own.shape
-        for blocks, count, row in zip(*(np.asarray(x).reshape(-1, *x.shape[2:]) for x in lists), own.reshape(-1, own.shape[2]),
+        for blocks, count, row in zip(*(np.asarray(x).reshape(-1, *x.shape[2:]) for x in lists),
+                                      own.reshape(-1, own.shape[2]),
                                       strict=True):
             here = np.flatnonzero(row)
             assert count == len(here)

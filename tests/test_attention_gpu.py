@@ -23,7 +23,8 @@ from jaxrl.models import build
 from jaxrl.sharding.mesh import AXES
 
 MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
-os.environ.setdefault("PJRT_NPROC", "8")  # the interpreter's threads wait for each other: each needs one of the runtime's threads
+# the interpreter's threads wait for each other: each needs one of the runtime's threads
+os.environ.setdefault("PJRT_NPROC", "8")
 
 
 def strict():
@@ -49,14 +50,16 @@ def test_blocks_without_work_are_not_computed():
     counted = attention_cases.computed_blocks(q, k, v, ids, scale=0.1, interpret=strict())
     mask = np.asarray(reference.visible(ids, 0))[0]
     sizes = gpu.sizes_for(64)
-    for name, rows, columns, copies in (("forward", 64, sizes.forward.block, heads), ("queries", 64, sizes.queries.block, heads),
+    for name, rows, columns, copies in (("forward", 64, sizes.forward.block, heads),
+                                        ("queries", 64, sizes.queries.block, heads),
                                         ("keys", sizes.keys.block, 64, heads)):
         active = mask.reshape(-1, rows, mask.shape[1] // columns, columns).any(axis=(1, 3)).sum()
         assert counted[name][0].sum() == active * copies, name
         assert counted[name][1] == rows * columns, name
 
 
-@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.nightly), pytest.param(128, marks=pytest.mark.slow),
+@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.nightly),
+                                  pytest.param(128, marks=pytest.mark.slow),
                                   pytest.param(256, marks=pytest.mark.nightly)])
 def test_work_of_sixteen_documents(size):
     """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of
@@ -65,7 +68,8 @@ def test_work_of_sixteen_documents(size):
     segments = np.repeat(np.arange(1, 17), lengths).astype(np.int32)[None]
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None]
     area, sizes = (lengths * (lengths + 1) // 2).sum(), gpu.sizes_for(size)
-    for parts, block, transposed in ((2, sizes.forward.block, False), (sizes.queries.consumers, sizes.queries.block, False),
+    for parts, block, transposed in ((2, sizes.forward.block, False),
+                                     (sizes.queries.consumers, sizes.queries.block, False),
                                      (sizes.keys.consumers, sizes.keys.block, True)):
         plan = gpu_plan.plan(1, Ids(positions, positions, segments, segments), window=0, parts=parts, block=block,
                              transposed=transposed)
@@ -124,7 +128,8 @@ def test_decoding(case, monkeypatch):
     k, v = (jnp.where(unread[..., None], jnp.nan, x) for x in (k, v))
     options = dict(window=window, softcap=softcap, scale=size ** -0.5)
     got = np.asarray(cached.gpu.attention(q, k, v, positions, 1, interpret=strict(), **options), np.float32)
-    want = cached.reference.attention(*(jnp.nan_to_num(x).astype(jnp.float32) for x in (q, k, v)), positions, 1, **options)
+    want = cached.reference.attention(*(jnp.nan_to_num(x).astype(jnp.float32) for x in (q, k, v)), positions, 1,
+                                      **options)
     busy = (positions < length)[..., None, None]
     assert np.isfinite(got).all() and not np.where(busy, 0, got).any()
     assert np.linalg.norm(np.where(busy, got - want, 0)) < 0.01 * np.linalg.norm(want)
@@ -149,7 +154,8 @@ def shapes(length, size, heads=4, groups=2, batch=2):
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("size,softcap,window", [(64, 0.0, 0), (80, 0.0, 0), (96, 30.0, 0), (128, 0.0, 0), (128, 0.0, 100),
+@pytest.mark.parametrize("size,softcap,window",
+                         [(64, 0.0, 0), (80, 0.0, 0), (96, 30.0, 0), (128, 0.0, 0), (128, 0.0, 100),
                                                  (192, 0.0, 0), (256, 50.0, 100)])
 def test_kernels_lower_for_cuda(size, softcap, window):
     """Forward, dq and dk with dv, in the body that keeps operands in registers; shared memory fits."""
@@ -179,14 +185,16 @@ def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
     """Forward, dq and dk with dv inside the scan over layers, each device on its own rows and heads; the search for
     work once."""
     kind, own = ARCHITECTURES["qwen2"]
-    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 4}, compute_dtype=jnp.bfloat16,
+    model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 4},
+                  compute_dtype=jnp.bfloat16,
                   scan_layers=True, remat="full")
     ids = [jax.ShapeDtypeStruct((4, 256), jnp.int32)] * 4
 
     def loss(params, *ids):
         return model.hidden(params, *ids).astype(jnp.float32).sum()
 
-    mesh = AbstractMesh((2, 1, 2), AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    mesh = AbstractMesh((2, 1, 2), AXES, (AxisType.Auto,) * 3,
+                        abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
     attention_cases.leave_mesh()
     with jax.sharding.use_abstract_mesh(mesh):
         program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(model.init, jax.random.key(0)), *ids)
@@ -266,7 +274,8 @@ def test_cudnn_lowers_for_cuda(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
     def loss(q, k, v, positions, segments, prefixes):
-        out = on_a_gpu(q, k, v, Ids(positions, positions, segments, segments, prefixes), window=100, softcap=0.0, scale=0.1)
+        out = on_a_gpu(q, k, v, Ids(positions, positions, segments, segments, prefixes), window=100, softcap=0.0,
+                       scale=0.1)
         return out.astype(jnp.float32).sum()
 
     module = lowered(jax.grad(loss, (0, 1, 2)), *shapes(1024, 64))

@@ -32,12 +32,14 @@ def test_tiles_hold_slots_of_one_prompt():
 
 def test_tiles_stay_on_their_device():
     made = share(["a", "a", None, "b", "b", "a", "b", "b"], [5, 5, 0, 7, 7, 5, 7, 7], shards=2)
-    assert [[slot for slot in row if slot >= 0] for row in made.tiles.tolist()] == [[3], [0, 1], [], [], [0, 2, 3], [1], [], []]
+    assert [[slot for slot in row if slot >= 0] for row in made.tiles.tolist()] == [[3], [0, 1], [], [], [0, 2, 3], [1],
+                                                                                    [], []]
     assert made.length.tolist() == [7, 5, 0, 0, 7, 5, 0, 0]
 
 
 def test_who_shares():
-    assert shares_prompts("tpu") and shares_prompts("gpu") and not any(map(shares_prompts, ("auto", "reference", "blockwise")))
+    assert shares_prompts("tpu") and shares_prompts("gpu") and not any(map(shares_prompts,
+                                                                           ("auto", "reference", "blockwise")))
 
 
 # -- the TPU kernel
@@ -53,7 +55,8 @@ TPU_CASES = [*SHARED_CASES[:3], dataclasses.replace(SHARED_CASES[0], size=80, gr
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(c, id=str(i), marks=() if i < 2 else pytest.mark.slow if i == 2 else pytest.mark.nightly) for i, c in enumerate(TPU_CASES)])
+    pytest.param(c, id=str(i), marks=() if i < 2 else pytest.mark.slow if i == 2 else pytest.mark.nightly) for i,
+    c in enumerate(TPU_CASES)])
 def test_tpu_kernel(case, small_blocks):
     check_shared("tpu", case)
 
@@ -75,7 +78,8 @@ def entries(work, call):
     """(slot, whether it is read for a tile, first position) of every block that the TPU kernel reads."""
     words, places = np.asarray(work.words[0]), np.asarray(work.places[0])
     assert (words[int(work.count[0]):] == -1).all()
-    return [(int(places[0, call.place(w)]), int(call.piece(w) & 1), int(call.start(w))) for w in words[:int(work.count[0])]]
+    return [(int(places[0, call.place(w)]), int(call.piece(w) & 1), int(call.start(w)))
+            for w in words[:int(work.count[0])]]
 
 
 def test_a_prompt_is_read_once_on_tpus():
@@ -106,10 +110,12 @@ def test_nothing_is_shared_below_a_block_or_out_of_line(shape, length):
 def test_layers_with_a_window_read_their_own_copies(small_blocks):
     (q, k, v), positions, names, lengths = shared_inputs(SHARED_CASES[0])
     tiles = share(names, lengths)
-    run = jax.jit(lambda tiles: cached.api.cached_attention(q, k, v, positions, 1, implementation="tpu", window=200, shared=tiles))
+    run = jax.jit(lambda tiles: cached.api.cached_attention(q, k, v, positions, 1, implementation="tpu", window=200,
+                                                            shared=tiles))
     got, want = (np.asarray(run(t)) for t in (tiles, None))
     assert got.tobytes() == want.tobytes()
-    work = cached.api.cached_work_of(positions, k.shape, k.dtype, 4, 64, window=200, implementation="tpu", shared=tiles)["tpu"]
+    work = cached.api.cached_work_of(positions, k.shape, k.dtype, 4, 64, window=200, implementation="tpu",
+                                     shared=tiles)["tpu"]
     assert work.width == 1
 
 
@@ -117,7 +123,8 @@ def test_layers_with_a_window_read_their_own_copies(small_blocks):
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("case", [dataclasses.replace(c, dtype="bfloat16") for c in SHARED_CASES], ids=range(len(SHARED_CASES)))
+@pytest.mark.parametrize("case", [dataclasses.replace(c, dtype="bfloat16") for c in SHARED_CASES],
+                         ids=range(len(SHARED_CASES)))
 @pytest.mark.parametrize("part", [16, 1])
 def test_gpu_kernel(case, part, monkeypatch):
     """Races, uninitialised memory and reads beyond an end looked for; few multiprocessors, or many and tiles in
@@ -159,7 +166,8 @@ def test_a_prompt_is_read_once_on_gpus():
     positions = np.array([[1023 + 60 * i] for i in range(8)] + [[2048]], np.int32)
     tiles = share(["p"] * 8 + [None], [1023] * 9)
     work = gpu_work(positions, tiles, 12)
-    assert work.slots[0].tolist() == list(range(8)) and work.blocks.tolist() == [15] + [0] * 8 and int(work.count[0]) == 1
+    assert work.slots[0].tolist() == list(range(8)) and int(work.count[0]) == 1
+    assert work.blocks.tolist() == [15] + [0] * 8
     assert work.before.tolist() == [15] * 8 + [0] and work.place[:8].tolist() == list(range(8))
     seen = positions[:8, 0] // 64 + 1
     assert int(work.blocks.sum()) + sum(seen - work.before[:8]) == sum(seen) - 7 * 15
@@ -168,7 +176,8 @@ def test_a_prompt_is_read_once_on_gpus():
     assert wide.sources[:2].tolist() == [0, 0] and int(wide.count[0]) == 2
     ended = np.where(np.arange(9) > 5, positions[:, 0], 2048)[:, None]
     wide = gpu_work(ended, tiles, 24)
-    assert wide.blocks.tolist()[:3] == [0, 15, 0] and wide.sources[1] == 0 and wide.before.tolist() == [0] * 6 + [15, 15, 0]
+    assert wide.blocks.tolist()[:3] == [0, 15, 0] and wide.sources[1] == 0 and wide.before.tolist() == [0] * 6 + [15,
+                                                                                                                  15, 0]
 
 
 def test_what_gpus_do_not_share():

@@ -1,4 +1,5 @@
-"""The sharding lint: per config and mesh a budget of collectives (collectives.csv), and no involuntary rematerialisation."""
+"""The sharding lint: per config and mesh a budget of collectives (collectives.csv), and no involuntary
+rematerialisation."""
 
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from jaxrl.planning import compiling
 RULES = ("the MLP is not split over tp", "weights are not gathered before use", "rows are not split")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case == "ppo mixed" else pytest.mark.nightly)
+@pytest.mark.parametrize("case", [pytest.param(case,
+                                               marks=pytest.mark.slow if case == "ppo mixed" else pytest.mark.nightly)
                                   for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
 def test_collectives_stay_within_their_budget(case):
     """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""

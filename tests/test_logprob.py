@@ -54,7 +54,9 @@ def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
             logp, ent = logprob_and_entropy(h, w, targets, valid, support, temperature=0.7, softcap=5.0, chunk=6)
             return jnp.sum(jnp.sin(logp) + 0.3 * jnp.square(ent))
 
-        return jax.value_and_grad(loss, (0, 1))(hidden, head), str(jax.make_jaxpr(jax.grad(loss))(hidden, head)).count("dot_general")
+        return jax.value_and_grad(loss, (0, 1))(hidden,
+                                                head), str(jax.make_jaxpr(jax.grad(loss))(hidden,
+                                                                                          head)).count("dot_general")
 
     (kept, products), (again, more) = grads(1 << 26), grads(0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), kept, again)
@@ -72,7 +74,8 @@ def test_an_embedding_table_serves_as_it_lies(implementation, blocks):
 
     plain, (grad_h, grad_w) = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head, False)
     turned, (turned_h, turned_w) = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head.T, True)
-    for a, b in zip(jax.tree.leaves((plain, grad_h, grad_w)), jax.tree.leaves((turned, turned_h, turned_w.T)), strict=True):
+    for a, b in zip(jax.tree.leaves((plain, grad_h, grad_w)), jax.tree.leaves((turned, turned_h, turned_w.T)),
+                    strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -81,7 +84,8 @@ def test_the_most_probable_tokens_come_along(implementation, blocks):
     hidden, head, targets, valid = _inputs()
 
     def both(h, top):
-        found = logprob_and_entropy(h, head, targets, valid, temperature=0.7, top=top, chunk=6, implementation=implementation)
+        found = logprob_and_entropy(h, head, targets, valid, temperature=0.7, top=top, chunk=6,
+                                    implementation=implementation)
         return sum(jnp.sum(x) for x in found), found
 
     (_, found), grad = jax.value_and_grad(both, has_aux=True)(hidden, 3)
@@ -91,7 +95,8 @@ def test_the_most_probable_tokens_come_along(implementation, blocks):
     exact = jax.nn.log_softmax(np.float64(hidden) @ np.float64(head) / 0.7)
     order = np.argsort(-exact, axis=-1)[..., :3]
     np.testing.assert_array_equal(found[2], np.where(valid[..., None], order, -1))
-    np.testing.assert_allclose(found[3], np.where(valid[..., None], np.take_along_axis(exact, order, -1), 0), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(found[3], np.where(valid[..., None], np.take_along_axis(exact, order, -1), 0), rtol=2e-5,
+                               atol=2e-5)
 
 
 def test_more_tokens_than_there_are_is_refused():
@@ -151,7 +156,8 @@ def test_a_support_cuts_and_renormalises(blocks):
         weights = jnp.asarray(rng.normal(size=(2, 2, 5)))
 
         def total(hidden, head, implementation):
-            both = logprob_and_entropy(hidden, head, targets, None, jnp.asarray(support), temperature=0.7, softcap=3.0, chunk=4,
+            both = logprob_and_entropy(hidden, head, targets, None, jnp.asarray(support), temperature=0.7, softcap=3.0,
+                                       chunk=4,
                                        implementation=implementation)
             return sum(jnp.sum(w * x) for w, x in zip(weights, both, strict=True)), both
 

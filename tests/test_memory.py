@@ -17,7 +17,8 @@ from jaxrl.sharding import memory
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two steps with and without optimizer.offload and a policy that rests, and the second step again from the first's checkpoint."""
+    """Two steps with and without optimizer.offload and a policy that rests, and the second step again from the first's
+    checkpoint."""
     out = {}
     for name, offload in (("device", False), ("host", True)):
         folder = tmp_path_factory.mktemp(name) / "run"
@@ -38,7 +39,8 @@ def runs(tmp_path_factory):
             patch.setattr(rl, "one_step", look)
             patch.setattr(Rollouts, "next", look_while_sampling)
             roles = {"policy": {"rest": "host"}} if offload else {}
-            _, steps, _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo", "mesh.roles": roles}))
+            _, steps, _ = watched(job(folder, {"optimizer.offload": offload, "algorithm.preset": "grpo",
+                                               "mesh.roles": roles}))
         out[name] = SimpleNamespace(folder=folder, steps=steps, kinds=kinds, while_sampling=while_sampling)
     return out
 
@@ -52,7 +54,8 @@ def test_the_offloaded_optimizer_learns_the_same(runs):
 
 def test_a_policy_at_rest_is_in_host_memory_while_answers_are_sampled(runs):
     """mesh.roles.policy.rest=host; its updates are those of the other run, bitwise (above)."""
-    assert runs["host"].while_sampling == [{memory.HOST}] * 2 and memory.HOST not in set.union(*runs["device"].while_sampling)
+    assert runs["host"].while_sampling == [{memory.HOST}] * 2
+    assert memory.HOST not in set.union(*runs["device"].while_sampling)
 
 
 def test_offload_may_change_on_the_way(runs):

@@ -16,7 +16,7 @@ import tiny_job
 
 from jaxrl import main as command
 from jaxrl import sharding
-from jaxrl.config import load_config
+from jaxrl.config import config_of, load_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
@@ -381,7 +381,7 @@ def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
 
 def test_a_config_survives_the_way_to_the_compiler():
     c = load_config("grpo", {"user.mine": 3, "optimizer.groups": {"bias": {"lr": 0.1}}})
-    back = compiling.config_of(json.loads(c.to_json_best_effort()))
+    back = config_of(json.loads(c.to_json_best_effort()))
     assert json.loads(back.to_json_best_effort()) == json.loads(c.to_json_best_effort())
 
 

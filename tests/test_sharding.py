@@ -1,5 +1,5 @@
-"""Meshes: what is equal on all of them, what a device holds, and rules that are refused. Eight simulated devices are a process
-of their own (sharded_layouts.py)."""
+"""Meshes: what is equal on all of them, what a device holds, and rules that are refused. Eight simulated devices are a
+process of their own (sharded_layouts.py)."""
 
 import dataclasses
 import json
@@ -16,7 +16,8 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.sharding import make_mesh
 
-MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")  # evidence/sharding.py
+# evidence/sharding.py
+MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")
 SOME = ("8,1,1", "2,4,1", "4,1,2", "2,2,2", "1,1,8")
 
 
@@ -73,7 +74,8 @@ def test_a_shape_that_jax_cannot_fit_to_the_torus_splits_an_axis_of_it(monkeypat
 def test_tp_across_slices_is_refused():
     config = default_config().mesh
     config.dp, config.fsdp, config.tp = 1, 1, 8
-    with pytest.raises(ConfigError, match="mesh.dp=1, mesh.fsdp=1, mesh.tp=8: the devices are 2 slices, and tp cannot cross them; "
+    with pytest.raises(ConfigError,
+                       match="mesh.dp=1, mesh.fsdp=1, mesh.tp=8: the devices are 2 slices, and tp cannot cross them; "
                                           "make mesh.dp a multiple of 2"):
         make_mesh(config, [Device(i, i // 4) for i in range(8)])
 
@@ -84,8 +86,8 @@ def relative(a, b):
 
 @pytest.mark.slow
 def test_numbers_and_shares_on_meshes(tmp_path):
-    """Meshes with the same dp x fsdp and tp: log-probs and gradients bitwise equal. All: within 1e-5 of the first. A device
-    holds 1 / (fsdp x tp) of all matrices and of their moments (at tp 8 the four key-value heads are whole)."""
+    """Meshes with the same dp x fsdp and tp: log-probs and gradients bitwise equal. All: within 1e-5 of the first. A
+    device holds 1 / (fsdp x tp) of all matrices and of their moments (at tp 8 the four key-value heads are whole)."""
     found, stderr = on_eight("numbers", tmp_path, *SOME)
     assert "rematerialization" not in stderr
     arrays = {mesh: dict(np.load(tmp_path / f"{mesh}.npz")) for mesh in SOME}
@@ -104,9 +106,9 @@ def test_numbers_and_shares_on_meshes(tmp_path):
 
 @pytest.mark.nightly
 def test_layers_are_gathered_one_by_one(tmp_path):
-    """Temporaries stay below the activations, two gathered layers (of twelve), and a copy of the device's own weights, which the
-    CPU lays out anew before it gathers them; compiled for a TPU one layer remains (evidence/sharding.py). Activations: the
-    temporaries where weights and gradients are whole anyway, as arguments and results."""
+    """Temporaries stay below the activations, two gathered layers (of twelve), and a copy of the device's own weights,
+    which the CPU lays out anew before it gathers them; compiled for a TPU one layer remains (evidence/sharding.py).
+    Activations: the temporaries where weights and gradients are whole anyway, as arguments and results."""
     found, stderr = on_eight("memory", tmp_path, "8,1,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2")
     assert "rematerialization" not in stderr
     for whole, meshes in (("8,1,1", ("2,4,1", "1,8,1")), ("4,1,2", ("2,2,2", "1,4,2"))):
@@ -118,14 +120,16 @@ def test_layers_are_gathered_one_by_one(tmp_path):
 
 @pytest.mark.slow
 def test_the_log_prob_kernel_on_split_vocabularies(tmp_path):
-    """With and without a sampling support, soft-cap and temperature, an empty row: as the reference, to fp32's precision."""
+    """With and without a sampling support, soft-cap and temperature, an empty row: as the reference, to fp32's
+    precision."""
     found, _ = on_eight("logprob", tmp_path, "8,1,1", "2,2,2", "1,1,8")
     assert all(worst < 2e-6 for row in found.values() for worst in row["worst"].values()), found
 
 
 @pytest.mark.nightly
 def test_a_whole_step(tmp_path):
-    """Rollout, rewards, reference, update, publish. The sampler's log-probs are the trainer's. (All meshes: evidence/sharding.py)"""
+    """Rollout, rewards, reference, update, publish. The sampler's log-probs are the trainer's. (All meshes:
+    evidence/sharding.py)"""
     found, stderr = on_eight("steps", tmp_path, "2,2,2")
     assert "rematerialization" not in stderr
     assert all(row["steps"] == 1 and np.isfinite(row["loss"]) and row["gap"] < 2e-5 for row in found.values()), found

@@ -11,13 +11,16 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=pytest.mark.slow), pytest.param("v5p:2x2x1", marks=pytest.mark.nightly),
+@pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=pytest.mark.slow),
+                                    pytest.param("v5p:2x2x1", marks=pytest.mark.nightly),
                                     pytest.param("v6e:2x2", marks=pytest.mark.nightly)])
 def test_kernels_compile_alone_and_in_a_sharded_job(target):
-    """Forward and backward at every head size, in both dtypes; the update, prefill and decode of a job over fsdp x tp take the
-    kernels because their mesh is a TPU's, and decoding, with shared prompts and without, makes no second cache."""
+    """Forward and backward at every head size, in both dtypes; the update, prefill and decode of a job over fsdp x tp
+    take the kernels because their mesh is a TPU's, and decoding, with shared prompts and without, makes no second
+    cache."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(HERE / "tpu_compile_worker.py"), target], env=env, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, str(HERE / "tpu_compile_worker.py"), target], env=env, capture_output=True,
+                          text=True,
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])

@@ -6,8 +6,7 @@ import jax
 
 
 def platform(mesh=None) -> str:
-    """"cpu", "gpu" or "tpu": of the mesh, or of the one in force, which may be of devices that are not here; without
-    one, of jax's default."""
+    """"cpu", "gpu" or "tpu": of the mesh, or of the one in force (its devices may be elsewhere), else jax's default."""
     device = getattr(jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh, "abstract_device", None)
     return device.platform if device is not None else jax.default_backend()
 

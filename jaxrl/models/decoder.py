@@ -48,6 +48,11 @@ POLICIES = {  # what the backward pass finds; the rest it computes again
 }
 
 
+def like(parameter, x):
+    """The parameter of the last axes with leading axes of 1, one for each further axis of x."""
+    return jax.lax.broadcast_to_rank(parameter, x.ndim)
+
+
 class Norm(nn.Module):
     """RMS norm over the last axis, times offset + scale."""
 
@@ -61,8 +66,8 @@ class Norm(nn.Module):
         y = x.astype(acc)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.offset:
-            return (y * (self.offset + scale.astype(acc))).astype(x.dtype)
-        return y.astype(x.dtype) * scale.astype(x.dtype)
+            return (y * like(self.offset + scale.astype(acc), y)).astype(x.dtype)
+        return y.astype(x.dtype) * like(scale.astype(x.dtype), y)
 
 
 class Linear(nn.Module):
@@ -78,7 +83,7 @@ class Linear(nn.Module):
         kernel = self.param("kernel", DECLARED, x.shape[-inputs:] + self.outputs)
         y = product(x, gathered(kernel, self.row.axes, x.dtype), inputs)
         if self.bias:
-            y = y + self.param("bias", DECLARED, self.outputs).astype(x.dtype)
+            y = y + like(self.param("bias", DECLARED, self.outputs).astype(x.dtype), y)
         return y
 
 

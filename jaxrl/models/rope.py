@@ -103,7 +103,7 @@ def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
     for every head of every layer, forward and backward.
     """
     def both(frequencies_F):
-        angles = positions_BxL[:, :, None, None].astype(dtype) * frequencies_F
+        angles = positions_BxL[:, :, None, None].astype(dtype) * jax.lax.broadcast_to_rank(frequencies_F, 4)
         return jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)
 
     found = jnp.asarray(frequencies(rope, head_dim), dtype)

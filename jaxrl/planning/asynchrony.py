@@ -1,5 +1,4 @@
-"""A job's clockwork in virtual time: the admission that runs use (rollout/queue.py) between a simulated engine and
-trainer.
+"""A job's clockwork in virtual time: the runs' own admission (rollout/queue.py) between a simulated engine and trainer.
 
 What is simulated: an engine with so many slots, whose decode steps take `fixed + each * answers` seconds, and a trainer
 whose step takes `train + train_token * tokens`. What is real: which answers are asked for when, what waits for what,
@@ -183,8 +182,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run's own: answer lengths of each step, its seconds (evaluation, checkpoints and exports left out), its
-    speeds."""
+    """A run's own: answer lengths of each step, its seconds (without evaluation, checkpoints, exports), speeds."""
 
     lengths: list[np.ndarray]
     seconds: np.ndarray

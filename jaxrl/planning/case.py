@@ -18,10 +18,9 @@ from jaxrl.models import hf
 from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory
 from jaxrl.planning.workload import SIZES, data_shards
-from jaxrl.recipes.setup import BOTH_MEMORY
 from jaxrl.rollout.engines import chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
-from jaxrl.rollout.vllm.options import memory_fraction
+from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.spec import Platform, resolve
@@ -102,8 +101,7 @@ def _with_warm_start(config):
 
 
 def with_kernels(model, target):
-    """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are compiled from the
-    config.)"""
+    """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are the config's.)"""
     if model.attention != "auto" or target.kind == "cpu":
         return model
     shapes = [(1, 2, heads, model.config.head_dim) for heads in (model.config.num_heads, model.config.num_kv_heads)]

@@ -25,8 +25,7 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of one group: `count` runs that together handle `bytes` of whole (gathered, unreduced) arrays per
-    group."""
+    """One kind of one group: `count` runs that together handle `bytes` of whole (gathered, unreduced) arrays."""
 
     kind: str
     group: int       # devices that take part
@@ -129,8 +128,7 @@ def array_bytes(text: str) -> int:
 
 
 def _collective(kind, instruction, rest, bodies, body, per_host):
-    """The arrays of one instruction: (kind, group, hosts) -> (runs, bytes). Compilers combine several arrays into one
-    tuple."""
+    """The arrays of one instruction: (kind, group, hosts) -> (runs, bytes). Compilers combine several into a tuple."""
     groups = replica_groups(rest)
     size = groups.shape[1]
     if size == 1:

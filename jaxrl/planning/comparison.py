@@ -53,8 +53,7 @@ class PlanComparison:
                     self._seconds.setdefault(name, []).append(phases[name] / count)
 
     def measured(self) -> dict[str, float]:
-        """{"peak_bytes" where the device tells, "<phase>_seconds", "step_seconds" their sum}: medians after the
-        warm-up."""
+        """{"peak_bytes" where the device tells, "<phase>_seconds", "step_seconds" their sum}: medians after warm-up."""
         out = {f"{name}_seconds": statistics.median(values) for name, values in self._seconds.items()}
         if out:
             out["step_seconds"] = sum(out.values())

@@ -1,5 +1,4 @@
-"""Compiling a job's programs for devices that are not here: in a subprocess, because jax fixes its devices once per
-process.
+"""Compiling a job's programs for devices that are not here: in a subprocess, since jax fixes its devices once.
 
     python -m jaxrl.planning.compiling JOB.json RESULT.json
 
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl.config import default_config, editable, free_tables, options, put
+from jaxrl.config import config_of, editable
 from jaxrl.errors import ConfigError
 from jaxrl.registry import RECIPES, Recipe, recipe_of
 
@@ -104,25 +103,6 @@ def has_libtpu() -> bool:
 
 
 # -- in the subprocess -------------------------------------------------------------------------------------------------
-
-
-def config_of(plain: dict):
-    """A config from what JSON keeps of one."""
-    config, tables = default_config(), free_tables()
-    with config.unlocked():
-        for name in options():
-            node = plain
-            for part in name.split("."):
-                node = node[part]
-            if name in tables:
-                continue
-            put(config, name, tuple(node) if isinstance(node, list) else node)
-        for table in tables:
-            into, node = config, plain
-            for part in table.split("."):
-                into, node = into[part], node[part]
-            into.update(node)
-    return config
 
 
 def main(job_file: str, result_file: str) -> None:

@@ -64,8 +64,7 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
 
 
 def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]:
-    """Changes in the order in which a user would rather make them: first what costs time only, then what costs
-    samples."""
+    """Changes in the order in which a user would rather make them: first what costs time, then what costs samples."""
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
                if n >= length] or [length]

@@ -5,8 +5,7 @@ compiled for the target itself (CPU, TPU); for GPUs, and to scale a compiled fig
 here. Kernels count by their operands and what they keep (`workspace`): an implementation of attention that is not in
 XLA has no temporaries.
 
-Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-value heads, K head size, M MLP width, n
-layers.
+Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-value heads, K head size, n layers.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 
-# Which standing parts each program has as arguments. `publish` makes rollout_weights new: the old copy is dropped
-# before.
+# Which standing parts each program has as arguments. `publish` makes rollout_weights new, the old copy is dropped.
 ARGUMENTS = {
     "update": ("update_params", "update_gradients", "update_batch"),
     "update_apply": ("update_params", "update_optimizer", "update_gradients"),
@@ -38,8 +36,7 @@ MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_bat
 OPTIMIZERS = ("update_optimizer", "critic_optimizer")
 POLICY = ("update_params", "update_optimizer")
 SAMPLER = ("rollout_weights", "rollout_cache", "rollout_stash")
-# Program -> phase of a step, in order. `generate` and `give` stand for vLLM's server on the same device: answering,
-# given weights.
+# Program -> phase of a step, in order. `generate` and `give`: vLLM's server on the same device answers, gets weights.
 PHASE_OF = {"prefill": "rollout", "insert": "rollout", "decode": "rollout", "generate": "rollout", "score": "score",
             "score_reference": "score", "value": "score", "critic": "update", "critic_apply": "update",
             "update": "update", "update_apply": "update", "publish": "publish", "give": "publish"}

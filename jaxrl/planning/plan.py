@@ -22,8 +22,7 @@ from jaxrl.config import editable
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.planning import asynchrony, compiling, fit, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, case_of, open_case
-from jaxrl.planning.report import table
-from jaxrl.recipes.setup import beyond_context
+from jaxrl.planning.report import gib, table
 from jaxrl.rollout import engine_of
 from jaxrl.sharding import ROLLOUT_RULES, targets
 from jaxrl.spec import resolve
@@ -38,8 +37,7 @@ GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 3.0)
 
 
 def run(config) -> dict:
-    """Prints the plan, writes plan.json, returns it. Raises ConfigError, with the nearest that fits, where it does not
-    fit."""
+    """Prints the plan, writes plan.json, returns it. ConfigError, with the nearest that fits, where it does not."""
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:
@@ -213,8 +211,7 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way to
-    it)."""
+    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way)."""
     if not case.lent:
         return None
     chunk = max(case.config.rollout.vllm.chunk_mb * 1e6, memory.layer_weights(case.model) * 4)
@@ -231,8 +228,8 @@ def too_small(case: Case) -> str:
     answer = memory.cache_bytes(case.model, tp, 1, sum(workload.lengths(c)), size)
     if weights + answer + ASLEEP <= case.lent:
         return ""
-    return (f"vLLM's part of a device ({_gib(case.lent)}) does not hold its weights ({_gib(weights)}), one answer "
-            f"({_gib(answer)}) and its own {_gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
+    return (f"vLLM's part of a device ({gib(case.lent)}) does not hold its weights ({gib(weights)}), one answer "
+            f"({gib(answer)}) and its own {gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
 
 
 def counted_peak(case: Case, scale: dict) -> float:
@@ -274,7 +271,7 @@ def _nearest(case: Case, peak) -> str:
         except ConfigError:
             continue  # a mesh that the target cannot have
         if size <= case.usable:
-            return f"The nearest that fits ({_gib(size)} counted): {fit.said(change)}"
+            return f"The nearest that fits ({gib(size)} counted): {fit.said(change)}"
     for factor in (2, 4, 8, 16, 32, 64):
         text = f"{case.target.name}:{case.target.count * factor}"
         try:
@@ -283,7 +280,7 @@ def _nearest(case: Case, peak) -> str:
         except ConfigError:
             continue
         if size <= other.usable:
-            return (f"No change of this config fits {case.target}; on {other.target} it does ({_gib(size)} a device, "
+            return (f"No change of this config fits {case.target}; on {other.target} it does ({gib(size)} a device, "
                     "counted)")
     return (f"Nothing was found that fits {case.target}; take a smaller model, or train fewer of its parameters "
             "(model.frozen)")
@@ -292,14 +289,14 @@ def _nearest(case: Case, peak) -> str:
 def _reason(case: Case, plan: dict) -> str:
     d = plan["per_device"]
     parts = {name: d[name] for name in set(memory.PARTS.values()) | {"activations"} if d.get(name)}
-    big = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1])[:4])
-    peak = f"{_gib(d['peak_bytes'])} a device in `{d['peak_in']}`"
-    return f"it does not fit: {peak}, {_gib(case.usable)} are there ({big})"
+    big = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1])[:4])
+    peak = f"{gib(d['peak_bytes'])} a device in `{d['peak_in']}`"
+    return f"it does not fit: {peak}, {gib(case.usable)} are there ({big})"
 
 
 def _hints(case: Case, plan: dict) -> list[str]:
     """Remarks that do not depend on whether it fits."""
-    beyond = beyond_context(case.config, case.model.config)
+    beyond = case.model.config.beyond(case.config.longest)
     out = [beyond] if beyond else []
     if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None and not case.lent:
         out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "
@@ -318,16 +315,11 @@ def _hints(case: Case, plan: dict) -> list[str]:
     return out
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
-
-
 # -- beside a run ------------------------------------------------------------------------------------------------------
 
 
 def out_of_memory(error: BaseException, config) -> RunStopped | None:
-    """What to say, and how to go on, where a device had no memory for a run; None for every other error. Its text goes
-    to the log."""
+    """What to say, and how to go on, where a device had no memory for a run; None for other errors. Logs its text."""
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__
     if error is None:
@@ -350,8 +342,7 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
 
 
 def _remedy(config) -> str:
-    """What the plan would advise on these devices, counted, without a compilation; "" where it knows too little of
-    them."""
+    """What the plan would advise on these devices, counted, without a compilation; "" where it knows too little."""
     name = targets.name_of(jax.devices()[0])
     if name is None or len(config.mesh.roles):
         return ""
@@ -363,7 +354,7 @@ def _remedy(config) -> str:
     except Exception as e:  # the reason why the run stops is another one
         log.debug("no advice of the plan's: %s", e)
         return ""
-    return f"{found} (this one: {_gib(failed)} counted). "
+    return f"{found} (this one: {gib(failed)} counted). "
 
 
 def predict(config, mesh, model) -> dict[str, float]:

@@ -139,8 +139,7 @@ def _batch(job, shape, columns, weights) -> PackedBatch:
 
 
 def _update(out: Lowering, job, name, update, state, objective, keep):
-    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply takes
-    the step.
+    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply steps.
 
     An optimizer state that rests in host memory is on the devices while it is applied.
     """

@@ -12,15 +12,15 @@ def table(plan: dict) -> str:
     d = plan["per_device"]
     lines = [f"plan for {plan['target']}: mesh " + " x ".join(f"{a}={n}" for a, n in plan["mesh"].items())
              + f", {plan['parameters'] / 1e9:.2f} B parameters", plan["basis"], "", "memory of one device"]
-    lines += [f"  {MEANING.get(name, name):14s}{gib(d[name])}" for name in ORDER if d.get(name)]
+    lines += [f"  {MEANING.get(name, name):14s}{gib(d[name]):>13s}" for name in ORDER if d.get(name)]
     bound = plan.get("error", {}).get("peak_bytes")
-    lines.append(f"  {'peak':14s}{gib(d['peak_bytes'])}  in `{d['peak_in']}`, {gib(d['usable_bytes']).strip()} usable "
-                 f"of {gib(d['memory_bytes']).strip()}: {'fits' if plan['fits'] else 'DOES NOT FIT'}"
-                 + (f" (between {gib(bound[0]).strip()} and {gib(bound[1]).strip()})" if bound else ""))
+    lines.append(f"  {'peak':14s}{gib(d['peak_bytes']):>13s}  in `{d['peak_in']}`, {gib(d['usable_bytes'])} usable "
+                 f"of {gib(d['memory_bytes'])}: {'fits' if plan['fits'] else 'DOES NOT FIT'}"
+                 + (f" (between {gib(bound[0])} and {gib(bound[1])})" if bound else ""))
     phases = d["by_phase"]
-    lines.append(f"  {'by phase':14s}  " + ", ".join(f"{name} {gib(size).strip()}" for name, size in phases.items()))
+    lines.append(f"  {'by phase':14s}  " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items()))
     for name, check in plan.get("cross_check", {}).items():
-        lines.append(f"  temporaries of `{name}`: {gib(check['counted']).strip()} counted, {gib(check['tpu']).strip()} "
+        lines.append(f"  temporaries of `{name}`: {gib(check['counted'])} counted, {gib(check['tpu'])} "
                      "by the TPU's compiler for the same program")
     lines += ["", "collectives of one run of each program (arrays, bytes each device sends)"]
     for program, found in plan["collectives"].items():
@@ -48,7 +48,7 @@ def table(plan: dict) -> str:
 
 
 def gib(n: float) -> str:
-    return f"{n / 2**30:9.2f} GiB"
+    return f"{n / 2**30:.2f} GiB"
 
 
 def size(n: float) -> str:

@@ -1,8 +1,7 @@
 """Seconds of each phase: operations over the chip's peak, bytes over its bandwidth, collectives over its links.
 
 `ideal` is the longest of the three at the chip's own figures, a lower bound. `seconds` takes the shares of peak and
-bandwidth that published runs attain (Chip.attainable) and hides communication behind the rest; `serial` does not hide
-it.
+bandwidth that published runs attain (Chip.attainable) and hides communication behind the rest; `serial` does not.
 """
 
 from __future__ import annotations

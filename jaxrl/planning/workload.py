@@ -36,8 +36,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One pass of a phase on one device: floating-point operations, bytes of its memory, and how often a step does
-    it."""
+    """One pass of a phase on one device: floating-point operations, bytes of its memory, times per step."""
 
     flops: float
     bytes: float
@@ -101,8 +100,7 @@ def split_flops(model, context: float) -> tuple[float, float]:
 
 
 def useful_flops(config, model) -> float:
-    """Operations of forward and backward pass that a step's training needs: no recomputation, no padding, no masked
-    pairs."""
+    """Operations of forward and backward pass that training needs: no recomputation, padding or masked pairs."""
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
     prompts = config.data.prompts_per_step if rl and config.train.share_prompts else sequences
@@ -113,8 +111,7 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Keys that attention computes per query of a packed row: all of the row in XLA, those of the sequence in a
-    kernel."""
+    """Keys that attention computes per query of a packed row: all of the row in XLA, the sequence's in a kernel."""
     if model.attention in XLA:
         return length
     prompt, answer = lengths(config)

@@ -1,5 +1,4 @@
-"""What processes tell each other in bulk: every process's answers to every process, arrays in parts, and whether all
-are equal.
+"""What processes tell each other in bulk: all answers to every process, arrays in parts, and whether all are equal.
 
 The answers of a step are sampled and scored where their prompts belong (`owner`), then gathered, so that every process
 holds the whole batch as host arrays in one order that does not depend on how many processes there are. Advantages,
@@ -105,8 +104,7 @@ def _everywhere(piece: np.ndarray) -> np.ndarray:
 
 
 def put(tree, sharding):
-    """Host arrays that every process holds -> one global array each; a process sends its own devices their parts
-    only."""
+    """Host arrays that every process holds -> one global array each; a process sends its own devices their parts."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)
@@ -147,8 +145,7 @@ def tp_crosses(mesh: Mesh) -> bool:
 
 
 def localised(tree, mesh: Mesh):
-    """Global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers under another
-    name."""
+    """Global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers, renamed."""
     def one(array):
         if getattr(array, "is_fully_addressable", True):  # a plan has shapes in their place
             return array
@@ -182,8 +179,7 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
 
 
 def facts(config: dict) -> dict[str, str]:
-    """What must be equal on all hosts, by name: options, versions, the code of jaxrl. config: as `redacted` gives
-    it."""
+    """What must be equal on all hosts, by name: options, versions, the code of jaxrl. config: as of `redacted`."""
     out = {}
 
     def walk(node, prefix):

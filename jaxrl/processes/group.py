@@ -48,8 +48,7 @@ class Place(NamedTuple):
 
 
 def find(options, environ=os.environ) -> Place | None:
-    """The place of this process by `config.launch`; None = it is alone. Raises ConfigError for half of a
-    description."""
+    """The place of this process by `config.launch`; None = it is alone. ConfigError for half of a description."""
     choice = options.hosts
     if choice == "auto":
         explicit = options.coordinator or options.processes > 1 or "JAXRL_COORDINATOR" in environ
@@ -305,8 +304,7 @@ class Peers:
             self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
 
     def explain(self, error: BaseException) -> BaseException:
-        """`error`, or the reason behind it: a collective breaks at once where a process is gone; who it was is known
-        later."""
+        """`error`, or the reason behind it: a collective breaks at once where a process is gone; who is known later."""
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
         if isinstance(error, RunStopped | ConfigError):

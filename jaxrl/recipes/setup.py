@@ -31,7 +31,7 @@ from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
-from jaxrl.rollout.vllm.options import memory_fraction
+from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -39,7 +39,6 @@ from jaxrl.spec import here, resolve
 from jaxrl.telemetry import find_sink
 
 log = logging.getLogger("jaxrl")
-BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
 
 
 @dataclasses.dataclass
@@ -289,7 +288,7 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     precision = spec.run.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     model = build_model(spec, hf_config)
-    if beyond := beyond_context(spec, model.config):
+    if beyond := model.config.beyond(spec.longest):
         if spec.recipe.samples and not engine_of(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
@@ -304,16 +303,6 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
         log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
                     spec.train.tokens_per_microbatch, shapes.lengths[-1])
     return Job(spec, Path(spec.run.dir), mesh, tokenizer, hf_config, model, ends, model.compute_dtype, shapes, scored, meshes)
-
-
-def beyond_context(config, model) -> str:
-    """What to say where prompt + answer may be longer than what the model (a ModelConfig) is made for; "" where they are not."""
-    longest = config.longest
-    if longest <= model.context:
-        return ""
-    return (f"prompt + answer may be {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or train.max_sequence_tokens), "
-            f"the model is made for {model.context} (max_position_embeddings={model.max_positions} and its rotary scaling): shorten them,"
-            " or extend the model with model.config.rope_scaling or model.config.max_position_embeddings")
 
 
 def check_roles(config) -> None:

@@ -43,8 +43,7 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     """Mesh over all devices (or those given), in the order jax finds best for the topology.
 
     Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first,
-    then fsdp; tp stays inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, is made of
-    neighbours.
+    then fsdp; tp stays inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, joins neighbours.
 
     Raises ConfigError for sizes that cannot cover the devices, and where tp would have to cross slices.
     """

@@ -1,5 +1,4 @@
-"""What both ops' kernels for Hopper GPUs need to know without importing Mosaic: whether they can run, and their static
-parts."""
+"""What both ops' kernels for Hopper GPUs know without importing Mosaic: whether they can run, and static parts."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ WGMMA, BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plg
 
 
 def swizzled(shape, dtype, parts=1):
-    """Shared memory that the copy engine and the matrix unit read without bank conflicts; the last axis may be cut in
-    parts."""
+    """Shared memory that copy engine and matrix unit read without bank conflicts; the last axis may be cut in parts."""
     swizzle = plgpu.find_swizzle(shape[-1] // parts * jnp.finfo(dtype).bits)
     columns = 8 * swizzle // jnp.finfo(dtype).bits
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
@@ -91,8 +90,7 @@ def slot_of(step, stages):
 
 
 def ring(n, stages, fill, before=0):
-    """The producer's loop: fill(step, slot, reused); `reused`: consumers must have freed the slot. before: steps done
-    so far."""
+    """The producer's loop: fill(step, slot, reused); `reused`: the slot must be freed first. before: steps done."""
     def one(step, _):
         fill(step, slot_of(before + step, stages), before + step >= stages)
 

@@ -29,8 +29,7 @@ def logprob_and_entropy(
 
     Args:
       hidden_RxSxD: hidden states that predict the targets, compute dtype.
-      head: output matrix [D, V], or [V, D] where `transposed`; cast to the compute dtype, its gradient is accumulated
-        in fp32 or better.
+      head: output matrix [D, V], or [V, D] where `transposed`; cast to the compute dtype, its gradient summed in fp32.
       targets_RxS: int token ids.
       valid_RxS: bool; where False both results and gradients are 0, and no logits are computed. None = all valid.
       support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is
@@ -41,8 +40,7 @@ def logprob_and_entropy(
       chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V). One CPU device keeps
         up to chunked.KEPT_CPU of them for the backward pass, and computes them again where there are more.
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
-      transposed: the head is an embedding table [V, D] (static). It is read as it lies; a transposed copy would be made
-        per call.
+      transposed: the head is an embedding table [V, D] (static). It is read as it lies, not copied per call.
       implementation: "chunked", or "reference" (full logits).
 
     Returns:

@@ -1,5 +1,4 @@
-"""`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time (all of them where
-they are few).
+"""`logprob_and_entropy` in chunks of tokens with a custom vjp: logits of one chunk exist at a time (all, if few).
 
 The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are
 skipped. The forward pass keeps its inputs and three numbers per token (see _Sums); the backward pass computes each
@@ -212,7 +211,7 @@ class _Head(NamedTuple):
         if support_CxK.shape[1]:
             first = self.first + start
             own = allowed(jnp.where(support_CxK < first, -1, support_CxK - first), self.width)
-            inside = own if seen is None else own & seen
+            inside = own if seen is None else own & seen[None]
         logits = capped / temperature
         if inside is None:  # the highest of what the product wrote: one pass over the logits less
             return _Block(logits, capped.max(-1) / temperature, capped, self.first + start, None)
@@ -301,7 +300,7 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
                 grad_head, grad_h = grads
                 block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap, kept if kept is None else kept[t, i])
                 logp = block.logits - highest - log_sum
-                p, target = jnp.exp(logp), t_C[:, None] == block.first + jnp.arange(blocks.width)
+                p, target = jnp.exp(logp), t_C[:, None] == block.first + jnp.arange(blocks.width)[None]
                 d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
                 d = d / temperature
                 if softcap:

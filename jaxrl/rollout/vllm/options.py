@@ -7,6 +7,7 @@ from pathlib import Path
 
 LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer
+BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
 PROBE_PROMPT, PROBE_TOKENS = 8, 16
 
 

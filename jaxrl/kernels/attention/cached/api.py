@@ -27,8 +27,7 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
       shared: shared.Shared, which slots have the same keys and values up to which position, or None. Its slots that are
         not idle are at or beyond that position. Where there is no window, a kernel reads these keys once per tile; XLA,
         and layers with a window, read every slot's own.
-      work: of cached_work_of for the same positions, window, implementation and `shared` (which then is not read), or
-        None.
+      work: of cached_work_of for the same positions, window, implementation and `shared` (then not read), or None.
 
     Returns:
       out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better.

@@ -1,5 +1,4 @@
-"""`cached_attention` on Hopper GPUs: reads the cache blocks that a slot's query sees, once for all query heads of a
-group.
+"""`cached_attention` on Hopper GPUs: reads the cache blocks that a slot's query sees, once for a group's heads.
 
 The query heads of a group are the rows of one matrix product (64, of which R are used: decoding is bound by reading the
 cache, not by multiplying). The whole stacked cache is the kernel's operand, in place. Where slots and groups are too
@@ -89,8 +88,8 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
         out, lse = _as_slots(out, lse, work, parts)
     lse = lse[..., :q.shape[2]]
     if splits + parts > 1:
-        weights = jnp.exp2(lse - lse.max(axis=0))
-        out = (out * (weights / weights.sum(axis=0))[..., None]).sum(axis=0)
+        weights = jnp.exp2(lse - lse.max(axis=0, keepdims=True))
+        out = (out * (weights / weights.sum(axis=0, keepdims=True))[..., None]).sum(axis=0)
     else:
         out = out[0]
     return out[:, :, :rows].reshape(q_Bx1xHxK.shape).astype(q_Bx1xHxK.dtype)
@@ -125,8 +124,7 @@ def splits_of(pieces: int, length: int, block: int) -> int:
 
 
 def parts_of(pieces: int, length: int, block: int) -> int:
-    """The same for a tile's positions; a part is at least tuned.PART blocks, since it leaves results of several
-    slots."""
+    """The same for a tile's positions; a part, which leaves results of several slots, is at least tuned.PART blocks."""
     return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (tuned.PART * block)))
 
 
@@ -134,8 +132,8 @@ def _as_slots(out_PxBxGxRxK, lse_PxBxGx64, work, parts):
     """The same with the rows of each slot first, and nothing where a part of a tile was empty and wrote nothing."""
     heads = out_PxBxGxRxK.shape[3]
     share = jnp.maximum(-(-work.before // parts), tuned.PART)
-    written = (jnp.arange(parts)[:, None] * share < work.before)[..., None, None]
-    at = work.place[:, None, None] * heads + jnp.arange(heads)
+    written = (jnp.arange(parts)[:, None] * share[None] < work.before[None])[..., None, None]
+    at = work.place[:, None, None] * heads + jnp.arange(heads)[None, None]
     of_tiles = jnp.take_along_axis(lse_PxBxGx64[:parts], at[None], axis=3)
     lse = jnp.concatenate([jnp.where(written, of_tiles, HIDDEN), lse_PxBxGx64[parts:, ..., :heads]])
     return jnp.concatenate([jnp.where(written[..., None], out_PxBxGxRxK[:parts], 0), out_PxBxGxRxK[parts:]]), lse

@@ -38,8 +38,7 @@ class Piece(NamedTuple):
 
 def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None, work=None,
            parts=0):
-    """Returns (out [P, B, G, R, K], fp32 or, of one split and no tiles, in q's dtype; lse [P, B, G, 64] in base 2 and
-    fp32).
+    """Returns (out [P, B, G, R, K], fp32 or, of one split and no tiles, in q's dtype; lse [P, B, G, 64] fp32, base 2).
 
     positions at or beyond C: the slot is idle, its output 0. work: gpu.Work or None. parts: of
     tiles. A tile leaves in every one of its slots the lse of all its rows, R for each of its slots; what it has no

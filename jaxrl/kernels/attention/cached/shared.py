@@ -22,8 +22,7 @@ WIDTH = 8
 
 
 class Shared(NamedTuple):
-    """Tiles of slots; made by the host once per chunk of decoding, see `share`. S rows, of which any number may be
-    empty."""
+    """Tiles of slots; made by the host once per chunk of decoding, see `share`. S rows, some of which are empty."""
 
     tiles: Any   # [S, W] int32: slots of one prompt, those that there are first; -1 = none. No slot is in two tiles
     length: Any  # [S] int32: positions, from 0, at which all slots of the tile have the same keys and values
@@ -56,8 +55,8 @@ def share(prompts, lengths, shards: int = 1) -> Shared:
 
 def of_slots(shared: Shared, slots: int):
     """Per slot (its row in `tiles`, its place in the tile, int32 [S]); row -1 = in none."""
-    found = shared.tiles[..., None] == jnp.arange(slots, dtype=jnp.int32)
+    found = shared.tiles[..., None] == jnp.arange(slots, dtype=jnp.int32)[None, None]
     row, place = (jnp.arange(n, dtype=jnp.int32) for n in shared.tiles.shape)
     inside = found.any(axis=(0, 1))
     return (jnp.where(inside, jnp.sum(found * row[:, None, None], axis=(0, 1)), -1).astype(jnp.int32),
-            jnp.sum(found * place[:, None], axis=(0, 1)).astype(jnp.int32))
+            jnp.sum(found * place[None, :, None], axis=(0, 1)).astype(jnp.int32))

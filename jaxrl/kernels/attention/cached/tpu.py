@@ -111,12 +111,13 @@ def _places(shared, position_B, busy_B, block):
     slots = len(position_B)
     row, place = of_slots(shared, slots)
     counts = jnp.sum(shared.tiles >= 0, axis=1)
-    before = jnp.sum(jnp.where(jnp.arange(len(counts)) < row[:, None], counts, 0), axis=1)  # slots in the tiles before
+    tile = jnp.arange(len(counts))
+    before = jnp.sum(jnp.where(tile[None] < row[:, None], counts, 0), axis=1)  # slots in the tiles before
     alone = row < 0
     at = jnp.where(alone, counts.sum() + jnp.cumsum(alone) - 1, before + place)
     length = shared.length // ALIGNED * ALIGNED
     length = jnp.where(length < block, 0, length)
-    read = jnp.any((jnp.arange(len(counts))[:, None] == row) & busy_B, axis=1)  # not for slots that have ended
+    read = jnp.any((tile[:, None] == row[None]) & busy_B[None], axis=1)  # not for slots that have ended
     begin = jnp.where(alone, 0, jnp.where(read, length, 0)[row])
     by_slot = jnp.stack([jnp.arange(slots), at - place, begin])
     return by_slot[:, jnp.argsort(at)].astype(jnp.int32)
@@ -188,8 +189,7 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def _specs(call, shape_HxGK):
-    """Of the queries of an entry's tile, and of its block of keys or values; both aligned by hand where there are
-    tiles."""
+    """Of the queries of an entry's tile, and of its block of keys or values; aligned by hand where there are tiles."""
     heads, width = shape_HxGK
 
     def source(t, words, places):

@@ -46,8 +46,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
       softcap: cap * tanh(score / cap) on the scaled scores; 0 = none (static).
       scale: factor on the scores; None = K ** -0.5 (static).
       implementation: "auto" (the platform's: the first of ORDERS that serves the call), or a name in IMPLEMENTATIONS,
-        behind which stand those of XLA where it raises NotImplementedError. What a kernel refuses is logged once, with
-        its reason.
+        behind which stand those of XLA where it raises NotImplementedError. A kernel's refusal is logged once.
       work: of work_of for the same ids, window and implementation; None = each call looks for itself.
 
     Returns:

@@ -25,8 +25,7 @@ def active_blocks(ids: Ids, *, window, block_q, block_k):
     """bool [B, N, M]: whether any query of the block sees any key of the block, by the rules of api.attention.
 
     Padding queries (segment 0) want nothing. Rows of 1 broadcast over B. The last blocks may be partly empty. XLA for
-    TPUs and GPUs reduces the comparisons as it makes them, so that no [L, S] array exists; for CPUs it holds them (as
-    bools).
+    TPUs and GPUs reduces the comparisons as it makes them: no [L, S] array exists; for CPUs it does, of bools.
     """
     q_pos, k_pos, q_seg, k_seg, prefixes = filled_ids(ids, block_q, block_k)
     if q_seg is not None:
@@ -41,7 +40,7 @@ def block_lists(active_BxNxM) -> BlockLists:
     counts = active_BxNxM.sum(axis=2, dtype=jnp.int32)
     order = jnp.argsort(~active_BxNxM, axis=2, stable=True).astype(jnp.int32)
     last = jnp.maximum(counts - 1, 0)[..., None]
-    at = jnp.minimum(jnp.arange(active_BxNxM.shape[2]), last)
+    at = jnp.minimum(jnp.arange(active_BxNxM.shape[2])[None, None], last)
     blocks = jnp.where(counts[..., None] > 0, jnp.take_along_axis(order, at, axis=2), 0)
     return BlockLists(blocks, counts)
 

@@ -1,10 +1,8 @@
-"""`attention` in XLA over the blocks of keys that each block of queries sees: the work follows the documents, not the
-row.
+"""`attention` in XLA over the blocks of keys that each block of queries sees: work follows the documents, not the row.
 
 Neighbouring blocks of queries gather their key blocks together, as many for each as the one that needs most (of a few
 sizes, chosen on the device; where that is all of them, nothing is gathered). The backward pass computes the scores
-again. At most SCORES numbers exist at once, or those of one block of queries per row, so memory is linear in the row
-length.
+again. At most SCORES numbers exist at once, or those of one block per row: memory is linear in its length.
 
 Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, C queries or keys per
 block, N query blocks, M key blocks, m gathered ones.
@@ -30,8 +28,7 @@ SCORES_CPU = 1 << 20  # what its cache holds
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> BlockLists:
-    """The key blocks of every query block, for all layers of a window. Looks at as many queries at once as have SCORES
-    pairs.
+    """The key blocks of every query block, for all layers of a window, SCORES pairs looked at at once.
 
     NotImplementedError for short rows: there `auto` runs the reference, which has no use for the lists.
     """
@@ -223,7 +220,7 @@ def _bias(q_ids, ids: Ids, at_Bxnxm, counts_Bxn, window):
         q_ids, k_ids = ([x.reshape(rows, 1, -1) for x in ids] for ids in (q_ids, k_ids))
     else:
         k_ids = [jax.vmap(lambda x, at: x[at])(x, at_Bxnxm) for x in k_ids]
-        counted = jnp.arange(m) < counts_Bxn[..., None]  # the lists repeat their last block
+        counted = jnp.arange(m)[None, None] < counts_Bxn[..., None]  # the lists repeat their last block
         k_ids = [x.reshape(rows, n, -1) for x in (jnp.where(counted[..., None], k_ids[0], NO_KEY), k_ids[1])]
     mask = reference.visible(Ids(q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2]), window)
     bias = jnp.where(mask, 0.0, reference.hidden_score(jnp.float32)).swapaxes(-1, -2)
@@ -260,8 +257,7 @@ def _rows(x_BxGxjxixRxCxK):
 
 
 def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
-    """(scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys come first: XLA's product
-    is fastest so."""
+    """(scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys first: fastest in XLA."""
     q = q_BxGxjxixRxCxK
     scores = _product(k_BxGxjxSxK, _rows(q), 4, 4).reshape(*k_BxGxjxSxK.shape[:4], *q.shape[3:6]) * options.scale
     if not options.softcap:

@@ -16,8 +16,7 @@ from jaxrl.kernels.platform import platform
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True):
-    """See api.attention. Raises NotImplementedError for what cuDNN does not serve, and where queries are not all
-    keys."""
+    """See api.attention. NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
     del chosen
     if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
@@ -47,7 +46,8 @@ def largest_head() -> int:
 
 def one_sequence(shape, ids: Ids):
     """(bool scalar: every row is one sequence from position 0 on, then padding; its length [B], at least 1)."""
-    at, (q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL) = jnp.arange(shape[1]), ids
+    q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL = ids
+    at = jnp.arange(shape[1])[None]
     if q_segments_BxL is None:
         real = jnp.ones(shape, bool)
     else:
@@ -67,5 +67,5 @@ def causal(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, lengths_B, window, scale):
     out = jax.nn.dot_product_attention(
         q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, scale=scale, is_causal=True, query_seq_lengths=lengths_B,
         key_value_seq_lengths=lengths_B, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")
-    real = jnp.arange(out.shape[1]) < lengths_B[:, None]
+    real = jnp.arange(out.shape[1])[None] < lengths_B[:, None]
     return jnp.where(real[..., None, None], out, 0)

@@ -174,8 +174,7 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
 
 
 def _sum_dkv(warpgroup, blocks, own, op, sizes):
-    """((sum of dS^T Q, sum of P^T dout) of one consumer's keys and part of the head in fp32, number of query
-    blocks)."""
+    """((sum of dS^T Q, sum of P^T dout) of one consumer's keys and part of the head in fp32, query blocks)."""
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
     k, v, k_info = (own[name].at[keys] for name in ("k", "v", "k_info"))
     shape, dtype, stage = (ROWS, sizes.block), k.dtype, stage_of(own, warpgroup)
@@ -224,8 +223,7 @@ def _place(warpgroup, size, sizes):
 
 
 def _write_dkv(warpgroup, where, sums, outs, own, op, sizes):
-    """The sums through the tiles of k and v; with parts, all read those to the end before, and are read out
-    together."""
+    """The sums through the tiles of k and v; with parts, all are read to the end before, and written together."""
     row, tile, group = where
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
     at = part_of(tile, keys, sizes)

@@ -28,8 +28,7 @@ class Plan(NamedTuple):
 
 
 def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
-    """The Plan of tiles of `parts` x ROWS queries over blocks of `block` keys; transposed: of keys over blocks of
-    queries.
+    """The Plan of tiles of `parts` x ROWS queries over blocks of `block` keys; transposed: keys over queries.
 
     Ids have `batch` rows, or one for all. Padding (segment 0, and what fills up the rows) sees nothing and is not seen.
     """
@@ -41,7 +40,7 @@ def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
     if transposed:
         active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
     active, full = (x.reshape(x.shape[0], -1, parts, x.shape[2]) for x in (active, full))
-    wants = (active * 2 ** jnp.arange(parts)[:, None]).sum(axis=2)  # a bit per part
+    wants = (active * 2 ** jnp.arange(parts)[None, None, :, None]).sum(axis=2)  # a bit per part
     active, full = active.any(axis=2), full.all(axis=2)
     counts = jnp.stack([full.sum(axis=2), active.sum(axis=2)], axis=2).astype(jnp.int32)
     visit = jnp.argsort(2 - active.astype(jnp.int8) - full.astype(jnp.int8), axis=2, stable=True)
@@ -68,8 +67,7 @@ def _info(q_pos, k_pos, q_seg, k_seg, q_pre):
 
 
 def _all_visible(q_info, k_info, window, block_q, block_k):
-    """bool [B, N, M]: blocks where every query sees every key, as far as their extremes tell (a mask is never
-    wrong)."""
+    """bool [B, N, M]: blocks where every query sees every key, as far as extremes tell (masking is never wrong)."""
     q, k = (x.reshape(*x.shape[:2], -1, block) for x, block in ((q_info, block_q), (k_info, block_k)))
     (q_low, q_high), (k_low, k_high) = ((x.min(axis=3), x.max(axis=3)) for x in (q, k))
     sees = k_high[:, 0, None, :] <= q_low[:, 0, :, None]

@@ -1,7 +1,6 @@
 """The truth for `attention`: all scores at once, grouped einsum without repeating keys or values.
 
-Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, R = H / G queries per key head,
-K head size.
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, R = H / G, K head size.
 """
 
 from __future__ import annotations

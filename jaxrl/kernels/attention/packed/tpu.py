@@ -3,8 +3,7 @@
 Memory is linear in the row length in both passes; gradients are summed in one order. Queries that see no key, padding
 among them, give 0. Off a TPU the kernels run interpreted.
 
-Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, I id columns, T
-entries.
+Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size, I ids, T entries.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
               interpret=None):
     """See api.attention. Raises NotImplementedError for what `check` names.
 
-    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = where this
-    is no TPU.
+    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = off a TPU.
     """
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
@@ -106,27 +104,27 @@ def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
         k_ids.append(k_segment)
     if call.prefixed:
         q_ids.append(jnp.where(prefix == 0, NO_QUERY, prefix))
-    return call, (*work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1),
+    return call, (work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1),
                   jnp.stack(k_ids, axis=2))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, words, count, key_words, key_count, q, k, v, q_ids, k_ids):
-    return tpu_kernels.forward(call, (words[0], count[0]), q, k, v, q_ids, k_ids)[0]
+def _attend(call, work, *arrays):
+    return _attend_forward(call, work, *arrays)[0]
 
 
-def _attend_forward(call, words, count, key_words, key_count, q, k, v, q_ids, k_ids):
-    out, lse = tpu_kernels.forward(call, (words[0], count[0]), q, k, v, q_ids, k_ids)
-    return out, (words, count, key_words, key_count, q, k, v, q_ids, k_ids, out, lse)
+def _attend_forward(call, work, *arrays):
+    out, lse = tpu_kernels.forward(call, (work.words[0], work.count[0]), *arrays)
+    return out, (work, arrays, out, lse)
 
 
 def _attend_backward(call, saved, do_BxHxLxK):
-    words, count, key_words, key_count, *inputs, out, lse = saved
+    work, arrays, out, lse = saved
     delta_BxHxL = (do_BxHxLxK.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    rest = (*inputs, do_BxHxLxK, lse, delta_BxHxL)
-    dq, = tpu_kernels.query_gradient(call, (words[0], count[0]), *rest)
-    dk, dv = tpu_kernels.key_gradients(call, (key_words[0], key_count[0]), *rest)
-    return None, None, None, None, dq, dk, dv, None, None
+    rest = (*arrays, do_BxHxLxK, lse, delta_BxHxL)
+    dq, = tpu_kernels.query_gradient(call, (work.words[0], work.count[0]), *rest)
+    dk, dv = tpu_kernels.key_gradients(call, (work.key_words[0], work.key_count[0]), *rest)
+    return None, dq, dk, dv, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

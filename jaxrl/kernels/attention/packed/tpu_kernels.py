@@ -1,5 +1,4 @@
-"""The three Mosaic kernels of attention for training on TPUs: forward, gradient of queries, gradients of keys and
-values.
+"""The three Mosaic kernels of attention for training on TPUs: forward, gradient of queries, of keys and values.
 
 Each keeps one tile of a side in place (queries; for the gradients of keys and values, keys) and lets the other side
 pass by in blocks of several tiles. Its grid is (blocks of heads, entries of the work list): an entry names row,
@@ -98,10 +97,10 @@ def work_list(active_BxNxM, tiles: int):
     batch, resident, passing = active_BxNxM.shape
     low, middle, high = Walk(resident, passing, tiles).fields
     grouped = active_BxNxM.reshape(batch, resident, passing // tiles, tiles)
-    bits = jnp.sum(grouped << jnp.arange(tiles), axis=3, dtype=jnp.int32)
-    first = (jnp.arange(passing // tiles) == 0) & ~active_BxNxM.any(axis=2, keepdims=True)
-    row, tile, block = (jnp.arange(n, dtype=jnp.int32) for n in bits.shape)
-    words = bits | block << low | tile[:, None] << (low + middle) | row[:, None, None] << (low + middle + high)
+    bits = jnp.sum(grouped << jnp.arange(tiles)[None, None, None], axis=3, dtype=jnp.int32)
+    first = (jnp.arange(passing // tiles) == 0)[None, None] & ~active_BxNxM.any(axis=2, keepdims=True)
+    row, tile, block = (jax.lax.broadcasted_iota(jnp.int32, bits.shape, axis) for axis in range(3))
+    words = bits | block << low | tile << (low + middle) | row << (low + middle + high)
     keep = ((bits > 0) | first).reshape(-1)
     at = jnp.nonzero(keep, size=keep.size, fill_value=keep.size)[0]
     words = jnp.append(words.reshape(-1), jnp.int32(-1))
@@ -116,8 +115,7 @@ def _turns(words, walk):
 
 
 def _each_tile(word, tiles, compute, count):
-    """compute(start) for the active tiles of an entry; `count` is None, or (reference, index) where they are
-    counted."""
+    """compute(start) for the active tiles of an entry; `count`: (reference, index) where they are counted."""
     def one(j, _):
         @pl.when(word >> j & 1 == 1)
         def _():
@@ -133,8 +131,7 @@ def _each_tile(word, tiles, compute, count):
 
 
 def _mask(q_ids, k_ids, call):
-    """bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a query's missing prefix is no segment's
-    id."""
+    """bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a missing prefix is no segment's id."""
     q_pos, k_pos = q_ids[0:1], k_ids[:, 0:1]
     mask = k_pos <= q_pos
     if call.window:
@@ -155,10 +152,8 @@ def _heads(groups, per_group):
 def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outputs, out_specs, scratch):
     """pallas_call over (blocks of heads, entries).
 
-    products: matrix products per tile, for the cost that XLA's scheduler is told: that of a row that is one causal
-    document.
-    work: (words, count). in_specs, out_specs: (block shape, function (block of heads, row, resident, passing) ->
-    indices).
+    products: matrix products per tile, for the cost that XLA's scheduler is told: a row's that is one causal document.
+    work: (words, count). in_specs, out_specs: (block shape, (block of heads, row, resident, passing) -> indices).
     """
     def spec(shape, index):
         return pl.BlockSpec(shape, lambda g, t, words: index(g, *walk.where(words[t])))
