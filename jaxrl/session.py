@@ -75,7 +75,7 @@ class Session:
         self.telemetry = None
         self.ended_by = ""  # why a callback ended the run
         self.eval_before = self.last_eval = None
-        self.parts, self.stream, self.comparison, self.profiler = (), None, None, None
+        self.parts, self.stream, self.comparison, self.profiler, self.idle = (), None, None, None, None
         self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the parts are those of self.step
@@ -182,7 +182,7 @@ class Session:
         self.console.phase(self.phase.current)
         if self.peers.first:
             write_config(self.run_dir, c.asked, numbers)
-        self.idle = Idle(c.chosen())
+            self.idle = Idle(c.chosen())
         self.say(f"{lines}\n"
                  f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
                  f"ends      after {self.total_steps} steps: {self.ending}")
@@ -225,9 +225,9 @@ class Session:
     def interrupted(self) -> bool:
         """Whether a stop has reached this process, by a signal of its own or by word of another; asked while it works
         alone."""
-        if asked := self.stop.requested:
+        if self.stop.reason:
             self.peers.ask_stop()
-        return asked or self.peers.stop_asked
+        return bool(self.stop.reason) or self.peers.stop_asked
 
     def stopping(self) -> bool:
         """Whether the run is to stop, the same on all processes: it changes at meetings only. (Alone: at once.)"""
@@ -346,7 +346,7 @@ class Session:
         metrics = self.telemetry.step(self.step, metrics, spent)
         if self.comparison is not None:
             self.comparison.add(self.step, together)
-        for warning in self.idle.check(self.step, metrics) if self.peers.first else ():
+        for warning in self.idle.check(self.step, metrics) if self.idle is not None and self.idle.watched else ():
             log.warning(warning)
         return metrics
 

@@ -98,19 +98,19 @@ class Idle:
     """
 
     def __init__(self, given: dict):
-        self._watched = {m: 0 for m in MECHANISMS if given.get(m.option) not in OFF}
+        self.watched = {m: 0 for m in MECHANISMS if given.get(m.option) not in OFF}  # -> steps that it did nothing
         self._given = given
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
         if "optim/grad_norm" not in scalars:
             return []
         out = []
-        for m in list(self._watched):
+        for m in list(self.watched):
             if m.metric not in scalars:  # another form of the same mechanism
                 continue
-            self._watched[m] = 0 if scalars[m.metric] else self._watched[m] + 1
-            if self._watched[m] == IDLE_STEPS:
-                del self._watched[m]
+            self.watched[m] = 0 if scalars[m.metric] else self.watched[m] + 1
+            if self.watched[m] == IDLE_STEPS:
+                del self.watched[m]
                 out.append(f"step {step}: algorithm.{m.option}={self._given[m.option]} has done nothing for"
                            f" {IDLE_STEPS} steps ({m.metric} is 0): it is not needed, or its bound is too far away")
         return out
@@ -125,14 +125,15 @@ class Health:
 
     def __init__(self, config, run_dir):
         self._config, self._run_dir = config, run_dir
-        self._seen = 0
+        self._seen, self.over = 0, False  # over: the first steps are
         self._said: set[str] = set()
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
         """Warnings about this step; [] after the first steps. Lines without an update (evaluation) do not count."""
-        if self._seen >= FIRST_STEPS or "optim/grad_norm" not in scalars:
+        if self.over or "optim/grad_norm" not in scalars:
             return []
         self._seen += 1
+        self.over = self._seen >= FIRST_STEPS
         values = {**scalars, "seen": self._seen}
         broken = [r for r in RULES if r.name not in self._said and r.wrong(lambda n: values.get(n, float("nan")))]
         self._said |= {r.name for r in broken}

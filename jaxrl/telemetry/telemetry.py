@@ -123,7 +123,7 @@ class Telemetry:
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
-        for warning in self._health.check(step, values) if not self._silent else ():
+        for warning in () if self._silent or self._health.over else self._health.check(step, values):
             log.warning(warning)
         return values
 
