@@ -215,7 +215,8 @@ class Session:
     # -- during a step --------------------------------------------------------------------------------------------
 
     def fault(self, component: str, phase: str = "") -> None:
-        self.faults.fire(component, self.step + 1, phase)
+        if self.spec.faults.plan:
+            self.faults.fire(component, self.step + 1, phase)
 
     def say(self, text: str) -> None:
         """A message to the person at the console; nothing where it is empty."""

@@ -44,17 +44,17 @@ class JsonLines:
 
     def __init__(self, path: Path, last_step: int):
         self.path = path
-        self.kept = self._drop_after(last_step)
+        newest, self._row = self._drop_after(last_step)
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115  (held until close)
         self._lock = threading.Lock()  # a checkpoint flushes in its own thread
         self._end = self._file.seek(0, os.SEEK_END)
-        self._lines = [line for line, _ in self.kept[-1:]]  # the newest one, and before it those that are not on disk
-        self._start = self._end - sum(map(len, self._lines))  # where the first of them begins
-        self._row: dict = self.kept[-1][1] if self.kept else {"step": -1}
+        self._lines = [newest]  # the newest one, and before it those that are not on disk
+        self._start = self._end - len(newest)  # where the first of them begins
 
-    def _drop_after(self, last_step: int) -> list[tuple[bytes, dict]]:
+    def _drop_after(self, last_step: int) -> tuple[bytes, dict]:
+        """The newest line that stays, and what it says."""
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        kept = []
+        kept, newest = 0, {"step": -1}
         for line in lines:
             try:
                 row = json.loads(line)
@@ -62,10 +62,10 @@ class JsonLines:
                 break  # cut off by a kill or a full disk: nothing after it can be trusted
             if not line.endswith(b"\n") or row["step"] > last_step:
                 break
-            kept.append((line, row))
-        if len(kept) < len(lines):
-            write_atomic(self.path, b"".join(line for line, _ in kept).decode())
-        return kept
+            kept, newest = kept + 1, row
+        if kept < len(lines):
+            write_atomic(self.path, b"".join(lines[:kept]).decode())
+        return lines[kept - 1] if kept else b"", newest
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Raises ValueError when `step` is older than the newest line; OSError when the disk refuses it: it is kept."""
