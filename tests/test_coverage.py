@@ -62,6 +62,7 @@ ALIASES = {
     "telemetry/telemetry.py": {"_log": "log"},
     "telemetry/sinks.py": {"log_config": "log"},
     "rewards/pool.py": {"_reward": "reward"},
+    "rewards/workers.py": {"_reward": "reward"},
     "rewards/specs.py": {"r": "reward"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
     "processes/group.py": {"options": "launch"},
