@@ -1,5 +1,4 @@
-"""Fingerprints of what a run reads: whether all its processes read the same, and the same as when its checkpoint was
-written.
+"""Fingerprints of what a run reads: whether all its processes read the same, and what its checkpoint was made with.
 
 They are of content: neither path, machine nor time of a file is in them, and rows count in their order.
 """
@@ -54,8 +53,7 @@ def compared(config, peers, inputs, train_set, eval_sets, chosen) -> dict:
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Name -> hash of what a checkpoint depends on: data, tokenizer, the model's description, a reference that is read
-    anew."""
+    """Name -> hash of what a checkpoint depends on: data, tokenizer, model config, a reference that is read anew."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint

@@ -174,8 +174,7 @@ class Session:
             silent=not self.peers.first, console=self.console))
 
     def introduce(self, lines, numbers: dict) -> None:
-        """Opens telemetry and says what a person should know before the first step. numbers: derived ones, kept in
-        config.json."""
+        """Opens telemetry; says what a person should know before the first step. numbers: derived, for config.json."""
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
         self.phase.watch = self.console.phase
@@ -224,8 +223,7 @@ class Session:
             self.telemetry.print(text)
 
     def interrupted(self) -> bool:
-        """Whether a stop has reached this process, by a signal of its own or by word of another; asked while it works
-        alone."""
+        """Whether a stop has reached this process, by a signal or by word of another; asked while it works alone."""
         if self.stop.reason:
             self.peers.ask_stop()
         return bool(self.stop.reason) or self.peers.stop_asked
@@ -279,8 +277,7 @@ class Session:
         return not (self.stopping() or self.ended())
 
     def ended(self) -> bool:
-        """Whether one of train.steps, data.epochs and train.max_samples is reached, or a callback ended it; the same on
-        all processes."""
+        """Whether train.steps, data.epochs or train.max_samples is reached, or a callback ended it; the same on all."""
         samples = self.spec.train.max_samples
         counted = (self._last_step and self.step >= self._last_step) or (samples and self.progress.samples >= samples)
         return bool(self.ended_by or counted) or self.stream.exhausted(self.progress.cursor)
@@ -302,8 +299,7 @@ class Session:
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
-        """evaluate() -> (metrics, records by set) of the held-out sets, empty when a stop came on the way; None = there
-        are none."""
+        """evaluate() -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
         if self.ended():
             name = self.ending.partition("=")[0]
             further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
@@ -391,8 +387,7 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finish(self, evaluate, export) -> dict:
-        """Final evaluation, checkpoint, export and summary; after a stop request only the checkpoint. Returns
-        summary.json."""
+        """Final evaluation, checkpoint, export, summary (returned); after a stop only checkpoint and summary."""
         c = self.spec
         stopped = self.stopping() and not self.ended()
         evaluated = (self.last_eval or {}).get("step") == self.step

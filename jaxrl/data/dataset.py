@@ -237,8 +237,7 @@ class Template:
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def unknown_in(self, text: str) -> str:
-        """The first piece of a text that the tokenizer has no token for; of tokenizers that cannot tell where, the
-        text's begin."""
+        """The first piece of a text that the tokenizer has no token for; the begin where it cannot tell which."""
         try:
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:

@@ -104,8 +104,7 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Raises DataError, for all of them together, where data.path or eval.sets name local files that are not there, or
-    rows that are not given."""
+    """Raises one DataError for all entries of data.path and eval.sets whose local files or rows are not there."""
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
@@ -120,8 +119,7 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
 
 
 def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """(train rows, held-out rows), both in file order: whole groups of equal prompts, drawn until the share (or number)
-    is met."""
+    """(train rows, held-out rows), in file order: whole groups of equal prompts, drawn until share or number is met."""
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
         try:

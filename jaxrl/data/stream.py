@@ -80,8 +80,7 @@ class Stream:
 
     def take(self, cursor: int, count: int = 0) -> tuple[list[tuple[int, Example]], int]:
         """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end
-        of the stream, none when it is exhausted. Raises Interrupted where `self.interrupted()` turned true
-        meanwhile."""
+        of the stream, none when it is exhausted. Raises Interrupted where `self.interrupted()` turned true."""
         stop = min(cursor + (int(count) or self.per_step), self.end)
         if self._workers == 0:
             return [(p, self._examples[p]) for p in self.unless_interrupted(range(cursor, stop))], max(cursor, stop)
@@ -95,8 +94,7 @@ class Stream:
         return out, self._at
 
     def unless_interrupted(self, items):
-        """The items of a long loop; raises Interrupted once `self.interrupted()`, which is asked every CHECKED of
-        them."""
+        """The items of a long loop; raises Interrupted once `self.interrupted()`, asked every CHECKED of them."""
         for i, item in enumerate(items):
             if i % CHECKED == CHECKED - 1 and self.interrupted():
                 raise Interrupted

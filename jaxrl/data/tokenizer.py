@@ -82,9 +82,8 @@ def fingerprint(tokenizer) -> dict[str, str]:
 
 
 def reader_of(source: str):
-    """The class of transformers that reads a tokenizer: AutoTokenizer, which brings torch along where that is installed
-    and so takes a second, or for a folder of nothing but a tokenizer of no particular model the one that AutoTokenizer
-    would take."""
+    """The class of transformers that reads a tokenizer: AutoTokenizer, which imports torch where that is installed, or,
+    for a folder of nothing but a tokenizer of no particular model, the class that it would take."""
     folder, known = Path(source), {}
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: nothing here needs it
     own = all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))

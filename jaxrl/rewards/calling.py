@@ -128,8 +128,7 @@ class Call:
 def outcome(value) -> dict:
     """What a function returned for one item, as {value, outcome, metrics}. value is None unless outcome is 'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number -> 'error: ...'. Raises nothing, whatever it
-    is.
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number -> 'error: ...'. Never raises.
     """
     try:
         return _outcome(value)

@@ -407,8 +407,7 @@ class WorkerProcess:
                 raise Died(self._how()) from None
 
     def receive(self, deadline: float, task: int | None = None) -> dict:
-        """The next message, which must be a reply to the task of this number. One that is there is taken even if it is
-        late."""
+        """The next message, which must be a reply to the task of this number. What is there is taken even if late."""
         while b"\n" not in self._buffer:
             try:
                 data = os.read(self._out, 1 << 16)

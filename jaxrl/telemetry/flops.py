@@ -40,8 +40,7 @@ class Operations:
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
-        """(matrix products, attention) of the forward pass through all layers of the tokens at positions first ... end
-        - 1."""
+        """(matrix products, attention) of all layers' forward pass, of the tokens at positions first ... end - 1."""
         first_N, end_N = np.asarray(first_N, float), np.asarray(end_N, float)
         seen = 0.0  # pairs of tokens: position p (from 1) sees min(p, window) of them, all where window is 0
         for window, layers in self._windows.items():

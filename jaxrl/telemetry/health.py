@@ -1,8 +1,6 @@
-"""Warnings: what makes learning impossible, said in the first steps, before a day is lost; and mechanisms that do
-nothing.
+"""Warnings: what makes learning impossible, said in the first steps; and mechanisms that do nothing.
 
-The rules are data. Each looks at the metrics of one step and returns what is wrong, or None. A metric that is absent
-makes its rule silent.
+The rules are data. Each looks at the metrics of one step. A metric that is absent makes its rule silent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What the JAX profiler tells of a few steps: a trace for `profile.steps`, what lies in device memory for
-`profile.memory`."""
+"""What the JAX profiler tells of a few steps: traces (`profile.steps`), arrays in device memory (`profile.memory`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, classes of the user's.
 
 A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`, `histogram(tag, values, step)` and
-`flush()`. `scalars` is a flat dict of floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of
-its own.
+`flush()`. `scalars` are floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class JsonLines:
     newest step again merges into its line. Lines that the disk refuses are kept, and written before the next one.
 
     Args:
-      last_step: lines of later steps, and a broken last line, are dropped first (a resumed run writes them again);
-        -1 drops all.
+      last_step: lines of later steps, and a broken last one, are dropped first (a resumed run writes them again).
     """
 
     def __init__(self, path: Path, last_step: int):

@@ -46,8 +46,7 @@ class Telemetry:
       resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run writes them
         again), TensorBoard hides its later events. None: a new run; what an earlier one left is moved to
         <run_dir>/previous-<n>.
-      read_only: evaluation of a run that may be training elsewhere: no lock, no metrics, only messages, samples and
-        summary.
+      read_only: evaluation of a run that may be training elsewhere: only messages, samples and summary, no lock.
       console: one that `open_console` made earlier; None: one of this telemetry's own.
       silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
     """
@@ -128,8 +127,7 @@ class Telemetry:
         return values
 
     def rollouts(self, step: int, records: list[dict]) -> None:
-        """Writes rollouts/step_<step>.jsonl, whole or not at all, unless log.rollouts is off; now and then some as
-        text.
+        """Writes rollouts/step_<step>.jsonl whole or not at all, unless log.rollouts is off; now and then some as text.
 
         Raises OSError where the disk has taken nothing for FLUSH_SECONDS.
         """
@@ -142,8 +140,7 @@ class Telemetry:
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def read_rollouts(self, step: int) -> list[dict]:
-        """The records written for a step, also by an earlier process; [] where there are none, or the file is
-        damaged."""
+        """The records of a step, also those of an earlier process; [] where there are none, or the file is damaged."""
         if step <= self._newest_rollouts:
             self._wait("rollouts")
         path = self.run_dir / ROLLOUTS.format(step)
@@ -172,8 +169,7 @@ class Telemetry:
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Distributions for the sinks that show them: name (see names.HISTOGRAMS) -> numbers; of many, evenly spaced
-        ones."""
+        """Distributions for sinks that show them: name (names.HISTOGRAMS) -> numbers; of many, evenly spaced ones."""
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
             for key, sink in self._sinks.items():
@@ -250,8 +246,7 @@ class Telemetry:
                 self._stuck(name)
 
     def _stuck(self, name: str) -> None:
-        """A thread has done nothing for FLUSH_SECONDS: a sink is left out from now on, for rollouts this raises
-        OSError."""
+        """A thread did nothing for FLUSH_SECONDS: a sink is left out from now on; for rollouts this raises OSError."""
         if name == "rollouts":
             why = f"the disk has not taken the rollouts within {FLUSH_SECONDS:.0f} s"
             raise OSError(errno.EIO, why, str(self.run_dir / name))
