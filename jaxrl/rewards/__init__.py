@@ -1,4 +1,4 @@
-"""Rewards: registry, verifiers, the pool of worker processes, shaping.
+"""Rewards: names, verifiers, the pool of worker processes, shaping.
 
 A worker imports this package too, so nothing is imported here until it is asked for (numpy, jax and the config stay
 in the parent).
@@ -7,8 +7,8 @@ in the parent).
 import importlib
 
 _LAZY = {
-    "register_reward": "registry",
-    "registered": "registry",
+    "register_reward": "builtin",
+    "registered": "builtin",
     "RewardItem": "items",
     "RewardPool": "pool",
     "RewardResult": "items",

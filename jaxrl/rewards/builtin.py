@@ -1,4 +1,5 @@
-"""Built-in rewards: math, exact, boxed, choice, format. Each gives 1.0 or 0.0, or None without a reference answer.
+"""Names of reward functions, and the built-in ones: math, exact, boxed, choice, format. Each of these gives 1.0 or 0.0,
+or None without a reference answer.
 
 Standard library only, but for `math`, which loads math-verify (and sympy) in the workers that need it. Endless
 computations (sympy, a catastrophic pattern) are ended by the pool, which kills the worker.
@@ -8,9 +9,35 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
+_FUNCTIONS: dict[str, Callable] = {}
 
+
+def register_reward(name: str):
+    """Decorator: makes a reward function known as `name` in `reward.functions`.
+
+    The function takes (prompt, completion, **columns) for one completion, or (prompts, completions, **columns) for a
+    whole batch, sync or async, and may name further arguments: token_ids, finish, group, sample, user (config.user).
+    It returns a float, None (this function has nothing to say about this row), or (float, {metric: number}); in a
+    batch a list of these. It runs in worker processes, so it must be importable there.
+    """
+    def add(fn):
+        known = _FUNCTIONS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (fn.__module__, fn.__qualname__):
+            raise ValueError(f"reward {name!r} is registered already, by {known.__module__}:{known.__qualname__}")
+        _FUNCTIONS[name] = fn
+        return fn
+    return add
+
+
+def registered() -> dict[str, Callable]:
+    """name -> function: the built-in ones and what this process registered."""
+    return dict(_FUNCTIONS)
+
+
+@register_reward("math")
 def math_reward(prompt, completion, answer):
     """Mathematical equality of the completion's final expression (a box, else the last expression) and `answer`."""
     if answer is None:
@@ -42,11 +69,13 @@ def _gold(answer: str):
     return parse(marked, parsing_timeout=None) or parse(answer, parsing_timeout=None)
 
 
+@register_reward("exact")
 def exact_reward(prompt, completion, answer):
     """The whole completion equals `answer`, up to surrounding white space."""
     return None if answer is None else float(completion.strip() == str(answer).strip())
 
 
+@register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
     r"""The last \boxed{...} holds `answer`, as text (spaces ignored) or as a number (18 = 18.0 = 36/2)."""
     if answer is None:
@@ -85,6 +114,7 @@ def _number(text: str) -> Fraction | None:
     return Fraction(text)
 
 
+@register_reward("choice")
 def choice_reward(prompt, completion, answer):
     r"""The chosen letter equals `answer` (a letter, also as '(B)').
 
@@ -115,6 +145,7 @@ def _chosen(completion: str) -> str | None:
     return alone.group(1) if alone else None
 
 
+@register_reward("format")
 def format_reward(prompt, completion, format_pattern):
     """The whole completion matches `reward.format_pattern` ('.' matches line ends too)."""
     return float(re.fullmatch(format_pattern, completion, re.DOTALL) is not None)

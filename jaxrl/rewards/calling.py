@@ -26,7 +26,7 @@ def load_function(spec: str):
     """The function behind a spec. Raises RewardLoadError with the reason."""
     place, _, name = spec.rpartition(":")
     if not place:
-        from jaxrl.rewards.registry import registered
+        from jaxrl.rewards.builtin import registered
         if name not in registered():
             raise RewardLoadError(f"there is no built-in reward {name!r}")
         fn = registered()[name]

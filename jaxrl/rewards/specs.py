@@ -18,7 +18,7 @@ import types
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.rewards.registry import registered
+from jaxrl.rewards.builtin import registered
 
 BUILTIN = "jaxrl.rewards.builtin"
 
