@@ -353,9 +353,11 @@ class Workers:
 
     def _batch_reply(self, task: Task, reply: dict) -> None:
         if "wrong" in reply:
-            if task.round is self._round:
-                self._end_by(RewardFailure(f"batched reward {self._names[task.jobs[0][1]]!r} {reply['wrong']}; it must "
-                                           "return one score (or None) per completion, in their order"))
+            error = RewardFailure(f"batched reward {self._names[task.jobs[0][1]]!r} {reply['wrong']}; it must return"
+                                  " one score (or None) per completion, in their order")
+            with self._state:
+                if task.round is self._round:
+                    self._end_by(error)
             return
         results = reply.get("results", ())
         if len(results) != len(task.jobs) or not all(map(is_result, results)):
