@@ -104,7 +104,7 @@ def _everywhere(piece: np.ndarray) -> np.ndarray:
 
 
 def put(tree, sharding):
-    """Host arrays that every process holds -> one global array each; a process sends its own devices their parts."""
+    """Host arrays that every process holds -> global arrays; a process sends its own devices their parts only."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)
