@@ -157,80 +157,85 @@ class UpdateInfo:
     tensors: list[list]
 
 
+class Receiver:
+    """What our weight transfer engine does; vLLM's base class brings the rest (model, device, parallel_config)."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    names = received = frozenset()
+    nccl = None
+
+    def init_transfer_engine(self, init_info):
+        if init_info.protocol != PROTOCOL:
+            raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin "
+                             f"{PROTOCOL}; install the same jaxrl on both sides")
+        self.names, self.reader = set(init_info.names), Reader(init_info.folder, init_info.address, init_info.key)
+        self.received = set()
+        if init_info.nccl:
+            here = self.parallel_config
+            rank = init_info.nccl["rank"] + here.data_parallel_index * here.world_size + here.rank
+            self.nccl = self.nccl or Nccl()
+            self.nccl.abort()
+            self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), rank)
+
+    def start_weight_update(self):
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.received = set()
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info):
+        import torch
+
+        if update_info.source == "nccl:":
+            return self.receive_broadcast(update_info)
+        with self.reader.open(update_info.source, update_info.size) as buffer:
+            for name, dtype, shape, offset, size, expected in update_info.tensors:
+                # a copy: vLLM may keep the tensor until its layer is complete, the buffer is used again before
+                part = bytearray(buffer[offset:offset + size])
+                self.load(name, torch.frombuffer(part, dtype=getattr(torch, dtype)).reshape(shape), expected)
+
+    def receive_broadcast(self, update_info):
+        import torch
+
+        if self.nccl is None:
+            raise RuntimeError("jaxrl: a broadcast was announced before its communicator")
+        buffer = torch.empty(update_info.size, dtype=torch.uint8, device=self.device)
+        if buffer.is_cuda:  # NCCL works on the default stream; nothing before it may still use the memory
+            torch.cuda.synchronize(self.device)
+        self.nccl.broadcast(buffer.data_ptr(), update_info.size)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(self.device)
+        for name, dtype, shape, offset, size, expected in update_info.tensors:
+            self.load(name, buffer[offset:offset + size].view(getattr(torch, dtype)).reshape(shape), expected)
+
+    def load(self, name, tensor, expected):
+        if name not in self.names:
+            raise ValueError(f"jaxrl: tensor {name} was not announced")
+        if expected and digest(tensor) != expected:
+            raise ValueError(f"jaxrl: tensor {name} arrived damaged")
+        self.model.load_weights([(name, tensor.to(self.device))])
+        self.received.add(name)
+
+    def finish_weight_update(self):
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self):
+        if self.nccl is not None:
+            self.nccl.abort()
+
+
 def __getattr__(name):
     if name == "TransferEngine":  # its base class is vLLM's, so it is made when vLLM asks for it
-        globals()[name] = _transfer_engine()
-        return globals()[name]
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+        class TransferEngine(Receiver, WeightTransferEngine):
+            pass
+
+        return globals().setdefault(name, TransferEngine)
     raise AttributeError(name)
-
-
-def _transfer_engine():
-    import torch
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    class TransferEngine(WeightTransferEngine):
-        init_info_cls = InitInfo
-        update_info_cls = UpdateInfo
-
-        names = received = frozenset()
-        nccl = None
-
-        def init_transfer_engine(self, init_info):
-            if init_info.protocol != PROTOCOL:
-                raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin "
-                                 f"{PROTOCOL}; install the same jaxrl on both sides")
-            self.names, self.reader = set(init_info.names), Reader(init_info.folder, init_info.address, init_info.key)
-            self.received = set()
-            if init_info.nccl:
-                here = self.parallel_config
-                rank = init_info.nccl["rank"] + here.data_parallel_index * here.world_size + here.rank
-                self.nccl = self.nccl or Nccl()
-                self.nccl.abort()
-                self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), rank)
-
-        def start_weight_update(self):
-            self.received = set()
-            initialize_layerwise_reload(self.model)
-
-        def receive_weights(self, update_info):
-            if update_info.source == "nccl:":
-                return self.receive_broadcast(update_info)
-            with self.reader.open(update_info.source, update_info.size) as buffer:
-                for name, dtype, shape, offset, size, expected in update_info.tensors:
-                    # a copy: vLLM may keep the tensor until its layer is complete, the buffer is used again before
-                    part = bytearray(buffer[offset:offset + size])
-                    self.load(name, torch.frombuffer(part, dtype=getattr(torch, dtype)).reshape(shape), expected)
-
-        def receive_broadcast(self, update_info):
-            if self.nccl is None:
-                raise RuntimeError("jaxrl: a broadcast was announced before its communicator")
-            buffer = torch.empty(update_info.size, dtype=torch.uint8, device=self.device)
-            if buffer.is_cuda:  # NCCL works on the default stream; nothing before it may still use the memory
-                torch.cuda.synchronize(self.device)
-            self.nccl.broadcast(buffer.data_ptr(), update_info.size)
-            if buffer.is_cuda:
-                torch.cuda.synchronize(self.device)
-            for name, dtype, shape, offset, size, expected in update_info.tensors:
-                self.load(name, buffer[offset:offset + size].view(getattr(torch, dtype)).reshape(shape), expected)
-
-        def load(self, name, tensor, expected):
-            if name not in self.names:
-                raise ValueError(f"jaxrl: tensor {name} was not announced")
-            if expected and digest(tensor) != expected:
-                raise ValueError(f"jaxrl: tensor {name} arrived damaged")
-            self.model.load_weights([(name, tensor.to(self.device))])
-            self.received.add(name)
-
-        def finish_weight_update(self):
-            # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
-            finalize_layerwise_reload(self.model, self.model_config)
-
-        def shutdown(self):
-            if self.nccl is not None:
-                self.nccl.abort()
-
-    return TransferEngine
 
 
 class Nccl:
