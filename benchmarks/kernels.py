@@ -291,8 +291,7 @@ def logprob(table, model, tokens):
 
     for implementation in ("chunked", "reference"):
         table.measure("log-prob forward + backward", model, f"{tokens} tokens", implementation,
-                      lambda i=implementation: make(i),
-                      flops=6 * tokens * hidden * vocab)
+                      lambda i=implementation: make(i), flops=6 * tokens * hidden * vocab)
 
 
 def correctness(names) -> list[dict]:
@@ -357,8 +356,7 @@ def environment() -> dict:
                                                "nvidia-cudnn-cu13")}}
     if device.platform == "gpu":
         out["driver"] = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                                       capture_output=True,
-                                       text=True).stdout.strip()
+                                       capture_output=True, text=True).stdout.strip()
     return out
 
 
@@ -369,8 +367,7 @@ def line(row) -> str:
 
     rates = [number(key, ".3g") + unit for key, unit in (("tflops", " TFLOP/s"), ("gb_per_s", " GB/s")) if key in row]
     cells = (row["op"], row["model"], row["shape"], row["implementation"], number("milliseconds", ".3g"),
-             *(rates or [""]),
-             number("share", ".0%"), number("temporary_gib", ".2f"), row.get("not_run", ""))
+             *(rates or [""]), number("share", ".0%"), number("temporary_gib", ".2f"), row.get("not_run", ""))
     return "| " + " | ".join(cells) + " |"
 
 

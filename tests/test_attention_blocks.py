@@ -24,8 +24,7 @@ def test_lists_are_the_masks_own_blocks(case: Case, sizes):
     for lists, own in ((block_lists(active), want), (block_lists(active.swapaxes(1, 2)), want.swapaxes(1, 2))):
         assert lists.blocks.shape == own.shape
         for blocks, count, row in zip(*(np.asarray(x).reshape(-1, *x.shape[2:]) for x in lists),
-                                      own.reshape(-1, own.shape[2]),
-                                      strict=True):
+                                      own.reshape(-1, own.shape[2]), strict=True):
             here = np.flatnonzero(row)
             assert count == len(here)
             np.testing.assert_array_equal(blocks[:count], here)

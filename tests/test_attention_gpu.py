@@ -186,8 +186,7 @@ def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
     work once."""
     kind, own = ARCHITECTURES["qwen2"]
     model = build({**SIZES, **own, "model_type": kind, "head_dim": 64, "num_hidden_layers": 4},
-                  compute_dtype=jnp.bfloat16,
-                  scan_layers=True, remat="full")
+                  compute_dtype=jnp.bfloat16, scan_layers=True, remat="full")
     ids = [jax.ShapeDtypeStruct((4, 256), jnp.int32)] * 4
 
     def loss(params, *ids):

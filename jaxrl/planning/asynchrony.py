@@ -149,8 +149,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
     engine = Engine(speeds, length, beside)
     queue = RolloutQueue(
         engine, per_step=per_step, max_staleness=max_staleness, sync_every=sync_every, partial=partial,
-        clock=engine.clock,
-        steps=1 << 60,
+        clock=engine.clock, steps=1 << 60,
         draw=lambda cursor, count: ([(p, None) for p in range(cursor, cursor + count)], cursor + count),
         requests=lambda prompts, step: [Request(str(key), PROMPT, group=p, key=key) for p, _ in prompts
                                         for i in range(group_size) for key in [Key("train", step, p, i)]])
@@ -262,8 +261,7 @@ def planned(case, phases: dict) -> Speeds:
         prompt, answer = workload.lengths(c)
         slots = min(v.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // servers))
         shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,),
-                                 decode_steps=1,
-                                 prefill_rows=max(1, slots // c.rollout.group_size))
+                                 decode_steps=1, prefill_rows=max(1, slots // c.rollout.group_size))
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
     weights = workload.Work(0.0, workload.weight_bytes(case.model, inner, ROLLOUT_RULES, width))
     seconds = lambda work: roofline.phase(chip, [(work, 1)], 0.0)["seconds"]  # noqa: E731

@@ -118,8 +118,7 @@ def with_kernels(model, target):
 def _model(spec, hf_config: dict):
     c = spec.model
     return _build(json.dumps(hf_config, sort_keys=True, default=str), spec.train.compute_dtype, c.scan_layers == "true",
-                  c.remat,
-                  c.attention, c.remat_every)
+                  c.remat, c.attention, c.remat_every)
 
 
 @functools.lru_cache(maxsize=32)

@@ -91,9 +91,8 @@ def indices(text: str, count: int, what: str = "device", of: str = "a process ha
 def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
     """The mesh of every role: the policy's where mesh.roles says nothing else, so that equal ones are one object.
 
-    A role has the same slice of every process's devices, or of those of some processes. Where only its devices are given, fsdp takes
-    all of them.
-    Raises ConfigError for devices that are not there and sizes that do not fit them.
+    A role has the same slice of every process's devices, or of those of some processes. Where only its devices are
+    given, fsdp takes all of them. Raises ConfigError for devices that are not there and sizes that do not fit them.
     """
     devices = jax.devices() if devices is None else devices
     meshes = {}

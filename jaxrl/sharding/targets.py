@@ -87,6 +87,5 @@ def name_of(device) -> str | None:
     kind = device.device_kind.lower()
     if device.platform in ("cpu", "tpu"):
         return {"cpu": "cpu", "tpu v5": "v5p", "tpu v5p": "v5p", "tpu v5 lite": "v5e", "tpu v5e": "v5e",
-                "tpu v6 lite": "v6e",
-                "tpu v6e": "v6e"}.get(kind)
+                "tpu v6 lite": "v6e", "tpu v6e": "v6e"}.get(kind)
     return next((name for name in CHIPS if CHIPS[name].kind == "gpu" and name in kind), None)

@@ -85,8 +85,7 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
 
     return plgpu.kernel(
         kernel, out_type=out, scratch_types=[tiles, small], grid=(takers,), grid_names=("taker",),
-        num_threads=2, thread_name="warpgroup", interpret=interpret,
-        compiler_params=gp.PARAMS,
+        num_threads=2, thread_name="warpgroup", interpret=interpret, compiler_params=gp.PARAMS,
     )(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, *(() if work is None else work[:5]))
 
 
