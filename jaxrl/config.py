@@ -101,7 +101,8 @@ def unknown_option(dotted: str) -> str:
         return f"config has no option {dotted!r}: {missing}"
     near = sorted((n for n in names if n.rsplit(".", 1)[-1] == leaf),
                   key=lambda n: -difflib.SequenceMatcher(None, n, dotted).ratio())
-    near = [ELSEWHERE[n] for n in (leaf,) if n in ELSEWHERE] + near + difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
+    near = [ELSEWHERE[leaf], *near] if leaf in ELSEWHERE else near
+    near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
     leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
     near += [n for n in names if n.rsplit(".", 1)[-1] in leaves or sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]
     near = list(dict.fromkeys(near))[:3]
@@ -118,7 +119,8 @@ def find_config(spec: str) -> tuple[Path, str | None]:
         if path.is_file():
             return path, arg or None
     shipped = sorted(p.stem for d in (here / "configs", here.parent / "configs") if d.is_dir() for p in d.glob("*.py"))
-    hint = f"; {name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else f"; {not_yet(name)}" if not_yet(name) else ""
+    hint = f"{name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else not_yet(name)
+    hint = f"; {hint}" if hint else ""
     raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped)}{hint}")
 
 
@@ -154,13 +156,15 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
 
 
 def config_of(given) -> config_dict.ConfigDict:
-    """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the defaults, or None."""
+    """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the
+    defaults, or None."""
     if isinstance(given, str | Path):
         return load_config(str(given))
     if isinstance(given, config_dict.ConfigDict):
         return given.copy_and_resolve_references()
     if not isinstance(given, dict | None):
-        raise ConfigError(f"config is a {type(given).__name__}: expected the name of a config, options by name, or a ConfigDict")
+        raise ConfigError(f"config is a {type(given).__name__}: expected the name of a config, options by name, or a "
+                          "ConfigDict")
     cfg = default_config()
     for name, value in _by_name(given or {}):
         put(cfg, name, value)
@@ -187,10 +191,12 @@ def _failure(error: Exception, path: Path) -> str:
     lacks = re.search(r'Key "(\w+)" does not exist|^"\'(\w+)\'"$', str(error))
     if lacks and isinstance(error, AttributeError):
         return unknown_option(lacks[1] or lacks[2]) + where
-    cast = re.search(r"field '(\w+)'.*?\. (.*) is of original type <class '(\w+)'>.* type <class '([\w.]+)'>", str(error), re.S)
+    cast = re.search(r"field '(\w+)'.*?\. (.*) is of original type <class '(\w+)'>.* type <class '([\w.]+)'>",
+                     str(error), re.S)
     if cast and isinstance(error, TypeError):
         leaf, value, got, kind = cast[1], cast[2], cast[3], cast[4].rpartition(".")[2]
-        names = [n for n, o in options().items() if n.endswith(f".{leaf}") and (o.kind or type(o.default)).__name__ == kind]
+        names = [n for n, o in options().items()
+                 if n.endswith(f".{leaf}") and (o.kind or type(o.default)).__name__ == kind]
         remedy = f"; write ({value!r},)" if (kind, got) == ("tuple", "str") else ""
         return f"{' or '.join(names) or leaf}={value}: expected {kind}, got {got}{remedy}{where}"
     return f"{type(error).__name__}: {error}{where}"
@@ -263,15 +269,19 @@ def _literal(text: str):
         return text
 
 
-# Names whose value is a secret, in words joined by "_" (so that hyphens, dots and capitals count as joints); and among them names
-# of harmless things: special tokens, columns and options of data, parts of a mapping.
-_SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credentials?|authorization|bearer|cookies?|api_?key|apikeys?|"
-                     r"keys?_?id|key_material|connection_string|sas|dsn)$|(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
-_HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|boi|eoi|boa|eoa|fim|tool|"
+# Names whose value is a secret, in words joined by "_" (so that hyphens, dots and capitals count as joints); and among
+# them names of harmless things: special tokens, columns and options of data, parts of a mapping.
+_SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credentials?|authorization|bearer|cookies?|"
+                     r"api_?key|apikeys?|keys?_?id|key_material|connection_string|sas|dsn)$|"
+                     r"(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
+_HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|"
+                       r"boi|eoi|boa|eoa|fim|tool|"
                        r"prefix|suffix|middle|special|decoder_start|per|max|min|num|last|first|next|new)_token"
-                       r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|text|data|dataset|metric|"
+                       r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
+                       r"text|data|dataset|metric|"
                        r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition)_key")
-_IN_TEXT = (  # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
+# what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
+_IN_TEXT = (
     (re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/?#@]*:[^\s/?#]*@", re.I), r"\1<redacted>@"),
     (re.compile(r"(https?://)[^\s/?#@]+@", re.I), r"\1<redacted>@"),
     (re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"']+", re.I), r"\1<redacted>"),
@@ -288,7 +298,8 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(cfg) -> dict:
-    """The config as plain dicts without secrets: values under secret-looking names, and what looks like one in any text."""
+    """The config as plain dicts without secrets: values under secret-looking names, and what looks like one in any
+    text."""
 
     def hidden(node):
         if isinstance(node, dict):
@@ -320,5 +331,6 @@ def help_text() -> str:
     for name, opt in options().items():
         choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
-        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}" + f"; None = by recipe: {recipes}" * bool(recipes))
+        by_recipe = f"; None = by recipe: {recipes}" if recipes else ""
+        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}{by_recipe}")
     return "\n".join(lines)

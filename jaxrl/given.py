@@ -18,15 +18,16 @@ class Given(NamedTuple):
     eval: Mapping[str, Any] | None = None
     tokenizer: Any = None
     callbacks: tuple[Callable, ...] = ()
-    comparison: Callable | None = None  # (spec, job, step) -> what predicts the run and keeps what it measures (planning.comparison)
+    # (spec, job, step) -> what predicts the run and keeps what it measures (planning.comparison)
+    comparison: Callable | None = None
 
 
 class Step:
     """What a callback is called with, after each line of metrics.
 
-    number: completed steps; 0 for the evaluation before the first. total: steps the run aims at. metrics: name -> float, as in
-    metrics.jsonl. samples: the records of the step's training answers, as in rollouts/ (prompt, completion, answer, score, reward,
-    advantage, tokens ...); [] in SFT and for step 0. run_dir: where the run writes.
+    number: completed steps; 0 for the evaluation before the first. total: steps the run aims at. metrics: name ->
+    float, as in metrics.jsonl. samples: the records of the step's training answers, as in rollouts/ (prompt,
+    completion, answer, score, reward, advantage, tokens ...); [] in SFT and for step 0. run_dir: where the run writes.
     """
 
     def __init__(self, number: int, total: int, metrics: dict[str, float], samples: list[dict], run_dir: str):
@@ -39,7 +40,8 @@ class Step:
 
 
 def call_back(session, metrics: dict[str, float], records=()) -> str:
-    """Process 0 calls the callbacks of a run. Returns on all why one of them ends it, or ""; one that fails is a RunStopped on all."""
+    """Process 0 calls the callbacks of a run. Returns on all why one of them ends it, or ""; one that fails is a
+    RunStopped on all."""
     step = Step(session.step, session.total_steps, metrics, list(records), str(session.run_dir))
     session.together("callbacks", lambda: call(session.given.callbacks if session.peers.first else (), step))
     return session.decide("end?", lambda: step.stopped)
@@ -52,24 +54,27 @@ def call(callbacks, step: Step) -> bool:
         except Exception as e:  # it is the user's code
             name = getattr(callback, "__name__", type(callback).__name__)
             frame = traceback.extract_tb(e.__traceback__)[-1]
-            raise RunStopped(f"the callback {name!r} failed after step {step.number}: {type(e).__name__}: {e} (line {frame.lineno} of "
-                             f"{frame.filename}). Mend it, and the same call goes on from the newest checkpoint") from e
+            raise RunStopped(f"the callback {name!r} failed after step {step.number}: {type(e).__name__}: {e} (line "
+                             f"{frame.lineno} of {frame.filename}). Mend it, and the same call goes on from the newest "
+                             "checkpoint") from e
     return True
 
 
 def taken(config, model, data, rewards, tokenizer, eval, callbacks) -> Given:
-    """Writes into the config that objects are given (in place), and returns them. Raises ConfigError for what none can be."""
+    """Writes into the config that objects are given (in place), and returns them. Raises ConfigError for what none can
+    be."""
     if model is not None:
         if not isinstance(model, str):
             raise ConfigError(f"model is a {type(model).__name__}: expected a Hugging Face folder or hub id")
         if config.run.warm_start:
-            raise ConfigError(f"model={model!r} beside run.warm_start={config.run.warm_start!r}, which makes the model itself: leave one "
-                              "of them out (run.warm_start='')")
+            raise ConfigError(f"model={model!r} beside run.warm_start={config.run.warm_start!r}, which makes the model "
+                              "itself: leave one of them out (run.warm_start='')")
         config.model.path, config.model.init = model, "pretrained"
     if tokenizer is not None:
         own = not isinstance(tokenizer, str)
         if own and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
-            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: expected a folder, a hub id or a tokenizer of transformers")
+            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: expected a folder, a hub id or a tokenizer "
+                              "of transformers")
         config.model.tokenizer, tokenizer = (GIVEN + "tokenizer", tokenizer) if own else (tokenizer, None)
     if data is not None:
         if isinstance(data, str):
@@ -78,7 +83,8 @@ def taken(config, model, data, rewards, tokenizer, eval, callbacks) -> Given:
             config.data.path = (GIVEN + "data",)
     if eval is not None:
         eval = dict(eval) if isinstance(eval, Mapping) else {"eval": eval}
-        config.eval.sets = tuple(f"{name}={rows if isinstance(rows, str) else GIVEN + str(name)}" for name, rows in eval.items())
+        config.eval.sets = tuple(f"{name}={rows if isinstance(rows, str) else GIVEN + str(name)}"
+                                 for name, rows in eval.items())
         eval = {name: rows for name, rows in eval.items() if not isinstance(rows, str)}
     if callable(rewards) or isinstance(rewards, str):
         rewards = [rewards]

@@ -1,8 +1,8 @@
 """Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5 (or `jaxrl --config=...`)
 
 Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
-or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 128 + n for signal n while the
-run starts (Ctrl-C 130, SIGTERM 143), 130 for a second Ctrl-C.
+or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 128 + n for signal n
+while the run starts (Ctrl-C 130, SIGTERM 143), 130 for a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from jaxrl.config import help_text, load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import GracefulStop
 
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+                errno.ESTALE)
 USAGE = """usage: python -m jaxrl.main (or: jaxrl) --config=FILE[:ARG] [--config.group.option=value ...]
 
 FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).
@@ -47,13 +48,14 @@ def main(argv: list[str] | None = None) -> int:
         complain(e)
         return 2
     except KeyboardInterrupt as e:
-        complain(f"{e or 'interrupted'}: left before there was anything to save; the same command goes on from the newest checkpoint")
+        complain(f"{e or 'interrupted'}: left before there was anything to save; the same command goes on from the "
+                 "newest checkpoint")
         return 128 + getattr(e, "number", 2)
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise
-        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from the"
-                 " newest checkpoint")
+        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from "
+                 "the newest checkpoint")
         return 1
     return 0
 

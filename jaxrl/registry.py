@@ -1,7 +1,8 @@
-"""Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks for a recipe's name.
+"""Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks for a recipe's
+name.
 
-A new recipe is a file with `run(spec, given)`, a row here, and its options in `schema`. One of a user's own has its row in its file:
-run.recipe=./my_file.py:RECIPE; its options are below `user`.
+A new recipe is a file with `run(spec, given)`, a row here, and its options in `schema`. One of a user's own has its row
+in its file: run.recipe=./my_file.py:RECIPE; its options are below `user`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ class Recipe(NamedTuple):
 
     run: str | Callable      # run(spec, given), or the module that has it
     lr: float                # optimizer.lr where nobody sets it
-    samples: bool            # it learns from completions that an engine samples and rewards score; else from those in the rows
+    # it learns from completions that an engine samples and rewards score; else from those in the rows
+    samples: bool
     modes: tuple[str, ...]   # values of run.mode that it has
     roles: tuple[str, ...] = ("policy",)  # parameters and programs that mesh.roles may place
     starts_others: bool = False  # its export may be another job's run.warm_start
 
 
-# Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks there.
+# Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks
+# there.
 RECIPES = {
     "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan"),
                  roles=("policy", "reference", "critic", "sampler")),

@@ -1,8 +1,9 @@
-"""The sets of parameters of a run, each on devices of its own choice: the policy, which learns, and those that stand beside it.
+"""The sets of parameters of a run, each on devices of its own choice: the policy, which learns, and those that stand
+beside it.
 
-All are of one type: where the parameters are (`mesh.roles`), whether they leave their devices between their uses, and one `score`
-of tokens under them. A teacher or a reward model is another row of the same. The sampler's copy belongs to the engine, which rests
-and wakes by itself.
+All are of one type: where the parameters are (`mesh.roles`), whether they leave their devices between their uses, and
+one `score` of tokens under them. A teacher or a reward model is another row of the same. The sampler's copy belongs to
+the engine, which rests and wakes by itself.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Role:
         return memory.to_devices(held)
 
     def score(self, traj, layout) -> np.ndarray:
-        """[T] numbers of the scored tokens under these parameters: log-probs, or values. A role on some processes tells the others;
-        all of them call this."""
+        """[T] numbers of the scored tokens under these parameters: log-probs, or values. A role on some processes tells
+        the others; all of them call this."""
         where, scored = self.scored_by, None
         if where is None or jax.process_index() in where:
             with self.on():
@@ -95,7 +96,8 @@ class Policy(Role):
 
     def __init__(self, job, objective, updates: int, score=None):
         super().__init__("policy", job, score)
-        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), parameters.flat_axes(job.tree))
+        axes = parameters.flat_axes(job.tree)
+        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), axes)
         self._update = training.make_update(job.model, self.optimizer, schedule, objective)
 
     @property
@@ -116,8 +118,8 @@ class Policy(Role):
     def export(self, folder) -> None:
         """Writes the model as a Hugging Face folder."""
         c, job = self.job.config.checkpoint, self.job
-        hf.export(job.model, self.weights(), folder, job.hf_config, c.export_dtype, tokenizer=job.tokenizer, shard_gb=c.shard_gb,
-                  eos_ids=job.eos_ids)
+        hf.export(job.model, self.weights(), folder, job.hf_config, c.export_dtype, tokenizer=job.tokenizer,
+                  shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
     def weights(self):
         """The language model's parameters (nested tree), as engine and export take them."""
@@ -125,8 +127,8 @@ class Policy(Role):
 
     @contextlib.contextmanager
     def resting(self, engine):
-        """In host memory meanwhile, where mesh.roles says so. The engine is told where the weights are that it may have to give to
-        a server; else it would keep their old place alive."""
+        """In host memory meanwhile, where mesh.roles says so. The engine is told where the weights are that it may have
+        to give to a server; else it would keep their old place alive."""
         if not self.rests:
             yield
             return
@@ -147,7 +149,8 @@ class Policy(Role):
 
     def start(self, arrays: dict | None) -> None:
         if arrays is None:
-            self.held = parameters.new_state(self.job, self.optimizer, self._abstract, parameters.start_params(self.job))
+            start = parameters.start_params(self.job)
+            self.held = parameters.new_state(self.job, self.optimizer, self._abstract, start)
         else:
             self.held = TrainState(**arrays)
 
@@ -156,8 +159,8 @@ class Policy(Role):
 
 
 class WeightSync:
-    """Gives the engine the policy's weights, under the version = completed steps. give(params, version): the engine's, or that of
-    what stands before it."""
+    """Gives the engine the policy's weights, under the version = completed steps. give(params, version): the engine's,
+    or that of what stands before it."""
 
     def __init__(self, s, policy: Policy, give):
         self.s, self.policy, self.give, self.version = s, policy, give, -1
@@ -173,7 +176,8 @@ class WeightSync:
 
 
 def check_finite(state: TrainState, limit: int, folder) -> None:
-    """Raises NothingFinite after `limit` (optimizer.max_nonfinite) updates in a row that were not. folder: of the run."""
+    """Raises NothingFinite after `limit` (optimizer.max_nonfinite) updates in a row that were not. folder: of the
+    run."""
     streak = int(np.asarray(state.stats["nonfinite_streak"]))
     if streak >= limit:
         raise NothingFinite(

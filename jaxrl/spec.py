@@ -3,8 +3,8 @@
     spec = resolve(config)                      what no device and no model has a say in: preset, recipe, engine
     spec = resolve(config, platform, hf_config) all of it: dtypes, sizes, recomputation, too
 
-A Spec has the groups of the config as attributes (`spec.algorithm.kl.coef`, `spec.train.logprob_chunk`) and may be handed to
-whatever takes a config. Runs, plans, servers and launches read it; nothing else decides.
+A Spec has the groups of the config as attributes (`spec.algorithm.kl.coef`, `spec.train.logprob_chunk`) and may be
+handed to whatever takes a config. Runs, plans, servers and launches read it; nothing else decides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SHALLOW = 8  # layers up to which CPUs get them unrolled
 
 
 class Platform(NamedTuple):
-    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in best (bf16, fp16, fp32)."""
+    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in best (bf16, fp16,
+    fp32)."""
 
     kind: str
     dtype: str
@@ -41,9 +42,9 @@ class Platform(NamedTuple):
 class Spec:
     """A job with nothing left to decide. Frozen.
 
-    asked: the config as it was given, with the recipe's defaults; checkpoints keep it. options: all options as decided. origins:
-    dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo", "default of rl", "cpu",
-    "model", "engine".
+    asked: the config as it was given, with the recipe's defaults; checkpoints keep it. options: all options as decided.
+    origins: dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo", "default
+    of rl", "cpu", "model", "engine".
     """
 
     asked: ConfigDict
@@ -107,18 +108,21 @@ class Spec:
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 
     def row(self) -> dict[str, tuple]:
-        """Options below `algorithm` that presets speak of -> (value as asked, "config" or "preset <name>"), for printing."""
+        """Options below `algorithm` that presets speak of -> (value as asked, "config" or "preset <name>"), for
+        printing."""
         return algorithm_row(self.asked)
 
     def chosen(self) -> dict:
-        """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value; {} without one."""
+        """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value; {}
+        without one."""
         if not self.recipe.samples:
             return {}
-        known = {name: pair for name, pair in self.row().items()}
-        out = {name: value for name, (value, origin) in known.items() if origin == "config" or value != PRESETS["grpo"][name]}
+        known = self.row()
+        out = {name: value for name, (value, origin) in known.items()
+               if origin == "config" or value != PRESETS["grpo"][name]}
         for name, opt in options().items():
-            short = name.removeprefix("algorithm.")
-            if name.startswith("algorithm.") and short not in known and short != "preset" and get(self.asked, name) != opt.default:
+            group, _, short = name.partition(".")
+            if group == "algorithm" and short not in (*known, "preset") and get(self.asked, name) != opt.default:
                 out[short] = get(self.asked, name)
         return out
 
@@ -163,28 +167,33 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
 def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
     """Dtypes, and the sizes of training's pieces.
 
-    Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch. Attention's work
-    follows the documents in a row, not its length, so that long rows cost nothing and waste less at their ends. CPUs are fast while a
-    microbatch stays in their cache, and slow where gradients of all weights are added up too often (benchmarks/peers, 2 cores).
+    Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch.
+    Attention's work follows the documents in a row, not its length, so that long rows cost nothing and waste less at
+    their ends. CPUs are fast while a microbatch stays in their cache, and slow where gradients of all weights are added
+    up too often (benchmarks/peers, 2 cores).
     """
     t, kind, longest = c.train, platform.kind, longest_sequence(c)
     if t.compute_dtype == "auto":
         decide("train.compute_dtype", platform.dtype, kind)
     if c.run.matmul_precision == "auto":
-        decide("run.matmul_precision", "highest" if t.compute_dtype == "fp32" else "default", f"compute dtype {t.compute_dtype}")
+        precision = "highest" if t.compute_dtype == "fp32" else "default"
+        decide("run.matmul_precision", precision, f"compute dtype {t.compute_dtype}")
     if c.rollout.dtype == "auto":
         decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":
         now = not (c.rollout.max_staleness or c.rollout.sync_every > 1)
         exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now
-        decide("algorithm.mismatch.correction", "none" if exact or c.algorithm.old_logprobs == "rollout" else "token_tis", "engine")
+        none = exact or c.algorithm.old_logprobs == "rollout"
+        decide("algorithm.mismatch.correction", "none" if none else "token_tis", "engine")
     if not t.row_lengths:
         prompt = min(c.data.max_prompt_tokens, longest - 1)
         shared = c.rollout.group_size if recipe.samples and t.share_prompts else 1
         whole = prompt + shared * (longest - prompt)
-        decide("train.row_lengths", (-(-max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW)) // 8) * 8,), "lengths")
+        length = max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW))
+        decide("train.row_lengths", (-(-length // 8) * 8,), "lengths")
     if not t.tokens_per_microbatch:
-        decide("train.tokens_per_microbatch", max(max(t.row_lengths), MICROBATCH_CPU if kind == "cpu" else MICROBATCH), kind)
+        least = MICROBATCH_CPU if kind == "cpu" else MICROBATCH
+        decide("train.tokens_per_microbatch", max(*t.row_lengths, least), kind)
     if not t.logprob_chunk:
         decide("train.logprob_chunk", CHUNK_CPU if kind == "cpu" else CHUNK, kind)
 
@@ -195,7 +204,8 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
         unrolled = platform.kind == "cpu" and hf_config.get("num_hidden_layers", 0) <= SHALLOW
         decide("model.scan_layers", "false" if unrolled else "true", "model")
     if c.model.remat == "auto":
-        decide("model.remat", "none" if platform.kind == "cpu" or _parameters(hf_config) < SMALL_MODEL else "full", "model")
+        fits = platform.kind == "cpu" or _parameters(hf_config) < SMALL_MODEL
+        decide("model.remat", "none" if fits else "full", "model")
 
 
 def _parameters(hf_config: dict) -> int:
@@ -206,7 +216,8 @@ def _parameters(hf_config: dict) -> int:
 
 def algorithm_row(config) -> dict[str, tuple]:
     """Options below `algorithm` that presets speak of -> (value, "config" or "preset <name>")."""
-    return resolve_preset(config.algorithm.preset, {name: get(config.algorithm, name) for name in PRESETS[config.algorithm.preset]})
+    preset = config.algorithm.preset
+    return resolve_preset(preset, {name: get(config.algorithm, name) for name in PRESETS[preset]})
 
 
 def longest_sequence(config) -> int:

@@ -16,8 +16,8 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
 
-    What is given as an object takes the place of the config's option. The run is resumed by the same call; other rows or another
-    tokenizer than the checkpoint was made with are refused.
+    What is given as an object takes the place of the config's option. The run is resumed by the same call; other rows
+    or another tokenizer than the checkpoint was made with are refused.
 
     Args:
       config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
@@ -27,15 +27,16 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
       data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
       tokenizer: one of transformers, or a folder or hub id.
       eval: rows to evaluate, or a dict of such sets by name.
-      callbacks: functions called with a `jaxrl.Step` after each line of metrics, on process 0; `step.stop()` ends the run.
+      callbacks: functions called with a `jaxrl.Step` after each line of metrics, on process 0; `step.stop()` ends the
+        run.
 
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
       RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
     """
     if getattr(sys.modules.get("jaxrl.rewards.worker"), "RUNNING", False):
-        raise ConfigError("jaxrl.train is called by a file that reward workers import: put the call under if __name__ == '__main__':, "
-                          "or the reward function into a file of its own")
+        raise ConfigError("jaxrl.train is called by a file that reward workers import: put the call under if __name__ "
+                          "== '__main__':, or the reward function into a file of its own")
     from jaxrl import config_checks, telemetry
     from jaxrl import data as data_room
     from jaxrl.given import taken

@@ -50,9 +50,9 @@ class Algorithm:
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
-            options=FrozenConfigDict({**c.algorithm, "user": c.user}), staleness=stale_buckets(c.rollout) if c.ahead else (),
-            value_coef=c.critic.coef if c.shares_trunk else 0.0, value_clip=c.critic.value_clip, temperature=c.rollout.temperature,
-            **precision(job))
+            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=c.rollout.temperature,
+            staleness=stale_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
+            value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
         self.critic = Critic(job, total_steps) if c.needs_critic else None
         self.reference = Reference(job, self.scorer(job, "reference")) if c.needs_reference else None
 
@@ -72,11 +72,12 @@ class Algorithm:
         """Says what was decided and is not in the row."""
         mismatch = self.config.algorithm.mismatch
         if mismatch.correction == "none" and engine.info.quantized:
-            raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another policy than "
-                              "the one that is trained; use token_tis")
+            raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another "
+                              "policy than the one that is trained; use token_tis")
         if mismatch.correction == "none" and self.config.ahead and self.old_source != "rollout":
-            log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing corrects for answers "
-                        "of older weights; set token_tis, or algorithm.preset=decoupled_ppo", self.config.rollout.max_staleness,
+            log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing "
+                        "corrects for answers of older weights; set token_tis, or "
+                        "algorithm.preset=decoupled_ppo", self.config.rollout.max_staleness,
                         self.config.rollout.sync_every)
         if mismatch.correction != "none":
             s.say(f"mismatch correction: {mismatch.correction}, cap {mismatch.cap:g}")
@@ -97,7 +98,8 @@ class Algorithm:
         return out
 
     def operations(self, step: int, count, traj) -> dict[str, float]:
-        """flops/<phase> of the step that has just been done, on the answers it learnt from (a server's sampling is its own)."""
+        """flops/<phase> of the step that has just been done, on the answers it learnt from (a server's sampling is its
+        own)."""
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
         score = passes * count.scoring(traj, shared)
@@ -118,12 +120,13 @@ class Algorithm:
 def precision(job) -> dict:
     """The options of every objective of a job."""
     c = job.config
-    return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
+    fp16 = job.compute_dtype == jnp.float16
+    return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=fp16)
 
 
 class Reference(Role):
-    """The frozen policy that the KL pulls towards. It is a part of the checkpoint only where it is reset on the way; else it
-    can be made again. See Session.restore for what a part is."""
+    """The frozen policy that the KL pulls towards. It is a part of the checkpoint only where it is reset on the way;
+    else it can be made again. See Session.restore for what a part is."""
 
     def __init__(self, job, score=None):
         super().__init__("reference", job, score)
@@ -136,14 +139,16 @@ class Reference(Role):
         if not self.moves:
             return {}
         shapes = jax.eval_shape(self.job.model.init, jax.random.key(0))
-        return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where), shapes, self._place())
+        placed = lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where)  # noqa: E731
+        return jax.tree.map(placed, shapes, self._place())
 
     def start(self, arrays, host: dict | None) -> None:
         if host and self.moves:
             self.held, self.epochs = arrays, host["epochs"]
         elif self.job.here(self.name):
             with self.on():
-                start = parameters.initial_params(self.job, self.options.path, role=self.name, revision=self.options.revision)
+                path, revision = self.options.path, self.options.revision
+                start = parameters.initial_params(self.job, path, role=self.name, revision=revision)
                 self.held = cast_params(start, self.dtype)
         self.rest()
 

@@ -61,8 +61,8 @@ class Critic(Role):
         total = max(1, total_steps * self.epochs * self.num_minibatches)
         axes = parameters.flat_axes(self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, axes)
-        self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk, max_grad_norm=config.max_grad_norm,
-                                   fp16=job.compute_dtype == jnp.float16)
+        self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk,
+                                   max_grad_norm=config.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
         self.update = training.make_update(self.job.model, self.optimizer, schedule, self.loss)
 
     # ---- a part of the run
@@ -134,7 +134,8 @@ class Critic(Role):
         return {"return": returns.astype(np.float32), "old_value": raw}
 
     def learn(self, traj, columns, seed: int) -> list:
-        """All its optimizer steps on one batch; returns their metrics on the device, none where the policy's update has them."""
+        """All its optimizer steps on one batch; returns their metrics on the device, none where the policy's update has
+        them."""
         if self.shared:
             return []
         job, c, pending = self.job, self.job.config, []

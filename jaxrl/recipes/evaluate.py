@@ -177,8 +177,10 @@ def publish_newest(s, job):
     state = parameters.abstract_state(job, optimizer)
     wanted = {"trainable": state.trainable, "frozen": state.frozen}
     restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)
-    params = parameters.initial_params(job) if restored is None else parameters.without_value(training.merge(**restored.arrays))
-    if restored is not None:
+    if restored is None:
+        params = parameters.initial_params(job)
+    else:
+        params = parameters.without_value(training.merge(**restored.arrays))
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
     job.engine.publish(params, s.step)

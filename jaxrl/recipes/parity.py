@@ -1,7 +1,7 @@
 """run.mode=parity: how far the engine's log-probs are from the trainer's on this host, and why. Trains nothing.
 
-Answers to a few prompts are sampled with the training options, and scored by the trainer as training would score them. Then
-each possible cause is looked at alone: rounding of the trainer's dtype, the part of the support that was cut off,
+Answers to a few prompts are sampled with the training options, and scored by the trainer as training would score them.
+Then each possible cause is looked at alone: rounding of the trainer's dtype, the part of the support that was cut off,
 temperature, the prefix cache, the weights that the engine holds.
 """
 
@@ -43,9 +43,10 @@ def report(s, job) -> dict:
         return difference(score(params, traj, layout), traj)
 
     now, one = ask("now", sampling), dataclasses.replace(plain, temperature=1.0)
+    in_fp32 = dataclasses.replace(job.model, compute_dtype=jnp.dtype(jnp.float32))
     rows = {
         "as training samples": gap(now, c.rollout.temperature),
-        "trainer in fp32": gap(now, c.rollout.temperature, dataclasses.replace(job.model, compute_dtype=jnp.dtype(jnp.float32))),
+        "trainer in fp32": gap(now, c.rollout.temperature, in_fp32),
         "whole support, no penalties": gap(ask("plain", plain), c.rollout.temperature),
         "temperature 1, whole support": gap(ask("one", one), 1.0),
         "the same again, prefixes cached": gap(ask("one", one), 1.0),
@@ -56,7 +57,8 @@ def report(s, job) -> dict:
         out["probe"] = probe
     lines = [f"  {name:34s} mean {g['mean']:.2e}  max {g['max']:.2e}  k3 {g['k3']:.2e}  outside clip {g['outside']:.2%}"
              for name, g in rows.items()]
-    s.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over {rows['as training samples']['tokens']} tokens",
+    s.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over "
+                     f"{rows['as training samples']['tokens']} tokens",
                      f"  weights: {where}",
                      *lines, *(f"  {v}" for v in out["verdict"])]))
     s.telemetry.summary(out)
@@ -64,7 +66,8 @@ def report(s, job) -> dict:
 
 
 def difference(scored_T, traj) -> dict[str, float]:
-    """Of the log-probs of sampled tokens, trainer - engine: mean and max of |d|, k3, share outside a clip range of 0.2."""
+    """Of the log-probs of sampled tokens, trainer - engine: mean and max of |d|, k3, share outside a clip range of
+    0.2."""
     d = np.asarray(scored_T, np.float64)[traj.loss_mask] - traj.logprobs[traj.loss_mask]
     ratio = np.exp(np.clip(d, -50, 50))
     return {"mean": float(np.abs(d).mean()), "max": float(np.abs(d).max()), "k3": float((ratio - 1 - d).mean()),
@@ -79,13 +82,14 @@ def verdict(rows, bound: float, config) -> list[str]:
     if now <= bound:
         said.append(f"engine and trainer agree: {now:.2e} is within {bound:g}")
     if plain < 0.5 * now and now > bound:
-        said.append("sampling support: top_p, top_k, min_p or penalties cut the distribution the engine draws from; train with "
-                    "rollout.top_p=1, top_k=-1, min_p=0, or keep token_tis")
+        said.append("sampling support: top_p, top_k, min_p or penalties cut the distribution the engine draws from; "
+                    "train with rollout.top_p=1, top_k=-1, min_p=0, or keep token_tis")
     if one < 0.5 * plain and plain > bound:
-        said.append(f"temperature: at rollout.temperature={config.rollout.temperature:g} they differ more than at 1; look at the "
-                    "engine's logprobs mode")
+        said.append(f"temperature: at rollout.temperature={config.rollout.temperature:g} they differ more than at 1; "
+                    "look at the engine's logprobs mode")
     if fp32 < 0.5 * now and now > bound:
-        said.append("dtype of the trainer: scoring in fp32 closes half of the gap or more; try train.compute_dtype=fp32")
+        said.append("dtype of the trainer: scoring in fp32 closes half of the gap or more; try "
+                    "train.compute_dtype=fp32")
     if cached > 2 * one + bound:
         said.append("cache: answers behind a cached prefix differ more; look at the engine's KV cache dtype, or turn "
                     "rollout.vllm.prefix_caching off")

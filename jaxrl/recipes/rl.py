@@ -10,7 +10,8 @@ for step:
     for each pass, for each minibatch: one optimizer step
     publish the new weights to the engine
 
-With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.queue, docs/asynchrony.md).
+With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.queue,
+docs/asynchrony.md).
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def run(config, given=None) -> dict:
         if spec.run.mode == "parity":
             return parity.report(s, job)
         algorithm = Algorithm(job, s.total_steps)
-        rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards, tokenizer=job.tokenizer,
-                                  steps=s.total_steps))
+        rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
+                                  tokenizer=job.tokenizer, steps=s.total_steps))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
         s.restore(policy, [*algorithm.parts, rollouts])
         s.introduce(describe(job), derived(spec))
@@ -93,7 +94,8 @@ def run(config, given=None) -> dict:
 
 
 def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
-    """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the update."""
+    """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the
+    update."""
     s, job, algorithm, policy, rollouts, speed = parts
     c, critic, values = s.spec, algorithm.critic, None
     with policy.resting(job.engine):
@@ -104,7 +106,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         job.engine.rest()
     traj, seed = batch.traj, hash_seed(c.run.seed, s.step)
     lay_out = functools.partial(training.make_layout, traj.sizes, share_prompts=c.train.share_prompts)
-    layout = lay_out(job.row_shapes, num_minibatches=min(c.algorithm.num_minibatches, len(np.unique(traj.group))), seed=seed)
+    minibatches = min(c.algorithm.num_minibatches, len(np.unique(traj.group)))
+    layout = lay_out(job.row_shapes, num_minibatches=minibatches, seed=seed)
     scored = layout if job.score_shapes is job.row_shapes else lay_out(job.score_shapes)
     with s.phase("score"):
         columns = algorithm.columns(policy, traj, scored)
@@ -120,7 +123,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
     per_completion = traj.total(found.tokens) / np.maximum(traj.total(), 1)  # [N] means over scored tokens
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion)
-    s.telemetry.rollouts(s.step + 1, [row | {"admitted": g.admitted} for row, g in zip(rows, batch.groups, strict=True)])
+    admitted = [{"admitted": group.admitted} for group in batch.groups]
+    s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
     with s.changing():
         with s.phase("update"):
             s.fault("update")
@@ -144,15 +148,18 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
 
 
 def judged(c, result):
-    """[N] raw values of the reward whose pass mark is accuracy; of the first one where that is a reward of evaluation only."""
+    """[N] raw values of the reward whose pass mark is accuracy; of the first one where that is a reward of evaluation
+    only."""
     return result.parts.get(c.eval.accuracy_from, next(iter(result.parts.values())))
 
 
 def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, float]:
-    """All passes over all minibatches, the critic's first; metrics are means over the optimizer steps (maxima for the gaps)."""
+    """All passes over all minibatches, the critic's first; metrics are means over the optimizer steps (maxima for the
+    gaps)."""
     s, critic = parts.s, parts.algorithm.critic
     of_critic = critic.learn(batch.traj, columns, seed) if critic is not None else []
-    pending = [] if critic is not None and s.step < s.spec.critic.warmup_steps else policy_steps(parts, batch, layout, columns)
+    warming_up = critic is not None and s.step < s.spec.critic.warmup_steps
+    pending = [] if warming_up else policy_steps(parts, batch, layout, columns)
     metrics = averaged([host_scalars(m) for m in pending])
     for bucket in [name for name in metrics if name.startswith("gap/stale_")]:  # from a part of the mean to a mean
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
@@ -181,9 +188,10 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
     constant = a.aggregation_constant or c.rollout.max_new_tokens
     for _ in range(a.ppo_epochs):
         for minibatch in layout.minibatches:
-            weights = training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant, dropped=dropped, keep=keep,
-                                            positive=positive)
-            metrics = policy.update(policy.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
+            weights = training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
+                                            dropped=dropped, keep=keep, positive=positive)
+            packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
+            metrics = policy.update(map(policy.put, packed))
             if keep is not None:
                 metrics["policy/prefix_masked_fraction"] = float((~keep[traj.loss_mask]).mean())
             pending.append(metrics)
@@ -194,8 +202,7 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
 def averaged(steps: list[dict]) -> dict[str, float]:
     if not steps:
         return {}
-    return {k: float(np.max([s[k] for s in steps]) if k.endswith("/max") or k.endswith("_max") else np.mean([s[k] for s in steps]))
-            for k in steps[0]}
+    return {k: float((np.max if k.endswith(("/max", "_max")) else np.mean)([s[k] for s in steps])) for k in steps[0]}
 
 
 def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
@@ -203,11 +210,13 @@ def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
     of = "gap/stale_0" if "staleness/0" in metrics else "gap/mean"  # what is older differs by what was learnt since
     gap = metrics.get(of, 0.0)
     if limits.stop and gap > limits.stop:
-        raise RunStopped(f"step {step}: the sampler's log-probs are {gap:.3g} nats per token away from the trainer's, more than "
-                         f"algorithm.mismatch.stop={limits.stop:g}; --config.run.mode=parity looks for the cause")
+        raise RunStopped(f"step {step}: the sampler's log-probs are {gap:.3g} nats per token away from the trainer's, "
+                         f"more than algorithm.mismatch.stop={limits.stop:g}; --config.run.mode=parity looks for the "
+                         "cause")
     if limits.warn and gap > limits.warn:
-        log.warning("step %d: the sampler's log-probs are %.3g nats per token away from the trainer's (algorithm.mismatch.warn="
-                    "%g); --config.run.mode=parity looks for the cause", step, gap, limits.warn)
+        log.warning("step %d: the sampler's log-probs are %.3g nats per token away from the trainer's "
+                    "(algorithm.mismatch.warn=%g); --config.run.mode=parity looks for the "
+                    "cause", step, gap, limits.warn)
 
 
 def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, float]:

@@ -172,7 +172,8 @@ class Rollouts:
         """(trajectories, texts, reward items) of (request, result, group)."""
         requests, results, groups = zip(*found, strict=True)
         traj = collect(requests, results, self.spec.longest)
-        return traj, *reward_items(traj, [g.example for g in groups], self.tokenizer, self.spec.data.response_prefix, texts)
+        examples, prefix = [g.example for g in groups], self.spec.data.response_prefix
+        return traj, *reward_items(traj, examples, self.tokenizer, prefix, texts)
 
     def _score_early(self, groups: list[PromptGroup]) -> None:
         """Rewards of finished groups, samples and likeliest completions apart."""

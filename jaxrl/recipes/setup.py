@@ -54,9 +54,11 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
-    score_shapes: Any  # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
+    # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
+    score_shapes: Any
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
-    # What open_run adds: rewards of training and of evaluation, held-out sets, the stream of training rows, the rollout engine.
+    # What open_run adds: rewards of training and of evaluation, held-out sets, the stream of training rows, the rollout
+    # engine.
     rewards: Any = None
     eval_rewards: Any = None
     eval_sets: dict = dataclasses.field(default_factory=dict)
@@ -78,7 +80,8 @@ class Job:
     def apart(self, role: str) -> bool:
         """Whether a role has devices that no other one uses."""
         others = [self.mesh, *(mesh for name, mesh in self.meshes.items() if name != role)]
-        return role in self.meshes and not set(self.meshes[role].devices.flat) & {d for m in others for d in m.devices.flat}
+        taken = {d for mesh in others for d in mesh.devices.flat}
+        return role in self.meshes and not set(self.meshes[role].devices.flat) & taken
 
     def rests(self, role: str) -> bool:
         """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest; rollout.placement=colocated)."""
@@ -87,8 +90,8 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest", "device") != "device"
 
     def put(self, batch, role="policy"):
-        """Host PackedBatch -> a role's devices, rows over dp x fsdp. Every process has the whole batch and gives its devices
-        their rows."""
+        """Host PackedBatch -> a role's devices, rows over dp x fsdp. Every process has the whole batch and gives its
+        devices their rows."""
         return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
@@ -160,7 +163,8 @@ def stream_metrics(s, job) -> dict[str, float]:
 
 
 class Read(NamedTuple):
-    """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of training rows."""
+    """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of
+    training rows."""
 
     inputs: Inputs
     rewards: Any
@@ -190,7 +194,8 @@ def read_all(s, with_rewards: bool = True) -> Read:
         scored = train_set if c.recipe.samples and train_set is not None else first
         for pool, dataset in {eval_rewards: first, rewards: scored}.items():
             pool.wait()
-            if c.reward.trial and dataset is not None:  # a reward that fails on the first rows of what it is for stops the run here
+            # a reward that fails on the first rows of what it is for stops the run here
+            if c.reward.trial and dataset is not None:
                 pool.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
     return Read(inputs, rewards, eval_rewards, eval_sets, stream)
 
@@ -220,10 +225,11 @@ def open_run(s, with_engine: bool = True) -> Job:
         engine = s.own(ThreadedEngine(engine) if job.config.ahead and job.apart("sampler") else engine)
         if job.rests("sampler"):
             if not engine.info.sleeps:
-                raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest (EngineInfo.sleeps)")
+                raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
+                                  "(EngineInfo.sleeps)")
             engine.rest()  # what is loaded next finds its devices free
-    return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets, stream=read.stream,
-                               engine=engine)
+    return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
+                               stream=read.stream, engine=engine)
 
 
 class Inputs(NamedTuple):
@@ -246,7 +252,8 @@ def read_inputs(config, tokenizer=None) -> Inputs:
         table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
-    tokenizer = data_room.load_tokenizer(config) if tokenizer is None else data_room.prepared(config, copy.deepcopy(tokenizer))
+    own = tokenizer is not None
+    tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"
@@ -259,19 +266,19 @@ def check_weights(config, inputs: Inputs) -> None:
     """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
     if config.model.init == "pretrained":
         hf.check_weights(inputs.table, source_of(config.model.path), config.model.revision)
-    for name, given, check in (("reference.path", config.reference, hf.check_weights), ("critic.path", config.critic, hf.check_critic)):
-        if path := given.path:
+    for role, check in (("reference", hf.check_weights), ("critic", hf.check_critic)):
+        if path := config[role].path:
             try:
-                check(inputs.table, source_of(path), given.revision)
+                check(inputs.table, source_of(path), config[role].revision)
             except ConfigError as e:
-                raise ConfigError(f"{name}={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
+                raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 
 
 def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
 
-    config: a Spec or ConfigDict, of which all is decided here that the devices have a say in. mesh: one of devices that need not be
-    here, for plans; it is not put in force.
+    config: a Spec or ConfigDict, of which all is decided here that the devices have a say in. mesh: one of devices that
+    need not be here, for plans; it is not put in force.
 
     Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
     """
@@ -292,7 +299,7 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
         if spec.recipe.samples and not engine_of(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
-    shards = math.lcm(*(sharding.data_shards(m) for m in (mesh, *(meshes[r] for r in ("reference", "critic") if r in meshes))))
+    shards = math.lcm(*(sharding.data_shards(meshes.get(role, mesh)) for role in ("policy", "reference", "critic")))
 
     def shapes_of(tokens):
         return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts)
@@ -302,30 +309,33 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     if spec.train.tokens_per_microbatch < shapes.lengths[-1]:
         log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
                     spec.train.tokens_per_microbatch, shapes.lengths[-1])
-    return Job(spec, Path(spec.run.dir), mesh, tokenizer, hf_config, model, ends, model.compute_dtype, shapes, scored, meshes)
+    return Job(spec, Path(spec.run.dir), mesh, tokenizer, hf_config, model, ends, model.compute_dtype, shapes, scored,
+               meshes)
 
 
 def check_roles(config) -> None:
-    """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a sampler's role
-    with an engine that has devices of its own."""
+    """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a
+    sampler's role with an engine that has devices of its own."""
     if "sampler" in config.mesh.roles and not engine_of(config).on_mesh:
-        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices of its own; "
-                          "leave it out, or set rollout.engine=jax")
-    asked = ["optimizer.offload"] * config.optimizer.offload + ["model.remat=offload"] * (config.model.remat == "offload")
+        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices "
+                          "of its own; leave it out, or set rollout.engine=jax")
+    asked = ["optimizer.offload"] * config.optimizer.offload
+    asked += ["model.remat=offload"] * (config.model.remat == "offload")
     asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items() if given.get("rest") == "host"]
     if asked and not memory.can_rest(jax.local_devices()[0]):
-        raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's memory; leave it"
-                          " out")
+        raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
+                          "memory; leave it out")
 
 
 def build_model(spec, hf_config):
     """The model as the spec computes it."""
     c = spec.model
     if spec.origin("model.remat") == "model" and c.remat == "none" and c.remat_every > 1:
-        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full", c.remat_every)
+        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
+                    c.remat_every)
     every = 1 if c.remat == "none" else c.remat_every
-    return models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true", remat=c.remat,
-                        remat_every=every, attention=c.attention)
+    return models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
+                        remat=c.remat, remat_every=every, attention=c.attention)
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
@@ -362,19 +372,21 @@ def describe(job: Job) -> str:
     ]
     if c.recipe.samples:
         lines += algorithm_lines(c)
-    decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items() if not name.startswith(("algorithm.", "optimizer.lr"))]
+    decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items()
+               if not name.startswith(("algorithm.", "optimizer.lr"))]
     lines.append("decided   " + ", ".join(decided))
     numbers = derived(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
 
 
-ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high", "aggregation",
-                "kl.coef", "ppo_epochs", "num_minibatches", "old_logprobs", "mismatch.correction")
+ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high",
+                "aggregation", "kl.coef", "ppo_epochs", "num_minibatches", "old_logprobs", "mismatch.correction")
 
 
 def algorithm_lines(spec) -> list[str]:
-    """The preset's row of choices: the main ones, those in which it is not grpo, and what the user set, each with its origin."""
+    """The preset's row of choices: the main ones, those in which it is not grpo, and what the user set, each with its
+    origin."""
     picked, row = spec.chosen(), spec.row()
     parts = [f"{name}={value}" + (" (config)" if origin == "config" else "")
              for name, (value, origin) in row.items() if name in ALWAYS_SHOWN or name in picked]

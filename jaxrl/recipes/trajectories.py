@@ -96,19 +96,20 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     )
 
 
-def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", texts=None) -> tuple[list[str], list[RewardItem]]:
-    """(completions, items), one of each per trajectory, as are `examples`.
+def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", texts=None):
+    """([completion], [RewardItem]), one of each per trajectory, as are `examples`.
 
-    A completion is the last turn, decoded without special tokens; for rewards and people, never re-encoded. texts: the completions,
-    where they are known. prefix: data.response_prefix, which rewards see.
+    A completion is the last turn, decoded without special tokens; for rewards and people, never re-encoded. texts: the
+    completions, where they are known. prefix: data.response_prefix, which rewards see.
     """
     turn = traj.columns.get("turn")
     ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if texts is None else texts
     rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, strict=True)
-    return texts, [RewardItem(prompt=example.prompt, completion=prefix + text, columns={"answer": example.answer, **example.columns},
-                              finish=FINISH[finish], group=int(group), sample=int(sample), token_ids=tokens.tolist())
-                   for example, text, finish, group, sample, tokens in rows]
+    return texts, [
+        RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
+                   sample=int(sample), token_ids=tokens.tolist(), columns={"answer": example.answer, **example.columns})
+        for example, text, finish, group, sample, tokens in rows]
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
