@@ -6,20 +6,17 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
+from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
 from jaxrl.names_elsewhere import not_yet
 from jaxrl.registry import Recipe, recipe_of
-from jaxrl.rollout.engines import ENGINES, OWN, engine_of
+from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.schema import BOUNDS, CHANGEABLE, element_kind, options
 from jaxrl.sharding import targets
-from jaxrl.spec import algorithm_row
 from jaxrl.training import optimizer
 
 
@@ -27,8 +24,8 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _engine, _rewards, _algorithm, _optimizer, _eval, _launch,
-                     _misc):
+        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _engine, _rewards, algorithm,
+                     _optimizer, _eval, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -41,7 +38,7 @@ def _types(cfg):
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
         if opt.or_path and ":" in value:
-            out += _import_path(name, value, Recipe)
+            out += import_path(name, value, Recipe)
         elif opt.choices and value not in opt.choices:
             missing = f"; {not_yet(str(value))}" if not_yet(str(value)) else ""
             out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}{missing}")
@@ -56,7 +53,8 @@ def _elements(name, values):
     kind = element_kind(name)
     fits = {str: str, int: int, float: int | float}[kind]
     if any(not isinstance(v, fits) or isinstance(v, bool) for v in values):
-        return [f"{name}={values}: every entry must be {'text' if kind is str else 'an integer' if kind is int else 'a number'}"]
+        return [f"{name}={values}: every entry must be "
+                f"{'text' if kind is str else 'an integer' if kind is int else 'a number'}"]
     if kind is float and not all(map(math.isfinite, values)):
         return [f"{name}={values}: must be finite numbers"]
     return []
@@ -66,7 +64,8 @@ def _ranges(cfg):
     """Bounds of single options; an algorithm option that nobody set is its preset's."""
     row, out = resolved_algorithm(cfg), []
     for name, opt in options().items():
-        value = row.get(name.removeprefix("algorithm."), get(cfg, name)) if name.startswith("algorithm.") else get(cfg, name)
+        value = row.get(name.removeprefix("algorithm."), get(cfg, name)) if name.startswith("algorithm.") \
+            else get(cfg, name)
         if opt.bound and value is not None and not BOUNDS[opt.bound][0](value):
             out.append(f"{name}={value}: {BOUNDS[opt.bound][1]}")
     return out
@@ -100,11 +99,11 @@ def _role(cfg, role, given):
     out += [f"{name}.{key}={given[key]!r}: must be text, 'all' or ranges such as '0-3,6'"
             for key in ("devices", "processes") if not isinstance(given.get(key, "all"), str)]
     if "processes" in given and role != "reference":
-        out.append(f"{name}.processes={given['processes']!r}: what learns, and the sampler, are on all processes; leave it out, or "
-                   "name devices of every process")
+        out.append(f"{name}.processes={given['processes']!r}: what learns, and the sampler, are on all processes; "
+                   "leave it out, or name devices of every process")
     elif "processes" in given and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
-        out.append(f"{name}.processes={given['processes']!r} with reference.reset_steps or reset_epochs: the policy's weights are not "
-                   "sent to other hosts; leave one of them out")
+        out.append(f"{name}.processes={given['processes']!r} with reference.reset_steps or reset_epochs: the policy's "
+                   "weights are not sent to other hosts; leave one of them out")
     rest = given.get("rest", "device")
     if rest not in ROLE_RESTS[role]:
         out.append(f"{name}.rest={rest!r}: choose {' or '.join(ROLE_RESTS[role])}")
@@ -115,9 +114,11 @@ def _role_without_use(cfg, role, name):
     if role not in recipe_of(cfg).roles:
         return [f"{name}: run.recipe={cfg.run.recipe} has no {role}; leave it out"]
     if role == "sampler" and cfg.rollout.engine != "auto" and not engine_of(cfg).on_mesh:
-        return [f"{name}: rollout.engine={cfg.rollout.engine} has devices of its own (rollout.vllm.devices); leave it out"]
+        return [f"{name}: rollout.engine={cfg.rollout.engine} has devices of its own (rollout.vllm.devices); leave it "
+                "out"]
     if role == "critic" and (resolved_algorithm(cfg)["advantage"] != "gae" or cfg.critic.shared):
-        return [f"{name}: there is no critic of its own; set algorithm.preset=ppo with critic.shared=False, or leave it out"]
+        return [f"{name}: there is no critic of its own; set algorithm.preset=ppo with critic.shared=False, or leave "
+                "it out"]
     if role == "reference" and not resolved_algorithm(cfg)["kl.coef"]:
         return [f"{name}: there is no reference without a KL term; set algorithm.kl.coef, or leave it out"]
     return []
@@ -134,8 +135,8 @@ def _model(cfg):
     if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start and cfg.run.mode != "plan":
         out.append("model.tokenizer is empty and there is no model.path to take one from")
     if cfg.model.remat_every > 1 and cfg.model.remat == "none":
-        out.append(f"model.remat_every={cfg.model.remat_every}: model.remat=none recomputes nothing; set model.remat=full, or leave it"
-                   " at 1")
+        out.append(f"model.remat_every={cfg.model.remat_every}: model.remat=none recomputes nothing; set "
+                   "model.remat=full, or leave it at 1")
     if cfg.model.chat_template and not Path(cfg.model.chat_template).is_file():
         out.append(f"model.chat_template={cfg.model.chat_template!r}: no such file")
     for name in ("model.trainable", "model.frozen"):
@@ -158,20 +159,24 @@ def _plan(cfg):
     if cfg.run.mode != "plan":
         return []
     if not all(0 < n <= cfg.rollout.max_new_tokens for n in cfg.plan.lengths):
-        return [f"plan.lengths={cfg.plan.lengths}: answers have 1 to rollout.max_new_tokens={cfg.rollout.max_new_tokens} tokens"]
+        return [f"plan.lengths={cfg.plan.lengths}: answers have 1 to "
+                f"rollout.max_new_tokens={cfg.rollout.max_new_tokens} tokens"]
     if cfg.plan.run and cfg.plan.lengths:
-        return [f"plan.lengths={cfg.plan.lengths} with plan.run={cfg.plan.run!r}: the run has lengths of its own; name one of them"]
+        return [f"plan.lengths={cfg.plan.lengths} with plan.run={cfg.plan.run!r}: the run has lengths of its own; name "
+                "one of them"]
     try:
         targets.parse(cfg.plan.target)
     except ConfigError as e:
-        return [str(e)] if cfg.plan.target else ["plan.target is empty: name the devices, for example v5p:4x4x8, h100:64 or cpu:8"]
+        return [str(e)] if cfg.plan.target else ["plan.target is empty: name the devices, for example v5p:4x4x8, "
+                                                 "h100:64 or cpu:8"]
     return []
 
 
 def _data(cfg):
     out = []
     if cfg.run.mode not in recipe_of(cfg).modes:
-        out.append(f"run.mode={cfg.run.mode} with run.recipe={cfg.run.recipe}: it has {', '.join(recipe_of(cfg).modes)}; set run.recipe=rl")
+        out.append(f"run.mode={cfg.run.mode} with run.recipe={cfg.run.recipe}: it has "
+                   f"{', '.join(recipe_of(cfg).modes)}; set run.recipe=rl")
     if cfg.run.mode not in ("eval", "plan") and not cfg.data.path:
         out.append("data.path is empty: name at least one file, folder or hub id")
     share = cfg.data.eval_fraction
@@ -199,7 +204,8 @@ def _batch(cfg):
     if len(lengths) > 2:
         out.append(f"train.row_lengths={lengths}: at most 2 (each is compiled)")
     if lengths and max(lengths) < longest:
-        out.append(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last length")
+        out.append(f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last "
+                   "length")
     return out
 
 
@@ -211,9 +217,9 @@ def _rollout(cfg):
         out.append("rollout.temperature=0: greedy samples of a group are all equal, nothing can be learnt; use 1.0")
     bent = r.repetition_penalty != 1 or r.frequency_penalty != 0
     if bent and not r.penalties_in_training and recipe_of(cfg).samples:
-        out.append(f"rollout.repetition_penalty={r.repetition_penalty}, rollout.frequency_penalty={r.frequency_penalty}: "
-                   "penalties bend the policy ratio; use eval.* penalties, or allow them with "
-                   "rollout.penalties_in_training=true")
+        out.append(f"rollout.repetition_penalty={r.repetition_penalty}, "
+                   f"rollout.frequency_penalty={r.frequency_penalty}: penalties bend the policy ratio; use eval.* "
+                   "penalties, or allow them with rollout.penalties_in_training=true")
     for name, most in (("prompt_lengths", cfg.data.max_prompt_tokens), ("cache_lengths", None)):
         lengths = r[name]
         if len(lengths) > 3:
@@ -228,15 +234,16 @@ def _rollout(cfg):
 def _ahead(cfg):
     """What generating ahead of training, or publishing more rarely, cannot go with."""
     r, out = cfg.rollout, []
-    asked = [f"rollout.{n}={r[n]}" for n, off in (("max_staleness", 0), ("sync_every", 1), ("partial", False)) if r[n] != off]
+    at_once = {"max_staleness": 0, "sync_every": 1, "partial": False}
+    asked = [f"rollout.{name}={r[name]}" for name, off in at_once.items() if r[name] != off]
     if asked and not recipe_of(cfg).samples:
         return [f"{', '.join(asked)}: run.recipe={cfg.run.recipe} samples nothing to learn from; leave it out"]
     if r.partial and not r.max_staleness:
-        out.append(_no_effect("rollout.partial", True, "with rollout.max_staleness=0: no answer is under way when weights are published",
-                              "set rollout.max_staleness"))
+        why = "with rollout.max_staleness=0: no completion is under way when weights are published"
+        out.append(no_effect("rollout.partial", True, why, "set rollout.max_staleness"))
     if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
-        out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps answers under way, or the weights of "
-                   "several steps; leave one of them out")
+        out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps answers under way, or the "
+                   "weights of several steps; leave one of them out")
     return out
 
 
@@ -246,11 +253,12 @@ def _engine(cfg):
     for name, instead in engine.ignores.items() if recipe_of(cfg).samples else ():
         if r[name] != known[f"rollout.{name}"].default:
             other = next(n for n, row in ENGINES.items() if name not in row.ignores)
-            out.append(_no_effect(f"rollout.{name}", r[name], f"with {engine.title} (rollout.engine={r.engine})",
+            out.append(no_effect(f"rollout.{name}", r[name], f"with {engine.title} (rollout.engine={r.engine})",
                                   f"{instead}, or rollout.engine={other}"))
     if v.retries and v.request_seconds >= r.timeout_seconds:
-        out.append(f"rollout.vllm.request_seconds={v.request_seconds:g}: not below rollout.timeout_seconds={r.timeout_seconds:g}, so that none "
-                   f"of rollout.vllm.retries={v.retries} further tries can happen; lower it (0: half of that), or set retries=0")
+        out.append(f"rollout.vllm.request_seconds={v.request_seconds:g}: not below "
+                   f"rollout.timeout_seconds={r.timeout_seconds:g}, so that none of rollout.vllm.retries={v.retries} "
+                   "further tries can happen; lower it (0: half of that), or set retries=0")
     if r.engine not in ("auto", *ENGINES) and ":" not in r.engine:
         out.append(f"rollout.engine={r.engine!r}: auto, {', '.join(ENGINES)}, or an import path (module:function, "
                    "./file.py:function)")
@@ -264,14 +272,17 @@ def _engine(cfg):
         if not address:
             out.append(f"rollout.servers entry {url!r}: expected http://host:port (or one folder, /path or ./path)")
         elif not LOOPBACK.fullmatch(address[1]) and not key:
-            out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it asks for")
+            out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it "
+                       "asks for")
     if len(set(r.servers)) < len(r.servers):
         out.append(f"rollout.servers={r.servers}: a server is named twice")
     if not LOOPBACK.fullmatch(v.host) and not key:
-        out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need a key: set VLLM_API_KEY in the environment")
+        out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need a key: set "
+                   "VLLM_API_KEY in the environment")
     if {"api_key", "api-key"} & set(v.engine_kwargs) or "VLLM_API_KEY" in v.env:
-        out.append("rollout.vllm.engine_kwargs.api_key, rollout.vllm.env.VLLM_API_KEY: the trainer would not know it, and a command line is "
-                   "read by every user of the machine; set VLLM_API_KEY in the environment of jaxrl")
+        out.append("rollout.vllm.engine_kwargs.api_key, rollout.vllm.env.VLLM_API_KEY: the trainer would not know it, "
+                   "and a command line is read by every user of the machine; set VLLM_API_KEY in the environment of "
+                   "jaxrl")
     if v.devices and len(v.devices) != v.replicas:
         out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")
     longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
@@ -280,11 +291,13 @@ def _engine(cfg):
     if v.transport == "network" and r.servers and LOOPBACK.fullmatch(v.weights_host):
         far = [u for u in r.servers if not LOOPBACK.search(u)]
         if far:
-            out.append(f"rollout.vllm.weights_host={v.weights_host!r}: {far[0]} cannot reach this host there; give its address")
+            out.append(f"rollout.vllm.weights_host={v.weights_host!r}: {far[0]} cannot reach this host there; give its "
+                       "address")
     out += _placement(cfg)
     a = cfg.algorithm.mismatch
     if a.stop and a.warn > a.stop:
-        out.append(f"algorithm.mismatch.warn={a.warn}: above algorithm.mismatch.stop={a.stop}; warn earlier than you stop")
+        out.append(f"algorithm.mismatch.warn={a.warn}: above algorithm.mismatch.stop={a.stop}; warn earlier than you "
+                   "stop")
     return out
 
 
@@ -292,25 +305,25 @@ def _placement(cfg):
     r, sampler = cfg.rollout, cfg.mesh.roles.get("sampler", {})
     own = hasattr(sampler, "keys") and sampler.get("devices", "all") != "all"
     if r.placement == "disaggregated" and not (r.servers or r.vllm.devices or own):
-        return ["rollout.placement=disaggregated: nothing says which devices the engine has; name rollout.servers, rollout.vllm.devices "
-                "or, for the embedded sampler, mesh.roles.sampler.devices"]
+        return ["rollout.placement=disaggregated: nothing says which devices the engine has; name rollout.servers, "
+                "rollout.vllm.devices or, for the embedded sampler, mesh.roles.sampler.devices"]
     if r.placement != "colocated":
         return []
     out = []
     if own:
-        out.append(f"rollout.placement=colocated with mesh.roles.sampler.devices={cfg.mesh.roles.sampler.devices!r}: colocated means the "
-                   "policy's devices; leave one of them out")
+        out.append(f"rollout.placement=colocated with mesh.roles.sampler.devices={cfg.mesh.roles.sampler.devices!r}: "
+                   "colocated means the policy's devices; leave one of them out")
     far = [u for u in r.servers if not LOOPBACK.search(u)]
     if far:
-        out.append(f"rollout.placement=colocated with rollout.servers entry {far[0]!r}: it runs elsewhere and shares no GPU with the "
-                   "trainer; set disaggregated")
+        out.append(f"rollout.placement=colocated with rollout.servers entry {far[0]!r}: it runs elsewhere and shares "
+                   "no GPU with the trainer; set disaggregated")
     if r.max_staleness:
-        out.append(f"rollout.placement=colocated with rollout.max_staleness={r.max_staleness}: the engine sleeps while the trainer "
-                   "updates, so nothing can be sampled ahead; set rollout.max_staleness=0, or give the engine devices of its own "
-                   "(disaggregated)")
+        out.append(f"rollout.placement=colocated with rollout.max_staleness={r.max_staleness}: the engine sleeps while "
+                   "the trainer updates, so nothing can be sampled ahead; set rollout.max_staleness=0, or give the "
+                   "engine devices of its own (disaggregated)")
     if r.sync_every > 1:
-        out.append(f"rollout.placement=colocated with rollout.sync_every={r.sync_every}: what the engine holds is dropped at every update; "
-                   "set rollout.sync_every=1")
+        out.append(f"rollout.placement=colocated with rollout.sync_every={r.sync_every}: what the engine holds is "
+                   "dropped at every update; set rollout.sync_every=1")
     return out
 
 
@@ -341,177 +354,11 @@ def _rewards(cfg):
     return out
 
 
-def _algorithm(cfg):
-    if not recipe_of(cfg).samples:
-        return []
-    v = resolved_algorithm(cfg)
-    out = []
-    for name, known in (("advantage", (*ESTIMATORS, *ADVANTAGES)), ("policy_loss", tuple(POLICY_LOSSES))):
-        if v[name] not in known and ":" not in v[name]:
-            out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, a name that was registered, or an import path "
-                       "(module:function, ./file.py:function)")
-        elif ":" in v[name]:
-            out += _import_path(f"algorithm.{name}", v[name])
-    return out or _batch_division(cfg, v) + _estimators(cfg, v) + _ratios(v) + _kl(cfg, v) + _mismatch(cfg, v) + _beside(cfg, v)
-
-
-MOST_SUPPORT = 128
-ESTIMATORS = ("outcome", "returns", "gae")
-
-
-def _import_path(name, path, kind=Callable):
-    try:
-        found = imported(path)
-    except Exception as e:  # it is the user's code: anything may go wrong in it
-        return [f"{name}={path!r} cannot be imported: {type(e).__name__}: {e}"]
-    wanted = "a function" if kind is Callable else f"a {kind.__name__}"
-    return [] if isinstance(found, kind) else [f"{name}={path!r} is a {type(found).__name__}, not {wanted}"]
-
-
-def _batch_division(cfg, v):
-    out = []
-    if v["advantage_mean"] in ("group", "leave_one_out") and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
-        out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
-    for name, count in (("algorithm", v["num_minibatches"]), ("critic", cfg.critic.num_minibatches)):
-        if count and cfg.data.prompts_per_step % count:
-            size = cfg.data.prompts_per_step / count
-            out.append(
-                f"{name}.num_minibatches={count}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
-                f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}"
-            )
-    return out
-
-
-def _no_effect(name, value, without, remedy):
-    return f"{name}={value!r} has no effect {without}; {remedy}"
-
-
-def _estimators(cfg, v):
-    """Options of the advantage that its estimator does not read, and bounds that cross."""
-    a, out = cfg.algorithm, []
-    given = lambda name: get(a, name) is not None  # noqa: E731
-    kind = f"with algorithm.advantage={v['advantage']}"
-    if v["advantage"] != "gae":
-        out += [_no_effect(f"algorithm.{n}", v[n], kind, "set gae") for n in ("lam", "lam_alpha", "critic_lam") if given(n)]
-        defaults = options()
-        out += [_no_effect(f"critic.{n}", cfg.critic[n], kind, "set gae, or algorithm.preset=ppo") for n in cfg.critic
-                if cfg.critic[n] is not None and cfg.critic[n] != type(cfg.critic[n])(defaults[f"critic.{n}"].default)]
-    if v["advantage"] not in ("returns", "gae") and given("gamma"):
-        out.append(_no_effect("algorithm.gamma", v["gamma"], kind, "set returns or gae"))
-    low, high = v["advantage_low"], v["advantage_high"]
-    if low is not None and high is not None and low >= high:
-        out.append(f"algorithm.advantage_low={low}: must be below algorithm.advantage_high={high}")
-    if cfg.critic.shared and v["advantage"] == "gae":
-        out += [_no_effect(f"critic.{n}", cfg.critic[n], "with critic.shared", "it belongs to a critic of its own")
-                for n in ("path", "optimizer", "num_minibatches", "warmup_steps") if cfg.critic[n]]
-    if v["advantage_mean"] == "greedy" and (cfg.reward.norm_mean, cfg.reward.norm_std) != ("none", "none"):
-        out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
-                   "algorithm.advantage_mean=greedy: the greedy answers' scores are not normalised; set both to none")
-    if a.aggregation_constant and v["aggregation"] != "constant":
-        out.append(_no_effect("algorithm.aggregation_constant", a.aggregation_constant, f"with algorithm.aggregation={v['aggregation']}",
-                              "set constant"))
-    if v["positive_nll_coef"] and not cfg.reward.functions:
-        out.append("algorithm.positive_nll_coef needs a reward that says which answers are right")
-    return out
-
-
-def _ratios(v):
-    out, loss, ratio = [], v["policy_loss"], v["ratio"]
-    if ratio != "token" and loss in ("pg", "dppo"):
-        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: it works by token; set algorithm.ratio=token")
-    if ratio == "geometric" and loss in ("cispo", "sapo"):
-        out.append(f"algorithm.ratio=geometric with algorithm.policy_loss={loss}: the geometric mean belongs to clip")
-    if ratio == "geometric" and (v["dual_clip"] or v["delta"]):
-        out.append("algorithm.ratio=geometric clips tokens before their mean: algorithm.dual_clip and delta must be 0")
-    if ratio != "geometric" and not 0 < v["clip_low"] <= 1:
-        out.append(f"algorithm.clip_low={v['clip_low']}: must lie above 0 and at most at 1 (1 = no lower bound)")
-    if v["delta"] and v["delta"] < 1 + v["clip_high"]:
-        out.append(f"algorithm.delta={v['delta']}: must be at least 1 + clip_high = {1 + v['clip_high']:g}, or 0 for off")
-    if v["cispo_min_ratio"] >= v["cispo_max_ratio"]:
-        out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below cispo_max_ratio={v['cispo_max_ratio']}")
-    if loss in ("cispo", "sapo", "dppo", "pg") and (v["dual_clip"] or v["delta"]):
-        out.append(f"algorithm.dual_clip and delta have no effect with algorithm.policy_loss={loss}; set clip")
-    return out
-
-
-def _kl(cfg, v):
-    a, r, out = cfg.algorithm, cfg.reference, []
-    if v["kl.coef"]:
-        if v["kl.placement"] == "loss" and v["kl.estimator"] == "k1":
-            out.append("algorithm.kl.estimator=k1 in the loss: its expected gradient is zero, it would do nothing; take k3_unbiased or "
-                       "k2, or algorithm.kl.placement=reward")
-        if v["kl.placement"] == "reward" and v["kl.estimator"] == "k3_unbiased":
-            out.append("algorithm.kl.estimator=k3_unbiased in the reward: no gradient flows through its ratio there; take k1")
-        if v["kl.placement"] == "reward" and v["old_logprobs"] == "rollout":
-            out.append("algorithm.old_logprobs=rollout with a KL in the reward: it is the trainer's policy that is compared with the "
-                       "reference; set auto or recompute")
-    else:
-        without = "while algorithm.kl.coef is 0"
-        out += [_no_effect(f"algorithm.kl.{n}", a.kl[n], without, "set a coefficient") for n in ("estimator", "placement")
-                if a.kl[n] is not None]
-        out += [_no_effect(f"reference.{n}", r[n], without, "set a coefficient")
-                for n in ("path", "reset_steps", "reset_epochs") if r[n]]
-    if r.reset_optimizer and not (r.reset_steps or r.reset_epochs):
-        out.append("reference.reset_optimizer has no effect without reference.reset_steps or reset_epochs")
-    return out
-
-
-def _mismatch(cfg, v):
-    a, out = cfg.algorithm, []
-    choice, rollout = v["mismatch.correction"], v["old_logprobs"] == "rollout"
-    if choice == "none":
-        out += [_no_effect(f"algorithm.mismatch.{n}", a.mismatch[n], "while algorithm.mismatch.correction is none", "set token_tis")
-                for n in ("cap", "low") if a.mismatch[n] is not None]
-    if v["mismatch.low"] and not choice.endswith("_mis"):
-        out.append(f"algorithm.mismatch.low={v['mismatch.low']} has no effect with algorithm.mismatch.correction={choice}; set "
-                   "token_mis (IcePop), sequence_mis or geometric_mis")
-    if v["mismatch.low"] >= v["mismatch.cap"]:
-        out.append(f"algorithm.mismatch.low={v['mismatch.low']}: must be below algorithm.mismatch.cap={v['mismatch.cap']}")
-    if choice not in ("auto", "none") and rollout:
-        out.append(
-            f"algorithm.mismatch.correction={choice} with algorithm.old_logprobs=rollout: the ratio is already taken to the"
-            " sampler's log-probs; use one of them"
-        )
-    return out
-
-
-def _beside(cfg, v):
-    """Dynamic sampling, entropy, early stop."""
-    a, out = cfg.algorithm, []
-    if ":" in a.keep_group:
-        out += _import_path("algorithm.keep_group", a.keep_group)
-    elif a.keep_group and a.keep_group not in {f.rpartition(":")[2] for f in cfg.reward.functions}:
-        out.append(f"algorithm.keep_group={a.keep_group!r}: neither a reward of this run nor an import path")
-    if a.keep_group and v["dynamic_sampling"] == "off":
-        out.append(_no_effect("algorithm.keep_group", a.keep_group, "while algorithm.dynamic_sampling is off", "set mask or refill"))
-    if a.sampled_support:
-        r = cfg.rollout
-        if not 0 < r.top_k <= MOST_SUPPORT:
-            out.append(f"algorithm.sampled_support with rollout.top_k={r.top_k}: a support is kept as a list of tokens; set top_k to "
-                       f"1..{MOST_SUPPORT}")
-        if r.repetition_penalty != 1 or r.frequency_penalty != 0:
-            out.append("algorithm.sampled_support with penalties: they bend the distribution within the support, too; set "
-                       "rollout.repetition_penalty=1 and frequency_penalty=0")
-        engine = engine_of(cfg, here=False)
-        if engine is not OWN and not engine.info.support:
-            other = next(n for n, row in ENGINES.items() if row.info.support)
-            out.append(f"algorithm.sampled_support with rollout.engine={r.engine}: {engine.title} does not tell its "
-                       f"support; set {other}")
-    if v["entropy_target"] and v["entropy_coef"]:
-        out.append(f"algorithm.entropy_coef={v['entropy_coef']} with entropy_target={v['entropy_target']}: the coefficient adapts by "
-                   "itself, up to entropy_max; set entropy_coef=0")
-    if (a.early_stop_ratio or a.early_stop_kl) and v["ppo_epochs"] * v["num_minibatches"] == 1:
-        out.append("algorithm.early_stop_ratio and early_stop_kl have no effect with one optimizer step per batch; raise "
-                   "algorithm.num_minibatches or ppo_epochs")
-    if 0 < a.early_stop_ratio <= 1:
-        out.append(f"algorithm.early_stop_ratio={a.early_stop_ratio}: must be above 1, the ratio of an unchanged policy; 0 = off")
-    return out
-
-
 def _optimizer(cfg):
     o, out = cfg.optimizer, []
     if o.decay_shape != "linear" and o.schedule != "wsd":
-        out.append(_no_effect("optimizer.decay_shape", o.decay_shape, f"with optimizer.schedule={o.schedule}", "set wsd"))
+        without = f"with optimizer.schedule={o.schedule}"
+        out.append(no_effect("optimizer.decay_shape", o.decay_shape, without, "set wsd"))
     out += _critics_optimizer(cfg)
     out += _regexes("optimizer.groups", tuple(o.groups.keys()))
     for pattern, group in o.groups.items():
@@ -528,7 +375,8 @@ def _critics_optimizer(cfg):
     """What is wrong with critic.optimizer, named as the user wrote it."""
     own = cfg.critic.optimizer
     known = optimizer.CRITICS_OWN
-    out = [f"critic.optimizer.{name}: the critic has of its own {', '.join(known)}" for name in own if name not in known]
+    out = [f"critic.optimizer.{name}: the critic has of its own {', '.join(known)}"
+           for name in own if name not in known]
     if out or not own:
         return out
     plain = cfg.copy_and_resolve_references()
@@ -561,14 +409,17 @@ def _launch(cfg):
     """Half a description of the processes, and limits that undo each other."""
     c, out = cfg.launch, []
     if c.processes < 0 or c.process < -1:
-        out.append(f"launch.processes={c.processes}, launch.process={c.process}: a count from 1 (0 = from the environment) and a "
-                   "number from 0 (-1 = from the environment)")
-    given = {name: c[name] for name, unset in (("coordinator", ""), ("processes", 0), ("process", -1)) if c[name] != unset}
+        out.append(f"launch.processes={c.processes}, launch.process={c.process}: a count from 1 (0 = from the "
+                   "environment) and a number from 0 (-1 = from the environment)")
+    unset = {"coordinator": "", "processes": 0, "process": -1}
+    given = {name: c[name] for name in unset if c[name] != unset[name]}
     if given and c.hosts in ("none", "tpu"):
-        out.append(f"launch.{', launch.'.join(given)} with launch.hosts={c.hosts}: it does not read them; set auto or explicit")
+        out.append(f"launch.{', launch.'.join(given)} with launch.hosts={c.hosts}: it does not read them; set auto or "
+                   "explicit")
     if 0 < c.wait_seconds < cfg.rollout.timeout_seconds:
-        out.append(f"launch.wait_seconds={c.wait_seconds:g}: below rollout.timeout_seconds={cfg.rollout.timeout_seconds:g}, so that a "
-                   "slow rollout would be taken for a lost process; raise it")
+        out.append(f"launch.wait_seconds={c.wait_seconds:g}: below "
+                   f"rollout.timeout_seconds={cfg.rollout.timeout_seconds:g}, so that a slow rollout would be taken "
+                   "for a lost process; raise it")
     return out
 
 
@@ -582,17 +433,15 @@ def _misc(cfg):
     if any(p < 0 for p in cfg.profile.processes):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
-        out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set log.wandb=false")
+        out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set "
+                   "log.wandb=false")
     if unknown := set(cfg.run.accept_changed) - set(CHANGEABLE):
-        out.append(f"run.accept_changed={cfg.run.accept_changed}: {', '.join(sorted(unknown))} unknown; choose from {', '.join(CHANGEABLE)}")
+        out.append(f"run.accept_changed={cfg.run.accept_changed}: {', '.join(sorted(unknown))} unknown; choose from "
+                   f"{', '.join(CHANGEABLE)}")
     for name in ("reference", "critic"):
         if cfg[name].revision and not cfg[name].path:
-            out.append(_no_effect(f"{name}.revision", cfg[name].revision, f"without {name}.path", f"set {name}.path, or model.revision"))
+            out.append(no_effect(f"{name}.revision", cfg[name].revision, f"without {name}.path",
+                                  f"set {name}.path, or model.revision"))
     if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():
         out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")
     return out
-
-
-def resolved_algorithm(cfg) -> dict:
-    """Options below `algorithm` with the preset's values where nobody set them."""
-    return {name: value for name, (value, _) in algorithm_row(cfg).items()}

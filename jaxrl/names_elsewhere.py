@@ -1,4 +1,5 @@
-"""Names that other libraries use, for messages: what such an option is called here, and what there is instead of what is missing."""
+"""Names that other libraries use, for messages: what such an option is called here, and what there is instead of what
+is missing."""
 
 from __future__ import annotations
 
@@ -29,20 +30,22 @@ NOT_YET = (
     (r"q?lora(_.*)?|.*_lora(_.*)?|use_peft|peft(_.*)?|adapters?|dora",
      "LoRA and other adapters are not supported yet; all parameters are trained, or those that model.trainable names"),
     (r"tools?|tool_.*|envs?|environments?|env_.*|multi_?turn|max_turns|agents?|agent_.*|interactions?",
-     "tools and environments of several turns are not supported yet; a prompt gets one answer, which a reward function judges with "
-     "whatever it runs"),
+     "tools and environments of several turns are not supported yet; a prompt gets one answer, which a reward function "
+     "judges with whatever it runs"),
     (r"dpo|ipo|kto|orpo|simpo|preferences?|preference_.*|dpo_.*|chosen|rejected|online_dpo|nash_md|xpo",
-     "training on preferences (DPO and its kin) is not supported yet; there are run.recipe=rl with a reward, and run.recipe=sft on the "
-     "chosen answers"),
+     "training on preferences (DPO and its kin) is not supported yet; there are run.recipe=rl with a reward, and "
+     "run.recipe=sft on the chosen answers"),
     (r"reward_?models?|reward_modell?ing|rm|prm",
-     "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is served elsewhere"),
+     "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is "
+     "served elsewhere"),
     (r"distill?|distillation|teachers?|teacher_.*|gkd|opd|knowledge_.*",
      "distillation is not supported yet; run.recipe=sft trains on answers that the teacher has written"),
     (r"ep|ep_size|expert_.*|.*experts?|moe|moe_.*|.*_moe|mixtral|router_.*",
-     "mixtures of experts are not supported yet, nor a mesh axis for them; dense models are, over mesh.dp, mesh.fsdp and mesh.tp"),
+     "mixtures of experts are not supported yet, nor a mesh axis for them; dense models are, over mesh.dp, mesh.fsdp "
+     "and mesh.tp"),
     (r"cp|cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
-     "splitting a sequence over devices is not supported yet; long ones fit with mesh.fsdp, mesh.tp, model.remat and a smaller "
-     "train.tokens_per_microbatch"),
+     "splitting a sequence over devices is not supported yet; long ones fit with mesh.fsdp, mesh.tp, model.remat and a "
+     "smaller train.tokens_per_microbatch"),
     (r"pp|pp_size|pipeline.*|num_stages",
      "pipelines of layers are not supported; large models are split by mesh.fsdp and mesh.tp"),
     (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",

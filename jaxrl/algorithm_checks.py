@@ -1,0 +1,196 @@
+"""Checks of the options below `algorithm` against each other: estimator, ratios, KL, mismatch, dynamic sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
+from jaxrl.config import get
+from jaxrl.imports import imported
+from jaxrl.registry import recipe_of
+from jaxrl.rollout.engines import ENGINES, OWN, engine_of
+from jaxrl.schema import options
+from jaxrl.spec import algorithm_row
+
+
+def resolved_algorithm(cfg) -> dict:
+    """Options below `algorithm` with the preset's values where nobody set them."""
+    return {name: value for name, (value, _) in algorithm_row(cfg).items()}
+
+
+def algorithm(cfg) -> list[str]:
+    """Everything below `algorithm`, and what stands beside it."""
+    if not recipe_of(cfg).samples:
+        return []
+    v = resolved_algorithm(cfg)
+    out = []
+    for name, known in (("advantage", (*ESTIMATORS, *ADVANTAGES)), ("policy_loss", tuple(POLICY_LOSSES))):
+        if v[name] not in known and ":" not in v[name]:
+            out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, a name that was registered, or an import "
+                       "path (module:function, ./file.py:function)")
+        elif ":" in v[name]:
+            out += import_path(f"algorithm.{name}", v[name])
+    return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v),
+                   *_beside(cfg, v)]
+
+
+MOST_SUPPORT = 128
+ESTIMATORS = ("outcome", "returns", "gae")
+
+
+def import_path(name, path, kind=Callable):
+    try:
+        found = imported(path)
+    except Exception as e:  # it is the user's code: anything may go wrong in it
+        return [f"{name}={path!r} cannot be imported: {type(e).__name__}: {e}"]
+    wanted = "a function" if kind is Callable else f"a {kind.__name__}"
+    return [] if isinstance(found, kind) else [f"{name}={path!r} is a {type(found).__name__}, not {wanted}"]
+
+
+def _batch_division(cfg, v):
+    out = []
+    if v["advantage_mean"] in ("group", "leave_one_out") and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
+        out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
+    for name, count in (("algorithm", v["num_minibatches"]), ("critic", cfg.critic.num_minibatches)):
+        if count and cfg.data.prompts_per_step % count:
+            size = cfg.data.prompts_per_step / count
+            out.append(
+                f"{name}.num_minibatches={count}: data.prompts_per_step={cfg.data.prompts_per_step} would give"
+                f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}"
+            )
+    return out
+
+
+def no_effect(name, value, without, remedy):
+    return f"{name}={value!r} has no effect {without}; {remedy}"
+
+
+def _estimators(cfg, v):
+    """Options of the advantage that its estimator does not read, and bounds that cross."""
+    a, out = cfg.algorithm, []
+    given = lambda name: get(a, name) is not None  # noqa: E731
+    kind = f"with algorithm.advantage={v['advantage']}"
+    if v["advantage"] != "gae":
+        out += [no_effect(f"algorithm.{n}", v[n], kind, "set gae")
+                for n in ("lam", "lam_alpha", "critic_lam") if given(n)]
+        defaults = options()
+        out += [no_effect(f"critic.{n}", cfg.critic[n], kind, "set gae, or algorithm.preset=ppo") for n in cfg.critic
+                if cfg.critic[n] is not None and cfg.critic[n] != type(cfg.critic[n])(defaults[f"critic.{n}"].default)]
+    if v["advantage"] not in ("returns", "gae") and given("gamma"):
+        out.append(no_effect("algorithm.gamma", v["gamma"], kind, "set returns or gae"))
+    low, high = v["advantage_low"], v["advantage_high"]
+    if low is not None and high is not None and low >= high:
+        out.append(f"algorithm.advantage_low={low}: must be below algorithm.advantage_high={high}")
+    if cfg.critic.shared and v["advantage"] == "gae":
+        out += [no_effect(f"critic.{n}", cfg.critic[n], "with critic.shared", "it belongs to a critic of its own")
+                for n in ("path", "optimizer", "num_minibatches", "warmup_steps") if cfg.critic[n]]
+    if v["advantage_mean"] == "greedy" and (cfg.reward.norm_mean, cfg.reward.norm_std) != ("none", "none"):
+        out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
+                   "algorithm.advantage_mean=greedy: the greedy answers' scores are not normalised; set both to none")
+    if a.aggregation_constant and v["aggregation"] != "constant":
+        out.append(no_effect("algorithm.aggregation_constant", a.aggregation_constant,
+                              f"with algorithm.aggregation={v['aggregation']}", "set constant"))
+    if v["positive_nll_coef"] and not cfg.reward.functions:
+        out.append("algorithm.positive_nll_coef needs a reward that says which answers are right")
+    return out
+
+
+def _ratios(v):
+    out, loss, ratio = [], v["policy_loss"], v["ratio"]
+    if ratio != "token" and loss in ("pg", "dppo"):
+        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: it works by token; set "
+                   "algorithm.ratio=token")
+    if ratio == "geometric" and loss in ("cispo", "sapo"):
+        out.append(f"algorithm.ratio=geometric with algorithm.policy_loss={loss}: the geometric mean belongs to clip")
+    if ratio == "geometric" and (v["dual_clip"] or v["delta"]):
+        out.append("algorithm.ratio=geometric clips tokens before their mean: algorithm.dual_clip and delta must be 0")
+    if ratio != "geometric" and not 0 < v["clip_low"] <= 1:
+        out.append(f"algorithm.clip_low={v['clip_low']}: must lie above 0 and at most at 1 (1 = no lower bound)")
+    if v["delta"] and v["delta"] < 1 + v["clip_high"]:
+        out.append(f"algorithm.delta={v['delta']}: must be at least 1 + clip_high = {1 + v['clip_high']:g}, or 0 for "
+                   "off")
+    if v["cispo_min_ratio"] >= v["cispo_max_ratio"]:
+        out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below "
+                   f"cispo_max_ratio={v['cispo_max_ratio']}")
+    if loss in ("cispo", "sapo", "dppo", "pg") and (v["dual_clip"] or v["delta"]):
+        out.append(f"algorithm.dual_clip and delta have no effect with algorithm.policy_loss={loss}; set clip")
+    return out
+
+
+def _kl(cfg, v):
+    a, r, out = cfg.algorithm, cfg.reference, []
+    if v["kl.coef"]:
+        if v["kl.placement"] == "loss" and v["kl.estimator"] == "k1":
+            out.append("algorithm.kl.estimator=k1 in the loss: its expected gradient is zero, it would do nothing; "
+                       "take k3_unbiased or k2, or algorithm.kl.placement=reward")
+        if v["kl.placement"] == "reward" and v["kl.estimator"] == "k3_unbiased":
+            out.append("algorithm.kl.estimator=k3_unbiased in the reward: no gradient flows through its ratio there; "
+                       "take k1")
+        if v["kl.placement"] == "reward" and v["old_logprobs"] == "rollout":
+            out.append("algorithm.old_logprobs=rollout with a KL in the reward: it is the trainer's policy that is "
+                       "compared with the reference; set auto or recompute")
+    else:
+        without = "while algorithm.kl.coef is 0"
+        out += [no_effect(f"algorithm.kl.{n}", a.kl[n], without, "set a coefficient")
+                for n in ("estimator", "placement") if a.kl[n] is not None]
+        out += [no_effect(f"reference.{n}", r[n], without, "set a coefficient")
+                for n in ("path", "reset_steps", "reset_epochs") if r[n]]
+    if r.reset_optimizer and not (r.reset_steps or r.reset_epochs):
+        out.append("reference.reset_optimizer has no effect without reference.reset_steps or reset_epochs")
+    return out
+
+
+def _mismatch(cfg, v):
+    a, out = cfg.algorithm, []
+    choice, rollout = v["mismatch.correction"], v["old_logprobs"] == "rollout"
+    if choice == "none":
+        without = "while algorithm.mismatch.correction is none"
+        out += [no_effect(f"algorithm.mismatch.{n}", a.mismatch[n], without, "set token_tis")
+                for n in ("cap", "low") if a.mismatch[n] is not None]
+    if v["mismatch.low"] and not choice.endswith("_mis"):
+        out.append(f"algorithm.mismatch.low={v['mismatch.low']} has no effect with "
+                   f"algorithm.mismatch.correction={choice}; set token_mis (IcePop), sequence_mis or geometric_mis")
+    if v["mismatch.low"] >= v["mismatch.cap"]:
+        out.append(f"algorithm.mismatch.low={v['mismatch.low']}: must be below "
+                   f"algorithm.mismatch.cap={v['mismatch.cap']}")
+    if choice not in ("auto", "none") and rollout:
+        out.append(
+            f"algorithm.mismatch.correction={choice} with algorithm.old_logprobs=rollout: the ratio is already taken "
+            "to the sampler's log-probs; use one of them"
+        )
+    return out
+
+
+def _beside(cfg, v):
+    """Dynamic sampling, entropy, early stop."""
+    a, out = cfg.algorithm, []
+    if ":" in a.keep_group:
+        out += import_path("algorithm.keep_group", a.keep_group)
+    elif a.keep_group and a.keep_group not in {f.rpartition(":")[2] for f in cfg.reward.functions}:
+        out.append(f"algorithm.keep_group={a.keep_group!r}: neither a reward of this run nor an import path")
+    if a.keep_group and v["dynamic_sampling"] == "off":
+        without = "while algorithm.dynamic_sampling is off"
+        out.append(no_effect("algorithm.keep_group", a.keep_group, without, "set mask or refill"))
+    if a.sampled_support:
+        r = cfg.rollout
+        if not 0 < r.top_k <= MOST_SUPPORT:
+            out.append(f"algorithm.sampled_support with rollout.top_k={r.top_k}: a support is kept as a list of "
+                       f"tokens; set top_k to 1..{MOST_SUPPORT}")
+        if r.repetition_penalty != 1 or r.frequency_penalty != 0:
+            out.append("algorithm.sampled_support with penalties: they bend the distribution within the support, too; "
+                       "set rollout.repetition_penalty=1 and frequency_penalty=0")
+        engine = engine_of(cfg, here=False)
+        if engine is not OWN and not engine.info.support:
+            other = next(n for n, row in ENGINES.items() if row.info.support)
+            out.append(f"algorithm.sampled_support with rollout.engine={r.engine}: {engine.title} does not tell its "
+                       f"support; set {other}")
+    if v["entropy_target"] and v["entropy_coef"]:
+        out.append(f"algorithm.entropy_coef={v['entropy_coef']} with entropy_target={v['entropy_target']}: the "
+                   "coefficient adapts by itself, up to entropy_max; set entropy_coef=0")
+    if (a.early_stop_ratio or a.early_stop_kl) and v["ppo_epochs"] * v["num_minibatches"] == 1:
+        out.append("algorithm.early_stop_ratio and early_stop_kl have no effect with one optimizer step per batch; "
+                   "raise algorithm.num_minibatches or ppo_epochs")
+    if 0 < a.early_stop_ratio <= 1:
+        out.append(f"algorithm.early_stop_ratio={a.early_stop_ratio}: must be above 1, the ratio of an unchanged "
+                   "policy; 0 = off")
+    return out
