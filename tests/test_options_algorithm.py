@@ -596,7 +596,7 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     reference, run = Reference(opened), SimpleNamespace(step=0)
 
     def after(cursor, value):
-        run.step, run.epoch = run.step + 1, lambda: cursor / 10
+        run.step, run.progress, run.stream = run.step + 1, SimpleNamespace(cursor=cursor), SimpleNamespace(epoch=lambda cursor: cursor / 10)
         policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
         return reference.after_step(run, policy)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
 
