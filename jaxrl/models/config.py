@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from jaxrl.errors import ConfigError
@@ -16,6 +17,8 @@ class Layer:
 
     rope: Rope
     window: int = 0  # positions a token sees, itself included; 0 = all
+    mixer: str = "attention"   # rows of models.decoder.MIXERS and FEED_FORWARDS
+    feed_forward: str = "mlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,6 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     layers: tuple[Layer, ...]
-    period: int             # layers of the repeating block: layers[i] == layers[i % period] in all whole blocks
     tied: bool              # the head is the embedding transposed
     qkv_bias: bool
     out_bias: bool
@@ -47,6 +49,14 @@ class ModelConfig:
     final_softcap: float
     max_positions: int      # context window of the checkpoint
     init_std: float
+    prefix: int = 0         # first layers that do not repeat (dense ones before experts)
+
+    @functools.cached_property
+    def period(self) -> int:
+        """Length of the smallest block whose repetition gives all layers behind the prefix but a rest shorter than the block."""
+        layers = self.layers[self.prefix:]
+        fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
+        return next(fits, len(layers))
 
     @property
     def context(self) -> int:
@@ -167,7 +177,6 @@ def model_config(hf_config: dict) -> ModelConfig:
     _check(hf, family)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     head_dim = hf.get("head_dim") or hidden // heads
-    layers = _layers(hf, family)
 
     def flag(rule):
         return rule if isinstance(rule, bool) else hf[rule]
@@ -178,7 +187,7 @@ def model_config(hf_config: dict) -> ModelConfig:
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
         mlp_size=hf["intermediate_size"], num_heads=heads, num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim, layers=layers, period=_period(layers), tied=hf["tie_word_embeddings"],
+        head_dim=head_dim, layers=_layers(hf, family), tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
         qk_norm=family.qk_norm, post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
         norm_eps=_number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
@@ -315,14 +324,6 @@ def _pattern(hf) -> int:
         raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: transformers reads every second "
                           f"layer of a {hf['model_type']} model as windowed, whatever it says; say it with layer_types")
     return 2
-
-
-def _period(layers) -> int:
-    """Length of the smallest block whose repetition gives all layers but a remainder shorter than the block."""
-    for period in range(1, len(layers)):
-        if all(layer == layers[i % period] for i, layer in enumerate(layers)):
-            return period
-    return len(layers)
 
 
 def _ropes(hf, family) -> tuple[Rope, Rope]:

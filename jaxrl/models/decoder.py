@@ -1,4 +1,5 @@
-"""The decoder: one linen module for every family, in three modes (packed rows, prefill, one token against a cache).
+"""The decoder of every family, in three modes (packed rows, prefill, one token against a cache), as functions of nested dicts of
+parameters. A layer is a mixer and a feed-forward, which config.layers names.
 
 Parameters keep the dtype they are given and are cast to the compute dtype where they are used. Norms, rotary angles
 and softmax run in fp32 (float64 where the compute dtype is).
@@ -9,15 +10,17 @@ length, N repetitions of the repeating block.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.models import parameters
 from jaxrl.models.config import Layer, ModelConfig
-from jaxrl.models.parameters import LAYER, Parameter
 from jaxrl.models.placement import (
     attention_work,
     cached_attention_work,
@@ -38,7 +41,6 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
-DECLARED = nn.initializers.zeros  # names and shapes are what counts here; Model.init makes the values
 KEPT = "layer_input"
 POLICIES = {  # what the backward pass finds; the rest it computes again
     "full": jax.checkpoint_policies.nothing_saveable,  # the layers' inputs
@@ -53,256 +55,229 @@ def like(parameter, x):
     return jax.lax.broadcast_to_rank(parameter, x.ndim)
 
 
-class Norm(nn.Module):
-    """RMS norm over the last axis, times offset + scale."""
+class Weights(NamedTuple):
+    """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with."""
 
-    eps: float
-    offset: float
+    config: ModelConfig
+    rows: dict[str, parameters.Row]
+    values: dict[str, jax.Array]
 
-    @nn.compact
-    def __call__(self, x):
+    def linear(self, name: str, x):
+        """Contracts the last axes of x with the first of `<name>/kernel`, and adds `<name>/bias` where there is one."""
+        row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
+        y = product(x, gathered(self.values[f"{name}/kernel"], row.axes, x.dtype), row.inputs)
+        return y if bias is None else y + like(bias.astype(x.dtype), y)
+
+    def norm(self, name: str, x):
+        """RMS norm over the last axis, times offset + scale."""
+        scale, offset = self.values[f"{name}/scale"], self.config.norm_offset
         acc = jnp.promote_types(x.dtype, jnp.float32)
-        scale = self.param("scale", DECLARED, (x.shape[-1],))
         y = x.astype(acc)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        if self.offset:
-            return (y * like(self.offset + scale.astype(acc), y)).astype(x.dtype)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.config.norm_eps)
+        if offset:
+            return (y * like(offset + scale.astype(acc), y)).astype(x.dtype)
         return y.astype(x.dtype) * like(scale.astype(x.dtype), y)
 
 
-class Linear(nn.Module):
-    """Contracts the last axes of x with the leading axes of `kernel` [*inputs, *outputs]; `row` is its table row."""
+class Shared(NamedTuple):
+    """What all layers read: [B, L] of the tokens, rotations per distinct rotary embedding, attention's work per distinct window."""
 
-    row: Parameter
-    outputs: tuple[int, ...]
-    bias: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        inputs = self.row.inputs
-        kernel = self.param("kernel", DECLARED, x.shape[-inputs:] + self.outputs)
-        y = product(x, gathered(kernel, self.row.axes, x.dtype), inputs)
-        if self.bias:
-            y = y + like(self.param("bias", DECLARED, self.outputs).astype(x.dtype), y)
-        return y
+    positions: jax.Array
+    prefixes: jax.Array | None
+    rotations: list
+    segments: jax.Array | None
+    work: dict
 
 
-class Attention(nn.Module):
-    """Self-attention over packed rows, or of one new token per slot over the cache. See Block for `shared`."""
-
-    config: ModelConfig
-    layer: Layer
-    implementation: str
-
-    @nn.compact
-    def __call__(self, x_BxLxD, shared, cache, index):
-        cfg = self.config
-
-        def project(name, heads):
-            row = LAYER[f"attention/{name}/kernel"]
-            return Linear(row, (heads, cfg.head_dim), bias=cfg.qkv_bias, name=name)(x_BxLxD)
-
-        q, k, v = project("query", cfg.num_heads), project("key", cfg.num_kv_heads), project("value", cfg.num_kv_heads)
-        if cfg.qk_norm:
-            q = Norm(cfg.norm_eps, cfg.norm_offset, name="query_norm")(q)
-            k = Norm(cfg.norm_eps, cfg.norm_offset, name="key_norm")(k)
-        rotation = shared["rotations"][distinct_ropes(cfg).index(self.layer.rope)]
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        options = dict(window=self.layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale)
-        positions = shared["positions"]
-        options |= dict(implementation=self.implementation, work=shared["work"][self.layer.window])
-        if cache is None:
-            kv = {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*v.shape[:2], -1)}
-            segments = shared["segments"]
-            out = sharded_attention(q, k, v, positions, positions, segments, segments, shared["prefixes"], **options)
-        else:
-            kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
-            out = sharded_cached_attention(q, kv["k"], kv["v"], positions, index, **options)
-        out = Linear(LAYER["attention/out/kernel"], (cfg.hidden_size,), bias=cfg.out_bias, name="out")(out)
-        return out, kv
+def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
+    """Self-attention over packed rows, or of one new token per slot over the cache; (output, keys and values or the new cache)."""
+    cfg = own.config
+    q, k, v = (own.linear(f"attention/{name}", x_BxLxD) for name in ("query", "key", "value"))
+    if cfg.qk_norm:
+        q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
+    rotation = shared.rotations[distinct_ropes(cfg).index(layer.rope)]
+    q, k = rotate(q, rotation), rotate(k, rotation)
+    options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale, implementation=implementation,
+                   work=shared.work[layer.window])
+    positions, segments = shared.positions, shared.segments
+    if cache is None:
+        kv = {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*v.shape[:2], -1)}
+        out = sharded_attention(q, k, v, positions, positions, segments, segments, shared.prefixes, **options)
+    else:
+        kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
+        out = sharded_cached_attention(q, kv["k"], kv["v"], positions, index, **options)
+    return own.linear("attention/out", out), kv
 
 
-class MLP(nn.Module):
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x):
-        cfg = self.config
-
-        def linear(name, width):
-            return Linear(LAYER[f"mlp/{name}/kernel"], (width,), bias=cfg.mlp_bias, name=name)
-
-        gated = jax.checkpoint(lambda gate, up: ACTIVATIONS[cfg.activation](gate) * up)  # the backward pass keeps gate and up only
-        return linear("down", cfg.hidden_size)(gated(linear("gate", cfg.mlp_size)(x), linear("up", cfg.mlp_size)(x)))
+def mlp(own: Weights, x):
+    """down(activation(gate) * up); (output, nothing beside)."""
+    activation = ACTIVATIONS[own.config.activation]
+    gated = jax.checkpoint(lambda gate, up: activation(gate) * up)  # the backward pass keeps gate and up only
+    return own.linear("mlp/down", gated(own.linear("mlp/gate", x), own.linear("mlp/up", x))), {}
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added."""
+class Part(NamedTuple):
+    """A mixer, `apply(weights, layer, implementation, x, shared, cache, index) -> (y, keys and values)`, or a feed-forward,
+    `apply(weights, x) -> (y, auxiliary)`: auxiliary is a dict of arrays for the loss, which are summed over the layers."""
 
-    config: ModelConfig
-    layer: Layer
-    implementation: str
-
-    @nn.compact
-    def __call__(self, x, shared, cache, index):
-        cfg = self.config
-        x = checkpoint_name(x, KEPT)
-
-        def norm(name, y):
-            return Norm(cfg.norm_eps, cfg.norm_offset, name=name)(y)
-
-        def added(x, name, y):
-            y = residual(rows(y))
-            return residual(x + (norm(name, y) if cfg.post_norms else y))
-
-        y, kv = Attention(cfg, self.layer, self.implementation, name="attention")(
-            rows(norm("attention_norm", x)), shared, cache, index)
-        x = added(x, "attention_post_norm", y)
-        y = MLP(cfg, name="mlp")(rows(norm("mlp_norm", x)))
-        return added(x, "mlp_post_norm", y), kv
+    rows: tuple[parameters.Row, ...]
+    apply: Callable
 
 
-class Block(nn.Module):
-    """The repeating block, the body of the scan. Carry: (x, whole stacked cache or None); index: repetition.
-
-    `shared` holds what all layers read: positions, segments, prefixes [B, L], rotations per distinct rotary embedding
-    and attention's work per distinct window. Returns the carry and, where `keep_kv`, the keys and values of its layers.
-    """
-
-    config: ModelConfig
-    implementation: str
-    remat: str
-    keep_kv: bool
-
-    @nn.compact
-    def __call__(self, carry, index, shared):
-        x, cache = carry
-        kept = {}
-        for j in range(self.config.period):
-            name = f"sub_{j}"
-            layer = _layer_class(self.remat, scanned=True)(
-                self.config, self.config.layers[j], self.implementation, name=name)
-            x, kv = layer(x, shared, None if cache is None else cache[name], index)
-            if cache is not None:
-                cache = {**cache, name: kv}
-            elif self.keep_kv:
-                kept[name] = kv
-        return (x, cache), kept
+MIXERS = {"attention": Part(parameters.ATTENTION, attention)}
+FEED_FORWARDS = {"mlp": Part(parameters.MLP, mlp)}
 
 
-def _layer_class(remat, scanned):
-    if remat == "none":
-        return DecoderLayer
-    return nn.remat(DecoderLayer, policy=POLICIES[remat], prevent_cse=not scanned)
+def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
+    return parameters.NORMS + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
+
+
+def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
+    """(layers before the repeating block, how often a scan repeats it, layers behind). Layers before and behind are unrolled, all of
+    them where nothing is scanned: layer i of the others is i = prefix + repetition * period + j, for sub_<j>."""
+    repeats = (config.num_layers - config.prefix) // config.period
+    repeats = repeats if scan_layers and repeats > 1 else 0
+    return range(config.prefix), repeats, range(config.prefix + repeats * config.period, config.num_layers)
+
+
+def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, ...]:
+    """Every parameter of a language model, in the order of their paths."""
+    before, repeats, behind = spans(config, scan_layers)
+    out = parameters.entries(config, parameters.MODEL)
+    for i in (*before, *behind):
+        out += parameters.entries(config, layer_rows(config.layers[i]), (f"layer_{i}",), [i])
+    for j in range(config.period if repeats else 0):
+        numbers = [config.prefix + config.period * n + j for n in range(repeats)]
+        out += parameters.entries(config, layer_rows(config.layers[numbers[0]]), ("layers", f"sub_{j}"), numbers, repeats)
+    return tuple(sorted(out, key=lambda entry: entry.path))
 
 
 def distinct_ropes(config: ModelConfig) -> list:
     return list(dict.fromkeys(layer.rope for layer in config.layers))
 
 
-def repetitions(config: ModelConfig, scan_layers: bool) -> int:
-    """How often the scan repeats the block; 0 = every layer unrolled (also where nothing would repeat)."""
-    count = config.num_layers // config.period
-    return count if scan_layers and count > 1 else 0
+def added_up(first: dict, *more: dict) -> dict:
+    """Sums by name."""
+    out = dict(first)
+    for each in more:
+        out |= {name: out[name] + x if name in out else x for name, x in each.items()}
+    return out
 
 
-class Decoder(nn.Module):
-    """tokens -> hidden states after the final norm, and keys and values (fresh ones, or the updated cache)."""
+def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False, prompts=None):
+    """tokens -> (hidden states after the final norm [B, L, D], auxiliary, keys and values: fresh ones, or the updated cache).
 
-    config: ModelConfig
-    dtype: Any
-    scan_layers: bool
-    remat: str
-    implementation: str
-    remat_every: int = 1
-
-    @nn.compact
-    def __call__(self, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False, prompts=None):
-        cfg = self.config
-        acc = jnp.promote_types(self.dtype, jnp.float32)
-        x = embed(Embedding(cfg, name="embed")(), tokens_BxL, self.dtype)
-        x = residual(x * jnp.asarray(cfg.embed_scale, self.dtype))
-        shared = {"positions": positions_BxL, "segments": segments_BxL, "prefixes": prefixes_BxL,
-                  "rotations": [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)],
-                  "work": {window: self._work(window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
-                           for window in {layer.window for layer in cfg.layers}}}
-        out = {}
-        repeats = repetitions(cfg, self.scan_layers)
-        learns = cache is None and not keep_kv and not self.is_initializing()
-        if learns and self.remat != "none" and self.remat_every > 1:
-            x = self._in_groups(x, shared, repeats)
-            return rows(Norm(cfg.norm_eps, cfg.norm_offset, name="final_norm")(x)), out
-        if repeats:
-            block = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True},
-                            in_axes=(0, nn.broadcast), length=repeats)
-            stacked = None if cache is None else cache["layers"]
-            (x, stacked), kept = block(cfg, self.implementation, self.remat, keep_kv, name="layers")(
-                (x, stacked), jnp.arange(repeats), shared)
-            out["layers"] = kept if cache is None else stacked
-        for i in range(repeats * cfg.period, cfg.num_layers):
-            name = f"layer_{i}"
-            x, kv = _layer_class(self.remat, scanned=False)(cfg, cfg.layers[i], self.implementation, name=name)(
-                x, shared, None if cache is None else cache[name], None)
-            if keep_kv or cache is not None:
-                out[name] = kv
-        x = rows(Norm(cfg.norm_eps, cfg.norm_offset, name="final_norm")(x))
-        if not cfg.tied and self.is_initializing():
-            Head(cfg, name="head")()
-        return x, out
-
-    def _work(self, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
-        """What attention with this window looks for once, for all layers."""
-        cfg, options = self.config, dict(window=window, implementation=self.implementation)
-        if cache is not None:
-            leaf = jax.tree.leaves(cache)[0]
-            return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads, cfg.num_kv_heads,
-                                         **options)
-        return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, self.dtype, positions_BxL, segments_BxL,
-                              prefixes_BxL, **options)
-
-    def _in_groups(self, x, shared, repeats):
-        """The layers' output; `remat_every` layers at a time are recomputed together, and kept are their first one's inputs."""
-        cfg, params, every = self.config, self.variables["params"], self.remat_every
-
-        def recomputed(group, scanned):
-            named = lambda x, weights: group(checkpoint_name(x, KEPT), weights)  # noqa: E731
-            return jax.checkpoint(named, policy=POLICIES[self.remat], prevent_cse=not scanned)
-
-        if repeats:
-            block = Block(cfg, self.implementation, "none", False, parent=None)
-
-            def one(x, weights):
-                return block.apply({"params": weights}, (x, None), 0, shared)[0][0], None
-
-            def group(x, weights):
-                return jax.lax.scan(one, x, weights)
-
-            stacked = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params["layers"])
-            x, _ = jax.lax.scan(recomputed(group, True), x, stacked)
-        rest = range(repeats * cfg.period, cfg.num_layers)
-        for numbers in (rest[i:i + every] for i in range(0, len(rest), every)):
-
-            def layers(x, weights, numbers=numbers):
-                for i, own in zip(numbers, weights, strict=True):
-                    x, _ = DecoderLayer(cfg, cfg.layers[i], self.implementation, parent=None).apply(
-                        {"params": own}, x, shared, None, None)
-                return x
-
-            x = recomputed(layers, False)(x, [params[f"layer_{i}"] for i in numbers])
-        return x
+    With `keep_kv` or a cache the tree of keys and values is that of Model.init_cache, else it is {}.
+    """
+    cfg, dtype = model.config, model.compute_dtype
+    x = embed(params["embed"]["embedding"], tokens_BxL, dtype)
+    x = residual(x * jnp.asarray(cfg.embed_scale, dtype))
+    acc = jnp.promote_types(dtype, jnp.float32)
+    work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
+            for window in {layer.window for layer in cfg.layers}}
+    turned = [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]
+    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work)
+    keep = keep_kv or cache is not None
+    before, repeats, behind = spans(cfg, model.scan_layers)
+    x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
+    if repeats:
+        kept = None if cache is None else cache["layers"]
+        x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, kept, keep)
+        auxiliary = added_up(auxiliary, more)
+    x, last, more = _unrolled(model, behind, params, x, shared, cache, keep)
+    hidden = rows(Weights(cfg, {}, {"final_norm/scale": params["final_norm"]["scale"]}).norm("final_norm", x))
+    return hidden, added_up(auxiliary, more), kv | last if keep else {}
 
 
-class Embedding(nn.Module):
-    config: ModelConfig
+def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
+    """What attention with this window looks for once, for all layers."""
+    cfg, options = model.config, dict(window=window, implementation=model.attention)
+    if cache is not None:
+        leaf = jax.tree.leaves(cache)[0]
+        return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads, cfg.num_kv_heads, **options)
+    return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, model.compute_dtype, positions_BxL, segments_BxL,
+                          prefixes_BxL, **options)
 
-    @nn.compact
-    def __call__(self):
-        return self.param("embedding", DECLARED, (self.config.vocab_size, self.config.hidden_size))
+
+def _layer(model, number: int, name: str, params, x, shared, cache, index):
+    """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added. index: repetition, where the cache is
+    that of all repetitions."""
+    cfg, layer = model.config, model.config.layers[number]
+    table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
+    own = Weights(cfg, table, flatten_dict(params, sep="/"))
+    x = checkpoint_name(x, KEPT)
+
+    def added(x, name, y):
+        y = residual(rows(y))
+        return residual(x + (own.norm(name, y) if cfg.post_norms else y))
+
+    with jax.named_scope(f"{name}/{layer.mixer}"):
+        y, kv = MIXERS[layer.mixer].apply(
+            own, layer, model.attention, rows(own.norm("attention_norm", x)), shared, cache, index)
+        x = added(x, "attention_post_norm", y)
+    with jax.named_scope(f"{name}/{layer.feed_forward}"):
+        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(own.norm("mlp_norm", x)))
+        return added(x, "mlp_post_norm", y), kv, auxiliary
 
 
-class Head(nn.Module):
-    config: ModelConfig
+def _run(model, numbers, names, keep, params, x, shared, cache, index):
+    """Layers one after the other: (x, their keys and values by name, auxiliary)."""
+    kv, auxiliary = {}, {}
+    for number, name in zip(numbers, names, strict=True):
+        x, own, more = _layer(model, number, name, params[name], x, shared, None if cache is None else cache[name], index)
+        kv, auxiliary = kv | ({name: own} if keep else {}), added_up(auxiliary, more)
+    return x, kv, auxiliary
 
-    @nn.compact
-    def __call__(self):
-        return self.param("kernel", DECLARED, (self.config.hidden_size, self.config.vocab_size))
+
+def _recomputed(model, function, scanned: bool):
+    """The function, whose inside the backward pass computes again as model.remat says."""
+    if model.remat == "none":
+        return function
+    return jax.checkpoint(function, policy=POLICIES[model.remat], prevent_cse=not scanned)
+
+
+def _every(model, keep) -> int:
+    """Layers that are recomputed together."""
+    return 1 if keep or model.remat == "none" else model.remat_every
+
+
+def _unrolled(model, numbers, params, x, shared, cache, keep):
+    kv, auxiliary, every = {}, {}, _every(model, keep)
+    for some in (numbers[i:i + every] for i in range(0, len(numbers), every)):
+        names = [f"layer_{i}" for i in some]
+        own, old = ({name: tree[name] for name in names} if tree else None for tree in (params, cache))
+        group = _recomputed(model, functools.partial(_run, model, some, names, keep), scanned=False)
+        x, more, told = group(own, x, shared, old, None)
+        kv, auxiliary = kv | more, added_up(auxiliary, told)
+    return x, kv, auxiliary
+
+
+def _scanned(model, repeats, params, x, shared, cache, keep):
+    """The repeating block, as often as it repeats. The cache is carried whole and written at its repetition."""
+    cfg, every = model.config, _every(model, keep)
+    numbers, names = range(cfg.prefix, cfg.prefix + cfg.period), [f"sub_{j}" for j in range(cfg.period)]
+
+    def block(carry, given):
+        (x, cache), (params, index), kept, auxiliary = carry, given, {}, {}
+        for number, name in zip(numbers, names, strict=True):
+            layer = functools.partial(_run, model, [number], [name], keep)
+            layer = _recomputed(model, layer, scanned=True) if every == 1 else layer
+            own, old = ({name: tree[name]} if tree else None for tree in (params, cache))
+            x, kv, told = layer(own, x, shared, old, index)
+            auxiliary = added_up(auxiliary, told)
+            if cache is not None:
+                cache = {**cache, **kv}
+            else:
+                kept |= kv
+        return (x, cache), (kept, auxiliary)
+
+    def group(x, params):
+        (x, _), (_, told) = jax.lax.scan(block, (x, None), (params, None))
+        return x, told
+
+    if every > 1:
+        groups = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params)
+        x, told = jax.lax.scan(_recomputed(model, group, scanned=True), x, groups)
+        return x, {}, jax.tree.map(lambda a: a.sum((0, 1)), told)
+    (x, cache), (kept, told) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
+    return x, kept if cache is None else cache, jax.tree.map(lambda a: a.sum(0), told)

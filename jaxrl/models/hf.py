@@ -24,12 +24,11 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import tensorfile
 from jaxrl.models.config import FAMILIES, family_of
 from jaxrl.models.tensorfile import shortened
+from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 
 SOURCE = "jaxrl_source"
-HEAD = "lm_head.weight"
-SCORE = "score.weight"  # the head of transformers' sequence classifiers, which is how reward models are stored
-EMBEDDING = "model.embed_tokens.weight"
+HEAD, SCORE, EMBEDDING = "lm_head.weight", "score.weight", "model.embed_tokens.weight"  # rows of models.parameters
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
 FLOATS = ("rms_norm_eps", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")  # transformers takes no integer there
@@ -131,11 +130,6 @@ def eos_token_ids(hf_config: dict, tokenizer=None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in ids))
 
 
-def param_map(model) -> dict:
-    """Our parameter name ('layers/sub_0/mlp/up/kernel') -> parameters.Entry with its HF names and both conversions."""
-    return {"/".join(entry.path): entry for entry in model.entries}
-
-
 def load_params(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
     """The weights of a folder or hub id as a parameter tree.
 
@@ -165,38 +159,40 @@ def load_critic(model, path: str, revision: str | None = None, shardings=None, d
     The head is the classifier's `score.weight` [1, D]; zero where the folder has none. `shardings` as
     models.value.ValueModel's tree. Raises as load_params does.
     """
-    stored, score = check_critic(model, path, revision)
+    stored = check_critic(model, path, revision)
     load = _loader(stored, shardings, dtype)
-    params = model.tree(lambda entry: None if entry.path[0] == "head" else load(entry))
-    params.pop("head", None)
-    kernel = np.zeros(model.config.hidden_size) if score is None else score.read().reshape(-1)
-    place = shardings["value"]
-    params["value"] = {"kernel": put(np.asarray(kernel, dtype), place["kernel"]), "bias": put(np.zeros((), dtype), place["bias"])}
-    return params
+
+    def array(entry):
+        if entry.path[0] != "value" or SCORE in entry.hf_names and SCORE in stored:
+            return load(entry)
+        return put(np.zeros(entry.shape, dtype), entry.of(shardings))
+
+    return ValueModel(model).tree(array)
 
 
-def check_critic(model, path: str, revision: str | None = None):
-    """(tensors of a folder, its score tensor or None); raises what `load_critic` would raise about them."""
+def check_critic(model, path: str, revision: str | None = None) -> dict:
+    """The tensors of a folder that are read; raises what `load_critic` would raise about them."""
     folder = folder_of(path, revision)
     stored = tensorfile.list_folder(folder)
     score, width = stored.get(SCORE), model.config.hidden_size
     _match(model, {name: t for name, t in stored.items() if name not in (SCORE, HEAD)}, folder, head=False)
     if score is not None and score.shape != (1, width):
         raise ConfigError(f"{folder}: {SCORE} has shape {score.shape}, a critic needs one label: (1, {width})")
-    return stored, score
+    return stored
 
 
 def _loader(stored, shardings, dtype):
     """load(entry) -> the array of one row of the parameter table."""
 
     def load(entry):
-        sharding = functools.reduce(lambda node, name: node[name], entry.path, shardings)
+        sharding = entry.of(shardings)
         if not entry.stacked:
             return _place(entry, stored[entry.hf_names[0]], sharding, dtype).block_until_ready()
-        array = jnp.zeros(entry.shape, dtype, device=sharding)
-        part = NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
-        for i, name in enumerate(entry.hf_names):
-            array = _filler(sharding)(array, _place(entry, stored[name], part, dtype), i).block_until_ready()
+        array, part = jnp.zeros(entry.shape, dtype, device=sharding), sharding
+        if isinstance(sharding, NamedSharding):
+            part = NamedSharding(sharding.mesh, P(*sharding.spec[entry.stacked:]))
+        for index, name in zip(entry.indices, entry.hf_names, strict=True):
+            array = _filler(sharding)(array, _place(entry, stored[name], part, dtype), index).block_until_ready()
         return array
 
     return load
@@ -217,7 +213,7 @@ def _place(entry, tensor, sharding, dtype):
 @functools.cache
 def _filler(sharding):
     """Puts a part into a stacked array, in place."""
-    return jax.jit(lambda array, part, i: array.at[i].set(part), donate_argnums=0, out_shardings=sharding)
+    return jax.jit(lambda array, part, index: array.at[index].set(part), donate_argnums=0, out_shardings=sharding)
 
 
 def _match(model, stored, folder, head=True):
@@ -305,11 +301,10 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         raise ConfigError(f"checkpoint.export_dtype={dtype!r}: choose auto, {', '.join(DTYPE_NAMES)}")
     planned = []
     for entry in model.entries:
-        array = functools.reduce(lambda node, key: node[key], entry.path, params)
-        for i, name in enumerate(entry.hf_names):
+        for index, name in zip(entry.indices, entry.hf_names, strict=True):
             kind = own.get(name, main)
             planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
-                _host, entry, array, i if entry.stacked else None, kind)))
+                _host, entry, entry.of(params), index, kind)))
     if model.config.tied and source.get("head"):
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
@@ -323,9 +318,9 @@ def _order(name):
     return (0 if name == EMBEDDING else 1 if layer else 2, int(layer[1]) if layer else 0, name == HEAD)
 
 
-def _host(entry, array, i, dtype):
+def _host(entry, array, index, dtype):
     """One HF tensor as numpy; collective where the array is spread over processes."""
-    part = array if i is None else array[i]
+    part = array[index] if index else array
     if not getattr(part, "is_fully_addressable", True):
         from jax.experimental import multihost_utils
         part = multihost_utils.process_allgather(part, tiled=True)

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import parameters
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import ModelConfig, model_config
-from jaxrl.models.decoder import POLICIES, Decoder, repetitions
 from jaxrl.models.placement import gathered, stored, whole
 
 
@@ -38,10 +37,10 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
 
     Raises ConfigError for configs no family here serves.
     """
-    if remat not in ("none", *POLICIES):
-        raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(POLICIES)}")
+    if remat not in ("none", *decoder.POLICIES):
+        raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.POLICIES)}")
     config = model_config(hf_config)
-    blocks = repetitions(config, scan_layers)
+    _, blocks, _ = decoder.spans(config, scan_layers)
     if remat_every > 1 and blocks and (remat_every % config.period or blocks % (remat_every // config.period)):
         fit = [n * config.period for n in range(1, blocks + 1) if blocks % n == 0]
         raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are cut into "
@@ -54,7 +53,7 @@ AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
 
 def _matrices(entries) -> dict[str, tuple]:
     """HF name -> (shape, logical axes) of everything that starts random, in an order that scan does not change."""
-    out = {name: e.kind for e in entries if e.path[-1] in ("kernel", "embedding") for name in e.hf_names}
+    out = {name: e.kind for e in entries if e.row.init == "normal" for name in e.hf_names}
     return dict(sorted(out.items()))
 
 
@@ -96,31 +95,13 @@ class Model:
     remat_every: int = 1
 
     @functools.cached_property
-    def _module(self):
-        return Decoder(self.config, self.compute_dtype, self.scan_layers, self.remat, self.attention, self.remat_every)
-
-    def _apply(self, params, *args, **kwargs):
-        return self._module.apply({"params": params}, *args, **kwargs)
-
-    @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
         """The parameter table: our path, shape, logical axes and HF names of every array."""
-        row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-        tree = jax.eval_shape(lambda t: self._module.init(jax.random.key(0), t, t, t, t), row)["params"]
-        flat = jax.tree_util.tree_leaves_with_path(tree)
-        shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in flat}
-        return tuple(parameters.entries(self.config, shapes))
+        return decoder.entries(self.config, self.scan_layers)
 
     def tree(self, function):
         """The parameter tree with `function(entry)` at every leaf."""
-        out = {}
-        for entry in self.entries:
-            *groups, leaf = entry.path
-            node = out
-            for name in groups:
-                node = node.setdefault(name, {})
-            node[leaf] = function(entry)
-        return out
+        return parameters.tree(self.entries, function)
 
     def init(self, key):
         """Random fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one.
@@ -129,13 +110,13 @@ class Model:
         """
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
+        constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}
+
         def values(entry):
-            if entry.path[-1] == "scale":
-                return jnp.full(entry.shape, 1.0 - self.config.norm_offset, jnp.float32)
-            if entry.path[-1] == "bias":
-                return jnp.zeros(entry.shape, jnp.float32)
+            if entry.row.init in constants:
+                return jnp.full(entry.shape, constants[entry.row.init], jnp.float32)
             arrays = [drawn[name] * self.config.init_std for name in entry.hf_names]
-            return jnp.stack(arrays) if entry.stacked else arrays[0]
+            return jnp.stack(arrays).reshape(entry.shape) if entry.stacked else arrays[0]
 
         return self.tree(values)
 
@@ -143,18 +124,24 @@ class Model:
         """Tree of tuples of logical axis names, one per dimension."""
         return self.tree(lambda entry: entry.axes)
 
-    def hidden(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL):
-        """Hidden states after the final norm, [B, L, D] in the compute dtype.
+    def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL):
+        """(hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: what the layers say beside them for the
+        loss, by name and summed over the layers; empty for dense models).
 
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
         """
-        return self._apply(params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL)[0]
+        return decoder.forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL)[:2]
+
+    def hidden(self, *args):
+        """The hidden states alone."""
+        return self.forward(*args)[0]
 
     def head(self, params):
         """The output matrix [D, V] in the compute dtype, or the embedding [V, D] where the model ties them (`config.tied`)."""
         outer, inner = ("embed", "embedding") if self.config.tied else ("head", "kernel")
-        return gathered(params[outer][inner], parameters.MODEL[f"{outer}/{inner}"].axes, self.compute_dtype)
+        axes = next(entry.axes for entry in self.entries if entry.path == (outer, inner))
+        return gathered(params[outer][inner], axes, self.compute_dtype)
 
     def logits(self, params, hidden):
         """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""
@@ -169,12 +156,12 @@ class Model:
         self.check_length(length)
         cfg = self.config
         shape = (slots, length, cfg.num_kv_heads * cfg.head_dim)
-        repeats = repetitions(cfg, self.scan_layers)
+        before, repeats, behind = decoder.spans(cfg, self.scan_layers)
 
         def layer(*lead):
             return {"k": jnp.zeros((*lead, *shape), dtype), "v": jnp.zeros((*lead, *shape), dtype)}
 
-        cache = {f"layer_{i}": layer() for i in range(repeats * cfg.period, cfg.num_layers)}
+        cache = {f"layer_{i}": layer() for i in (*before, *behind)}
         if repeats:
             cache["layers"] = {f"sub_{j}": layer(repeats) for j in range(cfg.period)}
         return cache
@@ -187,7 +174,7 @@ class Model:
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
-        hidden, kv = self._apply(params, tokens_BxP, positions, segments, keep_kv=True)
+        hidden, _, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True)
         last = jnp.take_along_axis(hidden, (lengths_B - 1)[:, None, None], axis=1)
         return last[:, 0], kv
 
@@ -222,7 +209,7 @@ class Model:
 
         Returns (hidden_SxD, cache).
         """
-        hidden, cache = self._apply(params, tokens_S[:, None], positions_S[:, None], cache=cache, prompts=shared)
+        hidden, _, cache = decoder.forward(self, params, tokens_S[:, None], positions_S[:, None], cache=cache, prompts=shared)
         return hidden[:, 0], cache
 
     def check_length(self, tokens: int) -> None:
@@ -244,7 +231,7 @@ class Model:
         backward pass costs twice as much.
         """
         cfg = self.config
-        matrices = sum(math.prod(e.shape) for e in self.entries if e.inputs and e.path[0] != "head")
+        matrices = sum(e.multiplied for e in self.entries if e.path[0] != "head")
         head = cfg.hidden_size * cfg.vocab_size
         seen = sum(min(layer.window or context, context) for layer in cfg.layers)
         return 2 * (matrices + head) + 4 * cfg.num_heads * cfg.head_dim * seen

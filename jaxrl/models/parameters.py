@@ -1,84 +1,131 @@
-"""Every parameter once, as data: logical axes, HF name, and how the HF tensor is laid out.
+"""Every parameter once, as data: shape, initial values, logical axes, HF name, and how the HF tensor is laid out.
 
-Our paths are joined by '/'. A layer's parameters live under `layer_<i>` (unrolled) or, stacked over the repetitions of
-the model's repeating block, under `layers/sub_<j>`; layer i = repetition * period + j.
+Initialisation, shardings, checkpoints in HF's format, counts of parameters and of operations follow from these rows and nothing else.
+Our paths are joined by '/'. A layer's parameters live under `layer_<i>` (unrolled) or, stacked over the repetitions of the model's
+repeating block, under `layers/sub_<j>`; see models.decoder.spans.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import re
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One row of the table. `inputs` is the number of leading axes a linear map contracts; 0 = not a linear map.
+class Row:
+    """One parameter of a layer, or of the model around its layers.
 
     HF stores a linear map as [outputs, inputs], ours has the inputs first and heads as an axis of their own.
     """
 
-    axes: tuple[str, ...]
-    hf: str
-    inputs: int = 0
+    path: str
+    axes: tuple[str | None, ...]  # logical axis of each dimension; decides the size too, but where `sizes` is given
+    hf: str                       # HF's name, in a layer what follows its number; {} = number along a stacked axis; "" = HF has none
+    inputs: int = 0               # axes that a linear map contracts, the first after the stacked ones; 0 = not a linear map
+    init: str = "normal"          # normal (times init_std) | zero | one (norms then scale by one)
+    sizes: tuple[int | str, ...] = ()  # numbers, or fields of ModelConfig
+    when: str = ""                # the flag of ModelConfig that a model must have, or "not" and the one it must not have
+    stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
+    share: float = 1              # of the numbers, what one token is multiplied with (chosen experts / experts)
+
+    def of(self, config) -> bool:
+        """Whether a model has this parameter."""
+        return not self.when or getattr(config, self.when.removeprefix("not ")) != self.when.startswith("not ")
+
+    def shape(self, config) -> tuple[int, ...]:
+        sizes = self.sizes or [SIZES[axis] for axis in self.axes]
+        return tuple(getattr(config, size) if isinstance(size, str) else size for size in sizes)
 
 
-_Q, _KV, _HEADS = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("heads", "head_dim", "embed")
+SIZES = {"vocab": "vocab_size", "embed": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim",
+         "mlp": "mlp_size", "norm": "hidden_size"}
+_Q, _KV, _OUT = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("heads", "head_dim", "embed")
 
-MODEL = {
-    "embed/embedding": Parameter(("vocab", "embed"), "model.embed_tokens.weight"),
-    "final_norm/scale": Parameter(("norm",), "model.norm.weight"),
-    "head/kernel": Parameter(("embed", "vocab"), "lm_head.weight", 1),
-}
-LAYER = {
-    "attention_norm/scale": Parameter(("norm",), "input_layernorm.weight"),
-    "attention/query/kernel": Parameter(_Q, "self_attn.q_proj.weight", 1),
-    "attention/query/bias": Parameter(_Q[1:], "self_attn.q_proj.bias"),
-    "attention/key/kernel": Parameter(_KV, "self_attn.k_proj.weight", 1),
-    "attention/key/bias": Parameter(_KV[1:], "self_attn.k_proj.bias"),
-    "attention/value/kernel": Parameter(_KV, "self_attn.v_proj.weight", 1),
-    "attention/value/bias": Parameter(_KV[1:], "self_attn.v_proj.bias"),
-    "attention/out/kernel": Parameter(_HEADS, "self_attn.o_proj.weight", 2),
-    "attention/out/bias": Parameter(("norm",), "self_attn.o_proj.bias"),
-    "attention/query_norm/scale": Parameter(("norm",), "self_attn.q_norm.weight"),
-    "attention/key_norm/scale": Parameter(("norm",), "self_attn.k_norm.weight"),
-    "mlp_norm/scale": Parameter(("norm",), "post_attention_layernorm.weight"),
-    "mlp/gate/kernel": Parameter(("embed", "mlp"), "mlp.gate_proj.weight", 1),
-    "mlp/gate/bias": Parameter(("mlp",), "mlp.gate_proj.bias"),
-    "mlp/up/kernel": Parameter(("embed", "mlp"), "mlp.up_proj.weight", 1),
-    "mlp/up/bias": Parameter(("mlp",), "mlp.up_proj.bias"),
-    "mlp/down/kernel": Parameter(("mlp", "embed"), "mlp.down_proj.weight", 1),
-    "mlp/down/bias": Parameter(("norm",), "mlp.down_proj.bias"),
-}
-# Gemma has norms after attention and MLP, and HF's names shift.
-POST_NORM_LAYER = {
-    **LAYER,
-    "attention_post_norm/scale": Parameter(("norm",), "post_attention_layernorm.weight"),
-    "mlp_norm/scale": Parameter(("norm",), "pre_feedforward_layernorm.weight"),
-    "mlp_post_norm/scale": Parameter(("norm",), "post_feedforward_layernorm.weight"),
-}
+MODEL = (
+    Row("embed/embedding", ("vocab", "embed"), "model.embed_tokens.weight"),
+    Row("final_norm/scale", ("norm",), "model.norm.weight", init="one"),
+    Row("head/kernel", ("embed", "vocab"), "lm_head.weight", 1, when="not tied"),
+)
+VALUE = (  # a critic's head; HF's name is that of sequence classifiers, which is how reward models are stored
+    Row("value/kernel", ("norm",), "score.weight", 1, init="zero"),
+    Row("value/bias", (), "", init="zero"),
+)
+NORMS = (  # of every layer. Gemma has norms after attention and MLP, and HF's names shift.
+    Row("attention_norm/scale", ("norm",), "input_layernorm.weight", init="one"),
+    Row("attention_post_norm/scale", ("norm",), "post_attention_layernorm.weight", init="one", when="post_norms"),
+    Row("mlp_norm/scale", ("norm",), "post_attention_layernorm.weight", init="one", when="not post_norms"),
+    Row("mlp_norm/scale", ("norm",), "pre_feedforward_layernorm.weight", init="one", when="post_norms"),
+    Row("mlp_post_norm/scale", ("norm",), "post_feedforward_layernorm.weight", init="one", when="post_norms"),
+)
+ATTENTION = (
+    Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1),
+    Row("attention/query/bias", _Q[1:], "self_attn.q_proj.bias", init="zero", when="qkv_bias"),
+    Row("attention/key/kernel", _KV, "self_attn.k_proj.weight", 1),
+    Row("attention/key/bias", _KV[1:], "self_attn.k_proj.bias", init="zero", when="qkv_bias"),
+    Row("attention/value/kernel", _KV, "self_attn.v_proj.weight", 1),
+    Row("attention/value/bias", _KV[1:], "self_attn.v_proj.bias", init="zero", when="qkv_bias"),
+    Row("attention/out/kernel", _OUT, "self_attn.o_proj.weight", 2),
+    Row("attention/out/bias", ("norm",), "self_attn.o_proj.bias", init="zero", when="out_bias"),
+    Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
+    Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
+)
+MLP = (
+    Row("mlp/gate/kernel", ("embed", "mlp"), "mlp.gate_proj.weight", 1),
+    Row("mlp/gate/bias", ("mlp",), "mlp.gate_proj.bias", init="zero", when="mlp_bias"),
+    Row("mlp/up/kernel", ("embed", "mlp"), "mlp.up_proj.weight", 1),
+    Row("mlp/up/bias", ("mlp",), "mlp.up_proj.bias", init="zero", when="mlp_bias"),
+    Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
+    Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One of our arrays and the HF tensors it holds: one, or one per repetition of a stacked block."""
+    """One of our arrays and the HF tensors it holds: one for each index of its stacked axes."""
 
+    row: Row
     path: tuple[str, ...]
-    shape: tuple[int, ...]          # ours, with the stacked axis in front where there is one
-    axes: tuple[str, ...]           # logical axis per dimension of `shape`
-    hf_names: tuple[str, ...]       # in the order of the stacked axis
-    hf_shape: tuple[int, ...]       # of each HF tensor
-    inputs: int                     # as in Parameter
-    stacked: bool
+    shape: tuple[int, ...]          # ours, with the stacked axes in front
+    axes: tuple[str | None, ...]    # logical axis per dimension of `shape`
+    hf_names: tuple[str, ...]       # in the order of the stacked axes, the last one fastest
+    stacked: int                    # leading axes: repetitions of the block, experts
 
     @property
-    def kind(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Shape and logical axes of one repetition."""
-        return (self.shape[1:], self.axes[1:]) if self.stacked else (self.shape, self.axes)
+    def inputs(self) -> int:
+        return self.row.inputs
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+        """Shape and logical axes of what one HF tensor holds."""
+        return self.shape[self.stacked:], self.axes[self.stacked:]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        shape, inputs = self.kind[0], self.inputs
+        if inputs:
+            return math.prod(shape[inputs:]), math.prod(shape[:inputs])
+        return (math.prod(shape),) if self.path[-1] == "bias" else shape
+
+    @property
+    def indices(self) -> list[tuple[int, ...]]:
+        """Where the tensors of `hf_names` lie along the stacked axes."""
+        return list(itertools.product(*map(range, self.shape[:self.stacked])))
+
+    @property
+    def multiplied(self) -> int:
+        """Numbers that one token is multiplied with; 0 where it is no matrix product."""
+        return int(math.prod(self.shape) * self.row.share) if self.inputs else 0
+
+    def of(self, tree):
+        """This entry's leaf of a tree."""
+        for name in self.path:
+            tree = tree[name]
+        return tree
 
     def from_hf(self, tensor):
-        """HF tensor -> ours (one repetition): a view, so that slicing it copies only the slice."""
-        shape = self.shape[1:] if self.stacked else self.shape
+        """HF tensor -> ours (at one index): a view, so that slicing it copies only the slice."""
+        shape = self.kind[0]
         if not self.inputs:
             return tensor.reshape(shape)
         outputs = shape[self.inputs:]
@@ -86,33 +133,40 @@ class Entry:
         return tensor.transpose(*range(len(outputs), len(shape)), *range(len(outputs)))
 
     def to_hf(self, array):
-        """Ours (one repetition) -> HF tensor. numpy or jax."""
+        """Ours (at one index) -> HF tensor. numpy or jax."""
         if not self.inputs:
             return array.reshape(self.hf_shape)
         return array.reshape(self.hf_shape[::-1]).T
 
 
-def entries(config, shapes: dict[tuple, tuple]) -> list[Entry]:
-    """The table for one model. `shapes`: our path -> shape. Order: embedding, layers, final norm, head."""
-    layer_table = POST_NORM_LAYER if config.post_norms else LAYER
+def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int = 0) -> list[Entry]:
+    """The arrays of some rows.
+
+    Args:
+      config: ModelConfig. rows: those whose `when` fits are taken.
+      place: groups above the rows' paths.
+      layers: numbers of the layers that the rows are of; None = of no layer.
+      repeats: > 0: the arrays are stacked over so many `layers`.
+    """
     out = []
-    for path, shape in shapes.items():
-        layer = re.fullmatch(r"layer_(\d+)", path[0])
-        stacked = path[0] == "layers"
-        if stacked:
-            row = layer_table["/".join(path[2:])]
-            first, repetitions = int(path[1].removeprefix("sub_")), shape[0]
-            numbers = [first + config.period * i for i in range(repetitions)]
-        elif layer:
-            row, numbers = layer_table["/".join(path[1:])], [int(layer[1])]
-        else:
-            row, numbers = MODEL["/".join(path)], None
-        names = (row.hf,) if numbers is None else tuple(f"model.layers.{i}.{row.hf}" for i in numbers)
-        plain = shape[1:] if stacked else shape
-        if row.inputs:
-            hf_shape = (math.prod(plain[row.inputs:]), math.prod(plain[:row.inputs]))
-        else:
-            hf_shape = plain if path[-1] != "bias" else (math.prod(plain),)
-        axes = ("layers", *row.axes) if stacked else row.axes
-        out.append(Entry(path, shape, axes, names, hf_shape, row.inputs, stacked))
+    for row in rows:
+        if not row.of(config):
+            continue
+        shape, lead = row.shape(config), (repeats,) * bool(repeats)
+        names = [row.hf] * bool(row.hf) if layers is None else [f"model.layers.{i}.{row.hf}" for i in layers]
+        numbers = list(itertools.product(*map(range, shape[:row.stacked])))
+        out.append(Entry(row, (*place, *row.path.split("/")), lead + shape, ("layers",) * len(lead) + row.axes,
+                         tuple(name.format(*n) for name in names for n in numbers), len(lead) + row.stacked))
+    return out
+
+
+def tree(entries, function):
+    """The nested parameter tree with `function(entry)` at every leaf."""
+    out = {}
+    for entry in entries:
+        *groups, leaf = entry.path
+        node = out
+        for name in groups:
+            node = node.setdefault(name, {})
+        node[leaf] = function(entry)
     return out

@@ -6,9 +6,11 @@ Legend: R rows, S scored slots per row, D hidden size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
+from jaxrl.models import parameters
 from jaxrl.models.model import Model
 
 
@@ -23,6 +25,16 @@ class ValueModel:
     model: Model
     keep_head: bool = False
 
+    @functools.cached_property
+    def entries(self) -> tuple[parameters.Entry, ...]:
+        """As Model.entries, with those of the value head."""
+        trunk = [entry for entry in self.model.entries if self.keep_head or entry.path[0] != "head"]
+        return (*trunk, *parameters.entries(self.model.config, parameters.VALUE))
+
+    def tree(self, function):
+        """The parameter tree with `function(entry)` at every leaf."""
+        return parameters.tree(self.entries, function)
+
     def init(self, key):
         """Random trunk (see Model.init), zero value head; fp32. Pure."""
         return self.with_head(self.model.init(key))
@@ -30,14 +42,10 @@ class ValueModel:
     def with_head(self, params):
         """A Model's parameters with a value head at zero."""
         dtype = params["embed"]["embedding"].dtype
-        value = {"kernel": jnp.zeros((self.model.config.hidden_size,), dtype), "bias": jnp.zeros((), dtype)}
-        return {**self._kept(params), "value": value}
+        return self.tree(lambda entry: jnp.zeros(entry.shape, dtype) if entry.path[0] == "value" else entry.of(params))
 
     def logical_axes(self):
-        return {**self._kept(self.model.logical_axes()), "value": {"kernel": ("norm",), "bias": ()}}
-
-    def _kept(self, tree):
-        return tree if self.keep_head else {k: v for k, v in tree.items() if k != "head"}
+        return self.tree(lambda entry: entry.axes)
 
 
 def values(params, hidden_RxSxD):

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 def names(model) -> list[str]:
     """Every HF tensor of a jaxrl.models.Model that `chunks` brings, in that order. A tied head is not one."""
-    return [entry.hf_names[i or 0] for group in _layers(model) for entry, i in group]
+    return [entry.hf_names[i] for group in _layers(model) for entry, i in group]
 
 
 def chunks(model, params, dtype, most_bytes: int,
@@ -54,33 +54,34 @@ def chunks(model, params, dtype, most_bytes: int,
 
 
 def _layers(model) -> list[list[tuple]]:
-    """[(entry, repetition or None)] grouped by layer, in the order embedding, layers, final norm and head."""
+    """[(entry, which of its HF tensors)] grouped by layer, in the order embedding, layers, final norm and head."""
     groups: dict[tuple, list] = {}
     for entry in model.entries:
         for i, name in enumerate(entry.hf_names):
             layer = re.match(r"model\.layers\.(\d+)\.", name)
             where = (1, int(layer[1])) if layer else (0 if entry.path[0] == "embed" else 2, 0)
-            groups.setdefault(where, []).append((entry, i if entry.stacked else None))
+            groups.setdefault(where, []).append((entry, i))
     return [groups[where] for where in sorted(groups)]
 
 
 def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
     """[(HF name, device array in `dtype`)] of one group of `_layers`."""
-    arrays = [functools.reduce(lambda node, key: node[key], entry.path, params) for entry, _ in group]
+    arrays = [entry.of(params) for entry, _ in group]
     rows = tuple((entry.hf_shape, entry.inputs, entry.stacked) for entry, _ in group)
-    index = next((i for _, i in group if i is not None), 0)
     one = arrays[0].sharding
     whole = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else None
-    tensors = _convert(arrays, index, rows, np.dtype(dtype), whole)
-    return [(entry.hf_names[i or 0], t) for (entry, i), t in zip(group, tensors, strict=True)]
+    tensors = _convert(arrays, [i for _, i in group], rows, np.dtype(dtype), whole)
+    return [(entry.hf_names[i], t) for (entry, i), t in zip(group, tensors, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype", "sharding"))
-def _convert(arrays, index, rows, dtype, sharding):
-    """One layer's arrays -> HF tensors. rows: (HF shape, contracted axes, stacked) of each; index: repetition."""
+def _convert(arrays, indices, rows, dtype, sharding):
+    """One layer's arrays -> HF tensors. rows: (HF shape, contracted axes, stacked ones) of each; indices: along the
+    stacked ones."""
     out = []
-    for array, (shape, inputs, stacked) in zip(arrays, rows, strict=True):
-        part = jax.lax.dynamic_index_in_dim(array, index, keepdims=False) if stacked else array
+    for part, index, (shape, inputs, stacked) in zip(arrays, indices, rows, strict=True):
+        if stacked:
+            part = jax.lax.dynamic_index_in_dim(part.reshape(-1, *part.shape[stacked:]), index, keepdims=False)
         part = part.astype(dtype)
         part = part.reshape(shape[::-1]).T if inputs else part.reshape(shape)
         out.append(part if sharding is None else jax.lax.with_sharding_constraint(part, sharding))

@@ -34,8 +34,8 @@ class Operations:
         self._pair = 4 * cfg.num_heads * cfg.head_dim
         self.head = 2 * cfg.hidden_size * cfg.vocab_size
         self._token = model.flops_per_token(1) - self.head - self._pair * cfg.num_layers
-        linear = {"/".join(e.path): np.prod(e.shape, dtype=float)
-                  for e in model.entries if e.inputs and e.path[0] != "head"}
+        linear = {"/".join(e.path): float(e.multiplied)
+                  for e in model.entries if e.multiplied and e.path[0] != "head"}
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 

@@ -36,13 +36,16 @@ from jaxrl.training.score import forward_hidden, logprobs_of
 
 
 class Outputs:
-    """What a model says of a packed microbatch; computed where an objective asks for it, from one forward pass."""
+    """What a model says of a packed microbatch; computed where an objective asks for it, from one forward pass.
+
+    auxiliary: what its layers say beside the hidden states, by name, summed over the layers (balance of experts ...); {} if dense.
+    """
 
     def __init__(self, model, params, batch, objective: Objective):
         self.model, self.params, self.batch, self.objective = model, params, batch, objective
         self.token = batch.weights["token"]
         self.mask = self.token > 0
-        self.hidden = forward_hidden(model, params, batch)
+        self.hidden, self.auxiliary = forward_hidden(model, params, batch)
 
     def logprobs(self):
         """(log-probs of the targets, entropies, {their token means}), [R, S]."""

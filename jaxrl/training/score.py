@@ -19,10 +19,10 @@ from jaxrl.training.pack import pack, unpack
 
 
 def forward_hidden(model, params, batch):
-    """[R, S, D]: the hidden state that predicts each scored slot. The one forward pass of scoring and update: on the same
-    layout both give bitwise equal results on the CPU."""
-    hidden_RxLxD = model.hidden(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
-    return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1)
+    """([R, S, D], the hidden state that predicts each scored slot; auxiliary, see Model.forward). The one forward pass of scoring
+    and update: on the same layout both give bitwise equal results on the CPU."""
+    hidden_RxLxD, auxiliary = model.forward(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
+    return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1), auxiliary
 
 
 @jax.named_scope("head")
@@ -46,7 +46,7 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
 
 def forward_logprobs(model, params, batch, **options):
     """`logprobs_of` of `forward_hidden`."""
-    return logprobs_of(model, params, forward_hidden(model, params, batch), batch, **options)
+    return logprobs_of(model, params, forward_hidden(model, params, batch)[0], batch, **options)
 
 
 def make_score(model, *, temperature: float, chunk: int, put):
@@ -74,7 +74,7 @@ def make_value_score(model, *, put):
       model: jaxrl.models.Model; `params` has a value head (see models.value).
       put: host PackedBatch -> device PackedBatch.
     """
-    return _over_layout(lambda params, batch: values(params, forward_hidden(model, params, batch)), put)
+    return _over_layout(lambda params, batch: values(params, forward_hidden(model, params, batch)[0]), put)
 
 
 def _over_layout(program, put):
