@@ -45,7 +45,8 @@ from jaxrl.processes.group import peers
 
 log = logging.getLogger("jaxrl")
 
-FORMAT = 1        # raised when an older jaxrl could not read what a newer one writes
+FORMAT = 2        # raised when an older jaxrl could not read what a newer one writes
+UNREAD = re.compile(r"(critic/)?(version|rng)")  # leaves of format 1 that nothing read
 MAX_FAILURES = 3  # failed saves in a row that end the run
 MANIFEST = "manifest.json"
 HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
@@ -525,6 +526,8 @@ def _envelope(path: Path) -> dict:
 def _read(path: Path, abstract, partial: bool) -> Restored:
     envelope = _envelope(path)
     wanted, saved = flatten(abstract), envelope["arrays"]
+    if envelope["format"] == 1:
+        saved = {name: kind for name, kind in saved.items() if not UNREAD.fullmatch(name)}
     _check_table(path, wanted, saved, partial)
     stored = {k: v for k, v in wanted.items() if _nbytes(v)}
     values = {}

@@ -89,7 +89,7 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
     params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, where)
     trainable, frozen = _parts(job, params, everything)
     fp16 = job.compute_dtype == jnp.float16
-    state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16), trainable, frozen)
+    state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, fp16), trainable, frozen)
     known = {**trainable, **frozen}
     everywhere = sharding.replicated(job.mesh_of(role))
 
@@ -113,5 +113,5 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     fp16 = job.compute_dtype == jnp.float16
-    create = lambda t, f: training.init_state(t, f, optimizer, c.run.seed, fp16)  # noqa: E731
+    create = lambda t, f: training.init_state(t, f, optimizer, fp16)  # noqa: E731
     return jax.jit(create, out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)

@@ -117,6 +117,4 @@ class TrainState:
     frozen: Any
     opt_state: Any
     step: Any  # [] int32: optimizer updates applied
-    version: Any  # [] int32: published weight version
-    rng: Any  # key data of the root key
     stats: Any  # dict of scalars: skipped updates, non-finite streak, early stop of this step, entropy coefficients

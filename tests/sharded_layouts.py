@@ -64,7 +64,7 @@ def numbers(folder, shape):
     params = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), params))
     trainable, frozen = training.partition(params, (".*",), ())
     places = jax.tree.map(lambda x: x.sharding, trainable)
-    state = training.init_state(trainable, frozen, optimizer, 0)
+    state = training.init_state(trainable, frozen, optimizer)
     moments = jax.jit(lambda t: optimizer.init(t)[0].mu, out_shardings=places)(trainable)
     put = lambda b: jax.device_put(b, sharding.batch_sharding(mesh))  # noqa: E731
     logp = training.make_score(model, temperature=1.0, chunk=64, put=put)(params, traj, layout)

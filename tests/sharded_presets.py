@@ -26,7 +26,7 @@ def main():
     jax.set_mesh(mesh)
     optimizer = optax.sgd(1.0)
     update = training.make_update(model, optimizer, lambda i: 1.0, loss)
-    state = training.init_state(*training.partition(params, (".*",), ()), optimizer, 0)
+    state = training.init_state(*training.partition(params, (".*",), ()), optimizer)
     state = jax.device_put(state, sharding.replicated(mesh))
     batches = (jax.device_put(training.pack(traj, m, columns, weights), sharding.batch_sharding(mesh))
                for m in layout.minibatches[0].microbatches)

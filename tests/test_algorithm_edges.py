@@ -95,7 +95,7 @@ def test_every_option_is_classified_for_resumption(name):
 def test_a_non_finite_update_leaves_the_entropy_coefficient_alone(algorithm):  # noqa: F811
     """One NaN entropy makes the adaptive coefficient NaN, and with it every later loss."""
     cfg = algorithm({"algorithm.entropy_target": 3.0}).loss
-    state = training.init_state({"w": jnp.ones(3)}, {}, optax.sgd(1.0), 0)
+    state = training.init_state({"w": jnp.ones(3)}, {}, optax.sgd(1.0))
     nan = jnp.float32(np.nan)
     metrics = {"loss": nan, "policy/entropy": nan, "policy/ratio_mean": nan, "policy/approx_kl": nan}
     state, _ = make_apply(optax.sgd(1.0), lambda i: 1.0, cfg)(state, {"w": jnp.full(3, nan)}, metrics)
@@ -134,7 +134,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
     optimizer, schedule = training.make_optimizer(c.optimizer, 100, {"w/kernel": ("embed", "mlp")})
     loss = policy_objective(max_grad_norm=0.0)
     apply = make_apply(optimizer, schedule, loss)
-    state = training.init_state({"w/kernel": jnp.zeros((1, 1))}, {}, optimizer, 0)
+    state = training.init_state({"w/kernel": jnp.zeros((1, 1))}, {}, optimizer)
     state = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)
     metrics = {"loss": jnp.float32(0)}
     for _ in range(4):

@@ -18,7 +18,7 @@ import optax
 import pytest
 from checkpoint_worker import host, state
 
-from jaxrl import config_checks
+from jaxrl import checkpoint, config_checks
 from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, Damaged, _crc, flatten, verify
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
@@ -250,6 +250,21 @@ def test_another_structure_is_named_and_no_reason_to_fall_back(tmp_path):
                  "params/layer_1 was saved as float32[64, 64], wanted is float32[64, 32]",
                  "moments/0 was saved as float32[1000], wanted is bfloat16[1000]"):
         assert text in str(e.value)
+
+
+def test_format_1_had_leaves_that_nothing_read(tmp_path, monkeypatch):
+    """Checkpoints of that time come back without them; another leaf that is not asked for is refused as ever."""
+    state = {"step": jnp.ones((), jnp.int32), "critic": {"step": jnp.zeros((), jnp.int32)}}
+    extra = {"version": jnp.zeros((), jnp.int32), "rng": jax.random.key_data(jax.random.key(3))}
+    monkeypatch.setattr(checkpoint, "FORMAT", 1)
+    make(tmp_path, asynchronous=False).save(4, {**state, **extra, "critic": {**state["critic"], **extra}}, {})
+    monkeypatch.undo()
+    assert same(make(tmp_path).restore(state).arrays, state)
+    with pytest.raises(CheckpointError, match="critic/step is not asked for"):
+        make(tmp_path).restore({"step": state["step"]})
+    make(tmp_path, asynchronous=False).save(5, state | extra, {})
+    with pytest.raises(CheckpointError, match="rng is not asked for; version is not asked for"):
+        make(tmp_path).restore(state)
 
 
 def test_a_newer_format_is_refused_with_the_versions(tmp_path):

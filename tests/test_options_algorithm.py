@@ -570,7 +570,7 @@ def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fin
     """The update above the limit and all after it change nothing, until the next step begins."""
     cfg = algorithm({f"algorithm.{option}": 1.5, "algorithm.ppo_epochs": 3}).loss
     apply = make_apply(optax.sgd(1.0, momentum=0.9), lambda i: 1.0, cfg)
-    state = training.init_state({"w": jnp.ones(3)}, {}, optax.sgd(1.0, momentum=0.9), 0)
+    state = training.init_state({"w": jnp.ones(3)}, {}, optax.sgd(1.0, momentum=0.9))
     values = {"loss": 0.0, "policy/ratio_mean": 1.0, "policy/approx_kl": 0.0}
     moved = []
     for value in (fine, above, fine, None, fine):
@@ -591,7 +591,7 @@ def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fin
 def test_reset_epochs_counts_passes_over_the_data(open_job):
     """Every half pass: at 0.6 and 1.2, and after a resumption at 0.9 where it would have been without."""
     changes = {"algorithm.kl.coef": 0.1, "reference.reset_epochs": 0.5}
-    state = training.init_state({"w/kernel": jnp.ones(3)}, {}, optax.sgd(1.0), 0)
+    state = training.init_state({"w/kernel": jnp.ones(3)}, {}, optax.sgd(1.0))
     opened, policy = with_options(open_job, config(changes)), object.__new__(Policy)
     reference, run = Reference(opened), SimpleNamespace(step=0)
 

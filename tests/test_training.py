@@ -45,7 +45,7 @@ def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, di
     """The accumulated gradient of one optimizer step, via the functions training uses."""
     update = training.make_update(model, optax.sgd(1.0), lambda i: 1.0, loss)
     trainable, frozen = training.partition(params, (".*",), ())
-    state = training.init_state(trainable, frozen, optax.sgd(1.0), 0)
+    state = training.init_state(trainable, frozen, optax.sgd(1.0))
 
     def batches():
         for micro in layout.minibatches[0].microbatches:
@@ -270,7 +270,7 @@ def _update(optimizer, loss, columns_patch=None, steps=1):
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     update = training.make_update(model, optimizer, lambda i: 1e-2, loss)
     trainable, frozen = training.partition(params_of(model), (".*",), ("embed",))
-    state = training.init_state(trainable, frozen, optimizer, 0)
+    state = training.init_state(trainable, frozen, optimizer)
     before = jax.tree.map(np.asarray, state)
     layout = layout_of(traj, "packed_shared_2_microbatches")
     for _ in range(steps):
@@ -304,7 +304,7 @@ def test_one_compilation_serves_every_microbatch_and_step(caplog):
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("dp", "fsdp")))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     trainable, frozen = training.partition(params_of(model), (".*",), ())
-    state = jax.device_put(training.init_state(trainable, frozen, optimizer, 0), whole)
+    state = jax.device_put(training.init_state(trainable, frozen, optimizer), whole)
     state = state.replace(trainable=dict(reversed(state.trainable.items())))  # jit returns dicts sorted
     update = training.make_update(model, optimizer, lambda i: 1e-2, LOSS)
     micros = layout_of(traj, "packed_shared_2_microbatches").minibatches[0].microbatches
@@ -344,7 +344,7 @@ def test_fp16_loss_scale_halves_on_overflow_and_the_step_is_skipped():
     loss = policy_objective(old="current", chunk=32, fp16=True)
     update = training.make_update(model, optax.sgd(1e-2), lambda i: 1e-2, loss)
     trainable, frozen = training.partition(params_of(model), (".*",), ())
-    state = training.init_state(trainable, frozen, optax.sgd(1e-2), 0, fp16=True)
+    state = training.init_state(trainable, frozen, optax.sgd(1e-2), fp16=True)
     state = state.replace(stats={**state.stats, "loss_scale": jnp.float32(2.0**24)})
     columns["advantage"] = columns["advantage"] * 1e4
     layout = layout_of(traj, "packed")

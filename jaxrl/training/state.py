@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -42,18 +41,10 @@ def merge(trainable, frozen):
     return unflatten_dict({**trainable, **frozen}, sep="/")
 
 
-def init_state(trainable, frozen, optimizer, seed: int, fp16: bool = False) -> TrainState:
+def init_state(trainable, frozen, optimizer, fp16: bool = False) -> TrainState:
     """State before the first update. Pure, so it can be jitted with out_shardings or given to eval_shape."""
     stats = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "nonfinite_streak", "stopped")}
     stats |= {name: jnp.zeros((), jnp.float32) for name in ("entropy_coef", "entropy_applied")}
     if fp16:
         stats |= {"loss_scale": jnp.asarray(2.0**15, jnp.float32), "finite_streak": jnp.zeros((), jnp.int32)}
-    return TrainState(
-        trainable=trainable,
-        frozen=frozen,
-        opt_state=optimizer.init(trainable),
-        step=jnp.zeros((), jnp.int32),
-        version=jnp.zeros((), jnp.int32),
-        rng=jax.random.key_data(jax.random.key(seed)),
-        stats=stats,
-    )
+    return TrainState(trainable, frozen, optimizer.init(trainable), jnp.zeros((), jnp.int32), stats)
