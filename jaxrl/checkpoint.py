@@ -145,8 +145,8 @@ class Checkpointer:
           arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
           host: JSON-able dict with string keys. Tuples come back as lists.
         Raises:
-          SavesFail: the third failed save in a row; DiskHangs: the one before does not end. TypeError: a leaf that cannot be saved, by name.
-          Whatever else went wrong in the background since the last call.
+          SavesFail: the third failed save in a row; DiskHangs: the one before does not end. TypeError: a leaf that
+          cannot be saved, by name. Whatever else went wrong in the background since the last call.
         """
         self.wait()
         if self._peers.first:
@@ -206,8 +206,9 @@ class Checkpointer:
         """Returns once the checkpoint of `step` is committed. Raises SavesFail where it is not, or as `save` does."""
         self.wait()
         if not self._peers.decide(f"checkpoint {step}: is it committed?", lambda: self.committed == step):
-            raise SavesFail(f"checkpoint of step {step} not written ({self._refused or 'it was never begun'}); {self.newest()}. Free "
-                            f"space in {self.directory} and start again: the run goes on from there")
+            raise SavesFail(f"checkpoint of step {step} not written ({self._refused or 'it was never begun'}); "
+                            f"{self.newest()}. Free space in {self.directory} and start again: the run goes on "
+                            "from there")
 
     def take_refused(self) -> bool:
         """Whether the disk has refused a save since this was last asked."""
@@ -226,8 +227,9 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive() and time.monotonic() >= self._deadline
 
     def _hanging(self, step: int) -> str:
-        return (f"checkpoint of step {step} not written within checkpoint.timeout_seconds={self._options.timeout_seconds:g}: the disk "
-                f"under {self.directory} does not answer; {self.newest()}, and once it does the same command goes on from there")
+        return (f"checkpoint of step {step} not written within checkpoint.timeout_seconds="
+                f"{self._options.timeout_seconds:g}: the disk under {self.directory} does not answer; {self.newest()}, "
+                "and once it does the same command goes on from there")
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did. Costs nothing; call it every step."""
@@ -254,7 +256,7 @@ class Checkpointer:
         return self._manager
 
     def _commit(self) -> None:
-        """Orbax calls this in its thread when all items are written, just before it renames the directory; on process 0."""
+        """Orbax calls this in process 0's thread when all items are written, just before it renames the directory."""
         name = f"{self._saving:08d}"
         (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(name + LEFTOVER)]
         self._faults.fire("checkpoint", self._saving, "tensors")
@@ -283,7 +285,8 @@ class Checkpointer:
     def _failed(self, step: int, error: BaseException, together: bool = False) -> None:
         """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else.
 
-        together: all processes know of it. What befalls one of several alone ends the run, the others' save cannot end."""
+        together: all processes know of it. What befalls one of several alone ends the run: the others' save cannot.
+        """
         logging.getLogger("asyncio").addFilter(_not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
         if self._peers.first:
@@ -355,8 +358,9 @@ class Checkpointer:
         try:
             envelope = _envelope(Path(path))
         except OSError as e:
-            raise CheckpointError(f"{self._peers.who(self._peers.index)} cannot see the checkpoint {path} that process 0 found: "
-                                  f"{_first_line(e)}; put run.dir on a file system that all hosts share") from None
+            raise CheckpointError(f"{self._peers.who(self._peers.index)} cannot see the checkpoint {path} that "
+                                  f"process 0 found: {_first_line(e)}; put run.dir on a file system that all "
+                                  "hosts share") from None
         return Chosen(envelope["step"], envelope["host"], Path(path))
 
     def _choose(self, resume: str) -> Chosen | None:
@@ -367,8 +371,8 @@ class Checkpointer:
                 verify(path)
             except Damaged as e:
                 if only:
-                    raise CheckpointError(f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}; name another one, or the "
-                                          "run's folder for its newest whole one") from None
+                    raise CheckpointError(f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}; name "
+                                          "another one, or the run's folder for its newest whole one") from None
                 log.error("CHECKPOINT DAMAGED: %s: %s. Falling back to the previous one.", path, e)
                 continue
             envelope = _envelope(path)

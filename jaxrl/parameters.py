@@ -1,7 +1,8 @@
 """A run's parameters: what they are, where they lie and where they come from.
 
-The policy is a language model, with a value head where the critic shares its trunk (`job.tree`). An update sees it as two flat dicts,
-(trainable, frozen), which together are all of it; adapters would be further entries of the first. Model, engine, export and checkpoint get
+The policy is a language model, with a value head where the critic shares its trunk (`job.tree`). An update sees it as
+two flat dicts, (trainable, frozen), which together are all of it; adapters would be further entries of the first.
+Model, engine, export and checkpoint get
 them bound: `policy_params` is the language model alone, as one tree.
 """
 
@@ -52,8 +53,8 @@ def without_value(params):
 
 
 def initial_params(job, path: str = "", dtype=None, role="policy", revision=None):
-    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or model.path, or random
-    from run.seed."""
+    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or model.path,
+    or random from run.seed."""
     c = job.config.model
     dtype = dtype or DTYPES[job.config.train.param_dtype]
     shardings = param_shardings(job, tree=job.model, role=role)
@@ -65,7 +66,8 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
 
 
 def start_params(job):
-    """What the policy's TrainState starts from: initial_params, with a value head at zero where the critic shares its trunk."""
+    """What the policy's TrainState starts from: initial_params, with a value head at zero where the critic shares its
+    trunk."""
     params = initial_params(job)
     if job.tree is job.model:
         return params
@@ -109,7 +111,6 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
 
 def new_state(job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
     """TrainState at step 0 around `params` (whose buffers are taken over)."""
-    c = job.config
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     fp16 = job.compute_dtype == jnp.float16

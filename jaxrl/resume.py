@@ -93,8 +93,8 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
 def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> tuple[list[str], list[str]]:
     """Compares fingerprints of what is read (name -> hash) with a checkpoint's.
 
-    accepted: run.accept_changed. asked: options that differ and may (texts of config_changes); an eval set that differs because
-    other ones were asked for is no news. What only one side has is not compared.
+    accepted: run.accept_changed. asked: options that differ and may (texts of config_changes); an eval set that differs
+    because other ones were asked for is no news. What only one side has is not compared.
 
     Returns (refused, taken), one text each.
     """

@@ -1,4 +1,5 @@
-"""A family is rows and functions: experts stacked inside the scan's stack, behind a first dense layer, with something for the loss."""
+"""A family is rows and functions: experts stacked inside the scan's stack, behind a first dense layer, with something
+for the loss."""
 
 import dataclasses
 
@@ -34,7 +35,8 @@ def best_expert(own, x):
     up, bias, down = (own.values[f"experts/{name}"].astype(x.dtype) for name in ("up/kernel", "up/bias", "down/kernel"))
     each = jnp.einsum("blef,efd->bled", jax.nn.silu(jnp.einsum("bld,edf->blef", x, up) + bias), down)
     best = jax.nn.one_hot(gates.argmax(-1), EXPERTS) * gates
-    return jnp.einsum("bled,ble->bld", each, best.astype(x.dtype)), {"balance": EXPERTS * jnp.square(gates.mean((0, 1))).sum()}
+    balance = EXPERTS * jnp.square(gates.mean((0, 1))).sum()
+    return jnp.einsum("bled,ble->bld", each, best.astype(x.dtype)), {"balance": balance}
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +48,15 @@ def model_of(scan_layers, **options):
     """Six layers: a dense one, then five of experts of which every second one has a window."""
     model = build(LLAMA, compute_dtype=jnp.float32, scan_layers=scan_layers, **options)
     dense, *rest = model.config.layers
-    layers = [dataclasses.replace(layer, feed_forward="best_expert", window=5 * (i % 2)) for i, layer in enumerate(rest)]
+    layers = [dataclasses.replace(layer, feed_forward="best_expert", window=5 * (i % 2))
+              for i, layer in enumerate(rest)]
     return dataclasses.replace(model, config=dataclasses.replace(model.config, layers=(dense, *layers), prefix=1))
 
 
 def rows_of(seed=0):
     tokens = np.random.default_rng(seed).integers(0, 96, (2, 12)).astype(np.int32)
-    return tokens, np.tile(np.arange(12, dtype=np.int32), (2, 1)), np.ones((2, 12), np.int32), np.zeros((2, 12), np.int32)
+    positions = np.tile(np.arange(12, dtype=np.int32), (2, 1))
+    return tokens, positions, np.ones((2, 12), np.int32), np.zeros((2, 12), np.int32)
 
 
 def names(model):
@@ -63,7 +67,8 @@ def test_the_table_has_every_tensor_once():
     """A prefix, two stacked axes, a rest behind the scan; the same tensors and counts unrolled."""
     scanned, unrolled = model_of(True), model_of(False)
     shapes = {"/".join(entry.path): entry.shape for entry in scanned.entries}
-    assert shapes["layers/sub_1/experts/up/kernel"] == (2, EXPERTS, 32, WIDTH) and shapes["layer_0/mlp/up/kernel"] == (32, 56)
+    assert shapes["layers/sub_1/experts/up/kernel"] == (2, EXPERTS, 32, WIDTH)
+    assert shapes["layer_0/mlp/up/kernel"] == (32, 56)
     assert shapes["layer_5/experts/up/bias"] == (EXPERTS, WIDTH) and "layer_0/router/kernel" not in shapes
     up = next(entry for entry in scanned.entries if entry.path == ("layers", "sub_1", "experts", "up", "kernel"))
     assert up.hf_names == tuple(f"model.layers.{i}.mlp.experts.{e}.up.weight" for i in (2, 4) for e in range(EXPERTS))
@@ -77,7 +82,8 @@ def test_the_table_has_every_tensor_once():
 
 
 def test_forward_decode_and_hf_tensors(tmp_path):
-    """A folder of HF's tensors is written and read, stacked or not, bit by bit; the forward pass is that of the loop over experts."""
+    """A folder of HF's tensors is written and read, stacked or not, bit by bit; the forward pass is that of the loop
+    over experts."""
     scanned, unrolled = model_of(True), model_of(False)
     params = scanned.init(jax.random.key(0))
     hf.export(scanned, params, tmp_path / "a", LLAMA)
@@ -112,7 +118,8 @@ def test_an_expert_is_what_a_loop_computes():
     for token, gate, y in zip(np.asarray(x[0]), gates, np.asarray(got[0]), strict=True):
         e = gate.argmax()
         up = token @ own.values["experts/up/kernel"][e] + own.values["experts/up/bias"][e]
-        np.testing.assert_allclose(y, gate[e] * (jax.nn.silu(up) @ own.values["experts/down/kernel"][e]), rtol=2e-4, atol=2e-4)
+        want = gate[e] * (jax.nn.silu(up) @ own.values["experts/down/kernel"][e])
+        np.testing.assert_allclose(y, want, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(told["balance"], EXPERTS * np.square(gates.mean(0)).sum(), rtol=1e-5)
 
 
@@ -127,9 +134,11 @@ class Balanced(training.NextToken):
 
 
 def test_what_layers_say_reaches_the_loss():
-    """Summed over the five layers that say it, whether scanned, unrolled or recomputed (in groups, too); dense models say nothing."""
+    """Summed over the five layers that say it, whether scanned, unrolled or recomputed (in groups, too); dense models
+    say nothing."""
     rows, sums = rows_of(), {}
-    for scan, remat, every in ((False, "none", 1), (True, "none", 1), (True, "full", 1), (True, "full", 2), (False, "full", 2)):
+    cases = ((False, "none", 1), (True, "none", 1), (True, "full", 1), (True, "full", 2), (False, "full", 2))
+    for scan, remat, every in cases:
         model = dataclasses.replace(model_of(scan), remat=remat, remat_every=every)
         loss = jax.value_and_grad(lambda p, model=model: model.forward(p, *rows)[1]["balance"])
         value, grads = jax.jit(loss)(model.init(jax.random.key(0)))

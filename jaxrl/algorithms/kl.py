@@ -1,11 +1,12 @@
 """Per-token estimates of KL(current || reference), in the loss (`kl_penalty`) or in the reward (`kl_value`).
 
-With d = logp - ref, of a token drawn from the current policy p, q the reference (http://joschu.net/blog/kl-approx.html):
+With d = logp - ref, of a token drawn from the current policy p, q the reference
+(http://joschu.net/blog/kl-approx.html):
 
     k1 = d    abs = |d|    k2 = d^2 / 2    k3 = exp(-d) + d - 1    low_var = min(k3 of d within +-20, 10)
 
-What is followed is not an estimator's value but its expected gradient. Let K(s) = KL(p || q), K'(s) = KL(q || p) at a state
-s, gradients at the states visited (their distribution is not differentiated), samples from p:
+What is followed is not an estimator's value but its expected gradient. Let K(s) = KL(p || q), K'(s) = KL(q || p) at a
+state s, gradients at the states visited (their distribution is not differentiated), samples from p:
 
     estimator     in the loss                        in the reward (as score, REINFORCE with the reward to go)
     k1            0 (refused)                        of KL(p || q) of whole sequences: states' distribution included
@@ -59,16 +60,16 @@ def kl_penalty(logp, ref, old, mask, estimator):
     if estimator == "k3_unbiased":
         return masked_exp(logp - old, mask) * (masked_expm1(-d, mask) + d)
     if estimator == "k1":
-        raise ValueError("kl.estimator='k1': as a loss its expected gradient is 0, it would do nothing; use k3_unbiased or k2"
-                         " in the loss, or k1 with kl.placement=reward")
+        raise ValueError("kl.estimator='k1': as a loss its expected gradient is 0, it would do nothing; use "
+                         "k3_unbiased or k2 in the loss, or k1 with kl.placement=reward")
     raise ValueError(f"kl.estimator={estimator!r}: expected {', '.join(LOSS_ESTIMATORS)}")
 
 
 def kl_value(logp, ref, estimator):
     """The estimate per token as a number to subtract from rewards; host numpy, float64, any shape.
 
-    Gradients are those of the column "in the reward" above: with k1 that of KL(current || reference) of whole sequences.
-    k3 overflows to inf below d = -709; low_var is bounded by 10.
+    Gradients are those of the column "in the reward" above: with k1 that of KL(current || reference) of whole
+    sequences. k3 overflows to inf below d = -709; low_var is bounded by 10.
 
     Raises ValueError for k3_unbiased and unknown names.
     """

@@ -1,11 +1,11 @@
 """Per-token losses, not aggregated: the step's loss is the sum of weight * token loss (see aggregation.py).
 
-Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, A = advantage, all of
-one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradient.
+Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, A = advantage, all
+of one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradient.
 
-Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs hold
-there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`, 1 where a
-bound removed (CISPO, DPPO: changed) the token's gradient.
+Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs
+hold there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`, 1
+where a bound removed (CISPO, DPPO: changed) the token's gradient.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def clipped_policy_loss(
       delta: r of the first branch is min(r, delta), delta >= 1 + clip_high (INTELLECT-2, arXiv 2505.07291); 0 = off.
 
     Returns:
-      (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose sum is
-      `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no gradient either).
+      (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose sum
+      is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no gradient
+      either).
     """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
@@ -109,8 +110,8 @@ def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=No
 def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
     """SAPO (arXiv 2511.20347): -A * (4 / tau) * sigmoid(tau * (r - 1)), tau = tau_pos where A > 0, else tau_neg.
 
-    A soft gate: the gradient is that of -A r times 4 s (1 - s), s the sigmoid: 1 at r = 1, falling on both sides. Nothing
-    is clipped. tau > 0.
+    A soft gate: the gradient is that of -A r times 4 s (1 - s), s the sigmoid: 1 at r = 1, falling on both sides.
+    Nothing is clipped. tau > 0.
     """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
@@ -120,11 +121,11 @@ def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
 
 
 def dppo_loss(logp, old, advantage, mask, low, high):
-    """DPPO with binary total variation (arXiv 2602.04879): -A * sg(min(r, 20)) * logp, 0 where the trust region is left.
+    """DPPO with binary total variation (arXiv 2602.04879): -A * sg(min(r, 20)) * logp, 0 outside the trust region.
 
     With p = exp(logp), a token is left out where A > 0 and p - p_old > high, or A <= 0 and p - p_old < -low: bounds on
-    probabilities, not on ratios. The gradient is that of the paper's -A r on the other tokens, with r capped at 20 as in
-    its authors' code. The paper's old is the sampler's log-prob. `clipped` marks tokens left out.
+    probabilities, not on ratios. The gradient is that of the paper's -A r on the other tokens, with r capped at 20 as
+    in its authors' code. The paper's old is the sampler's log-prob. `clipped` marks tokens left out.
     """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old, mask)
@@ -150,8 +151,8 @@ def nll_loss(logp, mask):
 def value_loss(values, old_values, returns, mask, clip):
     """PPO's critic loss per token, 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), 0 where masked.
 
-    clip None or 0: 0.5 * (v - R)^2, old_values is not read. Returns (loss, {"clipped"}): 1 where the clipped branch won, so
-    that the token has no gradient.
+    clip None or 0: 0.5 * (v - R)^2, old_values is not read. Returns (loss, {"clipped"}): 1 where the clipped branch
+    won, so that the token has no gradient.
     """
     error = jnp.where(mask, values - returns, 0)
     if not clip:
@@ -163,7 +164,7 @@ def value_loss(values, old_values, returns, mask, clip):
 
 
 def explained_variance(values_T, returns_T, mask_T) -> float:
-    """1 - var(R - v) / var(R) over tokens where mask; 0 where var(R) is 0. Host numpy, float64. 1 = a perfect critic."""
+    """1 - var(R - v) / var(R) over tokens where mask, 1 = perfect; 0 where var(R) is 0. Host numpy, float64."""
     mask = np.asarray(mask_T, bool)
     returns = np.asarray(returns_T, np.float64)[mask]
     error = returns - np.asarray(values_T, np.float64)[mask]
@@ -185,8 +186,8 @@ def register_policy_loss(name: str):
 
     `tokens` is a Tokens, cfg has the attributes clip_low, clip_high, dual_clip, delta, ratio, cispo_max_ratio,
     cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high, and user, the table config.user. Returns per-token
-    (loss, stats), 0 where masked, not aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)): where masked
-    anything may be in the arrays. Raises ValueError where the name is taken by another function.
+    (loss, stats), 0 where masked, not aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)): where
+    masked anything may be in the arrays. Raises ValueError where the name is taken by another function.
     """
 
     def register(function):
@@ -198,7 +199,7 @@ def register_policy_loss(name: str):
 
 
 def policy_loss(name: str):
-    """The policy loss registered as `name`: f(tokens, cfg) -> (loss, stats). Raises ValueError naming the known ones."""
+    """The policy loss registered as `name`: f(tokens, cfg) -> (loss, stats). ValueError names the known ones."""
     if name not in POLICY_LOSSES:
         raise ValueError(f"policy_loss={name!r}: expected {', '.join(sorted(POLICY_LOSSES))}")
     return POLICY_LOSSES[name]
@@ -217,10 +218,12 @@ def _token_only(cfg, name):
 def _clip(t: Tokens, cfg):
     if cfg.ratio == "geometric":
         if cfg.dual_clip or cfg.delta:
-            raise ValueError("ratio='geometric' clips tokens before their mean: dual_clip and delta have no meaning with it")
+            raise ValueError("ratio='geometric' clips tokens before their mean: dual_clip and delta have no meaning "
+                             "with it")
         return gmpo_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.clip_low, cfg.clip_high)
-    ratio, bounds = _log_ratio(t, cfg), {"dual_clip": cfg.dual_clip, "delta": cfg.delta}
-    return clipped_policy_loss(t.logp, t.old, t.advantage, t.mask, cfg.clip_low, cfg.clip_high, log_ratio=ratio, **bounds)
+    bounds = cfg.clip_low, cfg.clip_high
+    return clipped_policy_loss(t.logp, t.old, t.advantage, t.mask, *bounds, log_ratio=_log_ratio(t, cfg),
+                               dual_clip=cfg.dual_clip, delta=cfg.delta)
 
 
 @register_policy_loss("cispo")

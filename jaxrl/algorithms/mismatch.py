@@ -1,7 +1,7 @@
-"""Weights for answers that were drawn by another policy (the sampler's arithmetic, older weights) than the proximal one.
+"""Weights for answers that another policy drew (the sampler's arithmetic, older weights) than the proximal one.
 
-rho = exp(old - behaviour). A weight multiplies the policy loss only, never KL or entropy; denominators stay. No gradient
-flows through any of them.
+rho = exp(old - behaviour). A weight multiplies the policy loss only, never KL or entropy; denominators stay. No
+gradient flows through any of them.
 
 Legend: R rows, S scored slots per row; see numerics.py for `sequences`.
 """
@@ -21,8 +21,8 @@ def mismatch_ratio(old, behaviour, mask, *, sequences=None, level="token"):
         sequence   product of rho over the sequence's scored tokens, at each of them
         geometric  its |y|-th root
 
-    Products are sums of logs; above 20 the exponential continues linearly (masked_exp). Shapes other than [R, S] are fine
-    for level token. Raises ValueError for other levels, and where sequences is missing.
+    Products are sums of logs; above 20 the exponential continues linearly (masked_exp). Shapes other than [R, S] are
+    fine for level token. Raises ValueError for other levels, and where sequences is missing.
     """
     x = jnp.where(mask, jax.lax.stop_gradient(old) - jax.lax.stop_gradient(behaviour), 0)
     if level == "token":
@@ -56,8 +56,8 @@ def off_policy_sequence_mask(logp, behaviour, advantage, mask, sequences, delta)
     """Factor 1 on kept tokens, 0 on those of dropped sequences and where masked; without gradient, dtype of logp.
 
     DeepSeek-V3.2 (arXiv 2512.02556): a sequence is dropped where its advantage is negative and the mean of
-    behaviour - logp over its scored tokens is above delta. With advantages per token, their mean over the sequence decides
-    (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's).
+    behaviour - logp over its scored tokens is above delta. With advantages per token, their mean over the sequence
+    decides (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's).
     """
     gap = sequence_mean(jax.lax.stop_gradient(behaviour) - jax.lax.stop_gradient(logp), mask, sequences)
     dropped = (sequence_mean(jax.lax.stop_gradient(advantage), mask, sequences) < 0) & (gap > delta)

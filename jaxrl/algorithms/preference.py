@@ -1,4 +1,6 @@
-"""Losses of pairs of sequences: (loss, derivative) on [N] numbers, on the host in float64 (see training.objective.sequence_weights).
+"""Losses of pairs of sequences: (loss, derivative) on [N] numbers, on the host in float64.
+
+training.objective.sequence_weights makes an update of them.
 
 Notation: s = sum of a completion's log-probs under the policy, r = under the reference, both in nats.
 """
@@ -22,7 +24,7 @@ def dpo(policy_N, reference_N, chosen_P, rejected_P, beta: float):
     lead = np.asarray(policy_N, np.float64) - np.asarray(reference_N, np.float64)
     margin = beta * (lead[chosen_P] - lead[rejected_P])
     loss = np.logaddexp(0.0, -margin).mean()
-    slope = -beta * np.exp(-np.logaddexp(0.0, margin)) / len(margin)  # of the chosen one: -beta sigmoid(-margin) / pairs
+    slope = -beta * np.exp(-np.logaddexp(0.0, margin)) / len(margin)  # of the chosen: -beta sigmoid(-margin) / pairs
     derivative = np.zeros(len(lead))
     np.add.at(derivative, chosen_P, slope)
     np.add.at(derivative, rejected_P, -slope)

@@ -19,8 +19,8 @@ def log_ratio(logp, old, mask, sequences, level):
         sequence_token  sg(that mean) + logp - sg(logp)                GSPO-token, the same paper
 
     `sequence` and `sequence_token` have the same value. The gradient of `sequence` at any slot is 1/|y| with respect to
-    every token of its sequence; that of `sequence_token` is 1 with respect to its own token alone. Summed over a sequence
-    with one advantage, both give the same.
+    every token of its sequence; that of `sequence_token` is 1 with respect to its own token alone. Summed over a
+    sequence with one advantage, both give the same.
 
     Raises ValueError for other levels; the geometric one needs advantages, see `geometric_log_ratio`.
     """
@@ -28,7 +28,8 @@ def log_ratio(logp, old, mask, sequences, level):
     if level == "token":
         return x
     if level not in ("sequence", "sequence_token"):
-        raise ValueError(f"ratio={level!r}: expected token, sequence or sequence_token here (geometric: policy loss clip only)")
+        raise ValueError(f"ratio={level!r}: expected token, sequence or sequence_token here (geometric: policy loss "
+                         "clip only)")
     mean = jnp.where(mask, sequence_mean(x, mask, sequences), 0)
     if level == "sequence":
         return mean
@@ -38,13 +39,15 @@ def log_ratio(logp, old, mask, sequences, level):
 def geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high):
     """GMPO (arXiv 2507.20673): log of the geometric mean of the clipped token ratios of each sequence.
 
-    With x = logp - old, the log-ratio of a token is min(x, clip_high) where its advantage is positive, max(x, -clip_low)
+    With x = logp - old, the log-ratio of a token is min(x, clip_high) where its advantage is positive, max(x,
+    -clip_low)
     where it is negative, x where it is 0: the min of the paper's surrogate, token by token, before the mean. The bounds
     are in nats, so that ratios lie in [exp(-clip_low), exp(clip_high)].
 
     Returns:
-      (mean, low, high): `mean` [R, S] is the mean over the sequence's scored tokens at each of them, 0 where masked; its
-      gradient with respect to a token is 1/|y|, 0 where that token was clipped. `low`, `high` bool: which bound acted.
+      (mean, low, high): `mean` [R, S] is the mean over the sequence's scored tokens at each of them, 0 where masked;
+      its gradient with respect to a token is 1/|y|, 0 where that token was clipped. `low`, `high` bool: which bound
+      acted.
     """
     x = jnp.where(mask, logp - old, 0)
     advantage = jnp.where(mask, advantage, 0)

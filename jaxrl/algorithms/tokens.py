@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Tokens(NamedTuple):
-    """Arrays [R, S] over packed slots (R rows, S scored slots per row); log-probs in nats. Junk is allowed where masked.
+    """Arrays [R, S] over packed slots (R rows, S scored slots per row); log-probs in nats, anything where masked.
 
     Only `logp` and `entropy` carry a gradient.
     """

@@ -53,15 +53,15 @@ class ModelConfig:
 
     @functools.cached_property
     def period(self) -> int:
-        """Length of the smallest block whose repetition gives all layers behind the prefix but a rest shorter than the block."""
+        """Length of the smallest block whose repetition gives all layers behind the prefix but a shorter rest."""
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
         return next(fits, len(layers))
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence the model is made for: its window, stretched as its rotary scaling says (and as vLLM counts
-        it). Gemma 3's and Llama 3's windows are given as stretched."""
+        """Tokens of the longest sequence the model is made for: its window, stretched as its rotary scaling says (and
+        as vLLM counts it). Gemma 3's and Llama 3's windows are given as stretched."""
         stretched = [0.0]
         for rope in {layer.rope for layer in self.layers} if self.family != "gemma3_text" else ():
             if rope.kind in ("linear", "yarn"):
@@ -136,8 +136,9 @@ FAMILIES = {
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Fields of other architectures: a config that uses one means a function that no family here computes, and transformers may
-# read over it in silence. They pass where they say "not used": null, false, zero, empty, and 1 where the field is a factor.
+# Fields of other architectures: a config that uses one means a function that no family here computes, and transformers
+# may read over it in silence. They pass where they say "not used": null, false, zero, empty, and 1 where the field is a
+# factor.
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
                 "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
@@ -184,6 +185,8 @@ def model_config(hf_config: dict) -> ModelConfig:
     def softcap(rule):
         return 0.0 if not rule or hf[rule] is None else float(_number(hf, rule, above=0))
 
+    query = _number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
+
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
         mlp_size=hf["intermediate_size"], num_heads=heads, num_kv_heads=hf.get("num_key_value_heads") or heads,
@@ -192,7 +195,7 @@ def model_config(hf_config: dict) -> ModelConfig:
         qk_norm=family.qk_norm, post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
         norm_eps=_number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
-        query_scale=float(_number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim) ** -0.5,
+        query_scale=float(query) ** -0.5,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=_number(hf, "max_position_embeddings", least=1, kind=int),
         init_std=_number(hf, "initializer_range", least=0))
@@ -216,8 +219,9 @@ def family_of(hf_config: dict) -> Family:
 def _number(table, key, least=None, above=None, kind=float):
     """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
     value = table[key]
-    fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or (least is not None and value < least) or (above is not None and value <= above):
+    numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    low = -math.inf if least is None else least
+    if not numeric or not math.isfinite(value) or value < low or (above is not None and value <= above):
         bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
         raise ConfigError(f"model config: {key}={value!r}; give {'an integer' if kind is int else 'a number'}{bound}")
     return value
@@ -291,15 +295,16 @@ def _windows(hf, family) -> tuple[list[bool], int]:
         raise ConfigError(f"model config: layer_types={kinds!r}; give {count} entries, each full_attention or "
                           "sliding_attention")
     if family.windows == "none" and window is not None and hf.get("use_sliding_window") is not False:
-        raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; leave it out")
+        raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; "
+                          "leave it out")
     if family.windows == "none" or (family.windows == "from_layer" and not hf["use_sliding_window"]):
         window = None
     given = kinds and [kind == "sliding_attention" for kind in kinds]
     if family.windows in ("none", "all"):
         sliding = [window is not None] * count
         if given and given != sliding:
-            raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are alike, here "
-                              f"{'sliding' if sliding[0] else 'full'}_attention; leave it out")
+            raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are "
+                              f"alike, here {'sliding' if sliding[0] else 'full'}_attention; leave it out")
     elif given:
         sliding = given
     elif family.windows == "from_layer":
@@ -311,8 +316,8 @@ def _windows(hf, family) -> tuple[list[bool], int]:
         return sliding, 0
     if window is None and any(sliding):
         why = "use_sliding_window=False" if hf.get("use_sliding_window") is False else "sliding_window=None"
-        raise ConfigError(f"model config: {'layer_types has' if given else 'the model has'} sliding_attention while {why}; give a "
-                          "window, or make all entries of layer_types full_attention")
+        raise ConfigError(f"model config: {'layer_types has' if given else 'the model has'} sliding_attention "
+                          f"while {why}; give a window, or make all entries of layer_types full_attention")
     return sliding, _number(hf, "sliding_window", least=1, kind=int)
 
 
@@ -321,13 +326,15 @@ def _pattern(hf) -> int:
     if hf["model_type"] == "gemma3_text":
         return _number(hf, "sliding_window_pattern", least=1, kind=int)
     if hf.get("sliding_window_pattern", 2) != 2:
-        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: transformers reads every second "
-                          f"layer of a {hf['model_type']} model as windowed, whatever it says; say it with layer_types")
+        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: transformers "
+                          f"reads every second layer of a {hf['model_type']} model as windowed, whatever it says; say "
+                          "it with layer_types")
     return 2
 
 
 def _ropes(hf, family) -> tuple[Rope, Rope]:
-    """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
+    """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
+    `rope_scaling`."""
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
         if value is not None and not isinstance(value, dict):
@@ -342,8 +349,10 @@ def _ropes(hf, family) -> tuple[Rope, Rope]:
     flat = sorted(set(tables) - {"full_attention", "sliding_attention", "truncate"})
     if flat:
         raise ConfigError(f"model config: rope_parameters has {', '.join(flat)} outside the tables full_attention and "
-                          f"sliding_attention, where transformers does not look for a {hf['model_type']} model; put them there")
-    full = {"rope_theta": hf["rope_theta"], **(tables.get("full_attention") or {"rope_type": "default"}), **(scaling or {})}
+                          f"sliding_attention, where transformers does not look for a {hf['model_type']} model; put "
+                          "them there")
+    full = tables.get("full_attention") or {"rope_type": "default"}
+    full = {"rope_theta": hf["rope_theta"], **full, **(scaling or {})}
     local = tables.get("sliding_attention") or {}
     if "rope_theta" not in local:
         local = {"rope_theta": _number(hf, "rope_local_base_freq", above=0), **local}
@@ -355,12 +364,12 @@ def _rope(hf, table, truncate) -> Rope:
     """The rotary embedding of one flat table."""
     nested = [key for key, value in table.items() if isinstance(value, dict)]
     if nested:
-        raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a {hf['model_type']} model "
-                          "does not read; write one flat table")
+        raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a "
+                          f"{hf['model_type']} model does not read; write one flat table")
     kinds = [table[key] for key in ("rope_type", "type") if table.get(key) is not None] or ["default"]
     if len(set(kinds)) > 1:
-        raise ConfigError(f"model config: rope_type={kinds[0]!r} beside type={kinds[1]!r} in the rotary table, and transformers "
-                          "reads the first; leave type out")
+        raise ConfigError(f"model config: rope_type={kinds[0]!r} beside type={kinds[1]!r} in the rotary table, and "
+                          "transformers reads the first; leave type out")
     kind = kinds[0]
     if kind not in KINDS:
         raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(KINDS)}")
@@ -388,7 +397,7 @@ def _rope(hf, table, truncate) -> Rope:
 def _yarn_fields(table, truncate) -> dict:
     if table["rope_theta"] == 1:
         raise ConfigError("model config: rope_theta=1 has no wavelengths for rope_type=yarn; give a larger one")
-    found = {name: table[name] for name in ("beta_fast", "beta_slow") if table.get(name)}  # 0 means the default there too
+    found = {name: table[name] for name in ("beta_fast", "beta_slow") if table.get(name)}  # 0, too, is the default
     fields = {name: float(_number(found, name, above=0)) for name in found}
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         if table.get(name) is not None:

@@ -1,5 +1,5 @@
-"""The decoder of every family, in three modes (packed rows, prefill, one token against a cache), as functions of nested dicts of
-parameters. A layer is a mixer and a feed-forward, which config.layers names.
+"""The decoder of every family, in three modes (packed rows, prefill, one token against a cache), as functions of nested
+dicts of parameters. A layer is a mixer and a feed-forward, which config.layers names.
 
 Parameters keep the dtype they are given and are cast to the compute dtype where they are used. Norms, rotary angles
 and softmax run in fp32 (float64 where the compute dtype is).
@@ -80,7 +80,7 @@ class Weights(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all layers read: [B, L] of the tokens, rotations per distinct rotary embedding, attention's work per distinct window."""
+    """What all layers read: [B, L] of the tokens, rotations per distinct rotary embedding, work per distinct window."""
 
     positions: jax.Array
     prefixes: jax.Array | None
@@ -90,15 +90,15 @@ class Shared(NamedTuple):
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
-    """Self-attention over packed rows, or of one new token per slot over the cache; (output, keys and values or the new cache)."""
+    """Self-attention over packed rows, or of one new token per slot over the cache."""
     cfg = own.config
     q, k, v = (own.linear(f"attention/{name}", x_BxLxD) for name in ("query", "key", "value"))
     if cfg.qk_norm:
         q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
     rotation = shared.rotations[distinct_ropes(cfg).index(layer.rope)]
     q, k = rotate(q, rotation), rotate(k, rotation)
-    options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale, implementation=implementation,
-                   work=shared.work[layer.window])
+    options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
+                   implementation=implementation, work=shared.work[layer.window])
     positions, segments = shared.positions, shared.segments
     if cache is None:
         kv = {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*v.shape[:2], -1)}
@@ -117,8 +117,9 @@ def mlp(own: Weights, x):
 
 
 class Part(NamedTuple):
-    """A mixer, `apply(weights, layer, implementation, x, shared, cache, index) -> (y, keys and values)`, or a feed-forward,
-    `apply(weights, x) -> (y, auxiliary)`: auxiliary is a dict of arrays for the loss, which are summed over the layers."""
+    """A mixer, `apply(weights, layer, implementation, x, shared, cache, index) -> (y, keys and values)`, or a
+    feed-forward, `apply(weights, x) -> (y, auxiliary)`: auxiliary is a dict of arrays for the loss, which are summed
+    over the layers."""
 
     rows: tuple[parameters.Row, ...]
     apply: Callable
@@ -133,8 +134,11 @@ def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
 
 
 def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
-    """(layers before the repeating block, how often a scan repeats it, layers behind). Layers before and behind are unrolled, all of
-    them where nothing is scanned: layer i of the others is i = prefix + repetition * period + j, for sub_<j>."""
+    """(layers before the repeating block, how often a scan repeats it, layers behind).
+
+    Those before and behind are unrolled, all of them where nothing repeats; sub_<j> of the block is layer
+    prefix + repetition * period + j.
+    """
     repeats = (config.num_layers - config.prefix) // config.period
     repeats = repeats if scan_layers and repeats > 1 else 0
     return range(config.prefix), repeats, range(config.prefix + repeats * config.period, config.num_layers)
@@ -148,7 +152,8 @@ def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, .
         out += parameters.entries(config, layer_rows(config.layers[i]), (f"layer_{i}",), [i])
     for j in range(config.period if repeats else 0):
         numbers = [config.prefix + config.period * n + j for n in range(repeats)]
-        out += parameters.entries(config, layer_rows(config.layers[numbers[0]]), ("layers", f"sub_{j}"), numbers, repeats)
+        table = layer_rows(config.layers[numbers[0]])
+        out += parameters.entries(config, table, ("layers", f"sub_{j}"), numbers, repeats)
     return tuple(sorted(out, key=lambda entry: entry.path))
 
 
@@ -164,10 +169,11 @@ def added_up(first: dict, *more: dict) -> dict:
     return out
 
 
-def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, cache=None, keep_kv=False, prompts=None):
-    """tokens -> (hidden states after the final norm [B, L, D], auxiliary, keys and values: fresh ones, or the updated cache).
+def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
+            keep_kv=False, prompts=None):
+    """(hidden states after the final norm [B, L, D], auxiliary, keys and values).
 
-    With `keep_kv` or a cache the tree of keys and values is that of Model.init_cache, else it is {}.
+    The last are the updated cache, or fresh ones in the tree of Model.init_cache where `keep_kv`, else {}.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(params["embed"]["embedding"], tokens_BxL, dtype)
@@ -194,14 +200,15 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
     cfg, options = model.config, dict(window=window, implementation=model.attention)
     if cache is not None:
         leaf = jax.tree.leaves(cache)[0]
-        return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads, cfg.num_kv_heads, **options)
-    return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, model.compute_dtype, positions_BxL, segments_BxL,
-                          prefixes_BxL, **options)
+        return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads,
+                                     cfg.num_kv_heads, **options)
+    return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, model.compute_dtype, positions_BxL,
+                          segments_BxL, prefixes_BxL, **options)
 
 
 def _layer(model, number: int, name: str, params, x, shared, cache, index):
-    """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added. index: repetition, where the cache is
-    that of all repetitions."""
+    """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added. index: repetition,
+    where the cache is that of all repetitions."""
     cfg, layer = model.config, model.config.layers[number]
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     own = Weights(cfg, table, flatten_dict(params, sep="/"))
@@ -224,7 +231,8 @@ def _run(model, numbers, names, keep, params, x, shared, cache, index):
     """Layers one after the other: (x, their keys and values by name, auxiliary)."""
     kv, auxiliary = {}, {}
     for number, name in zip(numbers, names, strict=True):
-        x, own, more = _layer(model, number, name, params[name], x, shared, None if cache is None else cache[name], index)
+        old = None if cache is None else cache[name]
+        x, own, more = _layer(model, number, name, params[name], x, shared, old, index)
         kv, auxiliary = kv | ({name: own} if keep else {}), added_up(auxiliary, more)
     return x, kv, auxiliary
 

@@ -31,7 +31,8 @@ SOURCE = "jaxrl_source"
 HEAD, SCORE, EMBEDDING = "lm_head.weight", "score.weight", "model.embed_tokens.weight"  # rows of models.parameters
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
-FLOATS = ("rms_norm_eps", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")  # transformers takes no integer there
+# transformers takes no integer there
+FLOATS = ("rms_norm_eps", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -95,12 +96,13 @@ def _read_json(file: Path) -> dict:
 
 
 def _override(config: dict, overrides: dict) -> dict:
-    """Overrides win, and nothing of the config hides one: a rotary entry goes into the table that transformers would read."""
+    """Overrides win, and nothing of the config hides one: a rotary entry goes into the table that is read."""
     config, overrides = dict(config), dict(overrides)
     scaling = overrides.get("rope_scaling")
     if "rope_parameters" in overrides and "rope_scaling" not in overrides:
         config.pop("rope_scaling", None)
-    if any("original_max_position_embeddings" in (overrides.get(name) or {}) for name in ("rope_scaling", "rope_parameters")):
+    given = [overrides.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if any("original_max_position_embeddings" in table for table in given):
         config.pop("original_max_position_embeddings", None)
     ropes = config.get("rope_parameters")
     if ropes and "rope_parameters" not in overrides and ("rope_scaling" in overrides or "rope_theta" in overrides):
@@ -112,12 +114,14 @@ def _override(config: dict, overrides: dict) -> dict:
             new = dict(scaling or {})
             if "type" in new:
                 new.setdefault("rope_type", new.pop("type"))
-            kept = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}  # null takes a scaling away
+            # null takes a scaling away
+            kept = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}
             table = {**kept, **new}
         if "rope_theta" in overrides:
             table["rope_theta"] = overrides.pop("rope_theta")
         overrides["rope_parameters"] = {**ropes, "full_attention": table} if layered else table
-    elif "rope_theta" in overrides and "rope_theta" in (config.get("rope_scaling") or {}) and "rope_scaling" not in overrides:
+    elif ("rope_theta" in overrides and "rope_scaling" not in overrides
+          and "rope_theta" in (config.get("rope_scaling") or {})):
         overrides["rope_scaling"] = {**config["rope_scaling"], "rope_theta": overrides["rope_theta"]}
     return {**config, **overrides}
 
@@ -217,11 +221,12 @@ def _filler(sharding):
 
 
 def _match(model, stored, folder, head=True):
-    """Every tensor the model needs is there once, in its shape, and nothing else is. `head` False: but for the output matrix."""
+    """Every tensor the model needs is there once, in its shape, and nothing else. head=False: but the output matrix."""
     if not stored:
         raise ConfigError(f"{folder}: no {tensorfile.SINGLE} and no {tensorfile.INDEX}; convert the checkpoint to "
                           "safetensors, or set model.init=random")
-    shapes = {name: entry.hf_shape for entry in model.entries for name in entry.hf_names if head or entry.path[0] != "head"}
+    read = [entry for entry in model.entries if head or entry.path[0] != "head"]
+    shapes = {name: entry.hf_shape for entry in read for name in entry.hf_names}
     names = {name for name in stored if not IGNORED.fullmatch(name)}
     if head and model.config.tied and HEAD in names:
         names.remove(HEAD)
@@ -245,7 +250,8 @@ def _match(model, stored, folder, head=True):
             stored[name].read()
 
 
-def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0, eos_ids=()) -> None:
+def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0,
+           eos_ids=()) -> None:
     """Writes a folder that transformers opens: weights, config, generation config and tokenizer.
 
     The folder appears at once: it is written beside its place and renamed; what stood there is replaced. Every process
@@ -259,7 +265,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         fp16.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes).
-      eos_ids: token ids that end an answer; those the source did not name are written too, so that a generation stops there.
+      eos_ids: token ids that end an answer; those the source did not name are written too.
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
@@ -328,12 +334,14 @@ def _host(entry, array, index, dtype):
 
 
 def _special_ids(eos_ids, tokenizer) -> dict:
-    """The special tokens as a config.json spells them; {} where no end token is known. A tokenizer without padding pads with the end."""
+    """The special tokens as a config.json spells them; {} where no end token is known. A tokenizer without padding pads
+    with the end."""
     if not eos_ids:
         return {}
     pad, bos = (getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id"))
     ends = [int(i) for i in eos_ids]
-    return {"eos_token_id": ends if ends[1:] else ends[0], "bos_token_id": bos, "pad_token_id": ends[0] if pad is None else pad}
+    return {"eos_token_id": ends if ends[1:] else ends[0], "bos_token_id": bos,
+            "pad_token_id": ends[0] if pad is None else pad}
 
 
 def _generation_config(hf_config, config, eos_ids):

@@ -32,7 +32,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       remat: what the backward pass recomputes: none, full (each layer), dots (all but matrix products), offload (each
         layer, its input resting in host memory). On the CPU it saves memory only with scan_layers: unrolled, XLA's
         scheduler there recomputes too early.
-      remat_every: layers that are recomputed together; the larger, the fewer inputs are kept and the more exists at once.
+      remat_every: layers that are recomputed together: fewer inputs are kept, and more exists at once.
       attention: implementation, see kernels.attention.
 
     Raises ConfigError for configs no family here serves.
@@ -43,8 +43,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
     _, blocks, _ = decoder.spans(config, scan_layers)
     if remat_every > 1 and blocks and (remat_every % config.period or blocks % (remat_every // config.period)):
         fit = [n * config.period for n in range(1, blocks + 1) if blocks % n == 0]
-        raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are cut into "
-                          f"equal groups of {' or '.join(map(str, fit))}")
+        raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are "
+                          f"cut into equal groups of {' or '.join(map(str, fit))}")
     return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every)
 
 
@@ -125,8 +125,8 @@ class Model:
         return self.tree(lambda entry: entry.axes)
 
     def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL):
-        """(hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: what the layers say beside them for the
-        loss, by name and summed over the layers; empty for dense models).
+        """(hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: what the layers say beside
+        them for the loss, by name and summed over the layers; empty for dense models).
 
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
@@ -138,7 +138,7 @@ class Model:
         return self.forward(*args)[0]
 
     def head(self, params):
-        """The output matrix [D, V] in the compute dtype, or the embedding [V, D] where the model ties them (`config.tied`)."""
+        """The output matrix [D, V] in the compute dtype, or the embedding [V, D] where `config.tied`."""
         outer, inner = ("embed", "embedding") if self.config.tied else ("head", "kernel")
         axes = next(entry.axes for entry in self.entries if entry.path == (outer, inner))
         return gathered(params[outer][inner], axes, self.compute_dtype)
@@ -209,7 +209,8 @@ class Model:
 
         Returns (hidden_SxD, cache).
         """
-        hidden, _, cache = decoder.forward(self, params, tokens_S[:, None], positions_S[:, None], cache=cache, prompts=shared)
+        rows = tokens_S[:, None], positions_S[:, None]
+        hidden, _, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared)
         return hidden[:, 0], cache
 
     def check_length(self, tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Every parameter once, as data: shape, initial values, logical axes, HF name, and how the HF tensor is laid out.
 
-Initialisation, shardings, checkpoints in HF's format, counts of parameters and of operations follow from these rows and nothing else.
-Our paths are joined by '/'. A layer's parameters live under `layer_<i>` (unrolled) or, stacked over the repetitions of the model's
-repeating block, under `layers/sub_<j>`; see models.decoder.spans.
+Initialisation, shardings, checkpoints in HF's format, counts of parameters and of operations follow from these rows and
+nothing else. Our paths are joined by '/'. A layer's parameters live under `layer_<i>` (unrolled) or, stacked over the
+repetitions of the model's repeating block, under `layers/sub_<j>`; see models.decoder.spans.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Row:
 
     path: str
     axes: tuple[str | None, ...]  # logical axis of each dimension; decides the size too, but where `sizes` is given
-    hf: str                       # HF's name, in a layer what follows its number; {} = number along a stacked axis; "" = HF has none
-    inputs: int = 0               # axes that a linear map contracts, the first after the stacked ones; 0 = not a linear map
+    hf: str                       # HF's name, in a layer behind its number; {} = number on a stacked axis; "" = none
+    inputs: int = 0               # axes that a linear map contracts, first after the stacked ones; 0 = no linear map
     init: str = "normal"          # normal (times init_std) | zero | one (norms then scale by one)
     sizes: tuple[int | str, ...] = ()  # numbers, or fields of ModelConfig
-    when: str = ""                # the flag of ModelConfig that a model must have, or "not" and the one it must not have
+    when: str = ""                # flag of ModelConfig that a model must have, or "not" and one it must not have
     stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
     share: float = 1              # of the numbers, what one token is multiplied with (chosen experts / experts)
 
@@ -38,8 +38,8 @@ class Row:
         return tuple(getattr(config, size) if isinstance(size, str) else size for size in sizes)
 
 
-SIZES = {"vocab": "vocab_size", "embed": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim",
-         "mlp": "mlp_size", "norm": "hidden_size"}
+SIZES = {"vocab": "vocab_size", "embed": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads",
+         "head_dim": "head_dim", "mlp": "mlp_size", "norm": "hidden_size"}
 _Q, _KV, _OUT = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("heads", "head_dim", "embed")
 
 MODEL = (

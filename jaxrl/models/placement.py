@@ -41,7 +41,7 @@ def gathered(weight, axes, dtype):
         return weight.astype(dtype)
     place = lambda x, rules: jax.lax.with_sharding_constraint(  # noqa: E731
         x, spec_for("/".join(map(str, axes)), axes, x.shape, mesh, rules))
-    if weight.dtype != dtype:  # cast where it is stored: what travels is `dtype`, not the masters. (Rollout weights are cast.)
+    if weight.dtype != dtype:  # cast where it is stored: what travels is `dtype`, not the masters
         weight = place(weight.astype(dtype), TRAIN_RULES)
     return place(weight, ROLLOUT_RULES)
 
@@ -69,8 +69,8 @@ def rows(x):
 
 
 def residual(x_BxLxD):
-    """The residual stream between layers: split by rows and, over tp, by tokens, so that norms and what the backward pass
-    keeps are not repeated on every device of tp (sequence parallelism)."""
+    """The residual stream between layers: split by rows and, over tp, by tokens, so that norms and what the backward
+    pass keeps are not repeated on every device of tp (sequence parallelism)."""
     mesh = _mesh()
     if mesh is None:
         return x_BxLxD
@@ -138,8 +138,8 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
                       q_prefixes=None, work=None, **options):
     """kernels.attention, each device on its own rows and heads.
 
-    Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the one
-    key-value head that its query heads read. Where tp divides no heads, every device of tp does the same work.
+    Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the
+    one key-value head that its query heads read. Where tp divides no heads, every device of tp does the same work.
     """
     arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes)
     mesh = _mesh()
@@ -200,12 +200,13 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
         return cached_attention(q, k, v, positions, index, work=work, **options)
 
     q_spec, kv_spec = P(data, None, q_axis, None), P(None, data, None, kv_axis)
-    return jax.shard_map(local, in_specs=(P(data), q_spec, kv_spec, kv_spec, P(data), P()), out_specs=q_spec, check_vma=False)(
+    specs = (P(data), q_spec, kv_spec, kv_spec, P(data), P())
+    return jax.shard_map(local, in_specs=specs, out_specs=q_spec, check_vma=False)(
         work, q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index)
 
 
 def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, **options):
-    """kernels.attention.cached_work_of a cache whose layers have `shape` [S, C, G * K], for sharded_cached_attention's `work`.
+    """sharded_cached_attention's `work`: kernels.attention.cached_work_of a cache of layers of `shape` [S, C, G * K].
 
     prompts: kernels.attention.Shared or None; each device's rows are about its own slots, counted from its first one.
     """
@@ -240,8 +241,8 @@ def write(cache, x_Sx1xGxK, positions_Sx1, index):
     """
     def local(cache, x, positions, *index):
         slots = jnp.arange(x.shape[0])
-        return cache.at[(*index, slots, positions[:, 0])].set(x.reshape(len(slots), -1).astype(cache.dtype), mode="drop",
-                                                              unique_indices=True)
+        x = x.reshape(len(slots), -1).astype(cache.dtype)
+        return cache.at[(*index, slots, positions[:, 0])].set(x, mode="drop", unique_indices=True)
 
     arguments = (cache, x_Sx1xGxK, positions_Sx1) + (() if index is None else (index,))
     mesh = _mesh()

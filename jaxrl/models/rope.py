@@ -99,8 +99,8 @@ def magnitude(rope: Rope) -> float:
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
     """cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
 
-    On CPUs a loop over the two halves of F makes them once for all layers: XLA fuses anything less into every use, and computes them
-    for every head of every layer, forward and backward.
+    On CPUs a loop over the two halves of F makes them once for all layers: XLA fuses anything less into every use, and
+    computes them for every head of every layer, forward and backward.
     """
     def both(frequencies_F):
         angles = positions_BxL[:, :, None, None].astype(dtype) * jax.lax.broadcast_to_rank(frequencies_F, 4)

@@ -1,10 +1,13 @@
-"""What an update minimises, as a value: which token columns and weights it reads, which roles must have spoken before, and how the
-loss of a microbatch follows from what the model says of its tokens. Update, scoring and planner read the same value.
+"""What an update minimises, as a value: which token columns and weights it reads, which roles must have spoken before,
+and how the loss of a microbatch follows from what the model says of its tokens. Update, scoring and planner read the
+same value.
 
-A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the host, so losses and
-metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (scored tokens of the step).
+A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the host,
+so losses and metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (scored tokens of
+the step).
 
-An objective of sequences (preferences, say) is the weighted update of NextToken, with the weights of `sequence_weights`.
+An objective of sequences (preferences, say) is the weighted update of NextToken, with the weights of
+`sequence_weights`.
 
 Legend: R rows, S scored slots per row, N trajectories, T tokens.
 """
@@ -38,7 +41,8 @@ from jaxrl.training.score import forward_hidden, logprobs_of
 class Outputs:
     """What a model says of a packed microbatch; computed where an objective asks for it, from one forward pass.
 
-    auxiliary: what its layers say beside the hidden states, by name, summed over the layers (balance of experts ...); {} if dense.
+    auxiliary: what its layers say beside the hidden states, by name, summed over the layers (balance of experts ...);
+      {} if dense.
     """
 
     def __init__(self, model, params, batch, objective: Objective):
@@ -49,8 +53,8 @@ class Outputs:
 
     def logprobs(self):
         """(log-probs of the targets, entropies, {their token means}), [R, S]."""
-        logp, entropy = logprobs_of(self.model, self.params, self.hidden, self.batch, temperature=self.objective.temperature,
-                                    chunk=self.objective.chunk, valid_RxS=self.mask)
+        logp, entropy = logprobs_of(self.model, self.params, self.hidden, self.batch, valid_RxS=self.mask,
+                                    temperature=self.objective.temperature, chunk=self.objective.chunk)
         mean = lambda x: jnp.sum(self.token * jax.lax.stop_gradient(x))  # noqa: E731
         return logp, entropy, {"policy/entropy": mean(entropy), "policy/logprob": mean(logp)}
 
@@ -61,7 +65,8 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The part that all objectives have. `columns` and `weights` are names in PackedBatch; `needs` says who must have scored the batch
+    """The part that all objectives have. `columns` and `weights` are names in PackedBatch; `needs` says who must have
+    scored the batch
     before: "old" (the policy itself), "reference", "critic"."""
 
     temperature: float = 1.0
@@ -103,7 +108,8 @@ class Value(Objective):
     @jax.named_scope("critic")
     def loss(self, outputs, batch, entropy_coef=None):
         predicted, token = outputs.values(), outputs.token
-        token_loss, stats = value_loss(predicted, batch.columns["old_value"], batch.columns["return"], outputs.mask, self.clip)
+        old, returns = batch.columns["old_value"], batch.columns["return"]
+        token_loss, stats = value_loss(predicted, old, returns, outputs.mask, self.clip)
         loss = jnp.sum(token * token_loss)
         return loss, {
             "value/loss": jax.lax.stop_gradient(loss),
@@ -119,8 +125,8 @@ class PolicyGradient(Objective):
     sum_t w_policy * (factor * policy loss + kl.coef * kl) - entropy_coef * w_token * entropy
     + positive_nll_coef * w_positive * nll + value_coef * value loss; factor = mismatch weight and sequence mask.
 
-    options: config.algorithm with nothing left to decide, and `user`, the table config.user. A policy loss gets them as its `cfg`, so
-    an option of its own needs its row in the schema and nothing here.
+    options: config.algorithm with nothing left to decide, and `user`, the table config.user. A policy loss gets them as
+    its `cfg`, so an option of its own needs its row in the schema and nothing here.
     """
 
     options: Any = None
@@ -141,13 +147,15 @@ class PolicyGradient(Objective):
     @property
     def needs(self) -> tuple[str, ...]:
         o = self.options
-        return ("old",) * (o.old_logprobs == "recompute") + ("reference",) * bool(o.kl.coef) + ("critic",) * (o.advantage == "gae")
+        return (*["old"] * (o.old_logprobs == "recompute"), *["reference"] * bool(o.kl.coef),
+                *["critic"] * (o.advantage == "gae"))
 
     @property
     def columns(self) -> tuple[str, ...]:
         o = self.options
-        return ("behaviour", "advantage", *["staleness"] * bool(self.staleness), *["old"] * self.scores_old, *["ref"] * bool(o.kl.coef),
-                *["support"] * o.sampled_support, *(("return", "old_value") if o.advantage == "gae" else ()))
+        return ("behaviour", "advantage", *["staleness"] * bool(self.staleness), *["old"] * self.scores_old,
+                *["ref"] * bool(o.kl.coef), *["support"] * o.sampled_support,
+                *(("return", "old_value") if o.advantage == "gae" else ()))
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -192,7 +200,8 @@ class PolicyGradient(Objective):
             nll = jnp.sum(batch.weights["positive"] * nll_loss(logp, mask))
             loss += o.positive_nll_coef * nll
             metrics["policy/positive_nll"] = jax.lax.stop_gradient(nll)
-        return loss, metrics | _ratio_metrics(token, mask, fixed, old, stats) | self._gap_metrics(token, mask, fixed, old, batch)
+        metrics |= _ratio_metrics(token, mask, fixed, old, stats)
+        return loss, metrics | self._gap_metrics(token, mask, fixed, old, batch)
 
     def _mismatch_factor(self, tokens, fixed, token, mask):
         """(factor on the policy loss or None, metrics) of what corrects for completions that another policy drew."""
@@ -200,8 +209,8 @@ class PolicyGradient(Objective):
         if o.correction != "none":
             level, _, action = o.correction.partition("_")
             options = dict(sequences=tokens.sequences, level=level)
-            factor = mismatch_weight(tokens.old, tokens.behaviour, mask, o.cap, action={"tis": "truncate", "mis": "mask"}[action],
-                                     low=o.low, **options)
+            action = {"tis": "truncate", "mis": "mask"}[action]
+            factor = mismatch_weight(tokens.old, tokens.behaviour, mask, o.cap, action=action, low=o.low, **options)
             raw = mismatch_ratio(tokens.old, tokens.behaviour, mask, **options)
             changed = (raw > o.cap) | ((factor == 0) & mask)
             metrics = {
@@ -211,14 +220,15 @@ class PolicyGradient(Objective):
                 "gap/corrected_fraction": jnp.sum(token * changed),
             }
         if o.sequence_delta:
-            kept = off_policy_sequence_mask(fixed, tokens.behaviour, tokens.advantage, mask, tokens.sequences, o.sequence_delta)
+            kept = off_policy_sequence_mask(
+                fixed, tokens.behaviour, tokens.advantage, mask, tokens.sequences, o.sequence_delta)
             metrics["policy/sequence_masked_fraction"] = jnp.sum(token * (1 - kept))
             factor = kept if factor is None else factor * kept
         return factor, metrics
 
     def _gap_metrics(self, token, mask, fixed, old, batch):
-        """Sampler-trainer difference of log-probs: mean and max of |d|, k3, share of tokens outside the clip range; by staleness
-        {"staleness/<first>": share of the tokens in a bucket, "gap/stale_<first>": its part of gap/mean}."""
+        """Sampler-trainer difference of log-probs: mean and max of |d|, k3, share of tokens outside the clip range; by
+        staleness {"staleness/<first>": share of the tokens in a bucket, "gap/stale_<first>": its part of gap/mean}."""
         if "behaviour" not in batch.columns:
             return {}
         d = jnp.where(mask, old - batch.columns["behaviour"], 0)
@@ -267,15 +277,17 @@ def _ratio_metrics(token, mask, fixed, old, stats):
     ratio = masked_exp(fixed - old, mask)
     out = {"policy/ratio_mean": jnp.sum(token * ratio),  # by token, unless the loss says what it used
            "policy/approx_kl": jnp.sum(token * (ratio - 1 - jnp.where(mask, fixed - old, 0)))}
-    return out | {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x)) for name, x in stats.items()}
+    return out | {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x))
+                  for name, x in stats.items()}
 
 
 def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
-    """Weights [T] with which NextToken's update is that of any loss L(s_1 ... s_N) of the sums s_i of a trajectory's log-probs.
+    """Weights [T] with which NextToken's update is that of any loss L(s_1 ... s_N) of the sums s_i of a trajectory's
+    log-probs.
 
-    By the chain rule the gradient of L is sum_i dL/ds_i sum_t grad logp_t; NextToken's is -sum_t w_t grad logp_t, so w_t = -dL/ds_i.
-    The derivatives are taken on the host in float64 over the whole batch (see algorithms.preference), so packing, microbatches and
-    mesh cannot change the gradient.
+    By the chain rule the gradient of L is sum_i dL/ds_i sum_t grad logp_t; NextToken's is -sum_t w_t grad logp_t, so
+    w_t = -dL/ds_i. The derivatives are taken on the host in float64 over the whole batch (see algorithms.preference),
+    so packing, microbatches and mesh cannot change the gradient.
 
     Args:
       derivative_N: dL/ds_i, already divided by L's denominator.

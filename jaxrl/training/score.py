@@ -19,7 +19,8 @@ from jaxrl.training.pack import pack, unpack
 
 
 def forward_hidden(model, params, batch):
-    """([R, S, D], the hidden state that predicts each scored slot; auxiliary, see Model.forward). The one forward pass of scoring
+    """([R, S, D], the hidden state that predicts each scored slot; auxiliary, see Model.forward). The one forward pass
+    of scoring
     and update: on the same layout both give bitwise equal results on the CPU."""
     hidden_RxLxD, auxiliary = model.forward(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
     return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1), auxiliary
@@ -27,8 +28,8 @@ def forward_hidden(model, params, batch):
 
 @jax.named_scope("head")
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
-    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where there
-    is one; 0 where not valid."""
+    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where
+    there is one; 0 where not valid."""
     head, tied = model.head(params), model.config.tied
     return logprob_and_entropy(
         hidden_RxSxD,
@@ -68,7 +69,8 @@ def make_score(model, *, temperature: float, chunk: int, put):
 
 
 def make_value_score(model, *, put):
-    """The same for values: `score(params, traj, layout) -> [T] float32`, the value of the state each scored token was drawn in.
+    """The same for values: `score(params, traj, layout) -> [T] float32`, the value of the state each scored token was
+    drawn in.
 
     Args:
       model: jaxrl.models.Model; `params` has a value head (see models.value).

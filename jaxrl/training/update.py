@@ -36,7 +36,8 @@ def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entr
     return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
 
 
-AT_ONCE_CPU = 8  # XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that
+# XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that.
+AT_ONCE_CPU = 8
 
 
 def at_once(state) -> int:
@@ -47,7 +48,8 @@ def at_once(state) -> int:
 
 
 def _together(microbatches, most: int):
-    """(tuple of `most` microbatches of one shape, how many of them count): neighbours, and the last one again where there are fewer."""
+    """(tuple of `most` microbatches of one shape, how many of them count): neighbours, and the last one again where
+    there are fewer."""
     shape = lambda batch: tuple(x.shape for x in jax.tree.leaves(batch))  # noqa: E731
     for _, same in itertools.groupby(microbatches, shape):
         while some := tuple(itertools.islice(same, most)):
@@ -55,8 +57,8 @@ def _together(microbatches, most: int):
 
 
 def make_accumulate(model, objective: Objective):
-    """accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics) plus those of the first `count` of
-    equally shaped microbatches, one after the other."""
+    """accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics) plus those of the first
+    `count` of equally shaped microbatches, one after the other."""
 
     def one(trainable, frozen, stats, grads, metrics, batch):
         scale = stats["loss_scale"] if objective.fp16 else 1.0
@@ -76,7 +78,8 @@ def make_accumulate(model, objective: Objective):
         if len(batches) == 1:
             return add(grads, metrics, batches[0])
         every = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-        return jax.lax.fori_loop(0, count, lambda i, sums: add(*sums, jax.tree.map(lambda x: x[i], every)), (grads, metrics))
+        next_sums = lambda i, sums: add(*sums, jax.tree.map(lambda x: x[i], every))  # noqa: E731
+        return jax.lax.fori_loop(0, count, next_sums, (grads, metrics))
 
     return accumulate
 
@@ -84,8 +87,9 @@ def make_accumulate(model, objective: Objective):
 def make_apply(optimizer, schedule, objective: Objective):
     """apply(state, grads, metrics) -> (state, metrics).
 
-    Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted. Nor
-    does an update whose mean ratio or approximate KL is above the objective's limit, and no other one until `stats["stopped"]` is 0
+    Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted.
+    Nor does an update whose mean ratio or approximate KL is above the objective's limit, and no other one until
+    `stats["stopped"]` is 0
     again: the decision is one of the whole optimizer step, so micro-batches cannot change it.
     """
 
@@ -143,7 +147,8 @@ def _rescale(stats, finite):
 
 def _empty(trainable, frozen, batch, model, objective):
     """(zero gradients in fp32 or better, zero metrics)."""
-    names = jax.eval_shape(functools.partial(loss_and_metrics, model=model, objective=objective), trainable, frozen, batch)[1]
+    shapes = functools.partial(loss_and_metrics, model=model, objective=objective)
+    names = jax.eval_shape(shapes, trainable, frozen, batch)[1]
     zeros = {k: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for k, p in trainable.items()}
     return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
 
@@ -156,8 +161,8 @@ def make_update(model, optimizer, schedule, objective: Objective):
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
-        """Gradients lie where their parameters do from the first microbatch on, and the new state where the old one did:
-        so each program is compiled once."""
+        """Gradients lie where their parameters do from the first microbatch on, and the new state where the old one
+        did: so each program is compiled once."""
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
         if key not in programs:
@@ -167,7 +172,8 @@ def make_update(model, optimizer, schedule, objective: Objective):
             programs[key] = (
                 jax.jit(functools.partial(_empty, model=model, objective=objective), out_shardings=(grads, everywhere)),
                 jax.jit(make_accumulate(model, objective), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
-                jax.jit(make_apply(optimizer, schedule, objective), donate_argnums=0, out_shardings=(where, everywhere)),
+                jax.jit(make_apply(optimizer, schedule, objective), donate_argnums=0,
+                        out_shardings=(where, everywhere)),
             )
         return programs[key]
 
@@ -182,7 +188,7 @@ def make_update(model, optimizer, schedule, objective: Objective):
 
     def update(state, microbatches):
         grads, metrics = gradients(state, microbatches)
-        rests = jax.tree.map(lambda x: x.sharding, state.opt_state)  # in host memory, perhaps, while gradients are computed
+        rests = jax.tree.map(lambda x: x.sharding, state.opt_state)  # in host memory, perhaps, up to here
         state = state.replace(opt_state=memory.to_devices(state.opt_state))
         state, metrics = compiled(state)[2](state, grads, metrics)
         return state.replace(opt_state=memory.to_host(state.opt_state, rests)), metrics
