@@ -1,31 +1,37 @@
-"""A run's parameters: what they are, where they lie and where they come from.
+"""A run's parameters: what they are, where they lie and where they come from. No other file decides any of it.
 
-The policy is a language model, with a value head where the critic shares its trunk (`job.tree`). An update sees it as
-two flat dicts, (trainable, frozen), which together are all of it; adapters would be further entries of the first.
-Model, engine, export and checkpoint get
-them bound: `policy_params` is the language model alone, as one tree.
+The policy is a language model, with a value head where the critic shares its trunk (`policy_tree`); its rows are in
+models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it; adapters would be
+further entries of the first. What they are bound to: the model's forward pass and the checkpoint take all of them
+(`training.merge`), engine and export the language model alone (`policy_params`), both as one tree.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 
 from jaxrl import data as data_room
 from jaxrl import sharding, training
 from jaxrl.models import hf
+from jaxrl.models.value import ValueModel
 from jaxrl.sharding import memory
 from jaxrl.types import TrainState
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 
+def policy_tree(model, shares_trunk: bool):
+    """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
+    return ValueModel(model, keep_head=True) if shares_trunk else model
+
+
 def flat_axes(tree) -> dict[str, tuple]:
     """Parameter name -> logical axis names."""
-    return flatten_dict(tree.logical_axes(), sep="/", is_leaf=lambda _, x: isinstance(x, tuple))
+    return {"/".join(entry.path): entry.axes for entry in tree.entries}
 
 
 def source_of(path: str) -> str:
@@ -39,22 +45,21 @@ def source_of(path: str) -> str:
 def param_shardings(job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
     """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel) and role."""
     tree = tree or job.tree
-    shapes = jax.eval_shape(tree.init, jax.random.key(0))
-    return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), shapes, rules)
+    return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), _shapes(tree, jnp.float32), rules)
 
 
-def policy_params(state: TrainState):
+def _shapes(tree, dtype):
+    return tree.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype))
+
+
+def policy_params(trainable, frozen):
     """The language model's parameters (nested tree), without a value head."""
-    return without_value(training.merge(state.trainable, state.frozen))
-
-
-def without_value(params):
-    return {name: node for name, node in params.items() if name != "value"}
+    return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
 
 
 def initial_params(job, path: str = "", dtype=None, role="policy", revision=None):
-    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or model.path,
-    or random from run.seed."""
+    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or
+    model.path, or random from run.seed."""
     c = job.config.model
     dtype = dtype or DTYPES[job.config.train.param_dtype]
     shardings = param_shardings(job, tree=job.model, role=role)
@@ -66,8 +71,7 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
 
 
 def start_params(job):
-    """What the policy's TrainState starts from: initial_params, with a value head at zero where the critic shares its
-    trunk."""
+    """What the policy's TrainState starts from: initial_params, with a value head at zero where there is one."""
     params = initial_params(job)
     if job.tree is job.model:
         return params
@@ -85,13 +89,10 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
     tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
     """
     c, tree = job.config, tree or job.tree
-    dtype = DTYPES[c.train.param_dtype]
-    params = jax.eval_shape(tree.init, jax.random.key(0))
-    where = param_shardings(job, tree=tree, role=role)
-    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sh), params, where)
+    where, params = param_shardings(job, tree=tree, role=role), _shapes(tree, DTYPES[c.train.param_dtype])
+    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), params, where)
     trainable, frozen = _parts(job, params, everything)
-    fp16 = job.compute_dtype == jnp.float16
-    state = jax.eval_shape(lambda t, f: training.init_state(t, f, optimizer, fp16), trainable, frozen)
+    state = jax.eval_shape(_start(job, optimizer), trainable, frozen)
     known = {**trainable, **frozen}
     everywhere = sharding.replicated(job.mesh_of(role))
 
@@ -113,6 +114,9 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
     """TrainState at step 0 around `params` (whose buffers are taken over)."""
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
-    fp16 = job.compute_dtype == jnp.float16
-    create = lambda t, f: training.init_state(t, f, optimizer, fp16)  # noqa: E731
-    return jax.jit(create, out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
+    return jax.jit(_start(job, optimizer), out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
+
+
+def _start(job, optimizer):
+    """(trainable, frozen) -> TrainState."""
+    return functools.partial(training.init_state, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16)

@@ -123,7 +123,7 @@ class Policy(Role):
 
     def weights(self):
         """The language model's parameters (nested tree), as engine and export take them."""
-        return parameters.policy_params(self.held)
+        return parameters.policy_params(self.held.trainable, self.held.frozen)
 
     @contextlib.contextmanager
     def resting(self, engine):

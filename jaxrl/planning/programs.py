@@ -99,7 +99,7 @@ def _reinforcement(out: Lowering, job, keep):
         params_of_critic = params
     if critic is not None and keep("value"):
         out.programs["value"] = critic._score.program.lower(params_of_critic, batch)
-    return parameters.without_value(params)
+    return parameters.policy_params(state.trainable, state.frozen)
 
 
 def _supervised(out: Lowering, job, keep):

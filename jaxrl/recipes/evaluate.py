@@ -180,7 +180,7 @@ def publish_newest(s, job):
     if restored is None:
         params = parameters.initial_params(job)
     else:
-        params = parameters.without_value(training.merge(**restored.arrays))
+        params = parameters.policy_params(**restored.arrays)
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
     job.engine.publish(params, s.step)

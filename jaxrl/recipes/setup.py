@@ -23,8 +23,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.fingerprints import compared
 from jaxrl.limits import ends
 from jaxrl.models import hf
-from jaxrl.models.value import ValueModel
-from jaxrl.parameters import DTYPES, source_of
+from jaxrl.parameters import DTYPES, policy_tree, source_of
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.rewards import RewardPool
@@ -96,8 +95,7 @@ class Job:
 
     @property
     def tree(self):
-        """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
-        return ValueModel(self.model, keep_head=True) if self.config.shares_trunk else self.model
+        return policy_tree(self.model, self.config.shares_trunk)
 
 
 def start_jax(config) -> None:

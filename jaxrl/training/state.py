@@ -37,7 +37,7 @@ def partition(tree, trainable_patterns, frozen_patterns):
 
 
 def merge(trainable, frozen):
-    """The nested parameter tree of two flat dicts."""
+    """The nested parameter tree, which the model takes, of two flat dicts."""
     return unflatten_dict({**trainable, **frozen}, sep="/")
 
 
