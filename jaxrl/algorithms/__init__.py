@@ -1,4 +1,5 @@
 """Pure array functions: advantages, policy losses, KL, aggregation weights, presets. They know arrays only."""
+# ruff: noqa: F401
 
 from jaxrl.algorithms.advantages import (
     ADVANTAGES,
@@ -34,45 +35,3 @@ from jaxrl.algorithms.numerics import masked_exp, masked_expm1, sequence_mean, s
 from jaxrl.algorithms.presets import PRESETS, resolve
 from jaxrl.algorithms.ratios import geometric_log_ratio, log_ratio
 from jaxrl.algorithms.tokens import AdvantageInputs, Tokens
-
-__all__ = [
-    "ADVANTAGES",
-    "AdvantageInputs",
-    "POLICY_LOSSES",
-    "PRESETS",
-    "Tokens",
-    "adaptive_entropy_coef",
-    "adaptive_lambda",
-    "aggregation_weights",
-    "cispo_loss",
-    "clip_advantages",
-    "clipped_policy_loss",
-    "dppo_loss",
-    "explained_variance",
-    "gae",
-    "geometric_log_ratio",
-    "gmpo_loss",
-    "group_advantages",
-    "kl_penalty",
-    "kl_value",
-    "log_ratio",
-    "masked_exp",
-    "masked_expm1",
-    "mismatch_ratio",
-    "mismatch_weight",
-    "nll_loss",
-    "off_policy_sequence_mask",
-    "policy_gradient_loss",
-    "policy_loss",
-    "register_advantage",
-    "register_policy_loss",
-    "resolve",
-    "sapo_loss",
-    "sequence_mean",
-    "sequence_sum",
-    "shared_prefix_mask",
-    "token_returns",
-    "token_rewards",
-    "value_loss",
-    "whiten",
-]

@@ -10,7 +10,20 @@ from __future__ import annotations
 
 import numpy as np
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")
+
+def _prompt_mean(counts, n, groups, max_tokens):
+    _, prompt = np.unique(np.asarray(groups), return_inverse=True)
+    tokens = np.bincount(prompt, weights=counts)
+    return (max(np.count_nonzero(tokens), 1) * np.maximum(tokens, 1.0))[prompt]
+
+
+AGGREGATIONS = {  # name -> what a token's loss is divided by
+    "token_mean": lambda counts, n, groups, max_tokens: max(counts.sum(), 1.0),
+    "sequence_mean": lambda counts, n, groups, max_tokens: n * np.maximum(counts, 1.0),
+    "sequence_sum": lambda counts, n, groups, max_tokens: n,
+    "constant": lambda counts, n, groups, max_tokens: n * max_tokens,
+    "prompt_mean": _prompt_mean,
+}
 
 
 def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens=None):
@@ -33,24 +46,12 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
 
     Raises ValueError for other names, and where groups_N or max_tokens is missing.
     """
-    counts = np.asarray(counts_N, np.float64)
-    n = max(np.count_nonzero(counts), 1)
-    if aggregation == "token_mean":
-        weight = np.full_like(counts, 1.0 / max(counts.sum(), 1.0))
-    elif aggregation == "sequence_mean":
-        weight = 1.0 / (n * np.maximum(counts, 1.0))
-    elif aggregation == "sequence_sum":
-        weight = np.full_like(counts, 1.0 / n)
-    elif aggregation == "constant":
-        if not max_tokens:
-            raise ValueError("aggregation='constant' needs max_tokens, the length that tokens are divided by")
-        weight = np.full_like(counts, 1.0 / (n * max_tokens))
-    elif aggregation == "prompt_mean":
-        if groups_N is None:
-            raise ValueError("aggregation='prompt_mean' needs groups_N, the prompt of each trajectory")
-        _, prompt = np.unique(np.asarray(groups_N), return_inverse=True)
-        tokens = np.bincount(prompt, weights=counts)
-        weight = 1.0 / (max(np.count_nonzero(tokens), 1) * np.maximum(tokens, 1.0))[prompt]
-    else:
+    if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r}: expected {', '.join(AGGREGATIONS)}")
-    return np.where(counts > 0, weight, 0.0)
+    if aggregation == "constant" and not max_tokens:
+        raise ValueError("aggregation='constant' needs max_tokens, the length that tokens are divided by")
+    if aggregation == "prompt_mean" and groups_N is None:
+        raise ValueError("aggregation='prompt_mean' needs groups_N, the prompt of each trajectory")
+    counts = np.asarray(counts_N, np.float64)
+    denominator = AGGREGATIONS[aggregation](counts, max(np.count_nonzero(counts), 1), groups_N, max_tokens)
+    return np.where(counts > 0, 1.0 / denominator, 0.0)

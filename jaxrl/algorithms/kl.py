@@ -29,7 +29,18 @@ from jaxrl.algorithms.numerics import MAX_LOG, masked_exp, masked_expm1
 
 LOW_VAR_CAP = 10.0
 LOSS_ESTIMATORS = ("k2", "k3", "k3_unbiased", "abs", "low_var")
-REWARD_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var")
+
+def _k3(d):
+    return np.expm1(-d) + d
+
+
+REWARD_ESTIMATORS = {
+    "k1": lambda d: d,
+    "abs": np.abs,
+    "k2": lambda d: 0.5 * d * d,
+    "k3": _k3,
+    "low_var": lambda d: np.minimum(_k3(np.clip(d, -MAX_LOG, MAX_LOG)), LOW_VAR_CAP),
+}
 
 
 def kl_penalty(logp, ref, old, mask, estimator):
@@ -73,16 +84,7 @@ def kl_value(logp, ref, estimator):
 
     Raises ValueError for k3_unbiased and unknown names.
     """
-    d = np.asarray(logp, np.float64) - np.asarray(ref, np.float64)
-    if estimator == "k1":
-        return d
-    if estimator == "abs":
-        return np.abs(d)
-    if estimator == "k2":
-        return 0.5 * d * d
-    if estimator == "k3":
-        return np.expm1(-d) + d
-    if estimator == "low_var":
-        d = np.clip(d, -MAX_LOG, MAX_LOG)
-        return np.minimum(np.expm1(-d) + d, LOW_VAR_CAP)
-    raise ValueError(f"kl.estimator={estimator!r}: expected {', '.join(REWARD_ESTIMATORS)} with kl.placement=reward")
+    if estimator not in REWARD_ESTIMATORS:
+        raise ValueError(f"kl.estimator={estimator!r}: expected {', '.join(REWARD_ESTIMATORS)} with "
+                         "kl.placement=reward")
+    return REWARD_ESTIMATORS[estimator](np.asarray(logp, np.float64) - np.asarray(ref, np.float64))

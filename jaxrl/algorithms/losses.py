@@ -14,30 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.kl import kl_penalty
-from jaxrl.algorithms.mismatch import mismatch_weight
 from jaxrl.algorithms.numerics import masked_exp
 from jaxrl.algorithms.ratios import geometric_log_ratio
 from jaxrl.algorithms.ratios import log_ratio as ratio_of
 from jaxrl.algorithms.tokens import Tokens
-
-__all__ = [
-    "POLICY_LOSSES",
-    "cispo_loss",
-    "clipped_policy_loss",
-    "dppo_loss",
-    "explained_variance",
-    "gmpo_loss",
-    "kl_penalty",
-    "masked_exp",
-    "mismatch_weight",
-    "nll_loss",
-    "policy_gradient_loss",
-    "policy_loss",
-    "register_policy_loss",
-    "sapo_loss",
-    "value_loss",
-]
 
 DPPO_MAX_RATIO = 20.0
 

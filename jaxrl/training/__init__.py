@@ -1,4 +1,5 @@
 """Packing, the jitted scoring and update steps, optimizer and schedules."""
+# ruff: noqa: F401
 
 from jaxrl.training.layout import Layout, Minibatch, make_layout, row_shapes
 from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Value, sequence_weights
@@ -7,26 +8,3 @@ from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_score
 from jaxrl.training.state import init_state, merge, partition
 from jaxrl.training.update import at_once, make_update
-
-__all__ = [
-    "Layout",
-    "Minibatch",
-    "NextToken",
-    "Objective",
-    "PolicyGradient",
-    "Value",
-    "at_once",
-    "init_state",
-    "loss_weights",
-    "make_layout",
-    "make_optimizer",
-    "make_schedule",
-    "make_score",
-    "make_update",
-    "merge",
-    "pack",
-    "partition",
-    "row_shapes",
-    "sequence_weights",
-    "unpack",
-]
