@@ -70,12 +70,7 @@ PRESETS = MappingProxyType(
         # arXiv 2503.14476: clip-higher, token mean, dynamic sampling, soft overlong penalty (4096 of 20480 tokens), no
         # KL. Overlong filtering (mask_truncated) is in its ablation only. verl drops groups by the shaped reward
         # or by the raw one; here by the raw one.
-        "dapo": {
-            **_GRPO,
-            "clip_high": 0.28,
-            "dynamic_sampling": "refill",
-            "overlong_buffer_fraction": 0.2,
-        },
+        "dapo": {**_GRPO, "clip_high": 0.28, "dynamic_sampling": "refill", "overlong_buffer_fraction": 0.2},
         # arXiv 2507.18071: ratio of whole sequences, its bounds, mean over sequences. verl and Tunix always take the
         # token form (sequence_token), which has the same gradient while advantages are per sequence.
         "gspo": {**_GRPO, "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
@@ -88,48 +83,21 @@ PRESETS = MappingProxyType(
         "cispo": {**_GRPO, "policy_loss": "cispo"},
         # arXiv 2402.14740: REINFORCE by sequence, leave-one-out baseline, no clipping. The paper keeps a KL (k1) in the
         # reward: set kl.coef, with kl.placement=reward (this row's). TRL and verl clip and average over tokens.
-        "rloo": {
-            **_GRPO,
-            "advantage_mean": "leave_one_out",
-            "advantage_std": "none",
-            "policy_loss": "pg",
-            "aggregation": "sequence_sum",
-            "kl.estimator": "k1",
-            "kl.placement": "reward",
-        },
+        "rloo": {**_GRPO, "advantage_mean": "leave_one_out", "advantage_std": "none", "policy_loss": "pg",
+                 "aggregation": "sequence_sum", "kl.estimator": "k1", "kl.placement": "reward"},
         # arXiv 2501.03262: returns of token rewards, whitened over all tokens of the batch, clip, k1 in the reward. The
         # coefficient 0.001 is RLinf's. Returns are carried through observations (as verl; SkyRL resets them there).
-        "reinforce_pp": {
-            **_GRPO,
-            "advantage": "returns",
-            "advantage_mean": "none",
-            "advantage_std": "none",
-            "whiten": True,
-            "kl.coef": 0.001,
-            "kl.estimator": "k1",
-            "kl.placement": "reward",
-        },
+        "reinforce_pp": {**_GRPO, "advantage": "returns", "advantage_mean": "none", "advantage_std": "none",
+                         "whiten": True, "kl.coef": 0.001, "kl.estimator": "k1", "kl.placement": "reward"},
         # The same paper's variant for several answers per prompt: group mean, then whitened over all tokens of the
         # batch. k2 in the loss is OpenRLHF's pairing, its coefficient here a choice of ours; ms-swift takes k1 in the
         # reward.
-        "reinforce_pp_baseline": {
-            **_GRPO,
-            "advantage_std": "none",
-            "whiten": True,
-            "kl.coef": 0.001,
-            "kl.estimator": "k2",
-        },
+        "reinforce_pp_baseline": {**_GRPO, "advantage_std": "none", "whiten": True, "kl.coef": 0.001,
+                                  "kl.estimator": "k2"},
         # arXiv 2310.10505: REINFORCE minus the score of the greedy answer. The paper keeps a KL in the reward: set
         # kl.coef.
-        "remax": {
-            **_GRPO,
-            "advantage_mean": "greedy",
-            "advantage_std": "none",
-            "policy_loss": "pg",
-            "aggregation": "sequence_sum",
-            "kl.estimator": "k1",
-            "kl.placement": "reward",
-        },
+        "remax": {**_GRPO, "advantage_mean": "greedy", "advantage_std": "none", "policy_loss": "pg",
+                  "aggregation": "sequence_sum", "kl.estimator": "k1", "kl.placement": "reward"},
         # arXiv 1707.06347, 1506.02438: GAE and a critic; lambda 0.95 as in the paper and TRL (verl 1), whitened as
         # everyone does for language models. InstructGPT's KL (k1 in the reward): set kl.coef.
         "ppo": {**_PPO, "lam": 0.95, "kl.estimator": "k1", "kl.placement": "reward"},
@@ -140,12 +108,8 @@ PRESETS = MappingProxyType(
         # arXiv 2110.00641, 2505.24298 (AReaL): clip around recomputed log-probs, times the behaviour weight, which
         # drops tokens above 5 (AReaL's earlier default; the papers have no cap). Advantages are GRPO's, a choice of
         # ours.
-        "decoupled_ppo": {
-            **_GRPO,
-            "old_logprobs": "recompute",
-            "mismatch.correction": "token_mis",
-            "mismatch.cap": 5.0,
-        },
+        "decoupled_ppo": {**_GRPO, "old_logprobs": "recompute", "mismatch.correction": "token_mis",
+                          "mismatch.cap": 5.0},
         # arXiv 2505.24034 (LlamaRL): CISPO's formula around the sampler's log-probs, one-sided. The bound is a choice
         # of ours (Cosmos-RL suggests 2 to 10, and lets the gradient end there, which the paper does not).
         "aipo": {**_GRPO, "policy_loss": "cispo", "old_logprobs": "rollout"},
