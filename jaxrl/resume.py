@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from jaxrl.config import options
 
 # An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides.
@@ -112,14 +114,8 @@ def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> t
     return refused, taken
 
 
-def _flat(node: dict, prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in node.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = _plain(value)
-    return out
+def _flat(node: dict) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in flatten_dict(node, sep=".").items()}
 
 
 def _plain(value):

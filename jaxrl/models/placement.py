@@ -172,10 +172,8 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
     mesh = _mesh()
     if mesh is None:
         return local(heads, groups, *rows)
-    data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, positions_BxL.shape[0]), _heads(mesh, heads, groups)
-    tp = mesh.shape["tp"]
-    mine = heads // tp if q_axis else heads, 1 if shared_kv else groups // tp if kv_axis else groups
-    return jax.shard_map(functools.partial(local, *mine), in_specs=P(data), out_specs=P(data), check_vma=False)(*rows)
+    data, local = _data_axes(mesh, positions_BxL.shape[0]), functools.partial(local, *_own_heads(mesh, heads, groups))
+    return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(*rows)
 
 
 def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, **options):
@@ -220,11 +218,8 @@ def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, *
     mesh = _mesh()
     if mesh is None:
         return local(heads, groups, positions_Sx1, prompts)
-    data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, slots), _heads(mesh, heads, groups)
-    tp = mesh.shape["tp"]
-    mine = heads // tp if q_axis else heads, 1 if shared_kv else groups // tp if kv_axis else groups
-    return jax.shard_map(functools.partial(local, *mine), in_specs=P(data), out_specs=P(data), check_vma=False)(
-        positions_Sx1, prompts)
+    data, local = _data_axes(mesh, slots), functools.partial(local, *_own_heads(mesh, heads, groups))
+    return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(positions_Sx1, prompts)
 
 
 def write(cache, x_Sx1xGxK, positions_Sx1, index):
@@ -264,3 +259,9 @@ def _heads(mesh, heads: int, groups: int):
     kv_axis, tp = _head_axis(mesh, groups), mesh.shape["tp"]
     shared_kv = kv_axis is None and heads % tp == 0 and tp % groups == 0
     return "tp" if shared_kv else kv_axis, kv_axis, shared_kv
+
+
+def _own_heads(mesh, heads: int, groups: int) -> tuple[int, int]:
+    """Query heads and key-value heads of one device."""
+    tp, (q_axis, kv_axis, shared_kv) = mesh.shape["tp"], _heads(mesh, heads, groups)
+    return heads // tp if q_axis else heads, 1 if shared_kv else groups // tp if kv_axis else groups
