@@ -115,7 +115,7 @@ class Entry:
     @property
     def multiplied(self) -> int:
         """Numbers that one token is multiplied with; 0 where it is no matrix product."""
-        return int(math.prod(self.shape) * self.row.share) if self.inputs else 0
+        return round(math.prod(self.shape) * self.row.share) if self.inputs else 0
 
     def of(self, tree):
         """This entry's leaf of a tree."""
