@@ -149,7 +149,7 @@ def test_what_layers_say_reaches_the_loss():
         np.testing.assert_allclose(value, sums[False, "none", 1][0], rtol=1e-5)
         np.testing.assert_allclose(router, sums[False, "none", 1][1], rtol=1e-3, atol=1e-6)
 
-    traj = batch_of_groups(np.random.default_rng(0))
+    traj, _ = batch_of_groups()
     shapes = training.row_shapes((), int(traj.lengths.max()), 512, 1)
     micro = training.make_layout(traj.sizes, shapes).minibatches[0].microbatches[0]
     ones = np.where(traj.loss_mask, 1 / traj.loss_mask.sum(), 0)
