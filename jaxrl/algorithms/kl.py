@@ -1,7 +1,6 @@
 """Per-token estimates of KL(current || reference), in the loss (`kl_penalty`) or in the reward (`kl_value`).
 
-With d = logp - ref, of a token drawn from the current policy p, q the reference
-(http://joschu.net/blog/kl-approx.html):
+With d = logp - ref, of a token drawn from the policy p, q the reference (http://joschu.net/blog/kl-approx.html):
 
     k1 = d    abs = |d|    k2 = d^2 / 2    k3 = exp(-d) + d - 1    low_var = min(k3 of d within +-20, 10)
 

@@ -42,8 +42,7 @@ def clipped_policy_loss(
 
     Returns:
       (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose sum
-      is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no gradient
-      either).
+      is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no gradient).
     """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)

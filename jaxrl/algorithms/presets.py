@@ -5,8 +5,7 @@ Keys are option names below `algorithm`; every row has all of them. None means o
     Optimizer steps per batch (ppo_epochs, num_minibatches) are 1, since they depend on the batch. Papers take 4 (GSPO),
     16 (DAPO), 4 (AReaL). With 1 and on-policy samples the ratio is 1, so bounds on it act only on stale or mismatched
     samples. The KL to the reference is on only where it belongs to what the algorithm is known for, since it costs a
-    second model. Old log-probs and the sampler's mismatch are decided by what is known at start (auto), unless they are
-    the algorithm.
+    second model. Old log-probs and the sampler's mismatch: by what is known at start (auto), unless they are it.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ PRESETS = MappingProxyType(
     {
         # What users of today's libraries get: group mean and std, one token mean over the batch, no reference model.
         "grpo": _GRPO,
-        # Shao et al. 2024 (arXiv 2402.03300), eq. 3-4: mean over sequences of token means, k3 to the reference in the
-        # loss.
+        # Shao et al. 2024 (arXiv 2402.03300), eq. 3-4: mean over sequences of token means, k3 in the loss.
         "grpo_paper": {**_GRPO, "aggregation": "sequence_mean", "kl.coef": 0.04, "kl.estimator": "k3"},
         # arXiv 2503.20783: no division by the group's std, and by a constant, max_new_tokens, instead of the answer's
         # length (as its code and TRL; verl divides by the padded width unless told otherwise).
@@ -74,12 +72,10 @@ PRESETS = MappingProxyType(
         # arXiv 2507.18071: ratio of whole sequences, its bounds, mean over sequences. verl and Tunix always take the
         # token form (sequence_token), which has the same gradient while advantages are per sequence.
         "gspo": {**_GRPO, "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
-        # arXiv 2507.20673: geometric mean of ratios clipped by token within exp(-0.4), exp(0.4); the bounds are in
-        # nats.
+        # arXiv 2507.20673: geometric mean of ratios clipped by token within exp(-0.4), exp(0.4); bounds in nats.
         "gmpo": {**_GRPO, "ratio": "geometric", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "sequence_mean"},
         # arXiv 2506.13585: clipped weight on logp, no lower bound. The upper bound is not in the paper; 5 is TRL's
-        # example. verl, SkyRL and slime bound both sides, counted from 1. Its dynamic sampling and length penalty are
-        # left off.
+        # example. verl, SkyRL and slime bound both sides, counted from 1. Without its dynamic sampling and penalty.
         "cispo": {**_GRPO, "policy_loss": "cispo"},
         # arXiv 2402.14740: REINFORCE by sequence, leave-one-out baseline, no clipping. The paper keeps a KL (k1) in the
         # reward: set kl.coef, with kl.placement=reward (this row's). TRL and verl clip and average over tokens.
@@ -90,12 +86,10 @@ PRESETS = MappingProxyType(
         "reinforce_pp": {**_GRPO, "advantage": "returns", "advantage_mean": "none", "advantage_std": "none",
                          "whiten": True, "kl.coef": 0.001, "kl.estimator": "k1", "kl.placement": "reward"},
         # The same paper's variant for several answers per prompt: group mean, then whitened over all tokens of the
-        # batch. k2 in the loss is OpenRLHF's pairing, its coefficient here a choice of ours; ms-swift takes k1 in the
-        # reward.
+        # batch. k2 in the loss is OpenRLHF's pairing, its coefficient a choice of ours; ms-swift: k1 in the reward.
         "reinforce_pp_baseline": {**_GRPO, "advantage_std": "none", "whiten": True, "kl.coef": 0.001,
                                   "kl.estimator": "k2"},
-        # arXiv 2310.10505: REINFORCE minus the score of the greedy answer. The paper keeps a KL in the reward: set
-        # kl.coef.
+        # arXiv 2310.10505: REINFORCE minus the greedy answer's score. The paper keeps a KL in the reward: set kl.coef.
         "remax": {**_GRPO, "advantage_mean": "greedy", "advantage_std": "none", "policy_loss": "pg",
                   "aggregation": "sequence_sum", "kl.estimator": "k1", "kl.placement": "reward"},
         # arXiv 1707.06347, 1506.02438: GAE and a critic; lambda 0.95 as in the paper and TRL (verl 1), whitened as
@@ -106,8 +100,7 @@ PRESETS = MappingProxyType(
         # is the recipe's.
         "vapo": {**_PPO, "lam_alpha": 0.05, "critic_lam": 1.0, "clip_high": 0.28, "positive_nll_coef": 0.1},
         # arXiv 2110.00641, 2505.24298 (AReaL): clip around recomputed log-probs, times the behaviour weight, which
-        # drops tokens above 5 (AReaL's earlier default; the papers have no cap). Advantages are GRPO's, a choice of
-        # ours.
+        # drops tokens above 5 (AReaL's earlier default; the papers have no cap). Advantages: GRPO's, our choice.
         "decoupled_ppo": {**_GRPO, "old_logprobs": "recompute", "mismatch.correction": "token_mis",
                           "mismatch.cap": 5.0},
         # arXiv 2505.24034 (LlamaRL): CISPO's formula around the sampler's log-probs, one-sided. The bound is a choice

@@ -39,15 +39,13 @@ def log_ratio(logp, old, mask, sequences, level):
 def geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high):
     """GMPO (arXiv 2507.20673): log of the geometric mean of the clipped token ratios of each sequence.
 
-    With x = logp - old, the log-ratio of a token is min(x, clip_high) where its advantage is positive, max(x,
-    -clip_low)
-    where it is negative, x where it is 0: the min of the paper's surrogate, token by token, before the mean. The bounds
-    are in nats, so that ratios lie in [exp(-clip_low), exp(clip_high)].
+    With x = logp - old, the log-ratio of a token is min(x, clip_high) where its advantage is positive,
+    max(x, -clip_low) where it is negative, x where it is 0: the min of the paper's surrogate, token by token, before
+    the mean. The bounds are in nats, so that ratios lie in [exp(-clip_low), exp(clip_high)].
 
     Returns:
       (mean, low, high): `mean` [R, S] is the mean over the sequence's scored tokens at each of them, 0 where masked;
-      its gradient with respect to a token is 1/|y|, 0 where that token was clipped. `low`, `high` bool: which bound
-      acted.
+      its gradient with respect to a token is 1/|y|, 0 where it was clipped. `low`, `high` bool: which bound acted.
     """
     x = jnp.where(mask, logp - old, 0)
     advantage = jnp.where(mask, advantage, 0)

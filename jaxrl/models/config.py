@@ -137,8 +137,7 @@ FAMILIES = {
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields of other architectures: a config that uses one means a function that no family here computes, and transformers
-# may read over it in silence. They pass where they say "not used": null, false, zero, empty, and 1 where the field is a
-# factor.
+# may read over it in silence. They pass where they say "not used": null, false, zero, empty, and 1 for a factor.
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
                 "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
