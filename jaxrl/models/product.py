@@ -18,8 +18,7 @@ def product(x, kernel, inputs: int):
 
     XLA for CPUs transposes the left operand of the product that gives the kernel's gradient, on one core and fused into
     whatever made it. There the narrower one is put on the left, and the small result transposed instead (an MLP of 256
-    x 704 on 1,728 tokens,
-    forward and backward on 2 cores: 58 -> 44 ms).
+    x 704 on 1,728 tokens, forward and backward on 2 cores: 58 -> 44 ms).
     """
     return _narrow(x, kernel, inputs) if platform() == "cpu" else _plain(x, kernel, inputs)
 
