@@ -14,7 +14,7 @@ from jaxrl import training
 from jaxrl.models import build, decoder, hf
 from jaxrl.models.decoder import Part
 from jaxrl.models.parameters import Row
-from jaxrl.rollout.vllm import weights
+from jaxrl.rollout import weights
 from jaxrl.training import score, update
 
 EXPERTS, WIDTH, LAYERS = 3, 24, 6
@@ -33,7 +33,8 @@ def best_expert(own, x):
     """Each token's best expert, times its probability; beside it the squares of the mean probabilities."""
     gates = jax.nn.softmax(own.linear("router", x).astype(jnp.float32))
     up, bias, down = (own.values[f"experts/{name}"].astype(x.dtype) for name in ("up/kernel", "up/bias", "down/kernel"))
-    each = jnp.einsum("blef,efd->bled", jax.nn.silu(jnp.einsum("bld,edf->blef", x, up) + bias), down)
+    inner = jax.nn.silu(jnp.einsum("bld,edf->blef", x, up) + bias[None, None])
+    each = jnp.einsum("blef,efd->bled", inner, down)
     best = jax.nn.one_hot(gates.argmax(-1), EXPERTS) * gates
     balance = EXPERTS * jnp.square(gates.mean((0, 1))).sum()
     return jnp.einsum("bled,ble->bld", each, best.astype(x.dtype)), {"balance": balance}
