@@ -127,7 +127,7 @@ class Checkpointer:
 
         Twice, because the new checkpoint is written before the oldest is deleted and the file system needs slack.
         """
-        size = sum(_nbytes(leaf) for leaf in jax.tree.leaves(arrays))
+        size = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(arrays))
         folder = next(p for p in (self.directory, *self.directory.parents) if p.exists())
         free = shutil.disk_usage(folder).free
         if free < 2 * size:
@@ -285,8 +285,7 @@ class Checkpointer:
     def _failed(self, step: int, error: BaseException, together: bool = False) -> None:
         """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else.
 
-        together: all processes know of it. What befalls one of several alone ends the run: the others' save cannot.
-        """
+        together: all processes know of it. What befalls one of several ends the run: the others' save cannot end."""
         logging.getLogger("asyncio").addFilter(_not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
         if self._peers.first:
@@ -465,10 +464,6 @@ def _check_json(node, where: str) -> None:
         raise TypeError(f"checkpoint: {where} is {type(node).__name__}; use plain Python values, arrays go in `arrays`")
 
 
-def _nbytes(leaf) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
-
-
 # ---- directories
 
 def _is_checkpoint(path: Path) -> bool:
@@ -529,11 +524,10 @@ def _envelope(path: Path) -> dict:
 
 def _read(path: Path, abstract, partial: bool) -> Restored:
     envelope = _envelope(path)
-    wanted, saved = flatten(abstract), envelope["arrays"]
-    if envelope["format"] == 1:
-        saved = {name: kind for name, kind in saved.items() if not UNREAD.fullmatch(name)}
+    wanted, table = flatten(abstract), envelope["arrays"].items()
+    saved = {name: kind for name, kind in table if envelope["format"] > 1 or not UNREAD.fullmatch(name)}
     _check_table(path, wanted, saved, partial)
-    stored = {k: v for k, v in wanted.items() if _nbytes(v)}
+    stored = {k: v for k, v in wanted.items() if v.size}
     values = {}
     if stored:
         args = ocp.args.PyTreeRestore(item=stored, restore_args={k: _restore_args(v) for k, v in stored.items()},
