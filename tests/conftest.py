@@ -1,10 +1,12 @@
-"""Tests run on the CPU; an fp32 claim is tested with fp32 matmuls."""
+"""Tests run on the CPU; an fp32 claim is tested with fp32 matmuls; arrays of different ranks meet only where the code
+says how (jax_numpy_rank_promotion)."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes that tests start, too
 
 import jax  # noqa: E402
 
