@@ -9,7 +9,7 @@ Expected:  the public figure to match is SkyRL's: accuracy 0.796 on the test spl
 
 What was never run here: this config with the real weights, the real data, or any GPU. What is tested: three steps of it
 on a CPU with a random model of Qwen2.5's shape and a file of GSM8K's columns, changed by overrides only
-(tests/test_embedded_configs.py). Time and memory on a GPU are not known.
+(tests/models/test_embedded_configs.py). Time and memory on a GPU are not known.
 
 No variants.
 """

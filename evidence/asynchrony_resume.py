@@ -6,7 +6,7 @@ tests/tiny_job.py with max_staleness 4 and partial rollouts, a checkpoint at eve
 resumed, with the embedded engine and with a real vLLM server of the run's own; then: every sample of every step is used once, in
 the order of the data, none older than 4 publications, with the seed of its step; the counters agree with the ledger; what the
 checkpoint held finished was used as it was. At the end max_staleness=0 of the commit that brought asynchrony is compared with the
-commit before it: parameters and samples are bitwise equal. (Of the commit at hand: tests/test_asynchrony.py, where answers that
+commit before it: parameters and samples are bitwise equal. (Of the commit at hand: tests/recipes/test_asynchrony.py, where answers that
 wait for their step's weights make the synchronous run.)
 """
 

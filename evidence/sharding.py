@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).resolve().parent.parent / "tests")]
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [os.path.dirname(__file__), *map(str, (TESTS, TESTS / "sharding"))]
 
 import numpy as np  # noqa: E402
 from collective_cases import CASES, budget, found, over  # noqa: E402
@@ -72,7 +73,7 @@ def main():
         memory, _ = on_eight("memory", folder, *FSDP_MESHES)
     tpu = on_tpu()
     lint = {case: over(*found(case)[:1], budget(case)) for case in CASES} | {rule: with_broken(rule) for rule in RULES}
-    roles = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "slow", "tests/test_roles.py"],
+    roles = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "slow", "tests/recipes/test_roles.py"],
                            capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     table(["dp,fsdp,tp", "bitwise as", "is", "worst relative L2 from 8,1,1", "share of matrices", "of moments", "GRPO step: gap", "reward"],
           [[r["mesh"], r["like"], r["bitwise"], f"{r['worst']:.1e}", f"{r['share']:.4f}", f"{r['moments']:.4f}", f"{r['gap']:.1e}",

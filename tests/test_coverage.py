@@ -104,8 +104,8 @@ def definitions(path):
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 out |= {n.id: ast.get_source_segment(source, node) for n in ast.walk(target) if isinstance(n, ast.Name)}
-        elif isinstance(node, ast.ImportFrom) and (HERE / f"{node.module}.py").is_file():
-            helpers = definitions(HERE / f"{node.module}.py")
+        elif isinstance(node, ast.ImportFrom) and (found := list(HERE.rglob(f"{node.module}.py"))):
+            helpers = definitions(found[0])
             out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
         elif isinstance(node, ast.Import):
             for a in node.names:

@@ -149,7 +149,7 @@ def test_the_package_shows_what_there_is():
 
 
 def test_the_command_does_what_the_module_does(tmp_path):
-    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["jaxrl"].partition(":")
     start = f"import sys; sys.argv[0] = 'jaxrl'; from {module} import {function}; {function}()"
     for flags in (["--help"], ["--config.optimizer.learning_rate=1", "--config=grpo"]):

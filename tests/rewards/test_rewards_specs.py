@@ -258,7 +258,7 @@ def test_only_outcomes_of_the_same_answer_and_code_are_taken_again():
 
 def test_the_readmes_reward_reads_the_last_number():
     """It took "12" for "2"."""
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def score(" in block)
     names = {}
     exec(code, names)

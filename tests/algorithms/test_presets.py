@@ -70,7 +70,7 @@ def sensitivities(traj, columns, weights, layout, loss, logp_T, entropy_T):
 
 @pytest.mark.parametrize("preset", LOSSES)
 def test_the_loss_of_every_preset_does_not_depend_on_the_layout(preset):
-    """Derivatives by log-probs and entropies: how those do not depend on the layout is tests/test_training.py's."""
+    """Derivatives by log-probs and entropies: how those do not depend on the layout is tests/training/test_training.py's."""
     with jax.enable_x64(True):
         traj, columns = batch_of_groups(groups=4, size=4)
         rng = np.random.default_rng(1)
@@ -109,9 +109,9 @@ def test_the_gradient_through_the_model_neither():
 @pytest.mark.slow
 def test_data_shards_neither():
     """Four shards of the rows, in a process with four devices; sums over sequences stay within a row and so within a shard."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, here / "sharded_presets.py"], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(here)})
+                          env={**os.environ, "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["devices"] == 4 and found["worst"] < 1e-5

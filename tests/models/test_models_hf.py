@@ -381,7 +381,7 @@ def test_hub_ids_resolve_through_the_cache(tmp_path, monkeypatch):
 def test_sharded_loading_and_running(tmp_path):
     """On eight simulated devices: see sharded_models.py, which runs in a process of its own."""
     source = make_tiny("gemma2", tmp_path / "source", dtype="bfloat16", tokenizer=False, num_hidden_layers=4)
-    worker = Path(__file__).with_name("sharded_models.py")
+    worker = Path(__file__).parents[1] / "sharded_models.py"
     command = [sys.executable, worker, source, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

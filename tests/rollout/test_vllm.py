@@ -19,7 +19,7 @@ from jaxrl.rollout.vllm.process import free_port
 
 pytestmark = pytest.mark.vllm
 TIMEOUT = 120.0
-TINY = Path(__file__).parent / "tiny_job.py"
+TINY = Path(__file__).parents[1] / "tiny_job.py"
 
 # The others take minutes; evidence/vllm_faults.py runs them all.
 QUICK = ["kill -9 of a server", "a server with other weights", "the same without checksums", "a tensor dropped from a publish",
@@ -58,7 +58,7 @@ def test_every_transport_brings_the_weights(options):
 def nccl(tmp_path, monkeypatch):
     """A library with NCCL's calls that works between processes of one machine, in host memory: there is no GPU here."""
     library = tmp_path / "libnccl.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).parent / "nccl_stand_in.c"], check=True)
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).parents[1] / "nccl_stand_in.c"], check=True)
     monkeypatch.setenv("JAXRL_NCCL", str(library))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=pytest.mark.slow),

@@ -20,7 +20,7 @@ from jaxrl.rollout.vllm import adapter
 
 pytestmark = pytest.mark.vllm
 NOBODY = 65534
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 CONTROL = ("/collective_rpc", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/sleep",
            "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/inference/v1/generate", "/v1/models", "/metrics", "/version", "/ping")
 

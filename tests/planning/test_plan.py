@@ -24,7 +24,7 @@ from jaxrl.planning import collectives, compiling, fit, memory, plan, roofline, 
 from jaxrl.sharding import chips, targets
 from jaxrl.spec import resolve
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 LOOP = """HloModule m
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %p = (s32[], f32[8,4]{1,0}) parameter(0)

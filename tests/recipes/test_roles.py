@@ -35,7 +35,7 @@ def test_roles_on_devices_of_their_own_change_nothing(tmp_path):
     """PPO with critic and reference on eight devices (roles_worker.py): policy on one half, critic and reference on the other in
     different shapes, the sampler on two devices; and all of them at rest in host memory between their uses. Three steps, with a
     reset of the reference: tokens, losses and all parameters equal those of the shared mesh, bitwise."""
-    worker = Path(__file__).with_name("roles_worker.py")
+    worker = Path(__file__).parents[1] / "roles_worker.py"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
     done = subprocess.run([sys.executable, worker, tmp_path], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,7 @@ from jaxrl.rollout import chosen_engine, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.options import listed, server_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_folder_names_servers(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def with_broken(rule: str) -> list[str]:
 
     def broken(command, **options):
         assert command[1:3] == ["-m", "jaxrl.planning.compiling"]
-        return popen([sys.executable, str(Path(__file__).with_name("broken_rule.py")), rule, *command[3:]], **options)
+        return popen([sys.executable, str(Path(__file__).parents[1] / "broken_rule.py"), rule, *command[3:]], **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling.subprocess, "Popen", broken)

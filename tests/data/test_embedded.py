@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from jaxrl.config import load_config
 from jaxrl.rewards.builtin import boxed_reward
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "evidence"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 import arith_data as make  # noqa: E402
 
 FOLDER = make.FOLDER

@@ -6,6 +6,7 @@ import json
 import os
 
 import numpy as np
+import numpy_engine
 import pytest
 import tiny_job
 from rollout_helpers import (
@@ -28,7 +29,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.rollout import Engine, EngineContext, Request, SamplingParams, generate, make_engine
 from jaxrl.rollout.threaded import ThreadedEngine
 
-NUMPY = f"{os.path.dirname(os.path.abspath(__file__))}/numpy_engine.py:NumpyEngine"
+NUMPY = f"{numpy_engine.__file__}:NumpyEngine"
 ENGINES = {
     "embedded": functools.partial(engine, compaction=False),
     "import path": functools.partial(engine, engine=f"{os.path.abspath(__file__)}:own_engine", compaction=False),
