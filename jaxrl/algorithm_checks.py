@@ -86,12 +86,13 @@ def _estimators(cfg, v):
                 for n in ("path", "optimizer", "num_minibatches", "warmup_steps") if cfg.critic[n]]
     if v["advantage_mean"] == "greedy" and (cfg.reward.norm_mean, cfg.reward.norm_std) != ("none", "none"):
         out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
-                   "algorithm.advantage_mean=greedy: the greedy answers' scores are not normalised; set both to none")
+                   "algorithm.advantage_mean=greedy: the greedy completions' scores are not normalised; set both to "
+                   "none")
     if a.aggregation_constant and v["aggregation"] != "constant":
         out.append(no_effect("algorithm.aggregation_constant", a.aggregation_constant,
                               f"with algorithm.aggregation={v['aggregation']}", "set constant"))
     if v["positive_nll_coef"] and not cfg.reward.functions:
-        out.append("algorithm.positive_nll_coef needs a reward that says which answers are right")
+        out.append("algorithm.positive_nll_coef needs a reward that says which completions are right")
     return out
 
 

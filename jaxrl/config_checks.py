@@ -159,7 +159,7 @@ def _plan(cfg):
     if cfg.run.mode != "plan":
         return []
     if not all(0 < n <= cfg.rollout.max_new_tokens for n in cfg.plan.lengths):
-        return [f"plan.lengths={cfg.plan.lengths}: answers have 1 to "
+        return [f"plan.lengths={cfg.plan.lengths}: completions have 1 to "
                 f"rollout.max_new_tokens={cfg.rollout.max_new_tokens} tokens"]
     if cfg.plan.run and cfg.plan.lengths:
         return [f"plan.lengths={cfg.plan.lengths} with plan.run={cfg.plan.run!r}: the run has lengths of its own; name "
@@ -242,8 +242,8 @@ def _ahead(cfg):
         why = "with rollout.max_staleness=0: no completion is under way when weights are published"
         out.append(no_effect("rollout.partial", True, why, "set rollout.max_staleness"))
     if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
-        out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps answers under way, or the "
-                   "weights of several steps; leave one of them out")
+        out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps completions under way, or "
+                   "the weights of several steps; leave one of them out")
     return out
 
 
@@ -287,7 +287,8 @@ def _engine(cfg):
         out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")
     longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
     if 0 < v.max_model_len < longest:
-        out.append(f"rollout.vllm.max_model_len={v.max_model_len}: a prompt and its answer may have {longest} tokens")
+        out.append(f"rollout.vllm.max_model_len={v.max_model_len}: a prompt and its completion may have {longest} "
+                   "tokens")
     if v.transport == "network" and r.servers and LOOPBACK.fullmatch(v.weights_host):
         far = [u for u in r.servers if not LOOPBACK.search(u)]
         if far:
@@ -400,7 +401,8 @@ def _eval(cfg):
         seen.add(name)
     if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
         out.append(
-            f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy answers are all equal; set a temperature"
+            f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy completions are all equal; set a "
+            "temperature"
         )
     return out
 

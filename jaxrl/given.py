@@ -26,7 +26,7 @@ class Step:
     """What a callback is called with, after each line of metrics.
 
     number: completed steps; 0 for the evaluation before the first. total: steps the run aims at. metrics: name ->
-    float, as in metrics.jsonl. samples: the records of the step's training answers, as in rollouts/ (prompt,
+    float, as in metrics.jsonl. samples: the records of the step's training completions, as in rollouts/ (prompt,
     completion, answer, score, reward, advantage, tokens ...); [] in SFT and for step 0. run_dir: where the run writes.
     """
 

@@ -30,7 +30,7 @@ NOT_YET = (
     (r"q?lora(_.*)?|.*_lora(_.*)?|use_peft|peft(_.*)?|adapters?|dora",
      "LoRA and other adapters are not supported yet; all parameters are trained, or those that model.trainable names"),
     (r"tools?|tool_.*|envs?|environments?|env_.*|multi_?turn|max_turns|agents?|agent_.*|interactions?",
-     "tools and environments of several turns are not supported yet; a prompt gets one answer, which a reward function "
+     "tools and environments of several turns are not supported yet; a prompt gets one completion, which a reward function "
      "judges with whatever it runs"),
     (r"dpo|ipo|kto|orpo|simpo|preferences?|preference_.*|dpo_.*|chosen|rejected|online_dpo|nash_md|xpo",
      "training on preferences (DPO and its kin) is not supported yet; there are run.recipe=rl with a reward, and "
@@ -39,7 +39,7 @@ NOT_YET = (
      "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is "
      "served elsewhere"),
     (r"distill?|distillation|teachers?|teacher_.*|gkd|opd|knowledge_.*",
-     "distillation is not supported yet; run.recipe=sft trains on answers that the teacher has written"),
+     "distillation is not supported yet; run.recipe=sft trains on completions that the teacher has written"),
     (r"ep|ep_size|expert_.*|.*experts?|moe|moe_.*|.*_moe|mixtral|router_.*",
      "mixtures of experts are not supported yet, nor a mesh axis for them; dense models are, over mesh.dp, mesh.fsdp "
      "and mesh.tp"),

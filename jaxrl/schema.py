@@ -75,7 +75,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "tokenizer": O("", "tokenizer folder or hub id; empty = model.path"),
         "chat_template": O("", "Jinja file replacing the tokenizer's chat template"),
         "pad_token": O("", "overrides the tokenizer's pad token"),
-        "eos_tokens": O((), "tokens (text) that end an answer; empty = the model's and tokenizer's own"),
+        "eos_tokens": O((), "tokens (text) that end a completion; empty = the model's and tokenizer's own"),
         "scan_layers": O("auto", "auto: scan over layers, unroll up to 8 on the CPU", choices=("auto", "true", "false")),
         "remat": O("auto", "what the backward pass recomputes; auto: none under 50 M parameters, else full",
                    choices=("auto", "none", "full", "dots", "offload")),
@@ -106,7 +106,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
         "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
-        "response_prefix": O("", "text the answer is made to start with (part of the prompt, seen by rewards)"),
+        "response_prefix": O("", "text the completion is made to start with (part of the prompt, seen by rewards)"),
         "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT", bound=">0"),
         "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
@@ -126,7 +126,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "engine": O("auto", "jax: the embedded sampler; vllm; auto: vllm where it is installed and there is a GPU, or where"
                             " rollout.servers names servers; or an import path of your own, module:function or ./file.py:function"),
         "group_size": O(8, "samples per prompt", bound=">0"),
-        "max_new_tokens": O(1024, "longest answer in tokens", bound=">0"),
+        "max_new_tokens": O(1024, "longest completion in tokens", bound=">0"),
         "min_new_tokens": O(0, "end tokens are forbidden before this many", bound=">=0"),
         "temperature": O(1.0, "0 = greedy", bound=">=0"),
         "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this", bound="(0, 1]"),
@@ -135,23 +135,23 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "repetition_penalty": O(1.0, "divides (positive) or multiplies (negative) logits of tokens seen in prompt or answer", bound=">0"),
         "frequency_penalty": O(0.0, "subtracted from a token's logit per time it was sampled"),
         "penalties_in_training": O(False, "allow the two penalties in training rollouts (they bend the ratio)"),
-        "stop": O((), "strings that end an answer"),
+        "stop": O((), "strings that end a completion"),
         "keep_stop": O(True, "keep the tokens of the stop string in the answer"),
-        "stop_token_ids": O((), "token ids that end an answer besides the end-of-text tokens"),
+        "stop_token_ids": O((), "token ids that end a completion besides the end-of-text tokens"),
         "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process (this and the next four: embedded"
                       " sampler only)", bound=">=0"),
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
-        "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + answer, and where XLA decodes long answers also 3/8 of it"),
+        "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + completion, and where XLA decodes long completions also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
                               " sample is bitwise independent of its neighbours"),
         "decode_steps": O(16, "most decode steps between two looks of the host", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers", bound=">0"),
-        "max_staleness": O(0, "generate while training: answers may be drawn from weights published this many publications before"
+        "max_staleness": O(0, "generate while training: completions may be drawn from weights published this many publications before"
                               " those of the step that uses them; 0 = every step samples from its own", bound=">=0"),
         "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version", bound=">0"),
-        "partial": O(False, "with answers ahead: those begun go on under newly published weights, with a version per token; False:"
+        "partial": O(False, "with completions ahead: those begun go on under newly published weights, with a version per token; False:"
                             " a publication waits until they are finished"),
         "servers": O((), "URLs of running vLLM servers, or one folder (/path or ./path) whose files name them, read again at every"
                          " publish; empty = jaxrl starts its own"),
@@ -186,7 +186,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                   " the first server"),
             "chunk_mb": O(256, "megabytes of weights that travel at once (at least one layer)", bound=">0"),
             "setup_seconds": O(600.0, "longest start of a server", bound=">0"),
-            "request_seconds": O(0.0, "longest answer; after it a request is tried again; 0 = half of rollout.timeout_seconds", bound=">=0"),
+            "request_seconds": O(0.0, "longest completion; after it a request is tried again; 0 = half of rollout.timeout_seconds", bound=">=0"),
             "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
             "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
             "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
@@ -200,17 +200,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "functions": O(("math",), "names (math exact boxed choice format), package.module:function or ./file.py:function"),
         "weights": O((), "one weight per function; empty = all 1"),
         "column": O("", "data column that names the function per row; empty = all functions for all rows"),
-        "format_pattern": O("", "regex the whole answer must match (reward `format`)"),
+        "format_pattern": O("", "regex the whole completion must match (reward `format`)"),
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes", bound=">0"),
         "env": O((), "names of environment variables that the workers get, beside those that Python needs (PATH, HOME, LANG, ...)"),
         "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
                          " stop if it fails on both"),
-        "timeout_seconds": O(10.0, "wall-clock limit per answer and function (per call of a batched one); the worker is killed", bound=">0"),
+        "timeout_seconds": O(10.0, "wall-clock limit per completion and function (per call of a batched one); the worker is killed", bound=">0"),
         "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
         "recycle": O(20_000, "a worker that has done this many calls is replaced when it has nothing to do; 0 = never", bound=">=0"),
-        "max_failed_fraction": O(0.2, "stop when more than this share of a step's answers has a failed reward", bound="0..1"),
-        "zero_without_end": O(False, "0 for answers that were cut by the length limit"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's completions has a failed reward", bound="0..1"),
+        "zero_without_end": O(False, "0 for completions that were cut by the length limit"),
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
         "bias": O(0.0, "added after scale"),
         "clip": O(None, "bound on the absolute value after bias", float, bound=">0"),
@@ -222,7 +222,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "algorithm": {
         "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None", choices=PRESET_NAMES),
-        "advantage": O(None, "outcome: one advantage per answer; returns: reward to go per token; gae: with a critic; or an"
+        "advantage": O(None, "outcome: one advantage per completion; returns: reward to go per token; gae: with a critic; or an"
                              " import path of your own, module:function or ./file.py:function", str),
         "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
                             ("none", "group", "batch", "leave_one_out", "greedy")),
@@ -233,7 +233,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "advantage_high": O(None, "advantages are clipped above this", float),
         "gamma": O(None, "discount per token of returns and gae", float, bound="0..1"),
         "lam": O(None, "lambda of gae", float, bound="0..1"),
-        "lam_alpha": O(None, "VAPO: lambda of the policy is 1 - 1/(lam_alpha x answer length); 0 = off", float, bound=">=0"),
+        "lam_alpha": O(None, "VAPO: lambda of the policy is 1 - 1/(lam_alpha x completion length); 0 = off", float, bound=">=0"),
         "critic_lam": O(None, "lambda of the critic's returns; None = lam", float, bound="0..1"),
         "policy_loss": O(None, "clip, cispo, sapo, dppo, pg, or an import path of your own", str),
         "ratio": O(None, "policy ratio by token, by sequence (GSPO), as GSPO-token, or as geometric mean (GMPO)", str,
@@ -250,7 +250,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dppo_high": O(None, "dppo leaves out a token with A > 0 whose probability rose by more than this", float, bound=">0"),
         "aggregation": O(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
                          ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
-        "aggregation_constant": O(0.0, "what aggregation=constant divides an answer's sum by; 0 = rollout.max_new_tokens", bound=">=0"),
+        "aggregation_constant": O(0.0, "what aggregation=constant divides a completion's sum by; 0 = rollout.max_new_tokens", bound=">=0"),
         "kl": {
             "coef": O(None, "weight of the KL to the reference; 0 loads no reference", float, bound=">=0"),
             "estimator": O(None, "KL estimator; k1 in the reward only, k3_unbiased in the loss only", str,
@@ -261,7 +261,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "entropy_target": O(None, "nats per token: the coefficient grows while the entropy is below; 0 = constant", float, bound=">=0"),
         "entropy_rate": O(0.005, "change of the adaptive coefficient per update", bound=">=0"),
         "entropy_max": O(0.05, "largest adaptive coefficient", bound=">=0"),
-        "positive_nll_coef": O(None, "VAPO: weight of the NLL of answers that reach reward.pass_mark", float, bound=">=0"),
+        "positive_nll_coef": O(None, "VAPO: weight of the NLL of completions that reach reward.pass_mark", float, bound=">=0"),
         "dynamic_sampling": O(None, "groups without signal are masked, or replaced by others until the step is full", str,
                               ("off", "mask", "refill")),
         "dynamic_sampling_rounds": O(10, "refill: most rounds of a step; what is then missing is filled with the groups left out", bound=">0"),
@@ -342,7 +342,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                               " for more of its group"),
         "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
                            " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
-        "max_sequence_tokens": O(0, "bound on prompt + answer; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
+        "max_sequence_tokens": O(0, "bound on prompt + completion; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
@@ -406,7 +406,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "plan": {
         "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
         "json": O("", "also write the plan to this file"),
-        "run": O("", "directory of a synchronous run whose answer lengths and speeds drive the simulation of running ahead; empty = the"
+        "run": O("", "directory of a synchronous run whose completion lengths and speeds drive the simulation of running ahead; empty = the"
                      " target's roofline"),
         "lengths": O((), "answer lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
         "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"

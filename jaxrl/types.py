@@ -99,7 +99,7 @@ class PackedBatch:
     """
 
     tokens: Any  # [R, L] int32
-    positions: Any  # [R, L] int32, restart at each prompt; answers continue their prompt's
+    positions: Any  # [R, L] int32, restart at each prompt; completions continue their prompt's
     segments: Any  # [R, L] int32, 0 = padding
     prefixes: Any  # [R, L] int32, segment of the shared prompt, 0 = none
     sources: Any  # [R, S] int32

@@ -51,7 +51,7 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
                                                                          (2508.08221)
         batch          mean of all scores of the batch                   batch: REINFORCE++ by sequence
         leave_one_out  mean of the group's other members                 none: RLOO (arXiv 2402.14740)
-        greedy         baseline_N, the greedy answer's score             none: ReMax (arXiv 2310.10505)
+        greedy         baseline_N, the greedy completion's score             none: ReMax (arXiv 2310.10505)
 
     std has ddof 1 and is of the raw scores, not of the centred ones: of the group, or of the batch (all present
     scores). Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
@@ -79,7 +79,7 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     baseline = np.zeros_like(scores)
     if mean == "greedy":
         if baseline_N is None:
-            raise ValueError("advantage_mean='greedy' needs baseline_N, the greedy answers' scores")
+            raise ValueError("advantage_mean='greedy' needs baseline_N, the greedy completions' scores")
         baseline = np.asarray(baseline_N, np.float64)
         present &= np.isfinite(baseline)
     whole = scores[present]
@@ -221,16 +221,16 @@ def clip_advantages(advantages, low, high):
 
 
 def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, minimum: int):
-    """Where the loss may count: False on the opening an answer shares with an answer of another score, bool [T].
+    """Where the loss may count: False on the opening a completion shares with a completion of another score, bool [T].
 
-    Of two answers to one prompt that begin alike and end with different scores, the common opening is pushed both ways:
-    what remains is noise (Cosmos-RL's min_filter_prefix_tokens). An answer loses its longest prefix that it shares with
-    any answer of its group whose score differs (by 1e-8 or more), if that has at least `minimum` tokens, counted from
-    the end of the prompt. An answer that lies whole in a longer one loses all its tokens. True on all other tokens,
-    prompts too. Answers without a score (NaN) have advantage 0 and take no part.
+    Of two completions to one prompt that begin alike and end with different scores, the common opening is pushed both
+    ways: what remains is noise (Cosmos-RL's min_filter_prefix_tokens). A completion loses its longest prefix that it
+    shares with any completion of its group whose score differs (by 1e-8 or more), if that has at least `minimum`
+    tokens, counted from the end of the prompt. A completion that lies whole in a longer one loses all its tokens. True
+    on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take no part.
 
     Args:
-      tokens_T: prompt then answer of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the
+      tokens_T: prompt then completion of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the
       prompt.
     """
     tokens, scores = np.asarray(tokens_T), np.asarray(scores_N, np.float64)
@@ -246,10 +246,10 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
 
 
 def _mixed_prefixes(answers, scores):
-    """Length of the longest prefix that each answer shares with one of another score."""
+    """Length of the longest prefix that each completion shares with one of another score."""
     lengths = [0] * len(answers)
     mixed, depth = [range(len(answers))], 0
-    while mixed:  # classes of answers that are alike up to `depth` and differ in score
+    while mixed:  # classes of completions that are alike up to `depth` and differ in score
         classes = {}
         for c, group in enumerate(mixed):
             for i in group:

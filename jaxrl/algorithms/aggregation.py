@@ -42,7 +42,7 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
       counts_N: scored tokens |y_i| per trajectory of the optimizer step; 0 = one that does not count.
       aggregation: one of the above.
       groups_N: prompt id per trajectory, for prompt_mean.
-      max_tokens: the constant of Dr.GRPO: the longest answer that may be sampled, never a width of this batch.
+      max_tokens: the constant of Dr.GRPO: the longest completion that may be sampled, never a width of this batch.
 
     Raises ValueError for other names, and where groups_N or max_tokens is missing.
     """

@@ -1,4 +1,4 @@
-"""Weights for answers that another policy drew (the sampler's arithmetic, older weights) than the proximal one.
+"""Weights for completions that another policy drew (the sampler's arithmetic, older weights) than the proximal one.
 
 rho = exp(old - behaviour). A weight multiplies the policy loss only, never KL or entropy; denominators stay. No
 gradient flows through any of them.

@@ -62,8 +62,8 @@ PRESETS = MappingProxyType(
         "grpo": _GRPO,
         # Shao et al. 2024 (arXiv 2402.03300), eq. 3-4: mean over sequences of token means, k3 in the loss.
         "grpo_paper": {**_GRPO, "aggregation": "sequence_mean", "kl.coef": 0.04, "kl.estimator": "k3"},
-        # arXiv 2503.20783: no division by the group's std, and by a constant, max_new_tokens, instead of the answer's
-        # length (as its code and TRL; verl divides by the padded width unless told otherwise).
+        # arXiv 2503.20783: no division by the group's std, and by a constant, max_new_tokens, instead of the length (as
+        # its code and TRL; verl divides by the padded width unless told otherwise).
         "dr_grpo": {**_GRPO, "advantage_std": "none", "aggregation": "constant"},
         # arXiv 2503.14476: clip-higher, token mean, dynamic sampling, soft overlong penalty (4096 of 20480 tokens), no
         # KL. Overlong filtering (mask_truncated) is in its ablation only. verl drops groups by the shaped reward
@@ -85,18 +85,18 @@ PRESETS = MappingProxyType(
         # coefficient 0.001 is RLinf's. Returns are carried through observations (as verl; SkyRL resets them there).
         "reinforce_pp": {**_GRPO, "advantage": "returns", "advantage_mean": "none", "advantage_std": "none",
                          "whiten": True, "kl.coef": 0.001, "kl.estimator": "k1", "kl.placement": "reward"},
-        # The same paper's variant for several answers per prompt: group mean, then whitened over all tokens of the
+        # The same paper's variant for several completions per prompt: group mean, then whitened over all tokens of the
         # batch. k2 in the loss is OpenRLHF's pairing, its coefficient a choice of ours; ms-swift: k1 in the reward.
         "reinforce_pp_baseline": {**_GRPO, "advantage_std": "none", "whiten": True, "kl.coef": 0.001,
                                   "kl.estimator": "k2"},
-        # arXiv 2310.10505: REINFORCE minus the greedy answer's score. The paper keeps a KL in the reward: set kl.coef.
+        # arXiv 2310.10505: REINFORCE minus the greedy completion's score. The paper has a KL in the reward: kl.coef.
         "remax": {**_GRPO, "advantage_mean": "greedy", "advantage_std": "none", "policy_loss": "pg",
                   "aggregation": "sequence_sum", "kl.estimator": "k1", "kl.placement": "reward"},
         # arXiv 1707.06347, 1506.02438: GAE and a critic; lambda 0.95 as in the paper and TRL (verl 1), whitened as
         # everyone does for language models. InstructGPT's KL (k1 in the reward): set kl.coef.
         "ppo": {**_PPO, "lam": 0.95, "kl.estimator": "k1", "kl.placement": "reward"},
         # arXiv 2504.05118: critic's lambda 1, policy's 1 - 1/(0.05 |y|), clip-higher, token mean, NLL on correct
-        # answers. The paper has no KL and does not speak of whitening: on, as in PPO. Pre-training of the critic
+        # completions. The paper has no KL and does not speak of whitening: on, as in PPO. Pre-training of the critic
         # is the recipe's.
         "vapo": {**_PPO, "lam_alpha": 0.05, "critic_lam": 1.0, "clip_high": 0.28, "positive_nll_coef": 0.1},
         # arXiv 2110.00641, 2505.24298 (AReaL): clip around recomputed log-probs, times the behaviour weight, which

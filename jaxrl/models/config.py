@@ -69,10 +69,10 @@ class ModelConfig:
         return max(self.max_positions, int(max(stretched)))
 
     def beyond(self, longest: int) -> str:
-        """What to say where prompt + answer may be longer than what the model is made for; "" where they are not."""
+        """What to say where prompt + completion may be longer than what the model is made for; else ""."""
         if longest <= self.context:
             return ""
-        return (f"prompt + answer may be {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or "
+        return (f"prompt + completion may be {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or "
                 f"train.max_sequence_tokens), the model is made for {self.context} (max_position_embeddings="
                 f"{self.max_positions} and its rotary scaling): shorten them, or extend the model with "
                 "model.config.rope_scaling or model.config.max_position_embeddings")

@@ -265,7 +265,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         fp16.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes).
-      eos_ids: token ids that end an answer; those the source did not name are written too.
+      eos_ids: token ids that end a completion; those the source did not name are written too.
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)

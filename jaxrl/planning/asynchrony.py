@@ -1,9 +1,9 @@
 """A job's clockwork in virtual time: the runs' own admission (rollout/queue.py) between a simulated engine and trainer.
 
-What is simulated: an engine with so many slots, whose decode steps take `fixed + each * answers` seconds, and a trainer
-whose step takes `train + train_token * tokens`. What is real: which answers are asked for when, what waits for what,
-what a publish does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline (`planned`);
-lengths are recorded, given, or the longest.
+What is simulated: an engine with so many slots, whose decode steps take `fixed + each * completions` seconds, and a
+trainer whose step takes `train + train_token * tokens`. What is real: which completions are asked for when, what waits
+for what, what a publish does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline
+(`planned`); lengths are recorded, given, or the longest.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jaxrl.sharding import ROLLOUT_RULES
 
 NEARBY = (0, 1, 2, 4, 8)  # values of rollout.max_staleness that a plan compares
 WARM_UP = 3               # lines of a recorded run that hold compilations
-EVENTS = 40_000           # answers that one simulation asks for, about
+EVENTS = 40_000           # completions that one simulation asks for, about
 PROMPT = np.ones(1, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
     """Seconds. `prompt`: of the engine per answer it begins, during which it decodes nothing. `reward`: after the last
-    answer where nothing is asked for ahead; else rewards run beside generation."""
+    completion where nothing is asked for ahead; else rewards run beside generation."""
 
     slots: int
     fixed: float
@@ -50,7 +50,7 @@ class Speeds:
 class Engine(protocol.Engine):
     """An engine in virtual time. beside: it works while the trainer does (devices of its own); else only while polled.
 
-    length: request -> tokens of its answer. Requests are begun in order as slots come free.
+    length: request -> tokens of its completion. Requests are begun in order as slots come free.
     """
 
     def __init__(self, speeds: Speeds, length, beside: bool):
@@ -140,7 +140,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
              partial: bool = False, beside: bool = True, prompt: float = 0.0) -> dict:
     """A run without end, looked at for `steps` steps after those in which the pipe fills.
 
-    lengths: of answers in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns
+    lengths: of completions in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns
     {"seconds": of each step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of
     the time in which each works, "staleness" the highest}.
     """
@@ -181,7 +181,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run's own: answer lengths of each step, its seconds (without evaluation, checkpoints, exports), speeds."""
+    """A run's own: completion lengths of each step, its seconds (without evaluation, checkpoints, exports), speeds."""
 
     lengths: list[np.ndarray]
     seconds: np.ndarray
@@ -193,7 +193,7 @@ class Recorded:
 def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     """Reads rollouts/ and metrics.jsonl of a synchronous run and fits the speeds, all at least 0, to these steps:
 
-        rollout = fixed * decode steps + each * tokens + prompt * answers
+        rollout = fixed * decode steps + each * tokens + prompt * completions
         score + update + other = train + train_token * tokens
 
     Raises ConfigError for a run that holds neither, or whose times overlap.
@@ -243,7 +243,7 @@ def _fitted(seconds, *columns) -> list[float]:
 
 
 def _decode_steps(lengths, slots: int) -> float:
-    """Decode steps until all answers are there."""
+    """Decode steps until all completions are there."""
     return simulate(Speeds(slots, 1.0), lengths, per_step=len(lengths), group_size=1, steps=1)["seconds"][0]
 
 

@@ -34,7 +34,7 @@ CONTEXT, ASLEEP = 1 << 30, 2 << 30
 @dataclasses.dataclass(frozen=True)
 class Case:
     """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None
-    where the answers come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's
+    where the completions come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's
     server takes of it in turns (rollout.placement=colocated; 0 = none)."""
 
     config: Any

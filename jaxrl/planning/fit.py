@@ -41,7 +41,7 @@ def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
 
 
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
-    """The largest microbatch, group, slot count and answer that fit, everything else as it is.
+    """The largest microbatch, group, slot count and completion that fit, everything else as it is.
 
     peak(config) -> bytes on a device. None where the option does not decide memory.
     """

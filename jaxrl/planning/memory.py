@@ -52,8 +52,8 @@ def peaks(live: dict, programs: dict, offload: bool = False, resting=(),
 
     live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"};
     arguments of 0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
-    resting: roles that are away between their uses, the sampler while the trainer works, the policy while answers are
-    sampled. lent: bytes that vLLM's server on the same device has (awake, asleep, of weights on their way to it).
+    resting: roles that are away between their uses, the sampler while the trainer works, the policy while completions
+    are sampled. lent: bytes that vLLM's server on the same device has (awake, asleep, of weights on their way to it).
     """
     out = {}
     for name, p in programs.items():

@@ -228,7 +228,7 @@ def too_small(case: Case) -> str:
     answer = memory.cache_bytes(case.model, tp, 1, sum(workload.lengths(c)), size)
     if weights + answer + ASLEEP <= case.lent:
         return ""
-    return (f"vLLM's part of a device ({gib(case.lent)}) does not hold its weights ({gib(weights)}), one answer "
+    return (f"vLLM's part of a device ({gib(case.lent)}) does not hold its weights ({gib(weights)}), one completion "
             f"({gib(answer)}) and its own {gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
 
 
@@ -330,7 +330,7 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
     spec = resolve(config)
     if spec.recipe.samples and engine_of(spec).on_mesh:
         less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots
-                    else "rollout.slots=32 (now 0: as many as answers)")
+                    else "rollout.slots=32 (now 0: as many as completions)")
     elif spec.recipe.samples and r.placement == "colocated":
         less.append(f"rollout.vllm.memory_fraction (now {r.vllm.memory_fraction})")
     if config.model.remat not in ("full", "offload"):

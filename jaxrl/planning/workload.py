@@ -1,8 +1,8 @@
 """What one step of a job asks of a device, counted from the config: rows, operations, bytes. No compilation, no device.
 
-Every prompt and answer is taken at its longest, as memory must be.
+Every prompt and completion is taken at its longest, as memory must be.
 
-Legend: D hidden size, V vocabulary, H query heads, K head size, P longest prompt, A longest answer.
+Legend: D hidden size, V vocabulary, H query heads, K head size, P longest prompt, A longest completion.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def weight_bytes(model, mesh: dict, rules: dict, itemsize: int) -> int:
 
 
 def lengths(config) -> tuple[int, int]:
-    """(longest prompt, longest answer) that fit one sequence together."""
+    """(longest prompt, longest completion) that fit one sequence together."""
     total = config.longest
     prompt = min(config.data.max_prompt_tokens, total - 1)
     return prompt, min(config.rollout.max_new_tokens, total - prompt)

@@ -1,13 +1,13 @@
-"""What processes tell each other in bulk: all answers to every process, arrays in parts, and whether all are equal.
+"""What processes tell each other in bulk: all completions to every process, arrays in parts, and whether all are equal.
 
-The answers of a step are sampled and scored where their prompts belong (`owner`), then gathered, so that every process
-holds the whole batch as host arrays in one order that does not depend on how many processes there are. Advantages,
-layout and packing then run everywhere alike, and each process gives its devices their rows (`put`).
+The completions of a step are sampled and scored where their prompts belong (`owner`), then gathered, so that every
+process holds the whole batch as host arrays in one order that does not depend on how many processes there are.
+Advantages, layout and packing then run everywhere alike, and each process gives its devices their rows (`put`).
 
-Cost: an answer token travels as 16 bytes (id, log-prob, kept mass, version), its text (about 5), and 4 per token of a
-kept support. 64 hosts with 1024 answers of 8192 tokens: 8.4 M tokens, 0.18 GB per step, which every host receives once:
-0.2 s at 1 GB/s, beside minutes of sampling. It passes through one device per process in pieces of CHUNK bytes, all of
-one shape, so that one program is compiled for it.
+Cost: a completion token travels as 16 bytes (id, log-prob, kept mass, version), its text (about 5), and 4 per token of
+a kept support. 64 hosts with 1024 completions of 8192 tokens: 8.4 M tokens, 0.18 GB per step, which every host receives
+once: 0.2 s at 1 GB/s, beside minutes of sampling. It passes through one device per process in pieces of CHUNK bytes,
+all of one shape, so that one program is compiled for it.
 """
 
 from __future__ import annotations

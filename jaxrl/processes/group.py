@@ -232,8 +232,8 @@ class Peers:
     def meet(self, what: str, value=None) -> list:
         """Everyone's `value` (JSON-able), by process. Returns when all have come, at the same `what`.
 
-        `what` is a stamp, such as "the answers of step 3, weights 3": that processes stand at different places is an
-        error in jaxrl and never a hang.
+        `what` is a stamp, such as "the completions of step 3, weights 3": that processes stand at different places is
+        an error in jaxrl and never a hang.
 
         Raises PeerLost naming who is somewhere else, late by launch.wait_seconds, or gone.
         """

@@ -76,7 +76,7 @@ class Algorithm:
                               "policy than the one that is trained; use token_tis")
         if mismatch.correction == "none" and self.config.ahead and self.old_source != "rollout":
             log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing "
-                        "corrects for answers of older weights; set token_tis, or "
+                        "corrects for completions of older weights; set token_tis, or "
                         "algorithm.preset=decoupled_ppo", self.config.rollout.max_staleness,
                         self.config.rollout.sync_every)
         if mismatch.correction != "none":

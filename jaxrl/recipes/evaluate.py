@@ -114,7 +114,7 @@ def answer(s, job, name: str, batch, sampling, receive=None):
         return done and done[1]
     results, scored = done
     own = zip(scored[2], scored[3].records(), strict=True) if scored else []
-    known, _ = exchanged(s, f"sizes of answers to eval set {name}", results, own)
+    known, _ = exchanged(s, f"sizes of completions to eval set {name}", results, own)
     return score(batch, *map(list, zip(*(known[request.id] for request in ask(batch)), strict=True)))
 
 

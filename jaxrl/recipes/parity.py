@@ -1,8 +1,8 @@
 """run.mode=parity: how far the engine's log-probs are from the trainer's on this host, and why. Trains nothing.
 
-Answers to a few prompts are sampled with the training options, and scored by the trainer as training would score them.
-Then each possible cause is looked at alone: rounding of the trainer's dtype, the part of the support that was cut off,
-temperature, the prefix cache, the weights that the engine holds.
+Completions to a few prompts are sampled with the training options, and scored by the trainer as training would score
+them. Then each possible cause is looked at alone: rounding of the trainer's dtype, the part of the support that was cut
+off, temperature, the prefix cache, the weights that the engine holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def report(s, job) -> dict:
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
         mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
         found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
-        known, _ = exchanged(s, f"sizes of answers {name}", found, [[]] * len(found))
+        known, _ = exchanged(s, f"sizes of completions {name}", found, [[]] * len(found))
         return collect(asked, [known[a.id][0] for a in asked])
 
     def gap(traj, temperature, model=job.model):
@@ -91,8 +91,8 @@ def verdict(rows, bound: float, config) -> list[str]:
         said.append("dtype of the trainer: scoring in fp32 closes half of the gap or more; try "
                     "train.compute_dtype=fp32")
     if cached > 2 * one + bound:
-        said.append("cache: answers behind a cached prefix differ more; look at the engine's KV cache dtype, or turn "
-                    "rollout.vllm.prefix_caching off")
+        said.append("cache: completions behind a cached prefix differ more; look at the engine's KV cache dtype, or "
+                    "turn rollout.vllm.prefix_caching off")
     if now > bound and not said:
         said.append("dtype of the engine, or its weights: nothing else explains it; try rollout.dtype=fp32, and "
                     "rollout.verify_weights=always")

@@ -188,7 +188,7 @@ class Rollouts:
         """What came of these groups on every process, as if it had on this one."""
         meta = [list(own.greedy.items()), list(own.keep.items()), own.asked]
         results, more = [row[1] for row in own.rows], [row[3:] for row in own.rows]
-        known, metas = exchanged(self.session, "the answers' sizes", results, more, meta)
+        known, metas = exchanged(self.session, "the completions' sizes", results, more, meta)
         greedy, keep = (dict(pair for meta in metas for pair in meta[i]) for i in (0, 1))
         rows = [(q, known[q.id][0], g, *known[q.id][1:]) for g in groups for q in g.requests if q.id in known]
         keep = {g.position: keep[g.position] for g in groups if g.position in keep}
@@ -265,7 +265,7 @@ class Rollouts:
         if not state["groups"]:
             return None
         outcomes = {name: record for g in self.queue.groups.values() for name, record in g.outcomes.items()}
-        what = f"{self.session.place}: answers ahead, for a checkpoint"
+        what = f"{self.session.place}: completions ahead, for a checkpoint"
         self._payloads = gather(self.session.peers, what, results_to_bytes(results, outcomes))
         return {"state": state, "sizes": [len(p) for p in self._payloads]}
 

@@ -55,7 +55,7 @@ class Sample:
     request: Request
     key: bytes    # identity of its prompt
     bucket: int   # index of its prompt length class
-    limit: int    # answer tokens it may have
+    limit: int    # completion tokens it may have
     slot: int = -1
     weights: int = -1  # how many weights had been published when its prompt was put into the slot
     parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, versions) per chunk
@@ -88,7 +88,7 @@ class EmbeddedEngine(Engine):
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
         self._no_history: dict[int, jax.Array] = {}
-        self._ended_at: set[int] = set()  # up to two lengths of answers
+        self._ended_at: set[int] = set()  # up to two lengths of completions
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 

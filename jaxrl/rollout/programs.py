@@ -32,10 +32,10 @@ from jaxrl.telemetry import compilations
 class Progress(NamedTuple):
     """Where each slot stands. The host owns it between chunks."""
 
-    token: Any     # [S] int32, newest token of prompt and answer; its key and value are written next
+    token: Any     # [S] int32, newest token of prompt and completion; its key and value are written next
     position: Any  # [S] int32, its position
-    produced: Any  # [S] int32, tokens of the answer so far
-    limit: Any     # [S] int32, tokens the answer may have
+    produced: Any  # [S] int32, tokens of the completion so far
+    limit: Any     # [S] int32, tokens the completion may have
     active: Any    # [S] bool
 
 

@@ -31,18 +31,19 @@ class EngineLost(RunStopped):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one answer is sampled. Truncations act in the order min_p, top_k, top_p, after penalties and temperature.
+    """How one completion is sampled. Truncations act in the order min_p, top_k, top_p, after penalties and temperature.
 
     temperature: 0 = greedy (log-probs are then those of temperature 1).
     top_p: keep the smallest set of most likely tokens whose share of the mass left by min_p and top_k reaches this.
     top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last one kept are kept.
     min_p: keep tokens with at least this share of the best token's probability.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer so far.
-    frequency_penalty: subtracted from a token's logit once per earlier occurrence in the answer.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the completion so
+    far.
+    frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
     min_new_tokens: end tokens cannot be drawn, and stop strings do not count, before this many tokens.
     stop: strings that end an answer at the token that completes one; `keep_stop` False removes every token that
       holds a character of the string.
-    stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the answer.
+    stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
 
     Raises ValueError naming the field.
     """
@@ -111,7 +112,7 @@ class Request:
     id: str
     prompt: np.ndarray  # [P] int32
     sampling: SamplingParams = SamplingParams()
-    seed: int = 0       # uint32; token i of the answer uses random bits of (seed, i) only
+    seed: int = 0       # uint32; token i of the completion uses random bits of (seed, i) only
     group: int = 0      # for the caller's book-keeping, as is the key
     key: Key | None = None
 
@@ -119,7 +120,8 @@ class Request:
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool) -> np.ndarray:
     """The prompt as int32, or ValueError naming the request and the remedy.
 
-    longest: prompt tokens; total: tokens of prompt and answer together; has_text: whether stop strings can be looked
+    longest: prompt tokens; total: tokens of prompt and completion together; has_text: whether stop strings can be
+    looked
       for.
     """
     prompt = np.ascontiguousarray(request.prompt, np.int32)
@@ -154,7 +156,7 @@ def check_ids(requests: list[Request], unfinished) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished (or aborted) answer of n tokens.
+    """One finished (or aborted) completion of n tokens.
 
     The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; with
     penalties off its log-prob is `logprobs - kept`.
@@ -253,7 +255,7 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
     the results of requests that were under way before; None = there are none.
 
     Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
-    RuntimeError when the engine returns an answer that nobody here asked for.
+    RuntimeError when the engine returns a completion that nobody here asked for.
     """
     end = time.monotonic() + timeout
     engine.submit(list(requests))
@@ -277,7 +279,7 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
             if stopped:
                 return None
             raise TimeoutError(
-                f"rollout: {late} of {len(requests)} answers are missing after {timeout:g} s; raise "
+                f"rollout: {late} of {len(requests)} completions are missing after {timeout:g} s; raise "
                 "rollout.timeout_seconds, or ask for fewer or shorter answers")
         poll(min(left, 1.0))
     return [done[r.id] for r in requests]

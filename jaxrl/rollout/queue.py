@@ -151,7 +151,7 @@ class RolloutQueue:
                 self._abort()
                 if stopped:
                     return False
-                raise TimeoutError(f"rollout: {left} answers are missing after {timeout:g} s; raise "
+                raise TimeoutError(f"rollout: {left} completions are missing after {timeout:g} s; raise "
                                    "rollout.timeout_seconds, or ask for fewer or shorter answers")
             self.receive(self.engine.poll(min(rest, 1.0)))
 

@@ -39,8 +39,8 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
 
     Args:
       logits_SxV: float32 logits of the policy, soft-cap applied.
-      produced_S: tokens the answer has so far; picks the random bits and ends the ban on end tokens.
-      position_S: position of the newest token of prompt and answer.
+      produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
+      position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
       controls: options.
       support: most token ids of the support to return.
@@ -102,7 +102,8 @@ def likeliest(q_SxV, token_S, count: int):
 
 
 def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
-    """Repetition penalty (tokens of prompt and answer), then frequency penalty (tokens of the answer, by count)."""
+    """Repetition penalty (tokens of prompt and completion), then frequency penalty (tokens of the completion, by
+    count)."""
     slots, vocab = logits_SxV.shape
     column_L = jnp.arange(history_SxL.shape[1])[None, :]
     seen_SxL = column_L <= position_S[:, None]

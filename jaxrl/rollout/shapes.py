@@ -91,16 +91,17 @@ def _prompt_lengths(given, longest: int) -> tuple[int, ...]:
 
 
 def _cache_lengths(given, total: int, answer: int) -> tuple[int, ...]:
-    """The given lengths, or that of prompt and answer in whole 16s (whole tiles of a TPU's memory); where a long
+    """The given lengths, or that of prompt and completion in whole 16s (whole tiles of a TPU's memory); where a long
     `answer` is to be read to its end all the time, also one for its first three eighths, which is as far as most
-    answers of most batches come."""
+    completions of most batches come."""
     if not given:
         early = (total - 5 * answer // 8,) if answer >= LONG_ANSWER else ()
         return tuple(-(-n // 16) * 16 for n in (*early, total))
     lengths = _ascending("rollout.cache_lengths", given)
     if lengths[-1] < total:
         raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt "
-                          "and answer; add that length, or lower rollout.max_new_tokens or train.max_sequence_tokens")
+                          "and completion; add that length, or lower rollout.max_new_tokens or "
+                          "train.max_sequence_tokens")
     return lengths
 
 

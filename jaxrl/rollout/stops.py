@@ -18,14 +18,14 @@ def find_stop(decode: Decode, tokens: Sequence[int], new: int, stops: Sequence[s
 
     Args:
       decode: token ids -> text.
-      tokens: the answer so far.
+      tokens: the completion so far.
       new: how many of its last tokens have not been looked at yet.
       stops: the strings.
       minimum: a string completed before this many tokens does not count.
 
     Returns:
-      (kept, cut): answer lengths with the whole string (`kept`, up to and including the token that completes it) and
-      without any token that holds a character of it (`cut`); None when no string is complete. Of several strings
+      (kept, cut): completion lengths with the whole string (`kept`, up to and including the token that completes it)
+      and without any token that holds a character of it (`cut`); None when no string is complete. Of several strings
       completed by the same token the one that begins first decides `cut`.
     """
     # A string of n bytes spans at most n tokens that have text, so a short window of earlier tokens is enough.

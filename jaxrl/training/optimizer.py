@@ -101,8 +101,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
     return optax.partition(transforms, lambda params: {k: label(k) for k in params}), schedule
 
 
-CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_fraction", "warmup_start",
-               "decay_steps", "decay_shape", "floor")
+CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps",
+               "warmup_fraction", "warmup_start", "decay_steps", "decay_shape", "floor")
 
 
 def critics_optimizer(config):

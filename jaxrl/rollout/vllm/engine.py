@@ -217,7 +217,7 @@ class VllmEngine(Engine):
     def _parse_version(self, text: str) -> int:
         run, _, number = text.rpartition("-")
         if run != self.run_id:
-            raise adapter.ServerError(f"an answer was sampled from weights {text!r}, which this run did not publish")
+            raise adapter.ServerError(f"a completion was sampled from weights {text!r}, which this run did not publish")
         return int(number)
 
     # ---- what it says of itself --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def memory_fraction(config) -> float:
 
 
 def longest(config) -> int:
-    """Most tokens of a prompt and its answer."""
+    """Most tokens of a prompt and its completion."""
     total = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
     return min(total, config.train.max_sequence_tokens or total)
 

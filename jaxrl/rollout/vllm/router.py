@@ -223,7 +223,7 @@ class Router:
             job.attempts += 1
         if job.attempts > self.options.retries:
             self.counts["given_up"] += 1
-            log.warning("request %s was given up after %d tries, its answer is absent: %s: %s", job.request.id,
+            log.warning("request %s was given up after %d tries, its completion is absent: %s: %s", job.request.id,
                         round(job.attempts), replica.url, why)
             self._finish(job, empty(job.request))
         else:
@@ -263,7 +263,7 @@ class Router:
             _raise_for(answer.status_code, answer.text, url)
             tokens, logprobs, finish, spans = adapter.parse_choice(answer.json()["choices"][0])
         if finish not in ("stop", "length"):
-            raise adapter.ServerError(f"{url}: the answer ended with {finish!r}")
+            raise adapter.ServerError(f"{url}: the completion ended with {finish!r}")
         versions = np.full(len(tokens), -1, np.int32)
         for span in spans:
             versions[span["start"]:span["end"]] = self.parse_version(str(span["version"]))

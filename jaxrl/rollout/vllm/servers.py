@@ -245,7 +245,7 @@ class Fleet:
 
     def take_newcomers(self) -> None:
         """Servers announced since the last call, dealt out as the first ones were; each gets its weights once it
-        answers."""
+        completions."""
         if self._folder is None:
             return
         found = self.group.decide(f"servers at publish {self._looked}", listed, self._folder)
