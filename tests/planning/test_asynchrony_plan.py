@@ -139,7 +139,7 @@ def test_lengths_that_cannot_be_are_refused():
     from test_plan import tiny
 
     for lengths in ((0,), (5000,)):
-        with pytest.raises(ConfigError, match="plan.lengths=.*: answers have 1 to rollout.max_new_tokens"):
+        with pytest.raises(ConfigError, match="plan.lengths=.*: completions have 1 to rollout.max_new_tokens"):
             check(tiny(plan__lengths=lengths))
     with pytest.raises(ConfigError, match="the run has lengths of its own"):
         check(tiny(plan__lengths=(4,), plan__run="runs/x"))

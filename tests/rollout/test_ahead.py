@@ -173,7 +173,7 @@ def test_late_answers_end_the_wait_and_strangers_are_refused():
     queue = make(engine, 1, 1, 3, clock=lambda: next(seconds))
     queue.publish(None, 0)
     groups, _ = queue.ask(0, 0)
-    with pytest.raises(TimeoutError, match="8 answers are missing after 5 s; raise rollout.timeout_seconds"):
+    with pytest.raises(TimeoutError, match="8 completions are missing after 5 s; raise rollout.timeout_seconds"):
         queue.wait(groups, 5.0)
     assert not engine.left  # aborted
     groups, _ = queue.ask(0, 0)  # and asked for again

@@ -314,7 +314,7 @@ def test_an_unfinished_id_cannot_be_submitted_again(idle):
 
 
 def test_generate_gives_up_at_the_deadline_and_cleans_up(idle):
-    with pytest.raises(TimeoutError, match="20 of 20 answers.*timeout_seconds"):
+    with pytest.raises(TimeoutError, match="20 of 20 completions.*timeout_seconds"):
         generate(idle, long_requests(20), 0.0)
     assert idle.health().waiting == idle.health().running == 0
     assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
