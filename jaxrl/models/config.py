@@ -96,6 +96,7 @@ class Family:
     windows: str = "none"                # none | all | from_layer | pattern
     local_rope: bool = False             # windowed layers have a rotary embedding of their own
     divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
+    feed_forward: str = "mlp"            # a row of models.decoder.FEED_FORWARDS
 
 
 _SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False,
@@ -283,7 +284,9 @@ def _refuse_foreign(hf, family):
 def _layers(hf, family) -> tuple[Layer, ...]:
     sliding, window = _windows(hf, family)
     full, local = _ropes(hf, family)
-    return tuple(Layer(local, window) if windowed else Layer(full) for windowed in sliding)
+    kind = family.feed_forward
+    return tuple(Layer(local, window, feed_forward=kind) if windowed else Layer(full, feed_forward=kind)
+                 for windowed in sliding)
 
 
 def _windows(hf, family) -> tuple[list[bool], int]:

@@ -525,7 +525,7 @@ def loss_of():
     """
     traj, columns = batch_of_groups(groups=3, size=3)
     model = SimpleNamespace(
-        hidden=lambda params, tokens, *where: params["table"][tokens],
+        forward=lambda params, tokens, *where: (params["table"][tokens], {}),
         head=lambda params: params["table"].T,
         config=SimpleNamespace(final_softcap=0.0, tied=False),
     )

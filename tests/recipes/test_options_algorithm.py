@@ -488,7 +488,7 @@ def table():
     """A model that is a table of hidden states by token, three groups of three answers, and their log-probs under it."""
     traj, columns = batch_of_groups(groups=3, size=3)
     model = SimpleNamespace(
-        hidden=lambda params, tokens, *where: params["table"][tokens], head=lambda params: params["table"].T,
+        forward=lambda params, tokens, *where: (params["table"][tokens], {}), head=lambda params: params["table"].T,
         config=SimpleNamespace(final_softcap=0.0, tied=False))
     params = {"table": jnp.asarray(0.5 * np.random.default_rng(0).normal(size=(61, 8)), jnp.float32)}
     shapes = training.row_shapes((), 24, 24 * 9, 1)
