@@ -43,9 +43,8 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
 
     Turns follow each other: requests whose keys differ in the turn alone are one trajectory. Where a turn's prompt
     begins with all tokens so far, the sequence goes on, and what the prompt adds to them is masked; else the turn opens
-    a new
-    sequence. Further columns: kept; support where engines tell it; turn (-1 where not sampled) where one is not the
-    first.
+    a new sequence. Further columns: kept; support where engines tell it; turn (-1 where not sampled) where one is not
+    the first.
 
     With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length").
     """

@@ -20,8 +20,7 @@ from jaxrl.training.pack import pack, unpack
 
 def forward_hidden(model, params, batch):
     """([R, S, D], the hidden state that predicts each scored slot; auxiliary, see Model.forward). The one forward pass
-    of scoring
-    and update: on the same layout both give bitwise equal results on the CPU."""
+    of scoring and update: on the same layout both give bitwise equal results on the CPU."""
     hidden_RxLxD, auxiliary = model.forward(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
     return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1), auxiliary
 
