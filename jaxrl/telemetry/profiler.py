@@ -31,8 +31,8 @@ class Profiler:
     them.
 
     A trace marks each step ("step", with its number) and names each operation by the part of the model or of the step
-    that it belongs to: the modules' names (attention, mlp ...), `head`, `loss`, `critic`, `optimizer`. A program that comes
-    from the compilation cache keeps the names it was compiled with.
+    that it belongs to: the modules' names (attention, mlp ...), `head`, `loss`, `critic`, `optimizer`. A program that
+    comes from the compilation cache keeps the names it was compiled with.
 
     Args:
       steps: config.profile.steps; empty = never.
