@@ -185,7 +185,9 @@ class Control:
     def __init__(self, url: str, key: str, deadline: float):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=deadline, trust_env=False)
+        # Connections are not kept: a server closes idle ones after seconds, and a call that meets that moment fails.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=deadline, trust_env=False, limits=limits)
 
     def close(self) -> None:
         self._http.close()
