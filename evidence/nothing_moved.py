@@ -75,7 +75,7 @@ def differences(a, b, where: str = "") -> list[str]:
 KEYS = "from jaxrl.config import default_config; import json; print(json.dumps(json.loads(default_config().to_json_best_effort())))"
 
 
-def options(tree: Path) -> dict:
+def defaults(tree: Path) -> dict:
     """Every option of a tree -> its default."""
     done = subprocess.run([sys.executable, "-c", KEYS], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True,
                           check=True)
@@ -106,7 +106,7 @@ def main() -> int:
         mine = seen(Path(place) / "before" / "resumed")
         failed["a checkpoint of before"] = differences(mine, seen(folder))
         rows.append(row("a checkpoint of before", mine, failed["a checkpoint of before"]))
-    failed["options and their defaults"] = differences(options(before), options(after))
+    failed["options and their defaults"] = differences(defaults(before), defaults(after))
     table(["case", "lines of metrics", "rollouts", "files of weights", "differences"], rows)
     for name, found in failed.items():
         print("\n".join(f"{name}: {d}" for d in found[:5]))
