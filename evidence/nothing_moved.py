@@ -109,7 +109,8 @@ def main() -> int:
     failed["options and their defaults"] = differences(defaults(before), defaults(after))
     table(["case", "lines of metrics", "rollouts", "files of weights", "differences"], rows)
     for name, found in failed.items():
-        print("\n".join(f"{name}: {d}" for d in found[:5]))
+        for difference in found[:5]:
+            print(f"{name}: {difference}")
     git = subprocess.run(["git", "-C", str(before), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     names = ("lines", "rollouts", "weights", "differences")
     record("nothing_moved", {"before": git.stdout.strip(), "cases": {name: dict(zip(names, counts, strict=True)) for name, *counts in rows}})
