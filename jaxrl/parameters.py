@@ -1,4 +1,5 @@
-"""A run's parameters: what they are, where they lie and where they come from. No other file decides any of it.
+"""A run's parameters: what they are, where they lie and where they come from. (A critic of its own has a
+model of its own, recipes/critic.py.)
 
 The policy is a language model, with a value head where the critic shares its trunk (`policy_tree`); its rows are in
 models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it; adapters would be

@@ -98,8 +98,8 @@ class Algorithm:
         return out
 
     def operations(self, step: int, count, traj) -> dict[str, float]:
-        """flops/<phase> of the step that has just been done, on the answers it learnt from (a server's sampling is its
-        own)."""
+        """flops/<phase> of the step that has just been done, on the completions it learnt from (a
+        server's sampling is its own)."""
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
         score = passes * count.scoring(traj, shared)
