@@ -66,8 +66,7 @@ class Outputs:
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The part that all objectives have. `columns` and `weights` are names in PackedBatch; `needs` says who must have
-    scored the batch
-    before: "old" (the policy itself), "reference", "critic"."""
+    scored the batch before: "old" (the policy itself), "reference", "critic"."""
 
     temperature: float = 1.0
     chunk: int = 1024          # scored tokens whose logits exist at once
