@@ -196,6 +196,41 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
         },
     },
+    "env": {
+        "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with reset and"
+                          " step; calc, guess, library, lake; gym:<id>; textarena:<id>; empty = one turn, or env.tools (docs/environments.md)"),
+        "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the answer without calls ends the episode"),
+        "options": O({}, "keyword arguments of an environment's class, or of gymnasium.make and textarena.make"),
+        "parser": O("auto", "how calls are written; auto: as the chat template writes them",
+                    choices=("auto", "hermes", "qwen", "llama", "mistral", "pythonic")),
+        "history": O("append", "the next prompt is what was sampled and then the new messages (append), or the chat template's rendering of"
+                               " all messages, a new sequence wherever that is not the same (template)", choices=("append", "template")),
+        "observations": O("message", "new messages close the model's turn (message), or go on within it where it did not end it (inline)",
+                          choices=("message", "inline")),
+        "workers": O(2, "processes that run episodes, 64 each at once", bound=">0"),
+        "threads": O(False, "synchronous episodes and environments run in threads of their worker instead of one step at a time"),
+        "python": O("", "interpreter of the workers' own environment; empty = this one"),
+        "variables": O((), "names of environment variables that the workers get, beside those that Python needs"),
+        "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
+        "in_flight": O(0, "episodes under way at once, per process; more than the engine samples at once hide slow environments; 0 = all that"
+                          " are asked for", bound=">=0"),
+        "max_turns": O(8, "turns of an episode; the last one's reply ends it", bound=">0"),
+        "max_sampled_tokens": O(0, "tokens that an episode samples in all its turns; 0 = no limit of its own", bound=">=0"),
+        "max_input_tokens": O(0, "longest prompt of a turn, the conversation so far; 0 = no limit of its own", bound=">=0"),
+        "max_observation_tokens": O(1024, "longest new message in tokens; more is cut in the middle", bound=">0"),
+        "max_parallel_calls": O(1, "calls of one turn that are run; further ones are told so", bound=">0"),
+        "step_seconds": O(60.0, "longest time an environment takes for one turn, the engine's not counted", bound=">0"),
+        "episode_seconds": O(600.0, "longest time an environment takes for an episode, the engine's not counted", bound=">0"),
+        "retries": O(2, "further tries, with the same seeds, of an episode whose environment failed", bound=">=0"),
+        "late": O("absent", "an episode whose environment ran out of time is absent, or ends there as if cut by the length limit",
+                  choices=("absent", "truncated")),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
+        "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or begin anew (environments that cannot be"
+                              " played twice)", choices=("replay", "restart")),
+        "publish": O("episode", "with rollout.partial=False a publication of weights waits for the episodes begun, or only for their turns"
+                                " that are being sampled", choices=("episode", "turn")),
+        "malformed_penalty": O(0.0, "subtracted from the score for every call that could not be read or does not fit its tool", bound=">=0"),
+    },
     "reward": {
         "functions": O(("math",), "names (math exact boxed choice format), package.module:function or ./file.py:function"),
         "weights": O((), "one weight per function; empty = all 1"),

@@ -113,8 +113,12 @@ class Request:
     prompt: np.ndarray  # [P] int32
     sampling: SamplingParams = SamplingParams()
     seed: int = 0       # uint32; token i of the completion uses random bits of (seed, i) only
-    group: int = 0      # for the caller's book-keeping, as is the key
+    group: int = 0      # for the caller's book-keeping, as are the key and the task
     key: Key | None = None
+    task: Any = None    # the Example of the row: what an episode is about
+    after: str = ""     # id of an earlier request: the prompt begins with its prompt and completion. An engine may go
+                        # on from what it kept of it
+    keep: bool = False  # another request may come after this one
 
 
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool) -> np.ndarray:
@@ -154,9 +158,34 @@ def check_ids(requests: list[Request], unfinished) -> list[str]:
     return ids
 
 
+class Turn(NamedTuple):
+    """One turn of an episode: what was put behind the tokens before, and how many were sampled then."""
+
+    added: np.ndarray   # [a] int32
+    opens: bool         # whether a new sequence begins with `added`: the first turn, and where history was rewritten
+    size: int           # sampled tokens
+    finish: str = "stop"
+    reward: float = 0.0
+    anchor: int = 0     # names the state it was decided in; 0 = none
+    seen: str = ""      # hash of the messages that `added` tells
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What an episode came to. value: its score, turns' rewards included; None = absent. rewards: further ones, by
+    name. notes: numbers that it noted. counts, seconds: what was counted and timed. cause: why it failed by its
+    environment's fault; "" = it did not."""
+
+    value: float | None = None
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    cause: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished (or aborted) completion of n tokens.
+    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns`, one behind the other.
 
     The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; with
     penalties off its log-prob is `logprobs - kept`.
@@ -172,6 +201,8 @@ class Result:
     seed: int
     support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
                           # K = 0 or None where the engine was not asked for it
+    turns: tuple[Turn, ...] = ()
+    outcome: Outcome | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +268,9 @@ class Engine(abc.ABC):
     def hold(self, on: bool) -> None:  # noqa: B027
         """While on, no completion is begun; those begun (health().running) are finished. If info says `holds`."""
 
+    def forget(self, ids: list[str]) -> None:  # noqa: B027
+        """No request will come after these any more."""
+
     def rest(self) -> None:  # noqa: B027
         """Frees the devices until the next `publish`; nothing may be under way. If info says `sleeps`."""
 
@@ -246,6 +280,7 @@ class Engine(abc.ABC):
     def metrics(self) -> dict[str, float]:
         """For the line of a step."""
         return {}
+
 
 def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: Callable[[], bool] = lambda: False,
              others: Callable[[list[Result]], None] | None = None) -> list[Result] | None:
