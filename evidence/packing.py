@@ -17,7 +17,8 @@ from common import record, table
 
 from jaxrl import training
 from jaxrl.config import default_config
-from jaxrl.spec import Platform, longest_sequence, resolve
+from jaxrl.lengths import longest_sequence
+from jaxrl.spec import Platform, resolve
 from jaxrl.training.layout import attention_work
 from jaxrl.types import Sizes
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
+from jaxrl.lengths import longest_completion, longest_prompt, longest_sequence
 from jaxrl.names_elsewhere import not_yet
 from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.engines import ENGINES, engine_of
@@ -194,7 +195,7 @@ def _data(cfg):
 
 
 def _batch(cfg):
-    limit = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    limit = cfg.data.max_prompt_tokens + longest_completion(cfg)
     out = []
     if cfg.train.max_sequence_tokens and recipe_of(cfg).samples and cfg.train.max_sequence_tokens > limit:
         out.append(f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens + "
@@ -220,7 +221,7 @@ def _rollout(cfg):
         out.append(f"rollout.repetition_penalty={r.repetition_penalty}, "
                    f"rollout.frequency_penalty={r.frequency_penalty}: penalties bend the policy ratio; use eval.* "
                    "penalties, or allow them with rollout.penalties_in_training=true")
-    for name, most in (("prompt_lengths", cfg.data.max_prompt_tokens), ("cache_lengths", None)):
+    for name, most in (("prompt_lengths", longest_prompt(cfg)), ("cache_lengths", None)):
         lengths = r[name]
         if len(lengths) > 3:
             out.append(f"rollout.{name}={lengths}: at most 3 (each is compiled)")
@@ -285,7 +286,7 @@ def _engine(cfg):
                    "jaxrl")
     if v.devices and len(v.devices) != v.replicas:
         out.append(f"rollout.vllm.devices={v.devices}: {len(v.devices)} entries for rollout.vllm.replicas={v.replicas}")
-    longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
+    longest = longest_sequence(cfg, max(r.max_new_tokens, cfg.eval.max_new_tokens))
     if 0 < v.max_model_len < longest:
         out.append(f"rollout.vllm.max_model_len={v.max_model_len}: a prompt and its completion may have {longest} "
                    "tokens")

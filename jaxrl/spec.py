@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict, FrozenConfigDict
 
+from jaxrl import lengths
 from jaxrl.algorithms.presets import PRESETS
 from jaxrl.algorithms.presets import resolve as resolve_preset
 from jaxrl.config import editable, get, put
@@ -73,7 +74,12 @@ class Spec:
     @cached_property
     def longest(self) -> int:
         """Bound on prompt + completion in tokens."""
-        return longest_sequence(self)
+        return lengths.longest_sequence(self)
+
+    @cached_property
+    def episodes(self) -> bool:
+        """Whether a completion is an episode of several turns."""
+        return self.recipe.samples and lengths.episodes(self)
 
     @cached_property
     def completions(self) -> int:
@@ -172,7 +178,7 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
     their ends. CPUs are fast while a microbatch stays in their cache, and slow where gradients of all weights are added
     up too often (benchmarks/peers, 2 cores).
     """
-    t, kind, longest = c.train, platform.kind, longest_sequence(c)
+    t, kind, longest = c.train, platform.kind, lengths.longest_sequence(c)
     if t.compute_dtype == "auto":
         decide("train.compute_dtype", platform.dtype, kind)
     if c.run.matmul_precision == "auto":
@@ -218,11 +224,6 @@ def algorithm_row(config) -> dict[str, tuple]:
     """Options below `algorithm` that presets speak of -> (value, "config" or "preset <name>")."""
     preset = config.algorithm.preset
     return resolve_preset(preset, {name: get(config.algorithm, name) for name in PRESETS[preset]})
-
-
-def longest_sequence(config) -> int:
-    """Bound on prompt + completion in tokens."""
-    return config.train.max_sequence_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def here() -> Platform:

@@ -244,7 +244,7 @@ READS = """
 import ignoring, sys
 from jaxrl.config import default_config, redacted
 from jaxrl.config_checks import check
-from jaxrl.spec import longest_sequence
+from jaxrl.lengths import longest_sequence
 from jaxrl.errors import ConfigError
 c = default_config()
 c.data.max_prompt_tokens, c.rollout.max_new_tokens = 7, -1

@@ -10,7 +10,7 @@ from ml_collections import FrozenConfigDict
 
 from jaxrl import models, training
 from jaxrl.config import default_config, editable
-from jaxrl.rollout import Key, Request, Result
+from jaxrl.rollout import Key, Request, Result, Turn
 from jaxrl.spec import resolve
 from jaxrl.types import Trajectories
 
@@ -96,22 +96,25 @@ def batch_of_groups(groups=5, size=4, seed=0, vocab=61, max_prompt=9, max_answer
 
 
 def conversation(rewrite: bool):
-    """(requests, results) of groups of samples with 1 to 3 turns each, with observations between them. `rewrite`: the history
-    of a turn lost as many tokens, so that it is no longer what was sampled."""
+    """(requests, results) of episodes of 1 to 3 turns, in groups, with observations between them. `rewrite`: the history of a
+    turn lost as many tokens, so that it is no longer what was sampled."""
     random, requests, results = np.random.default_rng(0), [], []
     ids = lambda low, high: random.integers(1, 61, random.integers(low, high)).astype(np.int32)  # noqa: E731
     openings = [ids(2, 6) for _ in range(3)]
     for g, k in itertools.product(range(3), range(2)):
-        history = openings[g]
+        history = added = openings[g]
+        key, turns, sampled = Key("train", 0, g, k), [], []
+        requests.append(Request(str(key), history, seed=key.seed(0), group=g, key=key))
         for turn in range(1 + (g + 2 * k) % 3):
-            key = Key("train", 0, g, k, turn)
-            prompt = history[turn:] if rewrite else history
-            requests.append(Request(str(key), prompt, seed=key.seed(0), group=g, key=key))
+            opens = rewrite or not turn
             tokens = ids(1, 5)
+            turns.append(Turn(history[turn:] if opens else added, opens, len(tokens)))
             logprobs = -random.random(len(tokens)).astype(np.float32)
-            versions = np.full(len(tokens), turn, np.int32)
-            results.append(Result(str(key), tokens, logprobs, 0 * logprobs, versions, "stop", 0))
-            history = np.concatenate([history, tokens, ids(1, 4)])
+            sampled.append((tokens, logprobs, 0 * logprobs, np.full(len(tokens), turn, np.int32)))
+            added = ids(1, 4)
+            history = np.concatenate([history, tokens, added])
+        columns = [np.concatenate(c) for c in zip(*sampled, strict=True)]
+        results.append(Result(str(key), *columns, "stop", 0, turns=tuple(turns)))
     return requests, results
 
 

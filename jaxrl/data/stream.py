@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrl.data.dataset import Dataset, Example
 from jaxrl.errors import ConfigError
+from jaxrl.lengths import longest_sequence
 from jaxrl.registry import recipe_of
-from jaxrl.spec import longest_sequence
 
 log = logging.getLogger("jaxrl")
 CHECKED = 256  # rows from one look for a stop to the next

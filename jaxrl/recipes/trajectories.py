@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.rewards import RewardItem
-from jaxrl.rollout import Key, Request, Result, SamplingParams
+from jaxrl.rollout import Key, Outcome, Request, Result, SamplingParams, Turn
 from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import FINISH, Trajectories
 
@@ -35,64 +37,75 @@ def make_requests(
 ) -> list[Request]:
     """One request per (prompt, sample), ordered; `batch` is [(position, Example)]."""
     keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
-    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key) for key, e in keys]
+    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e) for key, e in keys]
 
 
 def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Trajectories of answered requests, in request order.
 
-    Turns follow each other: requests whose keys differ in the turn alone are one trajectory. Where a turn's prompt
-    begins with all tokens so far, the sequence goes on, and what the prompt adds to them is masked; else the turn opens
-    a new sequence. Further columns: kept; support where engines tell it; turn (-1 where not sampled) where one is not
-    the first.
+    A completion is one sequence. An episode goes on in one sequence, in which what was put between its turns is masked,
+    until a turn opens another. Further columns: kept; support where engines tell it; where there are episodes turn (-1
+    where not sampled), reward (of a turn, at its last sampled token) and anchor (int64, 0 = none).
 
-    With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length").
+    With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length");
+    episodes are within it.
     """
-    pieces, tokens, opening, finish = [], [], [], []  # pieces: how many new tokens prompts and completions bring
-    before, history = None, np.zeros(0, np.int32)
-    for request, result in zip(requests, results, strict=True):
-        size, reason = len(result.tokens), result.finish
-        if max_sequence_tokens and len(request.prompt) + size > max_sequence_tokens:
-            size, reason = max_sequence_tokens - len(request.prompt), "length"
-        again = before is not None and request.key.turn > 0 and request.key[:4] == before.key[:4]
-        known = len(history) if again and np.array_equal(request.prompt[: len(history)], history) else 0
-        opening.append((not again, not known))  # of a trajectory, of a sequence
-        pieces.append((len(request.prompt) - known, size))
-        tokens += [request.prompt[known:], result.tokens[:size]]
-        finish = (finish[:-1] if again else finish) + [FINISH.index(reason)]
-        before, history = request, np.concatenate([request.prompt, result.tokens[:size]])
-    mask = np.repeat(np.tile([False, True], len(pieces)), np.ravel(pieces))
+    several, finish, turns, sizes = any(r.turns for r in results), [], [], []
+    for i, (request, result) in enumerate(zip(requests, results, strict=True)):
+        size, reason, own = len(result.tokens), result.finish, result.turns
+        if not own:
+            if max_sequence_tokens and len(request.prompt) + size > max_sequence_tokens:
+                size, reason = max_sequence_tokens - len(request.prompt), "length"
+            own = (Turn(request.prompt, True, size),)
+        finish.append(FINISH.index(reason))
+        sizes.append(size)
+        turns += [(i, k, turn) for k, turn in enumerate(own)]
+    pieces = np.array([(len(turn.added), turn.size) for *_, turn in turns])
+    mask = np.repeat(np.tile([False, True], len(turns)), pieces.ravel())
 
     def column(values, blank, dtype=np.float32):
         out = np.full((len(mask), *values[0].shape[1:]), blank, dtype)
-        out[mask] = np.concatenate([v[:size] for v, (_, size) in zip(values, pieces, strict=True)])
+        out[mask] = np.concatenate([v[:size] for v, size in zip(values, sizes, strict=True)])
         return out
 
+    tokens = column([r.tokens for r in results], 0, np.int32)
+    tokens[~mask] = np.concatenate([turn.added for *_, turn in turns])
     columns = {"kept": column([r.kept for r in results], 0)}
     if any(r.support is not None and r.support.shape[1] for r in results):
         columns["support"] = column([r.support for r in results], -1, np.int32)
-    firsts, opens = (np.array(flags) for flags in zip(*opening, strict=True))
-    heads, begins = ([q for q, flag in zip(requests, flags, strict=True) if flag] for flags in (firsts, opens))
-    several, known = any(q.key.turn for q in requests), {}
-    prefixes = [known.setdefault((q.group, q.prompt.tobytes()), len(known)) for q in begins if several]
     if several:
-        turns = [np.full(len(r.tokens), q.key.turn) for q, r in zip(requests, results, strict=True)]
-        columns["turn"] = column(turns, -1, np.int32)
+        columns |= _turn_columns(turns, pieces, mask)
+    opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
+    known = {}
+    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if several]
+    starts = np.cumsum(pieces.sum(1)) - pieces.sum(1)
     return Trajectories(
-        tokens=np.concatenate(tokens).astype(np.int32),
-        offsets=np.append((np.cumsum(np.sum(pieces, 1)) - np.sum(pieces, 1))[opens], len(mask)),
+        tokens=tokens,
+        offsets=np.append(starts[[turn.opens for *_, turn in turns]], len(mask)),
         loss_mask=mask,
         logprobs=column([r.logprobs for r in results], 0),
         versions=column([r.versions for r in results], -1, np.int32),
-        prompt_lengths=np.array([len(q.prompt) for q in begins], np.int32),
-        group=np.array([q.group for q in heads], np.int64),
-        sample=np.array([q.key.sample for q in heads], np.int32),
-        seed=np.array([q.seed for q in heads], np.uint32),
+        prompt_lengths=np.array([len(ids) for _, ids in opens], np.int32),
+        group=np.array([q.group for q in requests], np.int64),
+        sample=np.array([q.key.sample for q in requests], np.int32),
+        seed=np.array([q.seed for q in requests], np.uint32),
         finish=np.array(finish, np.int8),
         columns=columns,
-        trajectory=(np.cumsum(firsts) - 1)[opens] if several else None,
+        trajectory=np.array([i for i, _ in opens]) if several else None,
         prefix=np.array(prefixes) if several else None,
     )
+
+
+def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
+    """Number, reward and anchor of the turn that sampled each token."""
+    out = {"turn": np.full(len(mask), -1, np.int32), "reward": np.zeros(len(mask), np.float32),
+           "anchor": np.zeros(len(mask), np.int64)}
+    sizes = pieces[:, 1]
+    out["turn"][mask] = np.repeat([k for _, k, _ in turns], sizes)
+    out["anchor"][mask] = np.repeat(np.array([turn.anchor for *_, turn in turns], np.int64), sizes)
+    last = np.cumsum(pieces.sum(1))[sizes > 0] - 1
+    out["reward"][last] = np.array([turn.reward for *_, turn in turns])[sizes > 0]
+    return out
 
 
 def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", texts=None):
@@ -161,17 +174,28 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
     flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
     if results and results[0].support is not None:
         flat["support"] = np.concatenate([r.support for r in results])
-    return encode([meta, [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]], flat)
+    rows = [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]
+    if any(r.turns or r.outcome for r in results):
+        flat["added"] = np.concatenate([np.zeros(0, np.int32), *(t.added for r in results for t in r.turns)])
+        rows = [[*row, [[len(t.added), *t[1:]] for t in r.turns], r.outcome and dataclasses.asdict(r.outcome)]
+                for row, r in zip(rows, results, strict=True)]
+    return encode([meta, rows], flat)
 
 
 def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
     """(results, meta) of `results_to_bytes`."""
     (meta, rows), flat = decode(data)
-    out, at = [], 0
-    for name, finish, seed, size in rows:
+    out, at, told = [], 0, 0
+    for name, finish, seed, size, *episode in rows:
         part = slice(at, at + size)
         support = flat["support"][part] if "support" in flat else None
-        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support))
+        turns = []
+        for count, *rest in episode[0] if episode else ():
+            turns.append(Turn(flat["added"][told:told + count], *rest))
+            told += count
+        outcome = Outcome(**episode[1]) if episode and episode[1] else None
+        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support, tuple(turns),
+                          outcome))
         at += size
     return out, meta
 

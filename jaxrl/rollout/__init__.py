@@ -7,11 +7,13 @@ from jaxrl.rollout.protocol import (
     EngineLost,
     Health,
     Key,
+    Outcome,
     Request,
     Result,
     SamplingParams,
+    Turn,
     generate,
 )
 
-__all__ = ["ENGINES", "Engine", "EngineContext", "EngineInfo", "EngineLost", "Health", "Key", "Request", "Result",
-           "SamplingParams", "chosen_engine", "engine_of", "generate", "make_engine"]
+__all__ = ["ENGINES", "Engine", "EngineContext", "EngineInfo", "EngineLost", "Health", "Key", "Outcome", "Request",
+           "Result", "SamplingParams", "Turn", "chosen_engine", "engine_of", "generate", "make_engine"]

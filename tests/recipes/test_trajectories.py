@@ -1,5 +1,6 @@
 """A trajectory is one or more sequences: its numbers do not see how it is cut; each sampled token is trained once."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxrl.algorithms.aggregation import AGGREGATIONS
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import advantages
-from jaxrl.recipes.trajectories import collect, reward_items
+from jaxrl.recipes.trajectories import collect, results_from_bytes, results_to_bytes, reward_items
 from jaxrl.spec import resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.types import Sizes
@@ -35,16 +36,19 @@ def test_turns_become_trajectories(rewrite):
     assert traj.group.tolist() == [0, 0, 1, 1, 2, 2] and traj.sample.tolist() == [0, 1] * 3
     last = {}
     for i, at in enumerate(traj.sampled()):  # each sampled token once, in order, with what the sampler said of it
-        own = [r for q, r in zip(requests, results, strict=True) if q.key[2:4] == (i // 2, i % 2)]
-        np.testing.assert_array_equal(traj.tokens[at], np.concatenate([r.tokens for r in own]))
-        np.testing.assert_array_equal(traj.logprobs[at], np.concatenate([r.logprobs for r in own]))
+        own = results[i]
+        np.testing.assert_array_equal(traj.tokens[at], own.tokens)
+        np.testing.assert_array_equal(traj.logprobs[at], own.logprobs)
         np.testing.assert_array_equal(traj.versions[at], traj.columns["turn"][at])
-        last[i] = own[-1].tokens.tolist()
+        last[i] = own.tokens[len(own.tokens) - own.turns[-1].size:].tolist()
     begins = iter(traj.offsets)
-    for q in (q for q in requests if rewrite or not q.key.turn):
+    for turn in (t for r in results for t in r.turns if t.opens):
         start = next(begins)
-        np.testing.assert_array_equal(traj.tokens[start:start + len(q.prompt)], q.prompt)
-        assert not traj.loss_mask[start:start + len(q.prompt)].any()
+        np.testing.assert_array_equal(traj.tokens[start:start + len(turn.added)], turn.added)
+        assert not traj.loss_mask[start:start + len(turn.added)].any()
+    again, meta = results_from_bytes(results_to_bytes(results, "meta"))
+    assert meta == "meta"
+    np.testing.assert_equal([dataclasses.asdict(r) for r in again], [dataclasses.asdict(r) for r in results])
     same = traj.prefix[:, None] == traj.prefix  # a copy of a prompt is shared where it is the same
     heads = [traj.tokens[o:o + n].tolist() for o, n in zip(traj.offsets, traj.prompt_lengths, strict=False)]
     assert same.tolist() == [[a == b for b in heads] for a in heads]

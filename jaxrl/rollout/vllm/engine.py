@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.lengths import longest_prompt
 from jaxrl.processes.exchange import local_copies
 from jaxrl.processes.group import peers
 from jaxrl.rollout.engines import ENGINES, EngineContext
@@ -82,9 +83,9 @@ class VllmEngine(Engine):
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
-        longest_prompt, has_text = self.config.data.max_prompt_tokens, self.router.decode is not None
+        most, has_text = longest_prompt(self.config), self.router.decode is not None
         for r in requests:
-            check_request(r, longest_prompt, self.total, self.model.config.vocab_size, has_text)
+            check_request(r, most, self.total, self.model.config.vocab_size, has_text)
         check_ids(requests, self._ids)
         requests = [self._bounded(r) for r in requests]
         self._ids.update(r.id for r in requests)

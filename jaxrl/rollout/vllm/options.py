@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from jaxrl.lengths import longest_sequence
+
 LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer
 BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
@@ -30,8 +32,7 @@ def memory_fraction(config) -> float:
 
 def longest(config) -> int:
     """Most tokens of a prompt and its completion."""
-    total = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
-    return min(total, config.train.max_sequence_tokens or total)
+    return longest_sequence(config, max(config.rollout.max_new_tokens, config.eval.max_new_tokens))
 
 
 def served(config) -> int:

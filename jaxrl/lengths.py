@@ -1,0 +1,34 @@
+"""How long sequences may be, from the config alone: one completion behind a prompt, or episodes of several turns."""
+
+from __future__ import annotations
+
+
+def episodes(config) -> bool:
+    """Whether completions are episodes (env.function, env.tools)."""
+    return bool(config.env.function or config.env.tools)
+
+
+def longest_completion(config, new_tokens: int = 0) -> int:
+    """Most tokens behind a prompt: those of a turn (rollout.max_new_tokens, or `new_tokens`), or of all turns of an
+    episode and of what is observed between them."""
+    turn, env = new_tokens or config.rollout.max_new_tokens, config.env
+    if not episodes(config):
+        return turn
+    sampled = turn * env.max_turns
+    return min(sampled, env.max_sampled_tokens or sampled) + (env.max_turns - 1) * env.max_observation_tokens
+
+
+def longest_sequence(config, new_tokens: int = 0) -> int:
+    """Bound on prompt + completion in tokens. new_tokens: as of `longest_completion`."""
+    whole = config.data.max_prompt_tokens + longest_completion(config, new_tokens)
+    return min(whole, config.train.max_sequence_tokens or whole) if new_tokens else \
+        config.train.max_sequence_tokens or whole
+
+
+def longest_prompt(config) -> int:
+    """Most tokens that stand before what a request samples: the prompt, or in an episode all before its last turn."""
+    if not episodes(config):
+        return config.data.max_prompt_tokens
+    new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    return max(config.data.max_prompt_tokens, min(longest_sequence(config, new_tokens) - 1,
+                                                  config.env.max_input_tokens or 2**31))
