@@ -34,9 +34,9 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
       ConfigError: before any device work, naming field, value and remedy of every problem.
       RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
     """
-    if getattr(sys.modules.get("jaxrl.rewards.worker"), "RUNNING", False):
-        raise ConfigError("jaxrl.train is called by a file that reward workers import: put the call under if __name__ "
-                          "== '__main__':, or the reward function into a file of its own")
+    if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
+        raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
+                          f"== '__main__':, or the {kind} function into a file of its own")
     from jaxrl import config_checks, telemetry
     from jaxrl import data as data_room
     from jaxrl.given import taken

@@ -5,61 +5,25 @@ Standard library only. A spec is a registered name, 'package.module:function' or
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
 import os
-import sys
-import traceback
+
+from jaxrl.workers.loading import LoadError, describe, load, number, plain, shown
 
 EXTRAS = ("token_ids", "finish", "group", "sample")     # of the item, for functions that name them
 SHARED = ("user", "format_pattern")                      # of the run, for functions that name them
-
-
-class RewardLoadError(Exception):
-    """A spec that leads to no callable function."""
+OWN = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))  # whose lines say nothing of an error
 
 
 def load_function(spec: str):
-    """The function behind a spec. Raises RewardLoadError with the reason."""
-    place, _, name = spec.rpartition(":")
-    if not place:
-        from jaxrl.rewards.builtin import registered
-        if name not in registered():
-            raise RewardLoadError(f"there is no built-in reward {name!r}")
-        fn = registered()[name]
-    else:
-        try:
-            module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
-        except (Exception, SystemExit) as e:
-            raise RewardLoadError(f"importing {place} failed: {describe(e)}") from None
-        fn = module
-        for part in name.split("."):
-            if not hasattr(fn, part):
-                own = (n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
-                raise RewardLoadError(f"{place} has no function {name!r}; it has: {', '.join(own) or 'none'}")
-            fn = getattr(fn, part)
-    if not callable(fn):
-        raise RewardLoadError(f"{spec} is a {type(fn).__name__}, not a function")
-    return fn
-
-
-def _load_file(path: str):
-    folder, stem = os.path.split(path)
-    name = f"jaxrl_reward_{stem[:-3]}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        if folder not in sys.path:
-            sys.path.append(folder)  # so that the file finds its neighbours
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    """The function behind a spec. Raises LoadError with the reason."""
+    if ":" in spec:
+        return load(spec)
+    from jaxrl.rewards.builtin import registered
+    if spec not in registered():
+        raise LoadError(f"there is no built-in reward {spec!r}")
+    return registered()[spec]
 
 
 class Call:
@@ -140,52 +104,20 @@ def _outcome(value) -> dict:
     metrics = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
-        metrics = {_plain(str(k)): _number(v) for k, v in metrics.items()}
+        metrics = {plain(str(k)): number(v) for k, v in metrics.items()}
         wrong = [k for k, v in metrics.items() if v is None]
         if wrong:
             return {"value": None, "outcome": f"error: metric {wrong[0]!r} is not a number", "metrics": {}}
     if value is None:
         return {"value": None, "outcome": "none", "metrics": metrics}
-    number = _number(value)
-    if number is None:
-        text = f"error: returned {type(value).__name__} {_shown(value)[:80]!r}, expected a number or None"
+    found = number(value)
+    if found is None:
+        text = f"error: returned {type(value).__name__} {shown(value)[:80]!r}, expected a number or None"
         return {"value": None, "outcome": text, "metrics": {}}
-    if not math.isfinite(number):
+    if not math.isfinite(found):
         return {"value": None, "outcome": "nan", "metrics": metrics}
-    return {"value": number, "outcome": "ok", "metrics": metrics}
-
-
-def _number(value) -> float | None:
-    if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):  # array scalars, without importing numpy
-        value = value.item()
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _shown(value) -> str:
-    """str(value), or nothing where that is impossible (integers of too many digits, lists nested too deep)."""
-    try:
-        return _plain(str(value))
-    except Exception:
-        return ""
-
-
-def _plain(text: str) -> str:
-    """Without halves of characters, which no file and no console takes."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return {"value": found, "outcome": "ok", "metrics": metrics}
 
 
 def failure(error: BaseException) -> dict:
-    return {"value": None, "outcome": f"error: {describe(error)}", "metrics": {}}
-
-
-def describe(error: BaseException) -> str:
-    """'ValueError: text (file.py:12 in score)': kind, text and the innermost place outside this file."""
-    text = f"{type(error).__name__}: {_shown(error)}".replace("\n", " ")
-    if len(text) > 300:
-        text = text[:300] + "..."
-    own = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))
-    frames = [f for f in traceback.extract_tb(error.__traceback__)
-              if f.filename not in own and not f.filename.startswith("<frozen")]
-    if not frames:
-        return text
-    return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})"
+    return {"value": None, "outcome": f"error: {describe(error, OWN)}", "metrics": {}}

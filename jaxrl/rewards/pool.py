@@ -199,7 +199,7 @@ class RewardPool:
             log.warning("rewards: %d of %d calls ran into reward.timeout_seconds=%g (%s) and have no score; each costs"
                         " its worker that long and a new start", len(late), len(jobs), self._reward.timeout_seconds,
                         ", ".join(dict.fromkeys(late)))
-        lines = self._workers.printed()
+        lines = self._workers.printed.lines()
         for line in lines[:20]:
             log.info("printed by a reward function: %s", line)
         if len(lines) > 20:
@@ -217,7 +217,7 @@ class RewardPool:
             remedy += f"; raise reward.timeout_seconds={self._reward.timeout_seconds:g} if it needs longer"
         return (f"rewards failed for {len(failed_items(results))} of {count} completions so far, more than "
                 f"reward.max_failed_fraction={self._reward.max_failed_fraction:g} allows:\n" + "\n".join(lines)
-                + f"\n{remedy}{self._workers.last_printed()}")
+                + f"\n{remedy}{self._workers.printed.last()}")
 
     def _trial_text(self, lines: list[str]) -> str:
         known, missing = str(lines), re.findall(r"KeyError: '(\w+)'", str(lines))
@@ -227,4 +227,4 @@ class RewardPool:
         return ("reward.functions fail on the first rows, tried with the reference answers as completions:\n"
                 + "\n".join(lines)
                 + f"\nmend the function,{slow} or set reward.trial=false if it is right to fail there"
-                + self._workers.last_printed())
+                + self._workers.printed.last())

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import difflib
-import dis
-import hashlib
 import inspect
 import math
-import os
 import re
-import sys
-import tempfile
-import textwrap
-import types
-from pathlib import Path
 
 from jaxrl.errors import ConfigError
 from jaxrl.rewards.builtin import registered
+from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
 
 BUILTIN = "jaxrl.rewards.builtin"
 
 
-class FunctionFolder:
-    """Where functions from Python are written: `<run_dir>/reward_functions`, or a temporary folder (gone after
-    `cleanup`) where run_dir is empty or a URL. Made when it is first asked for."""
-
-    def __init__(self, run_dir: str):
-        self._run_dir, self._temporary = run_dir, None
-
-    def path(self) -> Path:
-        if self._run_dir and "://" not in self._run_dir:
-            folder = Path(self._run_dir).absolute() / "reward_functions"
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-        self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="jaxrl_reward_")
-        return Path(self._temporary.name)
-
-    def cleanup(self) -> None:
-        if self._temporary is not None:
-            self._temporary.cleanup()
-
-
 def to_spec(given, folder: FunctionFolder) -> str:
-    """A registered name, 'package.module:function' or '/absolute/file.py:function'.
-
-    A function that workers can import goes by reference. One that they cannot (a notebook cell, `__main__`) is written
-    from its source, with what it needs, into `folder`. ConfigError, with the remedy, where that is impossible:
-    closures, lambdas, no source, globals that are more than plain values.
-    """
+    """A registered name, 'package.module:function' or '/absolute/file.py:function'; see `handing.function_spec`."""
     if isinstance(given, str):
         if ":" not in given and given in registered():
             fn = registered()[given]
             return given if fn.__module__ == BUILTIN else to_spec(fn, folder)
-        place, _, name = given.rpartition(":")
-        return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else given
+        return file_spec(given)
     if not inspect.isfunction(given):
         raise ConfigError(f"reward {given!r}: pass a plain function (def ...), its name, or 'package.module:function'; "
                           f"a {type(given).__name__} cannot be handed to worker processes")
-    return _by_reference(given) or _by_source(given, folder.path())
+    return function_spec(given, folder)
 
 
 def short_names(given, specs: list[str]) -> list[str]:
@@ -97,8 +62,7 @@ def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
 
 
 def _check_spec(spec: str) -> None:
-    place, _, name = spec.rpartition(":")
-    if not place:
+    if ":" not in spec:
         if spec.endswith(".py"):
             raise ConfigError(f"reward.functions: {spec!r} is a file without a function; write {spec}:function")
         if spec not in registered():
@@ -107,12 +71,8 @@ def _check_spec(spec: str) -> None:
             raise ConfigError(f"reward.functions: there is no reward {spec!r}; {hint}known: "
                               f"{', '.join(sorted(registered()))}; own ones as package.module:function or "
                               "./file.py:function")
-    elif place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ConfigError(f"reward.functions: {place} does not exist (asked for its function {name!r})")
-    elif not re.fullmatch(r"[\w.]+", place) or not re.fullmatch(r"[\w.]+", name):
-        raise ConfigError(f"reward.functions: {spec!r} is neither a name, nor package.module:function, nor "
-                          "./file.py:function")
+    else:
+        check_place("reward.functions", spec)
 
 
 def _weights(r, names, replaced: bool) -> dict[str, float]:
@@ -125,133 +85,3 @@ def _weights(r, names, replaced: bool) -> dict[str, float]:
     if not all(math.isfinite(w) for w in given):
         raise ConfigError(f"reward.weights={tuple(given)}: must be finite numbers")
     return dict(zip(names, given or [1.0] * len(names), strict=True))
-
-
-# -- Python functions ------------------------------------------------------------------------------------------------
-
-
-def _by_reference(fn) -> str | None:
-    """'module:qualname' or 'file.py:qualname' if that leads to the same function in another process, else None."""
-    module = sys.modules.get(fn.__module__)
-    if fn.__module__ == "__main__" or module is None or "<" in fn.__qualname__:
-        return None
-    found = module
-    for part in fn.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if found is not fn:
-        return None
-    if _reachable(fn.__module__):
-        return f"{fn.__module__}:{fn.__qualname__}"
-    path = getattr(module, "__file__", None)
-    return f"{Path(path).absolute()}:{fn.__qualname__}" if path and path.endswith(".py") else None
-
-
-def _reachable(module: str) -> bool:
-    """Whether `import module` finds the same file in another process with this one's import path.
-
-    (Being in sys.modules does not say so: config files and the like are loaded by their path.)
-    """
-    top = module.partition(".")[0]
-    loaded = getattr(sys.modules.get(top), "__spec__", None)
-    for finder in sys.meta_path:
-        try:
-            found = finder.find_spec(top, None)
-        except (ImportError, ValueError, AttributeError):
-            continue
-        if found is not None:
-            return loaded is not None and found.origin == loaded.origin
-    return False
-
-
-def _by_source(fn, folder: Path) -> str:
-    body = _Source(fn.__name__).function(fn)
-    path = folder / f"{fn.__name__}_{hashlib.sha256(body.encode()).hexdigest()[:8]}.py"
-    if not path.exists():
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(body, encoding="utf-8")
-        os.replace(part, path)
-    return f"{path}:{fn.__name__}"
-
-
-class _Source:
-    """Writes a module that defines a function and the globals it reads, from the live objects."""
-
-    def __init__(self, name: str):
-        self.name, self.seen, self.lines = name, {}, []
-
-    def function(self, fn) -> str:
-        self._define(fn.__name__, fn)
-        return "from __future__ import annotations\n\n" + "\n".join(self.lines) + "\n"
-
-    def refuse(self, why: str):
-        raise ConfigError(f"reward function {self.name!r} cannot be handed to worker processes: {why}. Put it into a "
-                          f"file and pass './file.py:{self.name}', or make it self-contained (imports, helpers inside)")
-
-    def _define(self, name: str, value) -> None:
-        """Appends whatever makes `name` mean `value`."""
-        if name in self.seen:
-            if self.seen[name] is not value:
-                self.refuse(f"the name {name!r} means two things in what it uses")
-            return
-        self.seen[name] = value
-        if isinstance(value, types.ModuleType):
-            self.lines.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
-        elif isinstance(value, (types.FunctionType, type)) and self._importable(value):
-            self.lines.append(f"from {value.__module__} import {value.__qualname__} as {name}")
-        elif isinstance(value, types.FunctionType):
-            self._write(name, value)
-        elif isinstance(value, re.Pattern):
-            self._define("re", re)
-            self.lines.append(f"{name} = re.compile({value.pattern!r}, {value.flags})")
-        elif (text := self._literal(value)) is not None:
-            self.lines.append(f"{name} = {text}")
-        elif isinstance(value, types.BuiltinFunctionType) and self._importable(value):
-            self.lines.append(f"from {value.__module__} import {value.__qualname__} as {name}")
-        else:
-            self.refuse(f"it uses the global {name!r}, a {type(value).__name__}, which cannot be rebuilt there")
-
-    def _write(self, name: str, fn) -> None:
-        if fn.__closure__:
-            self.refuse(f"{fn.__qualname__} uses variables of the function around it "
-                        f"({', '.join(fn.__code__.co_freevars)})")
-        if fn.__name__ != name or fn.__name__ == "<lambda>":
-            self.refuse(f"{name!r} is a lambda or another name of {fn.__name__!r}; define it with def")
-        try:
-            text = textwrap.dedent(inspect.getsource(fn))
-            node = ast.parse(text).body[0]
-        except (OSError, TypeError, SyntaxError, IndexError):
-            self.refuse(f"the source of {name!r} is not available")
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name != name:
-            self.refuse(f"the source of {name!r} is not a def")
-        outside = [n.id for part in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults))
-                   for n in ast.walk(part) if isinstance(n, ast.Name)]
-        for used in dict.fromkeys([*outside, *_globals_of(fn.__code__)]):
-            if used in fn.__globals__:
-                self._define(used, fn.__globals__[used])
-            elif not hasattr(builtins, used):
-                self.refuse(f"{name!r} uses {used!r}, which is not defined")
-        self.lines.append("\n\n" + text)
-
-    def _importable(self, value) -> bool:
-        module, name = getattr(value, "__module__", None), value.__qualname__
-        if module in (None, "__main__") or "." in name or "<" in name:
-            return False
-        return getattr(sys.modules.get(module), name, None) is value and (module == "builtins" or _reachable(module))
-
-    @staticmethod
-    def _literal(value) -> str | None:
-        try:
-            text = repr(value)
-            return text if type(value) in (int, float, str, bytes, bool, type(None), list, tuple, dict, set) and \
-                ast.literal_eval(text) == value else None
-        except (ValueError, SyntaxError):
-            return None
-
-
-def _globals_of(code: types.CodeType) -> list[str]:
-    """Names of globals the code reads, nested functions and comprehensions included."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names += _globals_of(inner)
-    return names

@@ -13,27 +13,21 @@ print goes to standard error; their standard input is empty. A process that they
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import sys
 
-from jaxrl.rewards.calling import Call, RewardLoadError, failure, outcome
-
-RUNNING = False  # whether this process is a worker: it imports user's files, and none of them may start a job
-CHANNEL_LOST = 252  # exit status: the streams to the parent were closed by something in this process
+from jaxrl.rewards.calling import Call, failure, outcome
+from jaxrl.workers.loading import LoadError
+from jaxrl.workers.streams import CHANNEL_LOST, Replies, begin, private_descriptors
 
 
 def main() -> None:
     """Serves until standard input ends, which it does when the parent goes, however it goes."""
-    global RUNNING
-    RUNNING = True
-    die_with_parent()
-    # Schedulers send SIGTERM to every process of a job; the parent decides what happens then. (A handler rather than
-    # SIG_IGN: programs that reward functions start must not inherit it.)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    lines, out = _private_streams()
+    begin("reward")
+    to_read, to_write = private_descriptors()
+    lines, out = os.fdopen(to_read, "r", encoding="utf-8"), Replies(to_write)
     setup = json.loads(next(lines))
     try:
         before = set(sys.modules)
@@ -41,10 +35,10 @@ def main() -> None:
         for spec, name in setup["functions"]:
             try:
                 calls.append(Call(spec, name))
-            except RewardLoadError as e:
+            except LoadError as e:
                 out.send({"fatal": f"reward {name!r} ({spec}) cannot be used: {e}"})
                 return
-        from jaxrl.rewards.sources import digest
+        from jaxrl.workers.sources import digest
         out.send({"ready": [{"batched": c.batched, "asynchronous": c.asynchronous} for c in calls],
                   "sources": digest([c.fn for c in calls], before)})
         for line in lines:
@@ -63,60 +57,10 @@ def main() -> None:
         os._exit(CHANNEL_LOST)
 
 
-def die_with_parent() -> None:
-    """Linux: SIGKILL for this process when the thread that started it ends (PR_SET_PDEATHSIG = 1)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _backstop(seconds: float) -> None:
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-class _Replies:
-    """The stream to the parent. Only the process that opened it writes there: one that a reward function forked, and
-    that comes back from the function, ends here."""
-
-    def __init__(self, fd: int):
-        self._out, self._owner, self.task = os.fdopen(fd, "w", encoding="utf-8"), os.getpid(), None
-
-    def send(self, message: dict) -> None:
-        if os.getpid() != self._owner:
-            os._exit(1)
-        self._out.write(json.dumps({"task": self.task, **message}) + "\n")
-        self._out.flush()
-
-    def lost(self) -> bool:
-        try:
-            os.fstat(self._out.fileno())
-            return False
-        except (OSError, ValueError):
-            return True
-
-
-def _private_streams():
-    """The protocol's streams, moved away from the descriptors 0 and 1 that reward functions may use."""
-    streams = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-
-    def in_child():
-        """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends it (as multiprocessing
-        wants)."""
-        for fd in streams:
-            os.dup2(nothing, fd, inheritable=False)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    if hasattr(os, "register_at_fork"):  # (SIGTERM must not reach a child before its handler is the default one)
-        os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-                            after_in_child=in_child,
-                            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
-    return os.fdopen(streams[0], "r", encoding="utf-8"), _Replies(streams[1])
 
 
 def serve_each(calls, task, setup, out) -> None:

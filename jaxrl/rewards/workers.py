@@ -2,68 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import json
 import logging
-import os
-import re
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
 
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rewards.items import FINE, failed_items, is_result
-from jaxrl.rewards.supervisor import END, END_SECONDS, TOO_LARGE
-from jaxrl.rewards.worker import CHANNEL_LOST
+from jaxrl.workers.process import (
+    PRINTED_BYTES,
+    Died,
+    Garbled,
+    Late,
+    Printed,
+    WorkerProcess,
+    environment,
+    shown,
+)
 
 log = logging.getLogger("jaxrl.rewards")
 START_SECONDS = 300.0    # importing the reward functions
 ASYNC_AT_ONCE = 64       # calls of an asynchronous function in flight per worker
 CHUNK_SECONDS = 0.01     # work handed to a worker at once, as far as it can be foreseen
 SLOW_SECONDS = 30.0      # rewards that take longer are said to, again and again
-PRINTED_BYTES = 1 << 24  # of what the workers printed; older text beyond it is dropped
-LONGEST = 1 << 28  # bytes of a reply
-# The worker gets this process's import path instead of its own: what can be imported here can be imported there.
-BOOT = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.supervisor import supervise; "
-        "supervise(int(sys.argv[2])); from jaxrl.rewards.worker import main; main()")
-
-# What Python and its packages need to start; all else stays here, reward.env lets through more.
-ENVIRONMENT = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PWD|XDG_CACHE_HOME|PYTHON\w+|VIRTUAL_ENV|"
-    r"CONDA_PREFIX|"
-    r"(?:DYLD|LD)_(?:FALLBACK_)?LIBRARY_PATH|LD_PRELOAD|SSL_CERT_(?:FILE|DIR)|(?:OMP|MKL|OPENBLAS)_NUM_THREADS|"
-    r"HF_HOME|HF_HUB_OFFLINE|HF_HUB_CACHE|TOKENIZERS_PARALLELISM|SYSTEMROOT")
-
-
-def environment(names) -> dict[str, str]:
-    """Of a worker: what of this process's variables Python needs, and those named."""
-    env = {k: v for k, v in os.environ.items() if ENVIRONMENT.fullmatch(k) or k in names}
-    return {"OMP_NUM_THREADS": "1"} | env | {"JAX_PLATFORMS": "cpu"}  # a reward's jax must not take the accelerator
-
-
-class Died(Exception):
-    """The worker process ended; the text says how."""
-
-
-class Late(Exception):
-    """Nothing came before the deadline."""
-
-
-class Garbled(Exception):
-    """What came is no reply to what was asked; the text shows it."""
-
-
-def shown(data: bytes) -> str:
-    return repr(data[:60].decode("utf-8", "replace")) + "..." * (len(data) > 60)
 
 
 class RewardFailure(RunStopped):
@@ -113,9 +78,7 @@ class Workers:
         self._numbers = itertools.count(1)  # of the tasks handed to workers
         self._ready, self._fatal, self._closing = 0, None, False
         self._seconds_per_job = CHUNK_SECONDS
-        self.stderr = tempfile.TemporaryFile("a+b", buffering=0)
-        # Without it a worker would write at its old place after the file was emptied: zeros before what it printed.
-        fcntl.fcntl(self.stderr, fcntl.F_SETFL, fcntl.fcntl(self.stderr, fcntl.F_GETFL) | os.O_APPEND)
+        self.printed = Printed()
         self._processes: dict[int, WorkerProcess] = {}
         self._threads = [threading.Thread(target=self._serve, args=(k,), daemon=True, name=f"reward-{k}")
                          for k in range(reward.workers if specs else 0)]
@@ -156,8 +119,7 @@ class Workers:
             try:
                 while not (this.over or self._fatal or self._closing):
                     self._state.wait(0.5)
-                    if os.fstat(self.stderr.fileno()).st_size > PRINTED_BYTES:
-                        os.ftruncate(self.stderr.fileno(), 0)
+                    self.printed.bound(PRINTED_BYTES)
                     passed = time.monotonic() - began
                     if passed // SLOW_SECONDS > said:
                         said = passed // SLOW_SECONDS
@@ -184,20 +146,6 @@ class Workers:
                 tasks += [Task("async", group[k:k + size], this) for k in range(0, len(group), size)]
         return [*tasks, Task("each", each, this)] if each else tasks
 
-    def printed(self) -> list[str]:
-        """The lines that reward functions have printed since the last time."""
-        size = os.fstat(self.stderr.fileno()).st_size
-        if not size:
-            return []
-        text = os.pread(self.stderr.fileno(), min(size, 1 << 20), max(0, size - (1 << 20))).decode("utf-8", "replace")
-        os.ftruncate(self.stderr.fileno(), 0)
-        return text.splitlines()
-
-    def last_printed(self) -> str:
-        """The end of a message."""
-        lines = self.printed()[-10:]
-        return "\nthe workers printed last:\n  " + "\n  ".join(lines) if lines else ""
-
     def close(self) -> None:
         """Ends the workers. Safe to call twice."""
         with self._state:
@@ -208,7 +156,7 @@ class Workers:
             process.signal_kill()
         for thread in self._threads:
             thread.join()
-        self.stderr.close()
+        self.printed.file.close()
 
     # -- the workers' side: one thread each -------------------------------------------------------------------------
 
@@ -242,7 +190,8 @@ class Workers:
 
     def _start(self, k: int) -> WorkerProcess:
         try:
-            worker = WorkerProcess(self.stderr, environment(self._reward.env), self._reward.memory_gb)
+            worker = WorkerProcess("jaxrl.rewards.worker", self.printed, environment(self._reward.env),
+                                   self._reward.memory_gb)
         except OSError as e:
             raise RunStopped(f"a reward worker cannot be started: {e}") from None
         with self._state:
@@ -259,7 +208,7 @@ class Workers:
             if self._closing:
                 raise ConfigError("the reward pool was closed while it started") from None
             why = f"not ready after {START_SECONDS:g} s" if isinstance(e, Late) else f"{e}"
-            why = f"a reward worker cannot start: {why} while importing {specs}{self.last_printed()}"
+            why = f"a reward worker cannot start: {why} while importing {specs}{self.printed.last()}"
             raise self._unstartable(why) from None
         if "fatal" in reply:
             worker.kill()
@@ -372,109 +321,3 @@ class Workers:
                 if len(this.results) >= this.wanted or len(this.failed) > this.most_failed:
                     this.over = True
                     self._state.notify_all()
-
-
-# -- one process -------------------------------------------------------------------------------------------------------
-
-
-class WorkerProcess:
-    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux
-    a supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives
-    as long as it does (see worker.die_with_parent).
-
-    Args:
-      memory_gb: the worker with all it started may hold this much; 0 = no limit (and none but on Linux).
-    """
-
-    def __init__(self, stderr, env: dict[str, str], memory_gb: float = 0.0):
-        self._memory_gb = memory_gb
-        path = [p or os.getcwd() for p in sys.path]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(path), str(round(memory_gb * 2**30))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=env, start_new_session=True, bufsize=0)
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-        self._buffer = b""
-
-    def send(self, message: str, deadline: float) -> None:
-        """Sends one line of JSON."""
-        data = memoryview(message.encode() + b"\n")
-        while data:
-            try:
-                data = data[os.write(self._in, data):]
-            except BlockingIOError:
-                self._wait(self._in, selectors.EVENT_WRITE, deadline)
-            except OSError:
-                raise Died(self._how()) from None
-
-    def receive(self, deadline: float, task: int | None = None) -> dict:
-        """The next message, which must be a reply to the task of this number. What is there is taken even if late."""
-        while b"\n" not in self._buffer:
-            try:
-                data = os.read(self._out, 1 << 16)
-            except BlockingIOError:
-                self._wait(self._out, selectors.EVENT_READ, deadline)
-                continue
-            if not data:
-                raise Died(self._how())
-            self._buffer += data
-            if len(self._buffer) > LONGEST:
-                raise Garbled(shown(self._buffer))
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            raise Garbled(shown(line)) from None
-        if not isinstance(reply, dict) or reply.get("task") != task:
-            raise Garbled(shown(line))
-        return reply
-
-    def _wait(self, fd: int, event: int, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise Late
-
-    def ended(self) -> bool:
-        """Whether the worker is gone, though nothing was asked of it."""
-        try:
-            data = os.read(self._out, 1 << 16)
-        except BlockingIOError:
-            return self._process.poll() is not None
-        self._buffer += data
-        return not data
-
-    def _how(self) -> str:
-        try:
-            code = self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its streams"
-        if code == CHANNEL_LOST:
-            return ("its streams to the trainer were closed: a reward must not close or write to file descriptors that"
-                    " it did not open")
-        if code == TOO_LARGE:
-            return f"it held more memory than reward.memory_gb={self._memory_gb:g} allows"
-        if code >= 0:
-            return f"it exited with status {code}"
-        return f"it was ended by {signal.Signals(-code).name}"
-
-    def signal_kill(self) -> None:
-        """The order to end the worker and everything it started; any thread may give it."""
-        with contextlib.suppress(OSError):
-            if sys.platform == "linux":
-                self._process.send_signal(END)
-            elif self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        """The same, and waits for the end. Only for the thread that created it."""
-        self.signal_kill()
-        try:
-            self._process.wait(2 * END_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()

@@ -417,7 +417,7 @@ def test_slow_rewards_and_timeouts_are_said_and_prints_are_bounded(pool, caplog,
     with caplog.at_level("INFO", logger="jaxrl.rewards"):
         for _ in range(2):
             p.score([RewardItem("q", "c", {"n": "print"}), RewardItem("q", "c", {"n": 60.0})],
-                    stop=lambda: sizes.append(os.fstat(p._workers.stderr.fileno()).st_size))
+                    stop=lambda: sizes.append(os.fstat(p._workers.printed.file.fileno()).st_size))
     assert "rewards: " in caplog.text and " done after " in caplog.text and set(sizes) == {0}
     assert caplog.text.count("calls ran into reward.timeout_seconds=1 (naps)") == 1
 

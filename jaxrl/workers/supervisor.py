@@ -1,4 +1,4 @@
-"""The process between the trainer and a reward worker (Linux). It runs no reward, so it can end whatever one has
+"""The process between the trainer and a worker (Linux). It runs nobody's code, so it can end whatever that has
 started: also what left the worker's session, and what outlived the worker. Standard library only.
 """
 

@@ -1,4 +1,4 @@
-"""Which code reward functions are made of, as one short text, so that scores of other code are not taken for theirs.
+"""Which code the user's functions are made of, as one short text: results of other code are not taken for theirs.
 
 Standard library only: workers import this file.
 """

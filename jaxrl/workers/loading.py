@@ -1,0 +1,82 @@
+"""The worker's side of what a user names: finding it, and saying what went wrong in it. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+
+
+class LoadError(Exception):
+    """A spec that leads to nothing callable."""
+
+
+def load(spec: str):
+    """What 'package.module:name' or '/path/file.py:name' means, which must be callable. Raises LoadError with the
+    reason."""
+    place, _, name = spec.rpartition(":")
+    try:
+        module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as e:
+        raise LoadError(f"importing {place} failed: {describe(e)}") from None
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            own = (n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
+            raise LoadError(f"{place} has no function {name!r}; it has: {', '.join(own) or 'none'}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise LoadError(f"{spec} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _load_file(path: str):
+    folder, stem = os.path.split(path)
+    name = f"jaxrl_user_{stem[:-3]}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        if folder not in sys.path:
+            sys.path.append(folder)  # so that the file finds its neighbours
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def number(value) -> float | None:
+    """A number of whatever kind as a float, else None."""
+    if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):  # array scalars, without importing numpy
+        value = value.item()
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def shown(value) -> str:
+    """str(value), or nothing where that is impossible (integers of too many digits, lists nested too deep)."""
+    try:
+        return plain(str(value))
+    except Exception:
+        return ""
+
+
+def plain(text: str) -> str:
+    """Without halves of characters, which no file and no console takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def describe(error: BaseException, own=()) -> str:
+    """'ValueError: text (file.py:12 in score)': kind, text and the innermost place outside `own` files and this one."""
+    text = f"{type(error).__name__}: {shown(error)}".replace("\n", " ")
+    if len(text) > 300:
+        text = text[:300] + "..."
+    frames = [f for f in traceback.extract_tb(error.__traceback__)
+              if f.filename not in (__file__, *own) and not f.filename.startswith("<frozen")]
+    if not frames:
+        return text
+    return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})"

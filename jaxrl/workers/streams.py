@@ -1,0 +1,75 @@
+"""The worker's side of its pipes: private streams, replies that only their process writes, an end with the parent.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+RUNNING = ""  # what kind of worker this process is: it imports user's files, and none of them may start a job
+CHANNEL_LOST = 252  # exit status: the streams to the parent were closed by something in this process
+
+
+def begin(kind: str) -> None:
+    """What every worker does first."""
+    global RUNNING
+    RUNNING = kind
+    die_with_parent()
+    # Schedulers send SIGTERM to every process of a job; the parent decides what happens then. (A handler rather than
+    # SIG_IGN: programs that a worker starts must not inherit it.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+def die_with_parent() -> None:
+    """Linux: SIGKILL for this process when the thread that started it ends (PR_SET_PDEATHSIG = 1)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+class Replies:
+    """The stream to the parent. Only the process that opened it writes there: one that the
+    user's code forked, and that comes back from it, ends here."""
+
+    def __init__(self, fd: int):
+        self._out, self._owner, self.task = os.fdopen(fd, "w", encoding="utf-8"), os.getpid(), None
+
+    def send(self, message: dict) -> None:
+        if os.getpid() != self._owner:
+            os._exit(1)
+        self._out.write(json.dumps({"task": self.task, **message}) + "\n")
+        self._out.flush()
+
+    def lost(self) -> bool:
+        try:
+            os.fstat(self._out.fileno())
+            return False
+        except (OSError, ValueError):
+            return True
+
+
+def private_descriptors() -> tuple[int, int]:
+    """The protocol's streams, moved away from the descriptors 0 and 1 that the user's code may use."""
+    streams = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+
+    def in_child():
+        """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends it (as multiprocessing
+        wants)."""
+        for fd in streams:
+            os.dup2(nothing, fd, inheritable=False)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    if hasattr(os, "register_at_fork"):  # (SIGTERM must not reach a child before its handler is the default one)
+        os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+                            after_in_child=in_child,
+                            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
+    return streams
