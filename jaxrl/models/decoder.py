@@ -1,5 +1,5 @@
-"""The decoder of every family, in three modes (packed rows, prefill, one token against a cache), as functions of nested
-dicts of parameters. A layer is a mixer and a feed-forward, which config.layers names.
+"""The decoder of every family, in three modes (packed rows, prefill, new tokens against a cache), as functions of
+nested dicts of parameters. A layer is a mixer and a feed-forward, which config.layers names.
 
 Parameters keep the dtype they are given and are cast to the compute dtype where they are used. Norms, rotary angles
 and softmax run in fp32 (float64 where the compute dtype is).
@@ -25,6 +25,7 @@ from jaxrl.models.placement import (
     attention_work,
     cached_attention_work,
     embed,
+    extended_attention,
     gathered,
     residual,
     rows,
@@ -90,7 +91,7 @@ class Shared(NamedTuple):
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
-    """Self-attention over packed rows, or of one new token per slot over the cache."""
+    """Self-attention over packed rows, or of one or more new tokens per slot over the cache."""
     cfg = own.config
     q, k, v = (own.linear(f"attention/{name}", x_BxLxD) for name in ("query", "key", "value"))
     if cfg.qk_norm:
@@ -105,7 +106,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
         out = sharded_attention(q, k, v, positions, positions, segments, segments, shared.prefixes, **options)
     else:
         kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
-        out = sharded_cached_attention(q, kv["k"], kv["v"], positions, index, **options)
+        attend = sharded_cached_attention if positions.shape[1] == 1 else extended_attention
+        out = attend(q, kv["k"], kv["v"], positions, index, **options)
     return own.linear("attention/out", out), kv
 
 
@@ -198,6 +200,8 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
 def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
     """What attention with this window looks for once, for all layers."""
     cfg, options = model.config, dict(window=window, implementation=model.attention)
+    if cache is not None and positions_BxL.shape[1] > 1:
+        return None  # new tokens of all slots are few: each layer looks for itself
     if cache is not None:
         leaf = jax.tree.leaves(cache)[0]
         return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads,

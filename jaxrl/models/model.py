@@ -213,6 +213,16 @@ class Model:
         hidden, _, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared)
         return hidden[:, 0], cache
 
+    def extend(self, params, tokens_SxL, positions_SxL, cache):
+        """Several tokens per slot, L above 1: writes their keys and values at their positions, each attending to cache
+        positions up to its own, those written with it included.
+
+        Positions differ within a slot; those at or beyond the cache length are padding and write nothing.
+
+        Returns the cache.
+        """
+        return decoder.forward(self, params, tokens_SxL, positions_SxL, cache=cache)[2]
+
     def check_length(self, tokens: int) -> None:
         """ConfigError where a sequence of this many tokens needs a rotary scaling that depends on its length."""
         for layer in self.config.layers:

@@ -203,6 +203,20 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
         work, q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index)
 
 
+def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **options):
+    """Several queries per slot over a cache, as sharded_cached_attention's one: kernels.attention over the cache's
+    positions. Queries at or beyond the cache's length are padding."""
+    def keys(cache):
+        x = cache if index is None else cache[index]
+        return x.reshape(*x.shape[:2], -1, q_SxLxHxK.shape[3]).astype(q_SxLxHxK.dtype)
+
+    slots, length = k_cache.shape[-3:-1]
+    at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (slots, length))
+    real = (positions_SxL < length).astype(jnp.int32)
+    return sharded_attention(q_SxLxHxK, keys(k_cache), keys(v_cache), positions_SxL, at, real, jnp.ones_like(at),
+                             **options)
+
+
 def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, **options):
     """sharded_cached_attention's `work`: kernels.attention.cached_work_of a cache of layers of `shape` [S, C, G * K].
 
@@ -222,13 +236,13 @@ def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, *
     return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(positions_Sx1, prompts)
 
 
-def write(cache, x_Sx1xGxK, positions_Sx1, index):
-    """Puts one token per slot into the cache at its position, each device in its own slots and heads.
+def write(cache, x_SxLxGxK, positions_SxL, index):
+    """Puts tokens of every slot into the cache at their positions, each device in its own slots and heads.
 
     Args:
       cache: [S, C, G * K], or [N, S, C, G * K] with `index` saying which of the N is meant.
-      x_Sx1xGxK: what is written, cast to the cache's dtype.
-      positions_Sx1: a position at or beyond C writes nothing.
+      x_SxLxGxK: what is written, cast to the cache's dtype.
+      positions_SxL: different within a slot; at or beyond C nothing is written.
       index: int scalar, or None.
 
     Returns the cache; inside a jitted loop it is updated in place (a scatter whose indices XLA sees to be distinct; the
@@ -236,14 +250,15 @@ def write(cache, x_Sx1xGxK, positions_Sx1, index):
     """
     def local(cache, x, positions, *index):
         slots = jnp.arange(x.shape[0])
-        x = x.reshape(len(slots), -1).astype(cache.dtype)
-        return cache.at[(*index, slots, positions[:, 0])].set(x, mode="drop", unique_indices=True)
+        slots, positions = (slots, positions[:, 0]) if x.shape[1] == 1 else (slots[:, None], positions)
+        x = x.reshape(*positions.shape, -1).astype(cache.dtype)
+        return cache.at[(*index, slots, positions)].set(x, mode="drop", unique_indices=True)
 
-    arguments = (cache, x_Sx1xGxK, positions_Sx1) + (() if index is None else (index,))
+    arguments = (cache, x_SxLxGxK, positions_SxL) + (() if index is None else (index,))
     mesh = _mesh()
     if mesh is None:
         return local(*arguments)
-    data, tp = _data_axes(mesh, x_Sx1xGxK.shape[0]), _head_axis(mesh, x_Sx1xGxK.shape[2])
+    data, tp = _data_axes(mesh, x_SxLxGxK.shape[0]), _head_axis(mesh, x_SxLxGxK.shape[2])
     lead = () if index is None else (None,)
     out = P(*lead, data, None, tp)
     specs = (out, P(data, None, tp, None), P(data), P())[:len(arguments)]

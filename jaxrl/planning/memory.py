@@ -29,6 +29,7 @@ ARGUMENTS = {
     "publish": ("update_params", "rollout_weights"),
     "prefill": ("rollout_weights", "rollout_stash"),
     "insert": ("rollout_cache", "rollout_stash"),
+    "extend": ("rollout_weights", "rollout_cache"),
     "decode": ("rollout_weights", "rollout_cache"),
 }
 # There only while their programs run.
@@ -37,9 +38,10 @@ OPTIMIZERS = ("update_optimizer", "critic_optimizer")
 POLICY = ("update_params", "update_optimizer")
 SAMPLER = ("rollout_weights", "rollout_cache", "rollout_stash")
 # Program -> phase of a step, in order. `generate` and `give`: vLLM's server on the same device answers, gets weights.
-PHASE_OF = {"prefill": "rollout", "insert": "rollout", "decode": "rollout", "generate": "rollout", "score": "score",
-            "score_reference": "score", "value": "score", "critic": "update", "critic_apply": "update",
-            "update": "update", "update_apply": "update", "publish": "publish", "give": "publish"}
+PHASE_OF = {"prefill": "rollout", "insert": "rollout", "extend": "rollout", "decode": "rollout", "generate": "rollout",
+            "score": "score", "score_reference": "score", "value": "score", "critic": "update",
+            "critic_apply": "update", "update": "update", "update_apply": "update", "publish": "publish",
+            "give": "publish"}
 PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update_gradients": "gradients",
          "update_batch": "batch", "critic_params": "critic", "critic_optimizer": "critic",
          "critic_gradients": "gradients", "critic_batch": "batch", "reference": "reference",
@@ -234,6 +236,13 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
             temp += cache_bytes(model, inner, shapes.prefill_rows, shapes.prompt_lengths[-1], width)
         elif name == "insert":
             temp = 2 * cache_bytes(model, inner, shapes.insert_width, shapes.prompt_lengths[-1], width)
+        elif name == "extend":
+            slots, new = shapes.extend
+            temp = temporaries(config, model, inner, (slots, new), "value")
+            if model.attention in ("auto", "reference"):  # queries are too few for the blockwise one
+                scores = slots * new / data_shards(inner) * model.config.num_heads / inner["tp"]
+                temp += 2 * scores * shapes.cache_lengths[-1] * 4
+            temp += 3 * cache_bytes(model, inner, slots, shapes.cache_lengths[-1], width)
         elif name == "decode":
             slots, cfg = shapes.slots / data_shards(inner), model.config
             logits = slots * cfg.vocab_size / inner["tp"] * 4
@@ -253,4 +262,6 @@ def program_names(config, rollout) -> list[str]:
         names.append("score_reference")
     if config.needs_critic:
         names += ["value"] + ([] if config.shares_trunk else ["critic", "critic_apply"])
-    return names + (["publish", "prefill", "insert", "decode"] if rollout is not None else [])
+    if rollout is None:
+        return names
+    return names + ["publish", "prefill", "insert", *(["extend"] if config.episodes else []), "decode"]

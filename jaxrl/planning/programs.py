@@ -199,7 +199,7 @@ def _publish(out: Lowering, job, params, mesh, keep):
 
 
 def _sampler(out: Lowering, job, weights, mesh, keep):
-    """prefill, insert and decode at the largest shapes, on one process's devices."""
+    """prefill, insert, decode and, of episodes, extend at the largest shapes, on one process's devices."""
     model, shapes = _sampler_of(job, mesh)
     programs = Lowered(model, shapes, mesh, model.compute_dtype, keep)
     cache, stash = programs.new_caches()
@@ -208,6 +208,9 @@ def _sampler(out: Lowering, job, weights, mesh, keep):
     integers = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
     programs.prefill(weights, stash, integers(rows, longest), integers(rows), integers(rows))
     programs.insert(cache, stash, integers(shapes.insert_width), integers(shapes.insert_width))
+    if job.config.episodes:
+        rows, new = shapes.extend
+        programs.extend(weights, cache, integers(rows, new), integers(rows, new), integers(rows))
     progress, controls = _empty_table(shapes)
     history = programs.put(integers(shapes.slots, shapes.cache_lengths[-1]), programs.by_slot)
     programs.decode(weights, cache, progress, controls, history, 0, np.arange(shapes.slots, dtype=np.int32),

@@ -4,6 +4,11 @@ Requests wait in order. A prompt is prefilled once into a stash, with others of 
 into the slot of every request that has it. Slots decode together in chunks; between chunks the host takes what has
 finished, looks for stop strings, and refills. When nothing waits any more the tail moves through smaller slot counts.
 
+A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and what
+comes after it (`Request.after`) runs its new tokens alone (`Programs.extend`). A parked slot is no one's due: it is
+given up, the least recently parked first, to requests that wait for a slot, and all are at a publish, whose weights
+know nothing of the keys and values there. Then the next turn is prefilled as any prompt.
+
 What happens depends on the order of calls alone, never on time, so a repeated run repeats every sample.
 """
 
@@ -13,6 +18,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter, deque
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,12 +30,13 @@ from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls
-from jaxrl.rollout.shapes import Shapes, from_config
+from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh
 
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
-            "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens")
+            "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens", "parked", "evicted",
+            "extend_calls", "extended_prompts", "extended_tokens")
 
 
 def make_engine(*given):
@@ -58,6 +65,7 @@ class Sample:
     limit: int    # completion tokens it may have
     slot: int = -1
     weights: int = -1  # how many weights had been published when its prompt was put into the slot
+    continued: bool = False  # its prompt is a conversation that was in the slot, no copy of a prefilled one
     parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, versions) per chunk
 
     @property
@@ -66,6 +74,13 @@ class Sample:
 
     def column(self, i: int, dtype) -> np.ndarray:
         return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
+
+
+class Parked(NamedTuple):
+    """A conversation at rest in its slot, which holds keys and values of all tokens but the last."""
+
+    slot: int
+    tokens: np.ndarray  # [n] int32: prompt and completion
 
 
 class EmbeddedEngine(Engine):
@@ -82,6 +97,8 @@ class EmbeddedEngine(Engine):
         self._stashed: list[dict[bytes, int]] = [{} for _ in shapes.prompt_lengths]
         self._waiting: deque[Sample] = deque()
         self._running: dict[int, Sample] = {}
+        self._parked: dict[str, Parked] = {}  # by request id, the least recently parked first
+        self._keeps = False  # whether a request asked to be kept
         self._done: list[Result] = []
         self._ids: set[str] = set()
         self._held = self._closed = False
@@ -100,6 +117,7 @@ class EmbeddedEngine(Engine):
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)
         self._waiting.extend(samples)
+        self._keeps |= any(r.keep for r in requests)
         self._counts["requests"] += len(samples)
 
     def poll(self, deadline_s: float) -> list[Result]:
@@ -123,6 +141,12 @@ class EmbeddedEngine(Engine):
             self._counts["aborted"] += 1
             self._finish(sample, "abort")
         self._waiting = deque(s for s in self._waiting if s.request.id in self._ids)
+        self.forget(list(self._parked) if ids is None else ids)
+
+    def forget(self, ids: list[str]) -> None:
+        self._check_open()
+        for name in ids:
+            self._parked.pop(name, None)
 
     def hold(self, on: bool) -> None:
         self._check_open()
@@ -137,6 +161,7 @@ class EmbeddedEngine(Engine):
         self._version = int(version)
         self._published += 1
         self._stashed = [{} for _ in self._stashed]
+        self._parked.clear()
         if self._published > 1 and len(self._ended_at) > 1:  # a run of many batches of different lengths: any may come
             self._programs.prepare(self._calls(1))
 
@@ -146,14 +171,17 @@ class EmbeddedEngine(Engine):
         if self._waiting or self._running:
             raise RuntimeError(f"rollout: {len(self._ids)} requests are on their way; abort them first")
         self._params = self._cache = self._stash = None
+        self._parked.clear()
 
     def health(self) -> Health:
         return Health(not self._closed and self._params is not None, self._closed, self._version, len(self._waiting),
-                      len(self._running), len(self._programs.compiled))
+                      len(self._running), len(self._programs.compiled), parked=len(self._parked))
 
     def counters(self) -> dict:
         """Totals since the start. compiled: programs of these shapes so far. slot_steps: decode steps times slots of
-        the program that ran. The two `_queued` counters cover the chunks during which requests waited for a slot."""
+        the program that ran. The two `_queued` counters cover the chunks during which requests waited for a slot.
+        parked: times that a slot was; evicted: times that one was given up to a request that waited. extended: prompts
+        that went on in a parked slot, and their tokens that were run there."""
         return {**self._counts, "compiled": len(self._programs.compiled)}
 
     def close(self) -> None:
@@ -185,8 +213,9 @@ class EmbeddedEngine(Engine):
     # ---- from the queue into slots --------------------------------------------------------------------------------
 
     def _admit(self):
-        """Fills free slots from the head of the queue, `insert_width` at a time."""
-        free = deque(s for s in range(self.shapes.slots) if s not in self._running)
+        """Goes on in parked slots, then fills free ones from the head of the queue, `insert_width` at a time."""
+        self._continue()
+        free = self._free_slots()
         while self._waiting and free:
             rows, slots = [], []
             while self._waiting and free and len(rows) < self.shapes.insert_width:
@@ -204,6 +233,49 @@ class EmbeddedEngine(Engine):
             idle = [self.shapes.slots] * (self.shapes.insert_width - len(rows))  # beyond the cache: dropped
             self._cache = self._programs.insert(
                 self._cache, self._stash, np.array(rows + [0] * len(idle), np.int32), np.array(slots + idle, np.int32))
+
+    def _free_slots(self) -> deque[int]:
+        """Slots that are neither running nor parked, as many as wait where parked ones can be given up."""
+        parked = {p.slot for p in self._parked.values()}
+        free = [s for s in range(self.shapes.slots) if s not in self._running and s not in parked]
+        for name in list(self._parked)[:max(0, len(self._waiting) - len(free))]:
+            free.append(self._parked.pop(name).slot)
+            self._counts["evicted"] += 1
+        return deque(sorted(free))
+
+    def _continue(self):
+        """Begins the waiting requests whose conversations are parked: what is new of their prompts is run, but for the
+        last token, which decoding runs. A conversation that went on otherwise gives its slot up."""
+        work = []
+        for sample in [s for s in self._waiting if s.request.after in self._parked] if self._parked else ():
+            parked = self._parked.pop(sample.request.after, None)
+            known = parked and len(parked.tokens)
+            if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens):
+                continue
+            self._waiting.remove(sample)
+            sample.slot, sample.weights, sample.continued = parked.slot, self._published, True
+            self._running[sample.slot] = sample
+            self._write_table(sample)
+            new = sample.request.prompt[known - 1:-1]
+            self._counts.update(extended_prompts=1, extended_tokens=len(new))
+            if len(new):
+                work.append((sample.slot, known - 1, new))
+        self._extend(work)
+
+    def _extend(self, work: list[tuple[int, int, np.ndarray]]):
+        """Runs the tokens of every (slot, position of the first, tokens); what is longer than a call takes several."""
+        (rows, width), room = self.shapes.extend, self.shapes.cache_lengths[-1]
+        while work:
+            now, work = work[:rows], work[rows:]
+            tokens, slots = np.zeros((rows, width), np.int32), np.full(rows, self.shapes.slots, np.int32)
+            positions = np.tile(room + np.arange(width, dtype=np.int32), (rows, 1))  # beyond the cache: padding
+            for i, (slot, start, new) in enumerate(now):
+                n = min(len(new), width)
+                tokens[i, :n], positions[i, :n], slots[i] = new[:n], start + np.arange(n), slot
+            with self._preparing():
+                self._cache = self._programs.extend(self._params, self._cache, tokens, positions, slots)
+            self._counts["extend_calls"] += 1
+            work = [(slot, start + width, new[width:]) for slot, start, new in now if len(new) > width] + work
 
     def _prefill(self, bucket: int):
         """Prefills the next distinct prompts of a length class in queue order, in place of the class's last ones."""
@@ -286,8 +358,7 @@ class EmbeddedEngine(Engine):
         return next((n for n in self._lengths(len(progress.active)) if n >= need), self.shapes.cache_lengths[-1])
 
     def _lengths(self, count: int) -> tuple[int, ...]:
-        """What `count` slots may look at: the end of a tail has the longest length only, so that programs are few."""
-        return self.shapes.cache_lengths[-1:] if 2 * count < self.shapes.slots else self.shapes.cache_lengths
+        return decode_lengths(count, self.shapes.slots, self.shapes.cache_lengths)
 
     @contextlib.contextmanager
     def _preparing(self):
@@ -298,14 +369,17 @@ class EmbeddedEngine(Engine):
             self._programs.prepare(self._calls(2))
 
     def _calls(self, least: int):
-        """A call of every program that is not there, of those kinds of which `least` have been needed, as
-        `prefill_call` and `decode_call` give it. Where all are there nothing is made."""
+        """A call of every program that is not there, of those kinds of which `least` have been needed, and of extend
+        where requests are kept, as the `*_call` methods give it. Where all are there nothing is made."""
         shapes, (progress, controls) = self.shapes, self._table
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         for length in shapes.prompt_lengths if used["prefill"] >= least else ():
             if self._programs.missing(("prefill", length)):
                 yield self._programs.prefill_call(self._params, self._stash, np.zeros((width, length), np.int32),
                                                   np.ones(width, np.int32), np.arange(width, dtype=np.int32))
+        if self._keeps and self._programs.missing(("extend",)):
+            blank = np.zeros(shapes.extend, np.int32)
+            yield self._programs.extend_call(self._params, self._cache, blank, blank, blank[:, 0])
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
             part = [type(t)(*(column[rows] for column in t)) for t in (progress, controls)]
@@ -315,9 +389,9 @@ class EmbeddedEngine(Engine):
 
     def _shared(self, rows):
         """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which
-        every slot writes itself."""
+        every slot writes itself. What a conversation holds was computed by its own programs: it shares nothing."""
         samples = [self._running.get(slot) for slot in rows.tolist()]
-        return self._programs.shared([s and (s.key, s.weights) for s in samples],
+        return self._programs.shared([s and (s.key, s.weights, s.slot if s.continued else -1) for s in samples],
                                      [len(s.request.prompt) - 1 if s else 0 for s in samples])
 
     def _history(self, rows):
@@ -369,6 +443,11 @@ class EmbeddedEngine(Engine):
         if self._running.get(sample.slot) is sample:
             del self._running[sample.slot]
             self._table[0].active[sample.slot] = False
+            if sample.request.keep and reason != "abort" and sample.weights == self._published:
+                tokens = np.concatenate([sample.request.prompt, columns[0]])
+                self._parked.pop(sample.request.id, None)  # of a request of the same id before: the newest comes last
+                self._parked[sample.request.id] = Parked(sample.slot, tokens)
+                self._counts["parked"] += 1
 
 
 def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:

@@ -1,10 +1,10 @@
-"""The device programs of the embedded sampler: publish, prefill, insert, decode.
+"""The device programs of the embedded sampler: publish, prefill, insert, extend, decode.
 
 Each is compiled once per entry of `Shapes` that is used, ahead of its first call; a call with any other shape is an
 error, so nothing can recompile behind the caller's back. `prepare` compiles beside the work what was not called yet.
 
-Legend: S slots, B prefill rows, P prompt length, K insert width, C cache length, T decode steps of a chunk, E end-token
-columns.
+Legend: S slots, B prefill rows, P prompt length, K insert width or extended slots, L new tokens, C cache length, T
+decode steps of a chunk, E end-token columns.
 """
 
 from __future__ import annotations
@@ -109,6 +109,12 @@ def decode_part(model, steps: int, support: int, length: int, whole: bool, const
     return cache, out
 
 
+def extend_part(model, constrain, params, cache, tokens_KxL, positions_KxL, slots_K):
+    """New tokens of the slots `slots_K`: see Model.extend. Slots outside the cache are dropped. Returns the cache."""
+    part = model.extend(params, tokens_KxL, positions_KxL, constrain(model.take(cache, slots_K)))
+    return model.insert(cache, part, jnp.arange(slots_K.shape[0]), slots_K)
+
+
 _BESIDE = ThreadPoolExecutor(1, compilations.BESIDE)  # one: the work beside it wants the other cores
 
 
@@ -167,8 +173,8 @@ class Programs:
         return key not in self.compiled and key not in self._coming
 
     def prepare(self, calls) -> None:
-        """Compiles what `calls` (of `prefill_call` and `decode_call`, of missing programs) would, in a thread and in
-        this order. Two processes of one mesh may do so at different times: these programs are each process' own."""
+        """Compiles what `calls` (of the `*_call` methods, of missing programs) would, in a thread and in this order.
+        Two processes of one mesh may do so at different times: these programs are each process' own."""
         for key, function, args, donate, out_shardings in calls:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
             self._coming[key] = _BESIDE.submit(self._compile, function, shapes, donate, out_shardings)
@@ -213,6 +219,16 @@ class Programs:
         args = self.put((rows_K, slots_K), self.whole)
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
                         out_shardings=self.cache_shardings(cache))
+
+    def extend(self, *args):
+        """Calls `extend_call`. Returns the cache (donated)."""
+        return self.run(*self.extend_call(*args))
+
+    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K) -> tuple:
+        """Arguments of `run`: keys and values of new tokens, at their positions, into the slots they continue."""
+        args = self.put((tokens_KxL, positions_KxL), self.by_slot) + (self.put(slots_K, self.whole),)
+        return (("extend",), functools.partial(extend_part, self.model, self._constrain), (params, cache, *args), (1,),
+                self.cache_shardings(cache))
 
     def shared(self, prompts, lengths):
         """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""

@@ -227,6 +227,7 @@ class Health:
     waiting: int = 0   # requests that are not begun
     running: int = 0   # requests that are
     compiled: int = 0  # programs of this process so far
+    parked: int = 0    # conversations kept for requests that come after them
     servers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # URL -> state, where it has some
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxrl.errors import ConfigError
+from jaxrl.lengths import episodes, longest_prompt, longest_sequence
 
 DEFAULT_SLOTS = 256  # where nobody says how many
 LONG_ANSWER = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
+EXTEND = (8, 64)  # slots of a device, and new tokens of each, that one call extends at most
+PROGRAMS = 12  # most that a run compiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Shapes:
     support: token ids of the sampler's support kept per token; 0 = none.
     insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while requests
       wait.
+    extend: slots of a call that extends conversations in their slots, and most new tokens of each.
     """
 
     slot_counts: tuple[int, ...]
@@ -33,6 +38,7 @@ class Shapes:
     end_columns: int
     max_total: int
     support: int = 0
+    extend: tuple[int, int] = EXTEND
 
     @property
     def slots(self) -> int:
@@ -44,7 +50,7 @@ class Shapes:
 
 
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False) -> Shapes:
-    """Reads `config.rollout`, `config.data`, `config.eval` and `config.train.max_sequence_tokens`.
+    """Reads `config.rollout`, `config.data`, `config.eval`, `config.env` and `config.train.max_sequence_tokens`.
 
     data_shards: of this process, which has its share of the slots that are asked for. By itself it takes its share of
     the batch, DEFAULT_SLOTS at most: what a step of decoding reads is mostly weights, however many sequences there are.
@@ -53,24 +59,40 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     Raises ConfigError for lengths that cannot hold what the config asks for.
     """
     roll, data = config.rollout, config.data
-    answer = max(roll.max_new_tokens, config.eval.max_new_tokens)
-    total = data.max_prompt_tokens + answer
-    if config.train.max_sequence_tokens:
-        total = min(total, config.train.max_sequence_tokens)
+    total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
     slots = -(-(roll.slots or data.prompts_per_step * roll.group_size) // processes)
     slots = slots if roll.slots else min(slots, DEFAULT_SLOTS)
     slots = -(-slots // data_shards) * data_shards
-    prompts = _prompt_lengths(roll.prompt_lengths, data.max_prompt_tokens)
+    prompts = _prompt_lengths(roll.prompt_lengths, data.max_prompt_tokens, longest_prompt(config))
     read_whole = total - data.max_prompt_tokens if reads_all and roll.compaction else 0
     caches = _cache_lengths(roll.cache_lengths, total, read_whole)
     rows = min(max(1, slots // max(1, roll.group_size)), max(1, PREFILL_TOKENS // prompts[-1]))
+    counts = _slot_counts(slots, data_shards) if roll.compaction else (slots,)
     return Shapes(
-        slot_counts=_slot_counts(slots, data_shards) if roll.compaction else (slots,),
+        slot_counts=_few(counts, prompts, caches) if episodes(config) else counts,
         prompt_lengths=prompts, cache_lengths=caches,
         prefill_rows=-(-rows // data_shards) * data_shards,
         insert_width=max(1, slots // 16), decode_steps=max(1, roll.decode_steps),
         end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]),
-        support=roll.top_k if config.algorithm.sampled_support else 0)
+        support=roll.top_k if config.algorithm.sampled_support else 0,
+        extend=(data_shards * max(1, min(EXTEND[0], slots // data_shards // 8)), EXTEND[1]))
+
+
+def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """What `count` of the slots may look at: the end of a tail has the longest length only, so that programs are
+    few."""
+    return cache_lengths[-1:] if 2 * count < slots else cache_lengths
+
+
+def _few(counts, prompts, caches) -> tuple[int, ...]:
+    """The slot counts without the smallest ones where a program of each would make more than PROGRAMS, with caches,
+    publish, insert, extend and a prefill per prompt length."""
+    def programs(counts):
+        return 4 + len(prompts) + sum(len(decode_lengths(n, counts[-1], caches)) for n in counts)
+
+    while len(counts) > 1 and programs(counts) > PROGRAMS:
+        counts = counts[1:]
+    return counts
 
 
 def _slot_counts(slots: int, shards: int) -> tuple[int, ...]:
@@ -78,16 +100,24 @@ def _slot_counts(slots: int, shards: int) -> tuple[int, ...]:
     return tuple(sorted({slots} | {slots // d for d in (2, 8, 32) if slots // d >= 4 and (slots // d) % shards == 0}))
 
 
-def _prompt_lengths(given, longest: int) -> tuple[int, ...]:
-    """The given lengths, or a quarter and a half (in whole 16s) and all of the longest prompt."""
-    if not given:
+def _prompt_lengths(given, first: int, longest: int) -> tuple[int, ...]:
+    """The given lengths, or a quarter and a half (in whole 16s) and all of the longest prompt. Where later turns have
+    longer prompts than the `first`: the given ones and the longest, or the first's, the geometric mean (in whole 16s)
+    where that is far from both, and the longest."""
+    if not given and longest == first:
         parts = (-(-longest // (16 * d)) * 16 for d in (4, 2))
         return tuple(sorted({longest} | {p for p in parts if p < longest}))
+    if not given:
+        middle = -(-math.isqrt(first * longest) // 16) * 16
+        return (first, *([middle] if 3 * first < 2 * middle and 3 * middle < 2 * longest else []), longest)
     lengths = _ascending("rollout.prompt_lengths", given)
-    if lengths[-1] < longest:
+    if lengths[-1] < first:
         raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: the longest is below "
-                          f"data.max_prompt_tokens={longest}; add that length or lower data.max_prompt_tokens")
-    return lengths
+                          f"data.max_prompt_tokens={first}; add that length or lower data.max_prompt_tokens")
+    if lengths[-1] < longest and len(lengths) == 3:
+        raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: a later turn of an episode has up to {longest} "
+                          "tokens before it; name two lengths, to which that one is added, or make the third so long")
+    return lengths if lengths[-1] >= longest else (*lengths, longest)
 
 
 def _cache_lengths(given, total: int, answer: int) -> tuple[int, ...]:

@@ -98,6 +98,10 @@ class ThreadedEngine(Engine):
             with self._state:
                 self._results += engine.poll(0.0)
 
+    def forget(self, ids: list[str]) -> None:
+        with self._still() as engine:
+            engine.forget(ids)
+
     def hold(self, on: bool) -> None:
         with self._still() as engine:
             engine.hold(on)
