@@ -1,0 +1,181 @@
+"""From what env.function and env.tools name to something that plays an episode. Standard library only.
+
+`find` returns a Play. Classes become episodes by `Stepped`, tools by `Driver`; gym:<id> and textarena:<id> are classes
+like a user's (envs/libraries.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+from jaxrl.envs.api import Action, BadEnvironment, Chat, Observation, Step
+from jaxrl.envs.tools import by_name
+from jaxrl.workers.loading import LoadError, describe, load, number
+
+
+class Play:
+    """What an episode is. run(task, chat, running): the episode, a coroutine unless `blocking`. name: where it is at
+    first. tools: schemas. functions: the code it is made of."""
+
+    blocking = False
+    tools: list[dict] = []
+
+    def chat(self, running, parallel: int) -> Chat:
+        return BlockingChat(running, parallel) if self.blocking else Chat(running, parallel)
+
+
+class BlockingChat(Chat):
+    """The same for a plain function: nothing is awaited."""
+
+    def send(self, *args, **kwargs):
+        return _now(super().send(*args, **kwargs))
+
+    def _run(self, turn):
+        return _now(super()._run(turn))
+
+
+def _now(coroutine):
+    """The result of a coroutine that waits for nothing but what blocks."""
+    try:
+        coroutine.send(None)
+    except StopIteration as e:
+        return e.value
+    raise RuntimeError("it waits")
+
+
+def find(setup: dict) -> Play:
+    """The Play that a worker's setup names. Raises LoadError."""
+    if setup["tools"]:
+        return Driver(setup)
+    spec, options = setup["function"], setup["options"]
+    kind, _, name = spec.partition(":")
+    if kind in ("gym", "textarena"):
+        from jaxrl.envs import libraries
+        return Stepped(libraries.find(kind, name, options), spec, {}, setup["max_turns"])
+    found = load(spec)
+    if inspect.isclass(found):
+        _check_class(found, spec)
+        _check_options(found, (), options, spec)
+        return Stepped(found, spec, options, setup["max_turns"])
+    first = list(inspect.signature(found).parameters.values())[:2]
+    if len(first) == 2 and all(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+                               for p in first):
+        _check_options(found, (None, None), options, spec)
+        return Episode(found, options)
+    _check_options(found, (), options, spec)
+    return Stepped(found, spec, options, setup["max_turns"])
+
+
+def _check_class(found, spec: str) -> None:
+    for name, wanted in (("reset", "reset(row, seed) -> Observation"), ("step", "step(action) -> Step")):
+        method = getattr(found, name, None)
+        if not callable(method):
+            raise LoadError(f"{spec} has no method {name}: the class of an environment has {wanted}")
+        try:
+            inspect.signature(method).bind(*[None] * (3 if name == "reset" else 2))
+        except TypeError as e:
+            raise LoadError(f"{spec}: its method is not {wanted}: {e}") from None
+
+
+def _check_options(found, args: tuple, options: dict, spec: str) -> None:
+    try:
+        inspect.signature(found).bind(*args, **options)
+    except TypeError as e:
+        what = ("the function of an episode has parameters (task, chat)" if args or not inspect.isclass(found)
+                else "they are the arguments of the class")
+        raise LoadError(f"env.options={options} do not fit {spec}: {e}; {what}, env.options go to it by name") from None
+
+
+class Episode(Play):
+    """A function (task, chat), asynchronous or plain."""
+
+    def __init__(self, fn, options: dict):
+        self._fn, self._options, self.functions, self.name = fn, options, [fn], getattr(fn, "__name__", "episode")
+        self.blocking = not (inspect.iscoroutinefunction(fn)
+                             or inspect.iscoroutinefunction(getattr(fn, "__call__", None)))  # noqa: B004
+
+    def run(self, task, chat, running):
+        return self._fn(task, chat, **self._options)
+
+
+class Driver(Play):
+    """env.tools: the row's prompt, then calls and their answers, until an answer has no calls."""
+
+    name = "episode"
+
+    def __init__(self, setup: dict):
+        self.functions = [load(spec) for spec in setup["tools"]]
+        try:
+            self._tools = by_name(self.functions)
+        except TypeError as e:
+            raise LoadError(str(e)) from None
+        self.tools = [tool.schema for tool in self._tools.values()]
+        self._max_turns = setup["max_turns"]
+
+    async def run(self, task, chat, running):
+        turn = await chat.send(task.prompt, tools=self.functions)
+        for _ in range(self._max_turns - 1):
+            if not turn.calls or turn.finish == "length":
+                break
+            turn = await chat.send(await turn.run())
+
+
+class Stepped(Play):
+    """A class, or a function that makes an object, with reset(row, seed) and step(action), asynchronous or plain; a
+    new object for each episode, `close()` at its end if it has that. The score is the sum of the steps' rewards."""
+
+    name = "making it"
+
+    def __init__(self, make, spec: str, options: dict, max_turns: int):
+        self._make, self._spec, self._options, self._max_turns = make, spec, options, max_turns
+        self.functions = [make]
+
+    async def run(self, task, chat, running):
+        environment = await running.call(self._make, "making it", **self._options)
+        if not (hasattr(environment, "reset") and hasattr(environment, "step")):
+            raise BadEnvironment(f"it is made of type {type(environment).__name__}, which has no reset and step")
+        try:
+            seen = _observation(await running.call(environment.reset, "reset", task.row, task.seed), "reset")
+            for _ in range(self._max_turns):
+                if seen.state:
+                    chat.state(seen.state)
+                turn = await chat.send(seen.text, tools=seen.tools)
+                if turn.finish == "length" and not turn.text and not turn.calls:
+                    break  # the model had no turn
+                step = _step(await running.call(environment.step, "step", Action(turn)))
+                chat.reward(step.reward)
+                chat.note(**step.notes)
+                if step.done or turn.finish == "length":
+                    break
+                seen = _observation(step.observation, "step")
+        finally:
+            if callable(close := getattr(environment, "close", None)):
+                phase = running.phase
+                await running.call(close, "close")
+                running.phase = phase
+
+
+def _observation(given, where: str) -> Observation:
+    if isinstance(given, Observation):
+        return given
+    if not isinstance(given, (str, dict, list)):
+        raise BadEnvironment(f"{where} gave an observation of type {type(given).__name__}, expected text, messages or "
+                             "jaxrl.envs.Observation")
+    return Observation(given)
+
+
+def _step(given) -> Step:
+    if not isinstance(given, Step):
+        raise BadEnvironment(f"step returned {type(given).__name__}, expected "
+                             "jaxrl.envs.Step(observation, reward, done)")
+    if number(given.reward) is None:
+        raise BadEnvironment(f"the reward of a step is of type {type(given.reward).__name__}, expected a number")
+    return given
+
+
+def explained(error: Exception) -> str:
+    """Of a library that does not load or make something."""
+    with contextlib.suppress(Exception):
+        return describe(error)
+    return type(error).__name__

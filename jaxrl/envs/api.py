@@ -1,0 +1,256 @@
+"""What episodes are written with. Standard library only.
+
+    async def episode(task, chat):
+        turn = await chat.send(task.prompt)
+        return float(turn.text == task.row["answer"])
+
+An episode returns its score, a dict of numbers (`env` is the score, the others are reported), or None: no score, unless
+`chat.reward` was called, whose numbers are added to it. It may be a plain `def`; `chat.send` and `turn.run` then block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+from jaxrl.envs import tools as tools_module
+from jaxrl.envs.tools import ToolError
+from jaxrl.workers.loading import number
+
+__all__ = ["BadEnvironment", "Call", "Chat", "Observation", "Row", "Step", "Task", "ToolError", "Turn"]
+
+
+class BadEnvironment(Exception):
+    """An environment that does not keep to this interface. The text, which has no values in it, is the cause."""
+
+
+class MissingColumn(KeyError):
+    """A row without a column that an environment wants."""
+
+    def __str__(self):
+        return self.args[0]
+
+
+class Row(dict):
+    """A row's columns; one that is missing is named with those that are there."""
+
+    def __missing__(self, name):
+        raise MissingColumn(f"the row has no column {name!r}; it has: {', '.join(map(str, self)) or 'none'}")
+
+
+@dataclasses.dataclass
+class Task:
+    """What an episode is about.
+
+    row: the data row's columns. prompt: text or messages, as the data has them. seed: the same for all members of a
+    group and for each further try; everything random of an environment comes from it. user: config.user.
+    """
+
+    row: dict
+    prompt: str | list
+    seed: int
+    user: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Call:
+    """A tool call of the model. arguments: None where it could not be read, `error` then says why."""
+
+    id: str
+    name: str
+    arguments: dict | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass
+class Turn:
+    """What the model said.
+
+    text: without its thoughts and calls. thinking: its thoughts. calls: in their order. finish: "stop", or "length"
+    where it was cut; a turn of "length" without text and calls is what follows when turns or tokens are used up.
+    """
+
+    text: str
+    thinking: str = ""
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    finish: str = "stop"
+    _run: object = dataclasses.field(default=None, repr=False, compare=False)
+
+    def run(self):
+        """Runs the calls with the tools that were given to `chat.send`: the messages that answer them, in their order
+        (`await turn.run()`; in a plain def without await). At most env.max_parallel_calls are run, at once where they
+        are asynchronous; a call that cannot be read, of an unknown tool or with arguments that do not fit is answered
+        so and counted as malformed. A ToolError's text is the answer; any other exception goes on to the episode."""
+        return self._run(self)
+
+
+class Action(str):
+    """What the model said, as a class's `step` gets it: its text, the whole turn as `turn`."""
+
+    turn: Turn
+
+    def __new__(cls, turn: Turn):
+        action = super().__new__(cls, turn.text)
+        action.turn = turn
+        return action
+
+
+@dataclasses.dataclass
+class Observation:
+    """What an environment shows: text (a user's message) or messages. state: names the state that the next turn is
+    decided in, for advantages that compare equal states; "" = none. tools: functions or schemas, None = as before."""
+
+    text: str | dict | list
+    state: str = ""
+    tools: list | None = None
+
+
+@dataclasses.dataclass
+class Step:
+    """What an action led to: what is seen next (None where done), the reward of the turn, whether the episode is over.
+    notes: numbers to be reported."""
+
+    observation: Observation | str | dict | list | None = None
+    reward: float = 0.0
+    done: bool = False
+    notes: dict = dataclasses.field(default_factory=dict)
+
+
+class Chat:
+    """The model, as an episode talks to it.
+
+    Args:
+      host: what runs the episode: exchange(payload) sends messages and returns the turn, `call(fn, **arguments)` calls
+        a tool; both are awaited.
+      parallel: calls of a turn that are run.
+    """
+
+    def __init__(self, host, parallel: int):
+        self._host, self._parallel = host, parallel
+        self._tools, self._anchor, self._history = {}, "", None
+        self._turns, self._reward, self._rewarded, self._sending = 0, 0.0, False, False
+        self._notes, self._calls, self._malformed = {}, 0, 0
+
+    async def send(self, messages, tools=None, stop=(), max_tokens: int = 0) -> Turn:
+        """Says something and waits for the model's turn.
+
+        Args:
+          messages: text (a user's message), a message {"role", "content"} or a list of them: only what is new.
+          tools: functions (see envs/tools.py) or schemas that the model may call from now on; None = as before.
+          stop: texts that end this turn. max_tokens: of this turn, below rollout.max_new_tokens; 0 = that.
+        """
+        return self._received(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
+
+    def reward(self, value: float) -> None:
+        """Adds to the reward of the model's last turn, and so to the score."""
+        if not self._turns:
+            raise BadEnvironment("chat.reward was called before the model's first turn")
+        self._reward += _finite(value, "chat.reward")
+        self._rewarded = True
+
+    def state(self, key) -> None:
+        """Names the state that the coming turn is decided in: text, or what JSON can hold."""
+        self._anchor = key if isinstance(key, str) else json.dumps(key, sort_keys=True)
+
+    def note(self, **values: float) -> None:
+        """Numbers to be reported, as means over episodes."""
+        self._notes |= {name: _finite(value, "chat.note") for name, value in values.items()}
+
+    def rewrite(self, messages) -> None:
+        """The conversation is from now on these messages; the next `send` adds to them. What was sampled before is
+        trained as a sequence of its own."""
+        self._history = _messages(messages)
+
+    # -- the worker's side ---------------------------------------------------------------------------------------
+
+    def _payload(self, messages, tools, stop, max_tokens) -> dict:
+        if self._sending:
+            raise BadEnvironment("chat.send was called while another one waits; a conversation has one turn at a time")
+        if tools is not None:
+            self._tools = tools_module.by_name(tools)
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(s, str) and s for s in stop):
+            raise BadEnvironment("chat.send: stop must be texts")
+        if not isinstance(max_tokens, int) or max_tokens < 0:
+            raise BadEnvironment("chat.send: max_tokens must be a whole number from 0")
+        messages = _messages(messages, empty=self._history is not None)
+        payload = {"messages": messages if self._history is None else self._history + messages,
+                   "rewrite": self._history is not None, "stop": stop, "max_tokens": max_tokens,
+                   "tools": [tool.schema for tool in self._tools.values()] or None,
+                   "reward": self._reward, "anchor": self._anchor}
+        self._reward, self._anchor, self._history, self._sending = 0.0, "", None, True
+        return payload
+
+    def _received(self, turn: dict) -> Turn:
+        self._sending = False
+        self._turns += 1
+        calls = [Call(**call) for call in turn["calls"]]
+        self._calls += len(calls)
+        return Turn(turn["text"], turn["thinking"], calls, turn["finish"], self._run)
+
+    async def _run(self, turn: Turn) -> list[dict]:
+        answers = await self._host.together([self._answer(k, call) for k, call in enumerate(turn.calls)])
+        return list(map(tools_module.message, turn.calls, answers))
+
+    async def _answer(self, k: int, call: Call) -> str:
+        """What a call comes to, as text."""
+        if k >= self._parallel:
+            return tools_module.further(self._parallel)
+        tool, arguments = self._ready(call)
+        if tool is None:
+            self._malformed += 1
+            return arguments
+        try:
+            return tools_module.as_text(call.name, await self._host.call(tool.fn, f"tool {call.name}", **arguments))
+        except ToolError as e:
+            return str(e)
+
+    def _ready(self, call: Call):
+        """(tool, its arguments), or (None, the answer) where there is nothing to call."""
+        if not isinstance(call.arguments, dict):
+            return None, tools_module.MALFORMED
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return None, tools_module.unknown(self._tools)
+        if tool.fn is None:
+            raise BadEnvironment("turn.run was called for a tool of which chat.send got only the schema")
+        try:
+            return tool, tool.arguments(call.arguments)
+        except tools_module.BadArguments as e:
+            return None, str(e)
+
+    def _result(self, value) -> dict:
+        """What the episode came to; see `EpisodePool`. Raises BadEnvironment."""
+        rewards = {}
+        if isinstance(value, dict):
+            rewards = {str(name): _finite(v, "a value of the dict it returned") for name, v in value.items()}
+            value = rewards.pop("env", None)
+        elif value is not None:
+            value = _finite(value, "the value it returned", "a number, a dict of numbers or None")
+        return {"value": value, "rewards": rewards, "reward": self._reward, "rewarded": self._rewarded,
+                "notes": self._notes, "counts": {"calls": self._calls, "malformed": self._malformed}}
+
+
+def _finite(value, what: str, wanted: str = "a number") -> float:
+    found = number(value)
+    if found is None:
+        raise BadEnvironment(f"{what} is of type {type(value).__name__}, expected {wanted}")
+    if not math.isfinite(found):
+        raise BadEnvironment(f"{what} is {found}, expected {wanted}")
+    return found
+
+
+def _messages(given, empty: bool = True) -> list[dict]:
+    """Messages as a list of {"role", "content", ...}."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    given = [given] if isinstance(given, dict) else given
+    if not isinstance(given, (list, tuple)):
+        raise BadEnvironment(f"messages are of type {type(given).__name__}, expected text, a dict or a list of dicts")
+    for one in given:
+        if not isinstance(one, dict) or not isinstance(one.get("role"), str) or "content" not in one:
+            raise BadEnvironment("a message is no dict with role and content")
+    if not given and not empty:
+        raise BadEnvironment("chat.send has no message")
+    return list(given)

@@ -1,0 +1,160 @@
+"""Environments of other packages as classes with reset and step over text: gymnasium and textarena, which are imported
+only here. Standard library otherwise.
+
+gym:<id>        one agent, actions Discrete, MultiDiscrete, MultiBinary, Box or Text. env.options are those of
+                gymnasium.make; one more, `prompt`, replaces the first lines, which say what the actions are. The reward
+                of a turn is the step's. An answer without an action is told so and changes nothing.
+textarena:<id>  one player. env.options are those of textarena.make. The reward is the game's, of its last turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from jaxrl.envs.api import Step
+from jaxrl.workers.loading import LoadError, describe
+
+INVALID = "There is no valid action in this answer."
+NAMES = {  # of actions that are mere numbers in gymnasium
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+    "CartPole": ("left", "right"),
+    "MountainCar": ("left", "none", "right"),
+}
+
+
+def find(kind: str, name: str, options: dict):
+    """A function without arguments that makes an environment. It is tried once. Raises LoadError."""
+    package, adapter = {"gym": ("gymnasium", Gym), "textarena": ("textarena", Arena)}[kind]
+    try:
+        __import__(package)
+    except ImportError as e:
+        raise LoadError(f"{kind}:{name} needs the package {package} ({e}); install it beside jaxrl, or name the "
+                        "interpreter of an environment that has it in env.python") from None
+
+    def make():
+        return adapter(name, options)
+
+    make.__module__ = __name__
+    try:
+        make().close()
+    except LoadError:
+        raise
+    except Exception as e:
+        raise LoadError(f"{kind}:{name} cannot be made with env.options={options}: {describe(e)}") from None
+    return make
+
+
+class Gym:
+    """One environment of gymnasium. What is seen: its drawing as text where it has one, and its observation."""
+
+    def __init__(self, name: str, options: dict):
+        import gymnasium
+        options = dict(options)
+        self._prompt = options.pop("prompt", None)
+        spec = gymnasium.spec(name)
+        if "render_mode" not in options and "ansi" in _render_modes(gymnasium, spec):
+            options["render_mode"] = "ansi"
+        self._env = gymnasium.make(name, **options)
+        self._space, self._ansi = self._env.action_space, self._env.render_mode == "ansi"
+        self._kind = type(self._space).__name__
+        if self._kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
+            raise LoadError(f"gym:{name} has actions of kind {self._kind}, which no answer is read as; write a class "
+                            "with reset and step around it")
+        self._names = NAMES.get(spec.name, ()) if self._kind == "Discrete" else ()
+
+    def reset(self, row, seed):
+        seen, _ = self._env.reset(seed=seed % 2**31)
+        return f"{self._says() if self._prompt is None else self._prompt}\n\n{self._shown(seen)}"
+
+    def step(self, action):
+        found = self._action(action)
+        if found is None:
+            return Step(INVALID, 0.0, False, {"invalid": 1.0})
+        seen, reward, terminated, truncated, _ = self._env.step(found)
+        return Step(self._shown(seen), float(reward), bool(terminated or truncated), {"invalid": 0.0})
+
+    def close(self):
+        self._env.close()
+
+    def _says(self) -> str:
+        """What the actions are."""
+        if self._kind == "Discrete":
+            first = int(self._space.start)
+            kinds = [f"{first + k}" + (f" ({self._names[k]})" if k < len(self._names) else "")
+                     for k in range(int(self._space.n))]
+            return f"Answer with one action, its number or its name, each turn: {', '.join(kinds)}."
+        if self._kind == "Text":
+            return "Answer with the text of your action each turn."
+        return f"Answer with one action each turn, a JSON list of shape {list(self._space.shape)}: {self._space}."
+
+    def _action(self, text: str):
+        """The last action that an answer names, or None."""
+        if self._kind == "Text":
+            return str(text) if self._space.contains(str(text)) else None
+        if self._kind == "Discrete":
+            words = "|".join(map(re.escape, self._names)) or "(?!)"
+            found = re.findall(rf"(?<![\w.-])(?:-?\d+(?![\w.]*\d)|{words})(?!\w)", text.lower())
+            if not found:
+                return None
+            first = int(self._space.start)
+            number = first + self._names.index(found[-1]) if found[-1] in self._names else int(found[-1])
+            return number if self._space.contains(number) else None
+        import numpy
+        for found in reversed(re.findall(r"\[[^\[\]]*\]", text)):
+            try:
+                value = numpy.asarray(json.loads(found), self._space.dtype).reshape(self._space.shape)
+            except (ValueError, TypeError, OverflowError):
+                continue
+            return value if self._space.contains(value) else None
+        return None
+
+    def _shown(self, seen) -> str:
+        text = str(seen.tolist() if hasattr(seen, "tolist") else seen)
+        if not self._ansi:
+            return text
+        # What is drawn in colours, the agent among it, is put in brackets.
+        drawn = re.sub(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", r"[\1]", str(self._env.render()))
+        return f"{re.sub(chr(27) + r'.[0-9;]*m', '', drawn).strip()}\nobservation: {text}"
+
+
+def _render_modes(gymnasium, spec) -> list[str]:
+    entry = spec.entry_point
+    creator = entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
+    return getattr(creator, "metadata", {}).get("render_modes", [])
+
+
+class Arena:
+    """One game of textarena with one player. What is seen: what the game has said since the last turn."""
+
+    def __init__(self, name: str, options: dict):
+        import textarena
+        self._env = self._game = textarena.make(name, **options)
+        while isinstance(self._game, textarena.Wrapper):  # some show all that was said before once more
+            self._game = self._game.env
+        self._own, self._name = textarena.core.ObservationType.PLAYER_ACTION, name
+
+    def reset(self, row, seed):
+        try:
+            self._env.reset(num_players=1, seed=seed)
+        except AssertionError as e:
+            raise RuntimeError(f"textarena:{self._name} is no game of one player: {e}") from None
+        return self._said()
+
+    def step(self, action):
+        done, _ = self._env.step(action=str(action))
+        if not done:
+            return Step(self._said())
+        rewards, info = self._env.close()
+        info = (info or {}).get(0, {})
+        return Step(None, float((rewards or {}).get(0, 0.0)), True, {"invalid": float(bool(info.get("invalid_move")))})
+
+    def close(self):
+        pass
+
+    def _said(self) -> str:
+        _, said = self._game.get_observation()
+        return "\n".join(text for _, text, kind in said if kind is not self._own).strip() or "(nothing)"

@@ -1,0 +1,543 @@
+"""The trainer's side of episodes: worker processes that run them, killed and started again as need be.
+
+What the engine of episodes gets from here are events (see `EpisodePool.events`). Whose fault a failure is:
+
+  env        an exception that is no ToolError, a result of a wrong type, a worker that its code ended
+  late       env.step_seconds or env.episode_seconds
+  neighbour  its worker was killed for another episode of the 64 it runs
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import difflib
+import hashlib
+import heapq
+import inspect
+import itertools
+import json
+import logging
+import os
+import selectors
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from jaxrl.envs.worker import AT_ONCE, TICK_SECONDS, Seats, grace
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
+from jaxrl.workers.process import Garbled, Printed, WorkerProcess, environment, shown
+
+log = logging.getLogger("jaxrl.envs")
+BUILTIN = ("calc", "guess", "library", "lake")  # of jaxrl.envs.builtin
+START_SECONDS = 300.0   # importing what env.function and env.tools name
+SAID_SECONDS = 10.0     # between two looks at what workers printed
+SAID_LINES = 20         # of it that are said each time
+STRIKES = 3             # deaths of its workers that nobody explains after which an episode is taken for their cause
+IDLE_DEATHS = 5         # deaths of workers in a row, without an event between them, that stop the run
+
+
+@dataclasses.dataclass
+class Event:
+    """What an episode says. See `EpisodePool.events`."""
+
+    id: str
+    kind: str
+    data: dict[str, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Episode:
+    """A try at an episode. worker: None while it waits for a place."""
+
+    id: str
+    n: int
+    task: str                # as JSON
+    worker: Worker | None = None
+    seat: int = -1
+    asks: bool = False       # it waits for a turn of the model
+    cancelled: bool = False
+
+
+class Worker:
+    """A worker process, and which episodes it runs."""
+
+    def __init__(self, pool: EpisodePool):
+        self._table = tempfile.TemporaryFile()
+        self._table.truncate(Seats.BYTES)
+        self.seats = Seats(self._table.fileno())
+        env, fd = pool.env, self._table.fileno()
+        self.process = WorkerProcess(
+            "jaxrl.envs.worker", pool.printed, environment(env.variables, env.python), env.memory_gb, group="env",
+            who="an environment", python=pool.python, inherit=(fd,), arguments=(str(fd),))
+        self.into, self.out_of = self.process.descriptors
+        self.deadline = time.monotonic() + START_SECONDS
+        self.ready, self.unread = False, b""
+        self.unsent = bytearray(pool.setup.encode() + b"\n")
+        self.free, self.episodes = list(range(AT_ONCE)), {}
+
+    def put(self, order: list) -> None:
+        self.unsent += json.dumps(order).encode() + b"\n"
+
+    def write(self) -> bool:
+        """Sends what it takes. False where there is more."""
+        try:
+            while self.unsent:
+                del self.unsent[:os.write(self.into, self.unsent[:1 << 20])]
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.unsent.clear()  # its end is noticed where it is read from
+        return True
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """(whole lines that have come, whether it lives)."""
+        parts, alive = [], True
+        try:
+            while data := os.read(self.out_of, 1 << 20):
+                parts.append(data)
+            alive = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            alive = False
+        *lines, self.unread = (self.unread + b"".join(parts)).split(b"\n")
+        return lines, alive
+
+    def running(self) -> list[Episode]:
+        """Whose code is running at this moment."""
+        return [e for e in self.episodes.values() if self.seats.since[e.seat]]
+
+    def end(self) -> None:
+        self.process.kill()
+        self._table.close()
+
+
+class EpisodePool:
+    """Worker processes that run episodes, at most 64 each at once; what is beyond waits.
+
+    Workers start in the background as soon as the pool exists; `ready()` returns when they are ready.
+
+    Args:
+      env: config.env. Beside specs, env.function may be a function or class and env.tools may hold functions; those of
+        a notebook are written to a file as reward functions are. user: config.user, `task.user` of episodes. run_dir:
+        where those files go; "" or a URL: a temporary folder.
+
+    tools: JSON schemas of env.tools, [] before `ready()`.
+
+    Raises:
+      ConfigError: what can be seen without a worker.
+    """
+
+    def __init__(self, env, user=None, run_dir: str = ""):
+        self.env, self.tools, self.python = env, [], _interpreter(env.python)
+        self._folder = FunctionFolder(run_dir, "env_functions")
+        function, tools = _specs(env, self._folder)
+        setup = {"function": function, "tools": tools, "options": _plain(env.options), "threads": bool(env.threads),
+                 "max_turns": env.max_turns, "max_parallel_calls": env.max_parallel_calls, "user": _plain(user or {}),
+                 "limits": {"step_seconds": env.step_seconds, "episode_seconds": env.episode_seconds}}
+        try:
+            self.setup = json.dumps(setup)
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"env.options={setup['options']}: workers get it as JSON, which cannot hold it: {e}; "
+                              "give plain values") from None
+        named = {"function": function.rpartition("/")[2], "tools": [t.rpartition("/")[2] for t in tools]}
+        self._decides, self._sources, self._named = setup | named, "", function or ", ".join(tools)
+        missing = [name for name in env.variables if name not in os.environ]
+        if missing:
+            log.warning("env.variables names variables that are not set here: %s", ", ".join(missing))
+        self.printed, self._said = Printed(), time.monotonic()
+        self._state = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._ids: dict[str, Episode] = {}
+        self._waiting: deque[Episode] = deque()
+        self._events: deque[Event] = deque()
+        self._strikes: dict[str, int] = {}
+        self._deaths, self._fatal, self._closing, self._started = 0, None, False, False
+        self._workers: list[Worker] = []
+        self._wake_out, self._wake_in = os.pipe()
+        self._woken = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        os.set_blocking(self._wake_out, False)
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="episodes")
+        self._thread.start()
+        atexit.register(self.close)
+
+    # -- the caller's side ---------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Returns when every worker is ready; raises ConfigError if one cannot be."""
+        with self._state:
+            while not (self._started and all(w.ready for w in self._workers)) and not (self._fatal or self._closing):
+                self._state.wait(0.5)
+            self._raise()
+
+    def key(self) -> str:
+        """What decides episodes beside the model: the environment's code and the options that reach it. Equal on all
+        machines where these are. Waits for the workers, which tell the code."""
+        self.ready()
+        decides = json.dumps(self._decides | {"sources": self._sources}, sort_keys=True)
+        return hashlib.sha256(decides.encode()).hexdigest()[:16]
+
+    def start(self, id: str, task: dict) -> None:
+        """Begins an episode: {"row": columns, "prompt": text or messages, "seed": int}, JSON-able."""
+        episode = Episode(id, next(self._numbers), json.dumps(task))
+        with self._state:
+            if id in self._ids:
+                raise ValueError(f"episode {id!r} runs already")
+            self._ids[id] = episode
+            self._waiting.append(episode)
+            self._assign()
+            self._wake()
+
+    def reply(self, id: str, turn: dict) -> None:
+        """Answers a "send": {"text", "thinking", "calls": [{"id", "name", "arguments", "error"}], "finish"}. Ignored
+        where the episode is over, as after a loss of its worker."""
+        with self._state:
+            episode = self._ids.get(id)
+            if episode is None:
+                return
+            if not episode.asks:
+                raise ValueError(f"episode {id!r} does not wait for a turn")
+            episode.asks = False
+            episode.worker.put(["turn", episode.n, turn])
+            self._wake()
+
+    def cancel(self, ids: list[str]) -> None:
+        """Ends these episodes; nothing more is heard of them."""
+        with self._state:
+            gone = set(ids)
+            self._events = deque(e for e in self._events if e.id not in gone)
+            for id in gone:
+                self._strikes.pop(id, None)
+                episode = self._ids.pop(id, None)
+                if episode is None:
+                    continue
+                episode.cancelled = True
+                if episode.worker is None:
+                    self._waiting.remove(episode)
+                else:
+                    episode.worker.put(["cancel", episode.n])
+            self._wake()
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What episodes have said since the last call; waits so long for the first.
+
+        send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None, "stop":
+                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
+                in which the coming turn is decided, "seconds": the environment's}
+        done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
+                whether chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}
+        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour"}
+
+        Every started episode ends with one of the latter two, unless it was cancelled. Raises RunStopped (ConfigError
+        before the first worker was ready) where workers cannot work.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._state:
+            while not self._events and not (self._fatal or self._closing):
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._state.wait(left):
+                    break
+            if not self._events:
+                self._raise()
+            out, self._events = list(self._events), deque()
+            return out
+
+    def close(self) -> None:
+        """Ends the workers. Safe to call twice."""
+        atexit.unregister(self.close)
+        with self._state:
+            if self._closing:
+                return
+            self._closing = True
+            self._state.notify_all()
+            self._wake()
+        self._thread.join()
+        for fd in (self._wake_out, self._wake_in):
+            os.close(fd)
+        self._selector.close()
+        self._say()
+        self.printed.file.close()
+        self._folder.cleanup()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def _raise(self) -> None:
+        if self._closing:
+            raise RuntimeError("the pool of episodes is closed")
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            os.write(self._wake_in, b"x")
+
+    # -- the thread that speaks with the workers ---------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            with self._state:
+                for _ in range(self.env.workers):
+                    self._begin()
+                self._started = True
+            look, tick = time.monotonic(), min(TICK_SECONDS, 0.25 * self.env.step_seconds)
+            while not self._closing and self._fatal is None:
+                for key, _ in self._selector.select(tick):
+                    if key.data is None:
+                        os.read(self._wake_out, 64)
+                with self._state:
+                    self._woken = False
+                    self._exchange()
+                    if time.monotonic() - look >= tick:
+                        look = time.monotonic()
+                        self._look()
+        except Exception as e:  # nothing may end this thread in silence: the caller would wait for ever
+            with self._state:
+                self._fatal = self._fatal or e
+                self._state.notify_all()
+        finally:
+            for worker in self._workers:
+                worker.process.signal_kill()
+            for worker in self._workers:
+                worker.end()
+
+    def _begin(self) -> None:
+        try:
+            worker = Worker(self)
+        except OSError as e:
+            raise RunStopped(f"a worker for environments cannot be started: {e}") from None
+        self._workers.append(worker)
+        self._selector.register(worker.out_of, selectors.EVENT_READ, worker)
+
+    def _exchange(self) -> None:
+        """Reads and writes all that can be."""
+        before = len(self._events)
+        for worker in list(self._workers):
+            lines, alive = worker.read()
+            try:
+                for line in lines:
+                    self._take(worker, _decoded(line))
+            except Garbled as e:
+                self._lose(worker, f"instead of a reply came {e}: an environment must not write to file descriptors"
+                           " that it did not open")
+                continue
+            if not alive:
+                self._lose(worker, f"its worker ended: {worker.process.how()}")
+        self._assign()
+        for worker in self._workers:
+            if worker.unsent:
+                registered = worker.into in self._selector.get_map()
+                if worker.write():
+                    if registered:
+                        self._selector.unregister(worker.into)
+                elif not registered:
+                    self._selector.register(worker.into, selectors.EVENT_WRITE, worker)
+        if len(self._events) > before:
+            self._state.notify_all()
+
+    def _take(self, worker: Worker, message: list) -> None:
+        if not worker.ready:
+            self._greeting(worker, message)
+            return
+        n, kind, *data = message
+        episode = worker.episodes.get(n)
+        if episode is None or kind not in ("send", "done", "failed", "gone", "hung"):
+            raise Garbled(shown(json.dumps(message).encode()))
+        self._deaths = 0
+        if kind == "hung":
+            cause = data[0] or "it did not end when it was cancelled"
+            self._lose(worker, cause, [episode], "late" if data[0] else "env")
+            return
+        if kind != "send":
+            del worker.episodes[n]
+            heapq.heappush(worker.free, episode.seat)
+        if episode.cancelled:
+            return
+        if kind == "gone":
+            raise Garbled(shown(json.dumps(message).encode()))
+        episode.asks = kind == "send"
+        if kind != "send":
+            del self._ids[episode.id]
+        if kind == "done":
+            self._strikes.pop(episode.id, None)
+        self._events.append(Event(episode.id, kind, data[0]))
+
+    def _greeting(self, worker: Worker, message: list) -> None:
+        kind, data = message
+        if kind == "fatal":
+            raise self._unstartable(data)
+        if kind != "ready":
+            raise Garbled(shown(json.dumps(message).encode()))
+        if self._sources not in ("", data["sources"]):
+            log.warning("a worker was started anew and found other code than the run began with (%s): from here on "
+                        "episodes run with the code of now", self._named)
+        worker.ready, self.tools, self._sources = True, data["tools"], data["sources"]
+        self._state.notify_all()
+
+    def _unstartable(self, why: str) -> Exception:
+        """A mistake in the config, unless workers could start before."""
+        field = f"env.function={self._decides['function']!r}" if self.env.function else "env.tools"
+        text = f"{field}: {why}{self.printed.last()}"
+        return RunStopped(f"{text}\nWorkers of this run could start before") if self._sources else ConfigError(text)
+
+    def _assign(self) -> None:
+        """Gives episodes that wait to the workers that have the fewest."""
+        while self._waiting:
+            worker = min((w for w in self._workers if w.ready and w.free), key=lambda w: len(w.episodes), default=None)
+            if worker is None:
+                return
+            episode = self._waiting.popleft()
+            episode.worker, episode.seat = worker, heapq.heappop(worker.free)
+            worker.episodes[episode.n] = episode
+            worker.seats.since[episode.seat] = 0.0
+            worker.unsent += f'["start",{episode.n},{episode.seat},{episode.task}]\n'.encode()
+
+    def _look(self) -> None:
+        """Ends workers in which something hangs; says what was printed."""
+        now, limit = time.monotonic(), self.env.step_seconds + grace(self.env.step_seconds)
+        for worker in list(self._workers):
+            if not worker.ready:
+                if now > worker.deadline:
+                    raise self._unstartable(f"a worker is not ready after {START_SECONDS:g} s; what the module does"
+                                            " when it is imported takes too long, or waits for something")
+                continue
+            since = {e: worker.seats.since[e.seat] for e in worker.episodes.values()}
+            hung = [e for e, t in since.items() if t and now - t > limit]
+            beat = worker.seats.since[AT_ONCE]
+            if hung:
+                cause = f"it blocked its worker for longer than env.step_seconds={self.env.step_seconds:g}"
+                self._lose(worker, cause, hung, "late")
+            elif worker.episodes and beat and now - beat > limit:
+                self._lose(worker, "the loop of its worker stood still")
+        self.printed.bound()
+        if now - self._said >= SAID_SECONDS:
+            self._say()
+
+    def _lose(self, worker: Worker, why: str, guilty: list[Episode] | None = None, fault: str = "env") -> None:
+        """A worker is of no use any more. guilty: for whom it is ended; None: for the one whose code was running."""
+        if not worker.ready:
+            raise self._unstartable(f"{why} while importing {self._named}")
+        if guilty is None:
+            guilty = worker.running()
+            if len(guilty) != 1:  # one of several, or nobody: who is there again and again
+                guilty = [e for e in guilty or worker.episodes.values() if self._struck(e)]
+        self._selector.unregister(worker.out_of)
+        if worker.into in self._selector.get_map():
+            self._selector.unregister(worker.into)
+        worker.end()
+        self._workers.remove(worker)
+        lost = {e.id for e in worker.episodes.values() if not e.cancelled}
+        self._events = deque(e for e in self._events if e.id not in lost)  # what they asked for
+        for episode in sorted(worker.episodes.values(), key=lambda e: e.n):
+            if episode.cancelled:
+                continue
+            del self._ids[episode.id]
+            data = {"cause": "the worker was ended for another episode", "detail": why, "fault": "neighbour"}
+            if episode in guilty:
+                data = {"cause": why, "detail": "", "fault": fault}
+            self._events.append(Event(episode.id, "failed", data))
+        self._state.notify_all()
+        self._deaths += 1
+        if self._deaths > IDLE_DEATHS * self.env.workers:
+            raise RunStopped(f"workers for environments ({self._named}) end again and again before an episode says "
+                             f"anything: {why}{self.printed.last()}")
+        self._begin()
+
+    def _struck(self, episode: Episode) -> bool:
+        if episode.cancelled:
+            return False
+        self._strikes[episode.id] = self._strikes.get(episode.id, 0) + 1
+        return self._strikes[episode.id] >= STRIKES
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        lines = self.printed.lines()
+        for line in lines[:SAID_LINES]:
+            log.info("printed by an environment: %s", line[:500])
+        if len(lines) > SAID_LINES:
+            log.info("... and %d more lines", len(lines) - SAID_LINES)
+
+
+def _decoded(line: bytes) -> list:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Garbled(shown(line)) from None
+    if not isinstance(message, list) or len(message) < 2:
+        raise Garbled(shown(line))
+    return message
+
+
+def _plain(options) -> dict:
+    """A ConfigDict as a dict."""
+    return options.to_dict() if hasattr(options, "to_dict") else dict(options)
+
+
+def _interpreter(python: str) -> str:
+    if python and shutil.which(python) is None:
+        raise ConfigError(f"env.python={python!r}: there is no such program; name the interpreter of the environment in"
+                          " which the environments' packages are, /path/venv/bin/python")
+    return python
+
+
+def _specs(env, folder: FunctionFolder) -> tuple[str, list[str]]:
+    """(env.function, env.tools) as workers load them. Raises ConfigError."""
+    if env.function and len(env.tools):
+        raise ConfigError(f"env.function={_shown(env.function)} and env.tools={tuple(map(_shown, env.tools))}: an"
+                          " episode is either; give the tools to chat.send(tools=[...]) of your function, or leave"
+                          " env.function empty")
+    if not env.function and not len(env.tools):
+        raise ConfigError("env.function and env.tools are empty: name one of them")
+    tools = [_spec("env.tools", tool, folder) for tool in env.tools]
+    for tool in tools:
+        if tools.count(tool) > 1:
+            raise ConfigError(f"env.tools names {tool} twice; leave one away")
+    return _function(env.function, folder) if env.function else "", tools
+
+
+def _function(given, folder: FunctionFolder) -> str:
+    if isinstance(given, str):
+        if given in BUILTIN:
+            return f"jaxrl.envs.builtin:{given}"
+        kind, _, name = given.partition(":")
+        if kind in ("gym", "textarena"):
+            if not name:
+                raise ConfigError(f"env.function={given!r}: name an environment, as in gym:FrozenLake-v1 or "
+                                  "textarena:GuessTheNumber-v0")
+            return given
+        if ":" not in given and not given.endswith(".py"):
+            near = difflib.get_close_matches(given, BUILTIN, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"env.function={given!r}: there is no environment of this name; {hint}known: "
+                              f"{', '.join(BUILTIN)}; own ones as package.module:name or ./file.py:name")
+    return _spec("env.function", given, folder)
+
+
+def _spec(field: str, given, folder: FunctionFolder) -> str:
+    if isinstance(given, str):
+        if ":" not in given:
+            raise ConfigError(f"{field}: {given!r} names no function; write {given}:function")
+        spec = file_spec(given)
+        check_place(field, spec)
+        return spec
+    if inspect.isclass(given) and given.__module__ != "__main__":
+        return f"{given.__module__}:{given.__qualname__}"
+    if not inspect.isfunction(given):
+        raise ConfigError(f"{field}={_shown(given)}: pass a plain function (def ...) or 'package.module:name'; a class"
+                          " that is defined in a notebook goes into a file")
+    return function_spec(given, folder, field, annotations=True)
+
+
+def _shown(given) -> str:
+    return repr(given) if isinstance(given, str) else getattr(given, "__name__", repr(given)[:80])

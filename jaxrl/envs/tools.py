@@ -1,0 +1,245 @@
+"""Tools: plain typed functions that a model may call. Their JSON schema, checking arguments, running calls.
+
+Standard library only. The schema is what transformers' `get_json_schema` makes of the same function: its name, the
+docstring up to the first section, the types of the arguments and their descriptions in the section `Args:`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+
+MALFORMED = "This call could not be read and was not run."
+SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array",
+          tuple: "array", dict: "object"}
+SECTIONS = ("Args:", "Returns:", "Raises:")
+
+
+class ToolError(Exception):
+    """A tool's refusal: its text is what the model is told. (Any other exception is the environment's fault.)"""
+
+
+class BadArguments(Exception):
+    """Arguments that do not fit a tool. The text is for the model."""
+
+
+class Tool:
+    """A function that can be called, or (fn None) the schema of one whose calls the episode runs by itself."""
+
+    def __init__(self, given):
+        if isinstance(given, dict):
+            self.fn, self.schema = None, given
+            function = given.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise TypeError("a tool's schema is {'type': 'function', 'function': {'name': ...}}, got "
+                                f"{repr(given)[:80]}")
+        elif callable(given) and not inspect.isclass(given):
+            self.fn, self.schema = given, schema(given)
+        else:
+            raise TypeError(f"a tool is a plain function (def ...) or its schema, got {repr(given)[:80]}")
+        self.name = self.schema["function"]["name"]
+
+    def arguments(self, given: dict) -> dict:
+        """As the function takes them: 3.0 for an integer is 3, 3 for a number 3.0. Raises BadArguments."""
+        parameters = self.schema["function"]["parameters"]
+        known, out = parameters["properties"], {}
+        wrong = [f"{name!r} is missing" for name in parameters.get("required", ()) if name not in given]
+        if any(name not in known for name in given):
+            wrong.append(f"there is more than {', '.join(known)}" if known else "it takes none")
+        for name in known.keys() & given.keys():
+            try:
+                out[name] = fit(given[name], known[name])
+            except BadArguments as e:
+                wrong.append(f"{name!r} must be {e}")
+        if wrong:
+            raise BadArguments(f"The arguments do not fit and the call was not run: {'; '.join(sorted(wrong))}.")
+        return out
+
+
+def by_name(given) -> dict[str, Tool]:
+    """Tools by their names. Raises TypeError where two have the same."""
+    tools = {}
+    for tool in map(Tool, given):
+        if tool.name in tools:
+            raise TypeError(f"two tools have the name {tool.name!r}; rename one of them")
+        tools[tool.name] = tool
+    return tools
+
+
+def unknown(tools) -> str:
+    """The answer to a call of a tool that there is not."""
+    return f"There is no such tool. There are: {', '.join(tools)}." if tools else "There are no tools."
+
+
+def further(most: int) -> str:
+    """The answer to calls beyond env.max_parallel_calls."""
+    return f"This call was not run: at most {most} of a turn {'is' if most == 1 else 'are'}."
+
+
+def message(call, text: str) -> dict:
+    """The tool's message that answers a call."""
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+
+
+def as_text(name: str, value) -> str:
+    """What a tool returned, as text: a string as it is, all else as JSON. Raises TypeError."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise TypeError(f"tool {name!r} returned {type(value).__name__}, expected text or what JSON can hold") from None
+
+
+# -- schema ----------------------------------------------------------------------------------------------------------
+
+
+def schema(fn) -> dict:
+    """{"type": "function", "function": {name, description, parameters[, return]}}. Raises TypeError with a remedy."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    description, described, returned = _doc(name, inspect.getdoc(fn) or "")
+    try:
+        hints = typing.get_type_hints(fn)
+    except NameError as e:
+        raise TypeError(f"tool {name!r}: a type of its arguments is not defined: {e}") from None
+    properties, required = {}, []
+    for key, parameter in inspect.signature(fn).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {name!r}: parameter {key!r} cannot be given by name; write plain parameters")
+        if key not in hints:
+            raise TypeError(f"tool {name!r}: parameter {key!r} has no type; write {key}: str, int, float, bool or"
+                            " list[...]")
+        if key not in described:
+            raise TypeError(f"tool {name!r}: parameter {key!r} is not described; add a line '{key}: ...' below"
+                            " 'Args:' in the docstring")
+        properties[key] = _type(hints[key], f"tool {name!r}: parameter {key!r}")
+        properties[key] |= _described(described[key])
+        if parameter.default is parameter.empty:
+            required.append(key)
+    parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
+    out = {"name": name, "description": description, "parameters": parameters}
+    if "return" in hints:
+        out["return"] = _type(hints["return"], "") | ({"description": returned} if returned else {})
+    return {"type": "function", "function": out}
+
+
+def _doc(name: str, text: str) -> tuple[str, dict[str, str], str]:
+    """(description, arguments' descriptions, what is returned) of a docstring."""
+    parts, current = {"": []}, ""
+    for line in text.strip().splitlines():
+        if line.strip() in SECTIONS:
+            parts[current := line.strip()] = []
+        else:
+            parts[current].append(line)
+    description = "\n".join(parts[""]).strip()
+    if not description:
+        raise TypeError(f"tool {name!r} has no docstring that says what it does; the model reads it")
+    described, key = {}, None
+    for line in filter(str.strip, parts.get("Args:", ())):
+        if found := re.match(r"\s*(\w+)(?: *\([^)]*\))?:\s*(.*)", line):
+            key, line = found.groups()
+            described[key] = []
+        if key is not None:
+            described[key].append(line.strip())
+    return (description, {k: " ".join(filter(None, v)) for k, v in described.items()},
+            "\n".join(parts.get("Returns:", ())).strip())
+
+
+def _described(text: str) -> dict:
+    """A description, and what may be chosen where it ends with (choices: [...])."""
+    found = re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE)
+    if not found:
+        return {"description": text}
+    choices = [c.strip() if isinstance(c, str) else c for c in json.loads(found.group(1))]
+    return {"enum": choices, "description": text[:found.start()].strip()}
+
+
+def _type(hint, where: str) -> dict:
+    """JSON schema of a type; `where` empty: of a result, whose kind is anything."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is typing.Any:
+        return {}
+    if origin is None and hint in SIMPLE:
+        return {"type": SIMPLE[hint]}
+    if origin in (typing.Union, types.UnionType):
+        return _union([_type(t, where) for t in inner if t is not type(None)], type(None) in inner)
+    if origin is typing.Literal:
+        kinds = list(dict.fromkeys(SIMPLE[type(v)] for v in inner))
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(inner)}
+    if origin is list:
+        return {"type": "array", "items": _type(inner[0], where)}
+    if origin is tuple and ... not in inner:
+        return {"type": "array", "prefixItems": [_type(t, where) for t in inner]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type(inner[1], where)}
+    if where:
+        raise TypeError(f"{where} is of type {getattr(hint, '__name__', hint)}, which no call can hold; use str, int,"
+                        " float, bool, list[...], dict[str, ...], Literal[...]")
+    return {"type": "object"}
+
+
+def _union(kinds: list[dict], nullable: bool) -> dict:
+    if len(kinds) == 1:
+        out = kinds[0]
+    elif all(kind.keys() == {"type"} for kind in kinds):
+        names = sorted({kind["type"] for kind in kinds})
+        out = {"type": names[0] if len(names) == 1 else names}
+    else:
+        out = {"anyOf": kinds}
+    return out | {"nullable": True} if nullable else out
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def fit(value, kind: dict):
+    """`value` as a schema wants it. Raises BadArguments that says what it wants."""
+    if value is None and (kind.get("nullable") or kind.get("type") == "null"):
+        return None
+    if "enum" in kind:
+        for choice in kind["enum"]:
+            if choice == value and isinstance(choice, bool) == isinstance(value, bool):
+                return choice
+        raise BadArguments(f"one of {', '.join(map(json.dumps, kind['enum']))}")
+    options = kind.get("anyOf") or [kind | {"type": t} for t in _names(kind)]
+    for option in options:
+        if (fitting := _fit(value, option, len(options) > 1)) is not None:
+            return fitting[0]
+    if not options:
+        return value
+    raise BadArguments(" or ".join(dict.fromkeys(str(o.get("type", "another value")) for o in options)))
+
+
+def _names(kind: dict) -> list[str]:
+    names = kind.get("type", [])
+    # an integer is a number, too: it is tried first, so that it stays what it is
+    return sorted([names] if isinstance(names, str) else names, key=lambda name: name == "number")
+
+
+def _fit(value, kind: dict, strict: bool) -> tuple | None:
+    """(the value,) where it is of this kind. strict: 3.0 is no integer, because it may be another kind."""
+    name = kind.get("type")
+    if isinstance(name, list) or "anyOf" in kind or "enum" in kind:
+        try:
+            return (fit(value, kind),)
+        except BadArguments:
+            return None
+    if name == "integer":
+        whole = isinstance(value, float) and value.is_integer() and not strict
+        return (int(value),) if whole or isinstance(value, int) and not isinstance(value, bool) else None
+    if name == "number":
+        return (float(value),) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if name == "array" and isinstance(value, list):
+        wanted = kind.get("prefixItems", [kind.get("items", {})] * len(value))
+        if len(wanted) != len(value):
+            raise BadArguments(f"a list of {len(wanted)}")
+        return ([fit(v, k) for v, k in zip(value, wanted, strict=True)],)
+    if name == "object" and isinstance(value, dict):
+        return ({k: fit(v, kind.get("additionalProperties", {})) for k, v in value.items()},)
+    if name is None:
+        return (value,)
+    simple = {"string": str, "boolean": bool, "null": type(None)}.get(name)
+    return (value,) if simple and isinstance(value, simple) else None
