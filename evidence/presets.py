@@ -33,6 +33,7 @@ from tiny_runs import HERE, column, standard_errors, train  # noqa: E402
 
 from jaxrl.algorithms import PRESETS  # noqa: E402
 
+SINGLE = tuple(name for name, row in PRESETS.items() if row["advantage"] != "gigpo")  # the task has one turn and no states
 SEEDS = (0, 1, 2)
 EVERYWHERE = {"train.steps": 24, "optimizer.lr": 1e-2}
 CRITIC = {"critic.lr": 1e-2}  # the default is meant for a pretrained trunk
@@ -78,7 +79,7 @@ def shown(r: dict) -> list:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--presets", default=",".join(PRESETS))
+    parser.add_argument("--presets", default=",".join(SINGLE))
     args = parser.parse_args()
     at, results = commit(), []
     with tempfile.TemporaryDirectory(prefix="presets") as top:
@@ -92,7 +93,7 @@ def main():
     print()
     table(["preset", "updates per batch", "start", "end", "control's end", "rise, se", "above control, se", "digits at the end",
            "clipped", "seconds", "rises", "beside lr 1e-2"], [shown(r) for r in results])
-    if set(args.presets.split(",")) == set(PRESETS):
+    if set(args.presets.split(",")) == set(SINGLE):
         record("presets", {"options": EVERYWHERE, "seeds": SEEDS, "runs": results}, at)
     return 0 if all(r["rises"] for r in results) else 1
 

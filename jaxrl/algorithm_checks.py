@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
 from jaxrl.config import get
 from jaxrl.imports import imported
+from jaxrl.lengths import episodes
 from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import ENGINES, OWN, engine_of
 from jaxrl.schema import options
@@ -30,12 +31,12 @@ def algorithm(cfg) -> list[str]:
                        "path (module:function, ./file.py:function)")
         elif ":" in v[name]:
             out += import_path(f"algorithm.{name}", v[name])
-    return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v),
-                   *_beside(cfg, v)]
+    return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_ratios(v), *_kl(cfg, v),
+                   *_mismatch(cfg, v), *_beside(cfg, v)]
 
 
 MOST_SUPPORT = 128
-ESTIMATORS = ("outcome", "returns", "gae")
+ESTIMATORS = ("outcome", "returns", "gae", "turn", "gigpo")
 
 
 def import_path(name, path, kind=Callable):
@@ -49,7 +50,8 @@ def import_path(name, path, kind=Callable):
 
 def _batch_division(cfg, v):
     out = []
-    if v["advantage_mean"] in ("group", "leave_one_out") and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
+    in_group = v["advantage_mean"] in ("group", "leave_one_out") or v["advantage"] == "turn"
+    if in_group and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
         out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
     for name, count in (("algorithm", v["num_minibatches"]), ("critic", cfg.critic.num_minibatches)):
         if count and cfg.data.prompts_per_step % count:
@@ -93,6 +95,39 @@ def _estimators(cfg, v):
                               f"with algorithm.aggregation={v['aggregation']}", "set constant"))
     if v["positive_nll_coef"] and not cfg.reward.functions:
         out.append("algorithm.positive_nll_coef needs a reward that says which completions are right")
+    return out
+
+
+def _turns(cfg, v):
+    """Credit by turn, and rewards of turns beside what rescales scores."""
+    name, out = v["advantage"], []
+    given = lambda n: get(cfg.algorithm, n) is not None  # noqa: E731
+    kind, several = f"with algorithm.advantage={name}", episodes(cfg)
+    if given("turn_gamma") and name not in ("turn", "gigpo"):
+        out.append(no_effect("algorithm.turn_gamma", v["turn_gamma"], kind, "set turn or gigpo"))
+    if given("turn_gamma") and name == "turn" and not several:
+        out.append(no_effect("algorithm.turn_gamma", v["turn_gamma"], "where a completion is a single turn",
+                             "set env.function or env.tools"))
+    if given("anchor_coef") and name != "gigpo":
+        out.append(no_effect("algorithm.anchor_coef", v["anchor_coef"], kind, "set gigpo"))
+    if name == "gigpo" and not cfg.env.function:
+        out.append("algorithm.advantage=gigpo compares turns that an episode decided in the same state (chat.state): "
+                   "set env.function, or take algorithm.preset=grpo, which is the same without states")
+    if name == "gigpo" and v["advantage_mean"] not in ("group", "leave_one_out"):
+        out.append(f"algorithm.advantage_mean={v['advantage_mean']} {kind}: both its advantages are relative to a "
+                   "group; set group or leave_one_out")
+    if name == "turn":
+        out += [f"algorithm.{n}={v[n]} {kind}: its baseline is the mean of the group's others, without a scale; set "
+                f"{only}" for n, only in (("advantage_mean", "leave_one_out"), ("advantage_std", "none"))
+                if v[n] != only and (given(n) or v[n] == "greedy")]
+    norms = [f"reward.{n}={cfg.reward[n]}" for n in ("norm_mean", "norm_std") if cfg.reward[n] != "none"]
+    if norms and name in ("turn", "gigpo"):
+        out.append(f"{', '.join(norms)} {kind}: it compares within the group by itself, and the rewards of turns would "
+                   "not be normalised; set none")
+    if several and name in ("returns", "gae"):
+        scales = {"algorithm.advantage_std": v["advantage_std"], "reward.norm_std": cfg.reward.norm_std}
+        out += [f"{n}={value} {kind}: the rewards of turns would not be divided, only their sum; set none"
+                for n, value in scales.items() if value != "none"]
     return out
 
 

@@ -43,7 +43,7 @@ INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_l
 TRIGGER = "0 = never"
 CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
-                "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo")  # algorithms/presets.py, without jax
+                "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo", "gigpo")  # algorithms/presets.py, without jax
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
@@ -257,8 +257,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "algorithm": {
         "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None", choices=PRESET_NAMES),
-        "advantage": O(None, "outcome: one advantage per completion; returns: reward to go per token; gae: with a critic; or an"
-                             " import path of your own, module:function or ./file.py:function", str),
+        "advantage": O(None, "outcome: one advantage per completion; returns: reward to go per token; gae: with a critic; turn: reward to go"
+                             " per turn less that of the group's others; gigpo: outcome and, per turn, that among turns of the same"
+                             " state; or an import path of your own, module:function or ./file.py:function", str),
         "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
                             ("none", "group", "batch", "leave_one_out", "greedy")),
         "advantage_std": O(None, "scale of the score: standard deviation (ddof 1) of the group or of the batch, or none", str,
@@ -270,6 +271,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "lam": O(None, "lambda of gae", float, bound="0..1"),
         "lam_alpha": O(None, "VAPO: lambda of the policy is 1 - 1/(lam_alpha x completion length); 0 = off", float, bound=">=0"),
         "critic_lam": O(None, "lambda of the critic's returns; None = lam", float, bound="0..1"),
+        "turn_gamma": O(None, "discount per turn of turn and gigpo", float, bound="0..1"),
+        "anchor_coef": O(None, "gigpo: weight of the advantage among turns of the same state (chat.state)", float, bound=">0"),
         "policy_loss": O(None, "clip, cispo, sapo, dppo, pg, or an import path of your own", str),
         "ratio": O(None, "policy ratio by token, by sequence (GSPO), as GSPO-token, or as geometric mean (GMPO)", str,
                    ("token", "sequence", "sequence_token", "geometric")),

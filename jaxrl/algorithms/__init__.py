@@ -35,3 +35,4 @@ from jaxrl.algorithms.numerics import masked_exp, masked_expm1, sequence_mean, s
 from jaxrl.algorithms.presets import PRESETS, resolve
 from jaxrl.algorithms.ratios import geometric_log_ratio, log_ratio
 from jaxrl.algorithms.tokens import AdvantageInputs, Tokens
+from jaxrl.algorithms.turns import anchor_advantages, turn_advantages

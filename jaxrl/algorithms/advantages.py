@@ -3,7 +3,7 @@
 `group_advantages` gives one number per trajectory, `token_returns` and `gae` one per token. Over tokens only the scored
 ones (`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between
 them are skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward
-belongs on the turn's last scored token.
+belongs on the turn's last scored token. `turns.py` has what gives one number per turn.
 
 Legend: N trajectories, T tokens of the ragged batch; trajectory i owns tokens offsets[i]:offsets[i+1].
 """
@@ -16,6 +16,7 @@ ADVANTAGES = {}  # name -> f(AdvantageInputs) -> [N] or [T]; what users register
 STD_EPS = 1e-6
 VARIANCE_EPS = 1e-8
 EQUAL = 1e-8  # scores that differ by less are equal: a group of equals carries no signal, its advantage is exactly 0
+TOLD = 1e-6  # of the sum of |rewards of turns|: a rest that is smaller is the rounding of rewards in fp32
 MEANS = ("none", "group", "batch", "leave_one_out", "greedy")
 STDS = ("none", "group", "batch")
 
@@ -122,12 +123,16 @@ def _centred(own, whole, baseline, mean):
     return np.where(np.abs(centred) < EQUAL, 0.0, centred)
 
 
-def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0):
+def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_rewards_T=None):
     """Reward of each token [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each.
 
-    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). A trajectory whose score is missing (NaN)
-    gets 0 everywhere, without its KL; one without scored tokens gets nothing. kl_T: `kl.kl_value` of the policy that
-    sampled.
+    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With rewards of turns, which are part of
+    the score: those where they are, and at the last scored token what their sum does not explain of the score, so that
+    a trajectory's rewards add up to it (to 1e-6 of their magnitudes: they may come in fp32). A trajectory whose score
+    is missing (NaN) gets 0 everywhere, without its KL; one without scored tokens gets nothing.
+
+    Args:
+      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at scored tokens.
     """
     mask = np.asarray(mask_T, bool)
     scores = np.asarray(scores_N, np.float64)
@@ -138,6 +143,11 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0):
     if kl_T is not None and kl_coef:
         rewards[at] = np.where(np.repeat(known, counts), -kl_coef * np.asarray(kl_T, np.float64)[at], 0.0)
     last = known & (counts > 0)
+    if turn_rewards_T is not None:
+        own = np.where(np.repeat(known, counts), np.asarray(turn_rewards_T, np.float64)[at], 0.0)
+        rewards[at] += own
+        told, most = (np.bincount(np.repeat(np.arange(len(counts)), counts), x, len(counts)) for x in (own, abs(own)))
+        scores = np.where(np.abs(scores - told) <= TOLD * most, 0.0, scores - told)
     rewards[at[ends[last] - 1]] += scores[last]
     return rewards
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 _GRPO = {
-    "advantage": "outcome",  # outcome | returns | gae
+    "advantage": "outcome",  # outcome | returns | gae | turn | gigpo
     "advantage_mean": "group",
     "advantage_std": "group",
     "whiten": False,
@@ -23,6 +23,8 @@ _GRPO = {
     "lam": 1.0,
     "lam_alpha": 0.0,  # VAPO's length-adaptive lambda; 0 = off
     "critic_lam": None,  # lambda of the critic's returns; None = lam
+    "turn_gamma": 1.0,  # discount per turn of turn and gigpo
+    "anchor_coef": 1.0,  # gigpo: weight of the advantage among turns of one state
     "policy_loss": "clip",
     "ratio": "token",
     "clip_low": 0.2,
@@ -113,6 +115,10 @@ PRESETS = MappingProxyType(
         "dppo": {**_GRPO, "policy_loss": "dppo", "old_logprobs": "rollout"},
         # arXiv 2508.08221: group mean, std of the batch, token mean, PPO's clip. The std is of the raw rewards.
         "lite_ppo": {**_GRPO, "advantage_std": "batch"},
+        # arXiv 2505.10978: GRPO's advantage plus that among turns decided in the same state, both over their std (the
+        # paper also runs without: advantage_std=none). Discount 0.95 and weights 1 are the paper's and ROLL's. Its KL
+        # (in the loss) is not what it is known for: kl.coef. Episodes only.
+        "gigpo": {**_GRPO, "advantage": "gigpo", "turn_gamma": 0.95},
     }
 )
 

@@ -30,5 +30,6 @@ class AdvantageInputs(NamedTuple):
     mask: Any  # [T] bool: the policy sampled the token
     offsets: Any  # [N+1]
     rewards: dict[str, Any]  # name -> [N] raw values of one reward, NaN = absent
-    columns: dict[str, Any]  # name -> [T] log-probs: behaviour, and old and ref where they are scored
+    columns: dict[str, Any]  # name -> [T] log-probs: behaviour, and old and ref where they are scored; in runs with
+    # episodes also turn (number, from 0), reward (a turn's, at its last token) and anchor (id of the state, 0 = none)
     user: Any  # config.user

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,14 @@ from jaxrl.algorithms import (
     ADVANTAGES,
     AdvantageInputs,
     adaptive_lambda,
+    anchor_advantages,
     clip_advantages,
     gae,
     group_advantages,
     kl_value,
     token_returns,
     token_rewards,
+    turn_advantages,
     whiten,
 )
 from jaxrl.errors import ConfigError
@@ -192,52 +195,142 @@ class Advantages(NamedTuple):
     tokens: np.ndarray  # [T] float64, 0 where not scored and where the score is absent
     returns: np.ndarray | None  # [T] float64: what the critic learns; its own value where the score is absent
     zero_signal: np.ndarray  # [N] bool: sequences of groups whose scores carry no signal
+    metrics: Mapping[str, float] = {}  # of the estimator
 
 
 def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
-               user=None) -> Advantages:
+               user=None, scale=1.0) -> Advantages:
     """Advantages as the group `algorithm` of a Spec says.
 
     Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
 
         outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens; so it is
                  for a function of the user's own, which sees scores less that KL)
-        returns  reward to go, the number at the last scored token and the KL at each
+        returns  reward to go: rewards of turns where they are, the rest of the number at the last scored token, the KL
+                 at each
         gae      the same rewards with a critic
+        turn     the same rewards of the score itself, to go from each turn, less what the group's others have to go
+        gigpo    outcome, plus anchor_coef times the same among the turns of a group that were decided in one state
 
     then whitened over all tokens of sequences with a score, then clipped.
+
+    Rewards, numbers and states of turns are the columns `reward`, `turn` and `anchor` of traj. Without them a
+    trajectory is one turn, in no state: `turn` is then the leave-one-out baseline.
 
     Args:
       scores: [N], NaN = absent. baseline: [N] greedy scores. kl: [T] or None. values: [T] for gae.
       rewards, columns, user: for a function of the user's own.
+      scale: reward.scale, which is in the scores already and is not in the column `reward`.
     """
-    mask, spans = traj.loss_mask, traj.spans
-    present = traj.spread(np.isfinite(scores)) & mask
-    kind, returns = options.advantage, None
-    if kl is not None and kind not in ("returns", "gae"):
-        scores = scores - options.kl.coef * traj.total(kl)
-    numbers, zero = group_advantages(
-        scores, traj.group, mean=options.advantage_mean, std=options.advantage_std, baseline_N=baseline)
-    if kind == "outcome":
-        tokens = traj.spread(numbers)
-    elif kind in ("returns", "gae"):
-        numbers = np.where(np.isfinite(scores), numbers, np.nan)
-        per_token = token_rewards(numbers, mask, spans, kl, options.kl.coef)
-        if kind == "returns":
-            tokens = token_returns(per_token, mask, spans, options.gamma)
-        else:
-            lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
-            tokens, _ = gae(per_token, values, mask, spans, options.gamma, lam)
-            own = options.lam if options.critic_lam is None else options.critic_lam
-            returns = np.where(present, gae(per_token, values, mask, spans, options.gamma, own)[1], values)
-    else:
-        own = ADVANTAGES[kind] if kind in ADVANTAGES else imported(kind)
-        tokens = spread(kind, own(AdvantageInputs(scores, traj.group, mask, spans, rewards, columns, user)), traj)
-    tokens = np.where(present, tokens, 0.0)
+    given = Given(options, traj, scores, baseline, kl, values, rewards, columns, user, scale)
+    found = ESTIMATORS.get(options.advantage, users)(given)
+    present = given.present
+    tokens = np.where(present, found.tokens, 0.0)
     if options.whiten:
         tokens = whiten(tokens, present)
     tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
-    return Advantages(np.where(present, tokens, 0.0), returns, zero)
+    return found._replace(tokens=np.where(present, tokens, 0.0))
+
+
+class Given(NamedTuple):
+    """The arguments of `advantages`."""
+
+    options: Any
+    traj: Any
+    scores: np.ndarray
+    baseline: np.ndarray | None
+    kl: np.ndarray | None
+    values: np.ndarray | None
+    rewards: dict | None
+    columns: dict | None
+    user: Any
+    scale: float
+
+    @property
+    def present(self):
+        """[T] scored tokens of sequences with a score."""
+        return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
+
+    def less_kl(self):
+        """[N] scores less the KL of their sequences."""
+        if self.kl is None:
+            return self.scores
+        return self.scores - self.options.kl.coef * self.traj.total(self.kl)
+
+    def numbers(self, scores):
+        """([N] scores less baseline, over scale; [N] bool, those of groups without signal)."""
+        return group_advantages(scores, self.traj.group, mean=self.options.advantage_mean,
+                                std=self.options.advantage_std, baseline_N=self.baseline)
+
+    def per_token(self, numbers):
+        """[T] rewards that add up to the numbers."""
+        traj, of_turns = self.traj, self.traj.columns.get("reward")
+        return token_rewards(np.where(np.isfinite(self.scores), numbers, np.nan), traj.loss_mask, traj.spans, self.kl,
+                             self.options.kl.coef, None if of_turns is None else self.scale * of_turns.astype(float))
+
+    @property
+    def turns(self) -> tuple:
+        """How `turns.py` wants to hear of them."""
+        traj = self.traj
+        return traj.loss_mask, traj.spans, traj.group, np.isfinite(self.scores), self.options.turn_gamma
+
+
+def outcome(given: Given) -> Advantages:
+    numbers, zero = given.numbers(given.less_kl())
+    return Advantages(given.traj.spread(numbers), None, zero)
+
+
+def returns(given: Given) -> Advantages:
+    numbers, zero = given.numbers(given.scores)
+    traj = given.traj
+    tokens = token_returns(given.per_token(numbers), traj.loss_mask, traj.spans, given.options.gamma)
+    return Advantages(tokens, None, zero)
+
+
+def critics(given: Given) -> Advantages:
+    options, traj, values = given.options, given.traj, given.values
+    numbers, zero = given.numbers(given.scores)
+    steps = given.per_token(numbers), values, traj.loss_mask, traj.spans, options.gamma
+    lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
+    of_critic = options.lam if options.critic_lam is None else options.critic_lam
+    learnt = np.where(given.present, gae(*steps, of_critic)[1], values)
+    return Advantages(gae(*steps, lam)[0], learnt, zero)
+
+
+def by_turn(given: Given) -> Advantages:
+    rewards, number = given.per_token(given.scores), given.traj.columns.get("turn")
+    tokens = turn_advantages(rewards, number, *given.turns)
+    return Advantages(tokens, None, without_signal(given.traj, tokens))
+
+
+def gigpo(given: Given) -> Advantages:
+    options, traj = given.options, given.traj
+    numbers, _ = given.numbers(given.less_kl())
+    anchor = traj.columns.get("anchor", np.zeros(len(traj.tokens), np.int64))
+    steps = anchor_advantages(given.per_token(given.scores), traj.columns.get("turn"), anchor, *given.turns,
+                              mean=options.advantage_mean, std=options.advantage_std)
+    tokens = traj.spread(numbers) + options.anchor_coef * steps
+    share = float((steps[traj.loss_mask] != 0).mean())
+    return Advantages(tokens, None, without_signal(traj, tokens), {"advantage/anchored_fraction": share})
+
+
+def users(given: Given) -> Advantages:
+    """By a function of the user's, registered or by its path."""
+    name, traj, scores = given.options.advantage, given.traj, given.less_kl()
+    function = ADVANTAGES[name] if name in ADVANTAGES else imported(name)
+    of_turns = {name: traj.columns[name] for name in ("turn", "reward", "anchor") if name in traj.columns}
+    columns = {**(given.columns or {}), **of_turns}
+    inputs = AdvantageInputs(scores, traj.group, traj.loss_mask, traj.spans, given.rewards, columns, given.user)
+    return Advantages(spread(name, function(inputs), traj), None, given.numbers(scores)[1])
+
+
+ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": critics, "turn": by_turn, "gigpo": gigpo}
+
+
+def without_signal(traj, tokens) -> np.ndarray:
+    """[N] bool: the sequences of groups without any advantage."""
+    _, group = np.unique(traj.group, return_inverse=True)
+    return np.bincount(group, traj.total(tokens != 0))[group] == 0
 
 
 def spread(name: str, found, traj) -> np.ndarray:

@@ -117,7 +117,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             columns["staleness"] = batch.staleness
         kl = algorithm.kl(columns)
         found = advantages(c.algorithm, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
-                           rewards=batch.result.parts, columns=columns, user=c.user)
+                           rewards=batch.result.parts, columns=columns, user=c.user, scale=c.reward.scale)
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
@@ -135,6 +135,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         metrics |= algorithm.reference.after_step(s, policy) if algorithm.reference is not None else {}
     s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
     metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
+    metrics |= found.metrics
     metrics |= algorithm.operations(s.step, speed.operations, traj)
     if critic is not None:
         metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)

@@ -85,6 +85,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism("entropy_target", "policy/entropy_coef"),
     Mechanism("positive_nll_coef", "policy/positive_nll"),
     Mechanism("kl.coef", "policy/kl"),
+    Mechanism("advantage", "advantage/anchored_fraction"),
 )
 
 

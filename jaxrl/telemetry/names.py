@@ -88,6 +88,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens", "tokens sampled (SFT: trained on) in the step"),
     Metric("rollout/prompt_tokens", "prompt tokens of the step's sequences"),
     Metric("advantage/abs_mean", "mean |advantage| over the completions"),
+    Metric("advantage/anchored_fraction", "gigpo: share of the sampled tokens with an advantage among turns of the same state"),
     Metric("packing/efficiency", "share of the packed rows that is not padding"),
     Metric("data/epoch", "passes over the training data so far"),
     Metric("data/samples", "samples trained on so far"),
