@@ -219,10 +219,11 @@ class Template:
     With a chat template: the template renders it (plain text becomes one user turn; `data.system_prompt` goes first
     unless the messages bring their own system turn) and writes its own special tokens. Without one: the text as it
     is, after `data.system_prompt` and a blank line, behind whatever the tokenizer puts at the start of a text (never
-    what it puts at the end). `data.response_prefix` is appended in both cases.
+    what it puts at the end). `data.response_prefix` is appended in both cases. tools: JSON schemas that the template is
+    told.
     """
 
-    def __init__(self, config, tokenizer):
+    def __init__(self, config, tokenizer, tools=()):
         data, self.tokenizer = config.data, tokenizer
         has = bool(getattr(tokenizer, "chat_template", None))
         if data.chat == "true" and not has:
@@ -231,7 +232,7 @@ class Template:
         self.chat = has and data.chat != "false"
         self.system, self.prefix = data.system_prompt, data.response_prefix
         self.generation_prompt = data.add_generation_prompt
-        self.kwargs = data.chat_template_kwargs.to_dict()
+        self.kwargs = data.chat_template_kwargs.to_dict() | ({"tools": list(tools)} if tools else {})
         self.start = () if self.chat else _leading_ids(tokenizer)
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)  # so some name it that have a token for every text
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
@@ -253,14 +254,18 @@ class Template:
                                   + (" and leave data.chat=auto" if self.tokenizer.chat_template else ""))
             return (self.system + "\n\n" if self.system else "") + prompt + self.prefix
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self.conversation(messages, self.generation_prompt) + self.prefix
+
+    def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
+        """What the chat template writes for messages. kwargs: of the template, over data.chat_template_kwargs. Raises
+        PromptError."""
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                      add_generation_prompt=self.generation_prompt, **self.kwargs)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt,
+                                                      **{**self.kwargs, **kwargs})
         except Exception as e:  # a template may raise anything about the messages it is given
             raise PromptError(f"the chat template refuses it: {type(e).__name__}: {e}") from None
-        return text + self.prefix
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         return [[*self.start, *ids] for ids in self.encode(texts)]

@@ -1,0 +1,191 @@
+"""What a chat template writes behind an assistant's turn: the turn's end, new messages, the next generation prompt.
+
+A template is asked once per shape of the new messages (their roles and what fields they have): it renders a short
+conversation in which the assistant's turn and every field of the new messages are sentinels. What it writes behind the
+assistant's sentinel does not depend on what it does to earlier turns, such as deleting their thoughts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+
+from jaxrl.data.dataset import PromptError, Template
+from jaxrl.data.tokens import Tokens
+
+SENTINEL = re.compile(r"QZ([abcni])(\d{3})ZXQ")  # nine letters and digits: what some templates want of a call's id
+MOST_MESSAGES = 999
+PAD, NASTY = "\t \t", '"\\\n\té<&\'{%'  # what shows whether a template trims contents or writes them as JSON
+AS_WRITTEN = {  # what templates do to contents -> the same by us
+    "as it is": lambda text: text,
+    "as JSON": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "as ASCII JSON": lambda text: json.dumps(text)[1:-1],
+}
+QUESTION = {"role": "user", "content": "Hello?"}
+EARLIER = (QUESTION, {"role": "assistant", "content": "Hello."})
+
+
+def sentinel(kind: str, index: int = 0) -> str:
+    """kind: a the assistant's turn, c and b where a content begins and ends, n a tool's name, i a call's id."""
+    return f"QZ{kind}{index:03d}ZXQ"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What comes behind a turn, for messages of one shape.
+
+    close: ids from where a turn's own text is over up to its end token, which is the last. own_end: whether the
+    template writes that token as the turn's end (else it is the first of what follows, or the tokenizer's end token).
+    end: the end token's text. pieces: what follows: texts of the template, and (message, field) for what is filled in.
+    edit: what the template does to each message's content. text: all of it, with sentinels.
+    """
+
+    close: tuple[int, ...]
+    own_end: bool
+    end: str
+    pieces: tuple[str | tuple[int, str], ...]
+    edit: tuple[Callable[[str], str], ...]
+    text: str
+
+
+class Suffixes:
+    """Shapes of new messages, each rendered once."""
+
+    def __init__(self, template: Template, tokens: Tokens):
+        self.template, self.tokens = template, tokens
+        self.arguments_as_text = False  # of calls, for templates that want JSON text
+        self.reads: Callable[[str, int], bool] | None = None  # whether a text holds exactly so many whole calls
+        self._shapes: dict[tuple, Shape] = {}
+
+    def of(self, messages: list[dict]) -> Shape:
+        """Raises PromptError where the template cannot write such messages behind a turn."""
+        return self.shape(tuple((m["role"], "name" in m, "tool_call_id" in m) for m in messages))
+
+    def shape(self, key) -> Shape:
+        """The same by (role, whether it has a name, whether it has the id of a call) of each message."""
+        if key not in self._shapes:
+            self._shapes[key] = self._made(key)
+        return self._shapes[key]
+
+    def written_call(self, calls: int) -> tuple[str, list[int]]:
+        """(a question and calls as the template writes them, places at which the assistant's turn may begin)."""
+        text = self.template.conversation([QUESTION, self.turn(calls)], False)
+        prompt = self.template.conversation([QUESTION], True)
+        behind = text.rfind(QUESTION["content"], 0, text.find(sentinel("n"))) + len(QUESTION["content"])
+        return text, [len(prompt)] * text.startswith(prompt) + [behind]
+
+    def turn(self, calls: int, **fields) -> dict:
+        """An assistant's message that ends with the sentinel: a text, or calls (it is the last one's argument)."""
+        if not calls:
+            return {"role": "assistant", "content": sentinel("a"), **fields}
+        def call(i, value):
+            arguments = {"x": value}
+            function = {"name": sentinel("n", i),
+                        "arguments": json.dumps(arguments) if self.arguments_as_text else arguments}
+            return {"id": sentinel("i", i), "type": "function", "function": function}
+        made = [call(i, sentinel("a") if i == calls - 1 else "1") for i in range(calls)]
+        return {"role": "assistant", "content": "", "tool_calls": made, **fields}
+
+    def behind(self, key, calls: int, history=(QUESTION,), generation_prompt: bool | None = None, more=(), **fields
+               ) -> str:
+        """The text behind the assistant's sentinel. key: roles and fields of the new messages. more: further
+        messages. fields: of the assistant's message."""
+        new = []
+        for i, (role, named, answers) in enumerate(key):
+            content = PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD
+            new.append({"role": role, "content": content, **({"name": sentinel("n", i)} if named else {}),
+                        **({"tool_call_id": sentinel("i", i)} if answers else {})})
+        if generation_prompt is None:
+            generation_prompt = self.template.generation_prompt
+        text = self.template.conversation([*history, self.turn(calls, **fields), *new, *more], generation_prompt)
+        if (found := text.count(sentinel("a"))) != 1:
+            what = f"{calls} calls" if calls else "a text"
+            raise PromptError(f"the chat template writes an assistant's turn of {what} {found} times")
+        return text.partition(sentinel("a"))[2] + (self.template.prefix if generation_prompt else "")
+
+    def _made(self, key) -> Shape:
+        if len(key) > MOST_MESSAGES:
+            raise PromptError(f"{len(key)} new messages at once; at most {MOST_MESSAGES}")
+        calls, refused = sum(role == "tool" for role, *_ in key), None
+        for count in dict.fromkeys((calls, min(calls, 1))):  # some write one call at most, but several replies
+            try:
+                return self._shape(key, count)
+            except PromptError as e:
+                refused = refused or e
+        raise PromptError(f"{', '.join(role for role, *_ in key)} behind an assistant's turn: {refused}")
+
+    def _shape(self, key, calls: int) -> Shape:
+        text = self.behind(key, calls)
+        start, end, stop, own = self._end(text, self.behind((), calls, generation_prompt=False), calls)
+        pieces, edit = self._pieces(text[stop:], len(key))
+        close = self.tokens.written(text[start:stop] if stop > start else end)
+        return Shape(tuple(close), own, end, pieces, edit, text)
+
+    def _end(self, text: str, alone: str, calls: int) -> tuple[int, str, int, bool]:
+        """Where the turn's own text is over, the end token's text, the place behind it, whether it is the turn's own.
+
+        alone: the same turn with nothing behind it. What both begin with is how the template ends the turn; the
+        tokenizer's end token in it, else its last control token, is the turn's end token. Where it holds none, the
+        control token that begins the next message ends the turn (it is what such models stop at), and where there is
+        none either, the tokenizer's end token does.
+        """
+        start = self._calls_end(calls) if calls and self.reads else 0
+        control = sorted(self.tokens.control.values(), key=len, reverse=True)
+        found = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
+        shorter = min(len(text), len(alone))
+        same = next((k for k in range(shorter) if text[k] != alone[k]), shorter)
+        same = next((m.start() for m in found if m.start() < same < m.end()), same)
+        if own := [m for m in found if start <= m.start() and m.end() <= same]:
+            last = next((m for m in own if m.group() == self.template.tokenizer.eos_token), own[-1])
+            return start, last.group(), last.end(), True
+        following = next((m for m in found if m.start() >= same), None)
+        if following and not text[same:following.start()].strip():
+            return min(start, following.start()), following.group(), following.end(), False
+        end = self.template.tokenizer.eos_token
+        if not end:
+            raise PromptError("neither the chat template nor the tokenizer has an end token")
+        return start, end, start, False
+
+    def _calls_end(self, calls: int) -> int:
+        """How far behind the sentinel the last call ends."""
+        text, begins = self.written_call(calls)
+        place = text.find(sentinel("a")) + len(sentinel("a"))
+        ends = (k for k in range(place, len(text) + 1) if any(self.reads(text[at:k], calls) for at in begins))
+        return next(ends, place) - place
+
+    def _pieces(self, text: str, count: int):
+        """A text behind the end token, split at its sentinels; what was done to the contents."""
+        found = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
+        if found != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
+            raise PromptError("the chat template does not write each new message's content once and in order")
+        edits = [self._edit(text, i) for i in range(count)]
+        for i, (edit, left, right) in enumerate(edits):
+            for pad, side in ((left, "c"), (right, "b")):
+                written = edit(PAD) if pad else ""
+                whole = written + sentinel(side, i) if side == "c" else sentinel(side, i) + written
+                text = text.replace(whole, sentinel(side, i))
+            text = text.replace(sentinel("c", i) + edit(NASTY) + sentinel("b", i), sentinel("c", i))
+        pieces, at, names = [], 0, {"c": "content", "n": "name", "i": "tool_call_id"}
+        for match in SENTINEL.finditer(text):
+            pieces += [text[at:match.start()], (int(match[2]), names[match[1]])]
+            at = match.end()
+        pieces.append(text[at:])
+        return tuple(p for p in pieces if p), tuple(self._editor(*e) for e in edits)
+
+    def _edit(self, text: str, i: int):
+        """(edit, whether white space before the content stays, whether that behind it stays)."""
+        before, _, rest = text.partition(sentinel("c", i))
+        inside, _, behind = rest.partition(sentinel("b", i))
+        for edit in AS_WRITTEN.values():
+            if inside == edit(NASTY):
+                return edit, before.endswith(edit(PAD)), behind.startswith(edit(PAD))
+        raise PromptError(f"the chat template writes a content as neither text nor JSON: {NASTY!r} as {inside[:60]!r}")
+
+    @staticmethod
+    def _editor(edit, left: bool, right: bool):
+        def edited(text):
+            text = text if left else text.lstrip()
+            return edit(text if right else text.rstrip())
+        return edited

@@ -1,0 +1,259 @@
+"""How models write tool calls, and how they are read back. Standard library only; nothing of what a model wrote is run.
+
+A parser is told how its markers appear in the text it is given: as they are spelled, or, where they are single tokens
+of the tokenizer, as characters that stand for those tokens alone (`data/turns.py`), so that a marker that was merely
+spelled is text. Whatever cannot be read becomes a call with `error`; no parser raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+
+LONGEST_PYTHON = 100_000  # characters of a pythonic call
+
+
+@dataclasses.dataclass
+class Call:
+    """One tool call. arguments: by name, or None where `error` says why they could not be read. id: the model's own, or
+    empty."""
+
+    name: str
+    arguments: dict | None
+    error: str = ""
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parser:
+    """marks: the markers as they are spelled; the one named by `end` closes a call (-1: none does).
+    form(text, marks as they appear in it, types) -> (the text without its calls, calls); types: tool name -> argument
+    name -> JSON type, for formats that do not write types down."""
+
+    name: str
+    marks: tuple[str, ...]
+    end: int
+    form: Callable[[str, tuple[str, ...], dict[str, dict[str, str]]], tuple[str, list[Call]]]
+
+    def read(self, text: str, marks: tuple[str, ...] = (), types: dict | None = None) -> tuple[str, list[Call]]:
+        """As `form`; arguments are what JSON can say, those that it cannot say are an error."""
+        outside, calls = self.form(text, marks or self.marks, types or {})
+        return outside, [_plain(call) for call in calls]
+
+
+def _plain(call: Call) -> Call:
+    if call.error:
+        return call
+    try:
+        return dataclasses.replace(call, arguments=json.loads(json.dumps(call.arguments, allow_nan=False)))
+    except (TypeError, ValueError, RecursionError):
+        return Call(call.name, None, "an argument is no plain value")
+
+
+def types_of(tools) -> dict[str, dict[str, str]]:
+    """Tool name -> argument name -> JSON type, of JSON schemas ({"type": "function", "function": {...}} or bare)."""
+    out = {}
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        out[function.get("name", "")] = {name: spec.get("type", "") if isinstance(spec, dict) else ""
+                                         for name, spec in properties.items()}
+    return out
+
+
+def _json(text: str, start: int = 0) -> tuple[object, int]:
+    """The JSON value at a place of the text, and where it ends. Raises ValueError for what is none."""
+    def no_constant(name):
+        raise ValueError(f"{name} is no JSON")
+    try:
+        return json.JSONDecoder(parse_constant=no_constant).raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _skip(text: str, at: int) -> int:
+    """The next place that is no white space."""
+    return at + len(text[at:]) - len(text[at:].lstrip())
+
+
+def _from_json(value, keys: tuple[str, ...]) -> Call:
+    """The call that a JSON value says; keys: what the arguments may be called."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return Call("", None, 'a call is a JSON object with "name" and "' + keys[0] + '"')
+    arguments = next((value[key] for key in keys if key in value), {})
+    if isinstance(arguments, str):
+        try:
+            arguments = _json(arguments)[0]
+        except ValueError:
+            pass  # said below: no object
+    if not isinstance(arguments, dict):
+        return Call(value["name"], None, f'"{keys[0]}" is no JSON object')
+    return Call(value["name"], arguments, id=value["id"] if isinstance(value.get("id"), str) else "")
+
+
+def _blocks(text: str, begin: str, end: str, read) -> tuple[str, list[Call]]:
+    """Calls between two markers, each read alone; the text around them."""
+    outside, calls, at = [], [], 0
+    while (start := text.find(begin, at)) >= 0:
+        outside.append(text[at:start])
+        stop, at = text.find(end, start + len(begin)), len(text)
+        if stop < 0:
+            calls.append(Call("", None, "the call has no end"))
+            break
+        at = stop + len(end)
+        calls.append(read(text[start + len(begin):stop]))
+    return "".join([*outside, text[at:]]).strip(), calls
+
+
+def _hermes(text, marks, types):
+    def read(inside):
+        try:
+            value, end = _json(inside, _skip(inside, 0))
+        except ValueError as e:
+            return Call("", None, f"no JSON: {e}")
+        return Call("", None, "more than one JSON value in a call") if inside[end:].strip() else _from_json(
+            value, ("arguments", "parameters"))
+    return _blocks(text, *marks, read)
+
+
+def _qwen(text, marks, types):
+    def typed(value, kind):
+        value = value.removeprefix("\n").removesuffix("\n")
+        if kind in ("", "string"):
+            return value
+        try:
+            found, end = _json(value.strip())
+            return found if end == len(value.strip()) else value
+        except ValueError:
+            return value  # a tool's own check of its arguments answers this
+
+    def read(inside):
+        whole = re.fullmatch(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", inside, re.DOTALL)
+        if not whole:
+            return Call("", None, "a call is <function=name> ... </function>")
+        name, body, arguments, at = whole[1].strip(), whole[2], {}, 0
+        for found in re.finditer(r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>", body, re.DOTALL):
+            if found.start() != at:
+                break
+            at = found.end()
+            key = found[1].strip()
+            arguments[key] = typed(found[2], types.get(name, {}).get(key, ""))
+        if body[at:].strip():
+            return Call(name, None, "an argument is <parameter=name> ... </parameter>")
+        return Call(name, arguments)
+    return _blocks(text, *marks, read)
+
+
+def _llama(text, marks, types):
+    before, tag, rest = text.partition(marks[0])
+    if not tag:
+        before, rest = "", text
+    if not (tag or re.match(r'\s*\{\s*"name"\s*:', rest)):
+        return text.strip(), []
+    calls, at = [], _skip(rest, 0)
+    while True:
+        try:
+            value, at = _json(rest, at)
+        except ValueError as e:
+            return before.strip(), [*calls, Call("", None, f"no JSON: {e}")]
+        calls.append(_from_json(value, ("parameters", "arguments")))
+        at = _skip(rest, at)
+        if at < len(rest) and rest[at] == ";":
+            at = _skip(rest, at + 1)
+        if at >= len(rest) or rest[at] != "{":
+            return (before + rest[at:]).strip(), calls
+
+
+def _mistral(text, marks, types):
+    begin, args, call_id = marks
+    first, *parts = text.split(begin)
+    calls = []
+    for part in parts:
+        at = _skip(part, 0)
+        try:
+            if part[at:at + 1] == "[" and not part.startswith(args, at):
+                values, end = _json(part, at)
+                calls += [_from_json(value, ("arguments",)) for value in values] or [Call("", None, "an empty list")]
+            else:
+                name, found, end = _named(part, at, args, call_id)
+                value, end = _json(part, _skip(part, end))
+                calls.append(dataclasses.replace(_from_json({"name": name, "arguments": value}, ("arguments",)),
+                                                 id=found))
+            first += part[end:]
+        except ValueError as e:
+            calls.append(Call("", None, f"no JSON: {e}"))
+    return first.strip(), calls
+
+
+def _named(part: str, at: int, args: str, call_id: str) -> tuple[str, str, int]:
+    """name, [CALL_ID] where there is one, and where the arguments begin: name[ARGS]{...} or name{...}."""
+    stops = [place for mark in (args, call_id, "{") if (place := part.find(mark, at)) >= 0]
+    if not stops:
+        raise ValueError("a call is a JSON list, or a name and its arguments")
+    name, at, found = part[at:min(stops)].strip(), min(stops), ""
+    if part.startswith(call_id, at):
+        stop = min((place for mark in (args, "{") if (place := part.find(mark, at + len(call_id))) >= 0),
+                   default=len(part))
+        found, at = part[at + len(call_id):stop].strip(), stop
+    return name, found, at + len(args) if part.startswith(args, at) else at
+
+
+class _JsonNames(ast.NodeTransformer):
+    """true, false and null, which models write for True, False and None."""
+
+    def visit_Name(self, node):
+        names = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(names[node.id]), node) if node.id in names else node
+
+
+def _python_call(node) -> Call:
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
+        return Call("", None, "a call is name(argument=value)")
+    if node.args or any(k.arg is None for k in node.keywords):
+        return Call(name, None, "arguments are given by name")
+    if len({k.arg for k in node.keywords}) < len(node.keywords):
+        return Call(name, None, "an argument is given twice")
+    try:
+        return Call(name, {k.arg: ast.literal_eval(_JsonNames().visit(k.value)) for k in node.keywords})
+    except (ValueError, TypeError, SyntaxError):
+        return Call(name, None, "an argument is no plain value")
+
+
+def _pythonic(text, marks, types):
+    begin, end = marks
+    if begin in text:
+        outside, _, rest = text.partition(begin)
+        inside, closed, after = rest.partition(end)
+        if not closed:
+            return outside.strip(), [Call("", None, "the call has no end")]
+        more, calls = _pythonic(after, marks, types) if begin in after else (after, [])
+        outside += more
+    else:
+        outside, inside, calls = "", text, []
+        if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", text):
+            return text.strip(), []
+    try:
+        if len(inside) > LONGEST_PYTHON:
+            raise ValueError(f"longer than {LONGEST_PYTHON} characters")
+        tree = ast.parse(inside.strip(), mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            raise ValueError("calls stand in a list: [name(argument=value)]")
+        calls = [*map(_python_call, tree.elts), *calls]
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
+        said = "nested too deeply" if isinstance(e, (RecursionError, MemoryError)) else str(e)
+        calls = [Call("", None, f"no list of calls: {said}"), *calls]
+    return outside.strip(), calls
+
+
+# In the order in which `auto` tries them: what is told apart by markers before what is told by its form alone.
+PARSERS = {parser.name: parser for parser in (
+    Parser("qwen", ("<tool_call>", "</tool_call>"), 1, _qwen),
+    Parser("hermes", ("<tool_call>", "</tool_call>"), 1, _hermes),
+    Parser("mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), -1, _mistral),
+    Parser("pythonic", ("<|tool_call_start|>", "<|tool_call_end|>"), 1, _pythonic),
+    Parser("llama", ("<|python_tag|>",), -1, _llama),
+)}
