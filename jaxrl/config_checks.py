@@ -6,17 +6,18 @@ import importlib.util
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
-from jaxrl.lengths import longest_completion, longest_prompt, longest_sequence
+from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.names_elsewhere import not_yet
 from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
-from jaxrl.schema import BOUNDS, CHANGEABLE, element_kind, options
+from jaxrl.schema import BOUNDS, CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 
@@ -25,8 +26,8 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _engine, _rewards, algorithm,
-                     _optimizer, _eval, _launch, _misc):
+        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
+                     algorithm, _optimizer, _eval, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -221,7 +222,7 @@ def _rollout(cfg):
         out.append(f"rollout.repetition_penalty={r.repetition_penalty}, "
                    f"rollout.frequency_penalty={r.frequency_penalty}: penalties bend the policy ratio; use eval.* "
                    "penalties, or allow them with rollout.penalties_in_training=true")
-    for name, most in (("prompt_lengths", longest_prompt(cfg)), ("cache_lengths", None)):
+    for name, most in (("prompt_lengths", cfg.data.max_prompt_tokens), ("cache_lengths", None)):
         lengths = r[name]
         if len(lengths) > 3:
             out.append(f"rollout.{name}={lengths}: at most 3 (each is compiled)")
@@ -245,6 +246,47 @@ def _ahead(cfg):
     if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
         out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps completions under way, or "
                    "the weights of several steps; leave one of them out")
+    return out
+
+
+def _episodes(cfg):
+    """Options below `env`, among each other and with the rest."""
+    e, out = cfg.env, []
+    if not episodes(cfg):
+        changed = [f"env.{name}" for name, opt in SCHEMA["env"].items() if get(e, name) != opt.default
+                   and not (isinstance(opt.default, dict) and not e[name])]
+        return [f"{', '.join(changed)}: there are no episodes; set env.function or env.tools, or leave it out"] * bool(
+            changed)
+    if not recipe_of(cfg).samples:
+        return [f"env.function, env.tools: run.recipe={cfg.run.recipe} samples nothing; leave them out"]
+    if e.function and e.tools:
+        out.append("env.function and env.tools: an episode function sends its own tools (chat.send(..., tools=)); give "
+                   "one of the two")
+    for name, value in (("data.response_prefix", cfg.data.response_prefix), ("env.options", e.options and e.tools)):
+        if value:
+            out.append(f"{name}={value!r}: no use in episodes{' of env.tools' * bool(e.tools)}; leave it out")
+    if cfg.data.chat == "false":
+        out.append("data.chat=false: the turns of an episode are written by a chat template; leave it out, and give "
+                   "model.chat_template=FILE where the tokenizer has none")
+    if not cfg.data.add_generation_prompt:
+        out.append("data.add_generation_prompt=False: a turn of the model begins behind it; leave it out")
+    if e.history == "template" and e.observations == "inline":
+        out.append("env.observations=inline with env.history=template: a template writes whole messages; leave one out")
+    if e.episode_seconds < e.step_seconds:
+        out.append(f"env.step_seconds={e.step_seconds:g}: above env.episode_seconds={e.episode_seconds:g}")
+    longest = cfg.train.max_sequence_tokens
+    if longest and e.max_input_tokens >= longest:
+        out.append(f"env.max_input_tokens={e.max_input_tokens}: a sequence has at most train.max_sequence_tokens="
+                   f"{longest}; lower it, or leave it out")
+    if e.python and shutil.which(e.python) is None:
+        out.append(f"env.python={e.python!r}: no such program; name an interpreter")
+    if wrong := [name for name in e.variables if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+        out.append(f"env.variables={e.variables}: {wrong[0]!r} is no name; give names only, their values come from "
+                   "this process")
+    if e.publish == "turn" and (cfg.rollout.partial or not cfg.rollout.max_staleness):
+        why = "with rollout.partial=True" if cfg.rollout.partial else "with rollout.max_staleness=0"
+        out.append(no_effect("env.publish", "turn", f"{why}: no publication waits for episodes",
+                             "leave it out, or set rollout.max_staleness without rollout.partial"))
     return out
 
 
@@ -344,13 +386,14 @@ def _rewards(cfg):
     out += _regexes("reward.format_pattern", (r.format_pattern,))
     if wrong := [name for name in r.env if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
         out.append(f"reward.env={r.env}: {wrong[0]!r} is no name; give names only, their values come from this process")
-    if r.overlong_buffer > cfg.rollout.max_new_tokens:
+    if r.overlong_buffer > cfg.rollout.max_new_tokens and not episodes(cfg):
         out.append(
             f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"
         )
-    if not r.functions:
-        out.append("reward.functions is empty: reinforcement learning needs at least one reward")
-    named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)}
+    if not r.functions and not cfg.env.function:
+        out.append("reward.functions is empty: reinforcement learning needs at least one reward, or an environment "
+                   "that gives one (env.function)")
+    named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)} | ({"env"} if cfg.env.function else set())
     if cfg.eval.accuracy_from and cfg.eval.accuracy_from not in named:
         out.append(f"eval.accuracy_from={cfg.eval.accuracy_from!r}: not among the rewards {sorted(named)}")
     return out

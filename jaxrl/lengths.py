@@ -27,7 +27,7 @@ def longest_sequence(config, new_tokens: int = 0) -> int:
 
 def longest_prompt(config) -> int:
     """Most tokens that stand before what a request samples: the prompt, or in an episode all before its last turn."""
-    if not episodes(config):
+    if not episodes(config) or config.env.max_turns == 1:
         return config.data.max_prompt_tokens
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
     return max(config.data.max_prompt_tokens, min(longest_sequence(config, new_tokens) - 1,

@@ -22,6 +22,9 @@ ELSEWHERE = {
     "reward_funcs": "reward.functions", "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
     "model_name_or_path": "model.path", "dataset_name": "data.path", "train_files": "data.path", "val_files": "eval.sets",
     "logging_steps": "log.every_steps", "eval_steps": "eval.every_steps", "save_steps": "checkpoint.every_steps",
+    "max_assistant_turns": "env.max_turns", "max_tool_response_length": "env.max_observation_tokens",
+    "max_tool_calling_iterations": "env.max_turns", "environment_factory": "env.function", "tool_config_path": "env.tools",
+    "max_num_steps": "env.max_turns", "max_parallel_calls_per_turn": "env.max_parallel_calls",
     "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
 }
 
@@ -29,9 +32,6 @@ ELSEWHERE = {
 NOT_YET = (
     (r"q?lora(_.*)?|.*_lora(_.*)?|use_peft|peft(_.*)?|adapters?|dora",
      "LoRA and other adapters are not supported yet; all parameters are trained, or those that model.trainable names"),
-    (r"tools?|tool_.*|envs?|environments?|env_.*|multi_?turn|max_turns|agents?|agent_.*|interactions?",
-     "tools and environments of several turns are not supported yet; a prompt gets one completion, which a reward function "
-     "judges with whatever it runs"),
     (r"dpo|ipo|kto|orpo|simpo|preferences?|preference_.*|dpo_.*|chosen|rejected|online_dpo|nash_md|xpo",
      "training on preferences (DPO and its kin) is not supported yet; there are run.recipe=rl with a reward, and "
      "run.recipe=sft on the chosen answers"),

@@ -143,7 +143,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + completion, and where XLA decodes long completions also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
-                              " sample is bitwise independent of its neighbours"),
+                              " sample is bitwise independent of its neighbours; later turns of an episode are then prefilled anew"),
         "decode_steps": O(16, "most decode steps between two looks of the host", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),

@@ -73,11 +73,12 @@ class Row(NamedTuple):
 
 
 class Reader:
-    """Reads one row by `data.*`. targets: 'none', 'optional' or 'required' (a completion to train on)."""
+    """Reads one row by `data.*`. targets: 'none', 'optional' or 'required' (a completion to train on). tools: as of a
+    Template."""
 
-    def __init__(self, config, tokenizer, targets: str):
+    def __init__(self, config, tokenizer, targets: str, tools=()):
         data = config.data
-        self.template, self.targets = Template(config, tokenizer), targets
+        self.template, self.targets = Template(config, tokenizer, tools), targets
         self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
         self.pattern = None
         if data.answer_pattern:

@@ -20,9 +20,10 @@ MOST_NESTED = 100  # levels of lists and tables in a row
 CHUNK = 1024  # rows tokenised in one call
 
 
-def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Dataset:
+def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset:
     """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of
-    `data.path`; read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it).
+    `data.path`; read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it). `tools`:
+    JSON schemas that the chat template is told.
 
     With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on
     one side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
@@ -32,9 +33,9 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None) -> Datas
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
     bad = BadRows(data.bad_rows)
     tables, numbers, heldout = _train_rows(config, bad, rows)
-    train = _load("train", config, tokenizer, eos_id, tables, bad, numbers, targets="required")
+    train = _load("train", config, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools)
     if data.eval_fraction:
-        train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout)
+        train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools)
     return train
 
 
@@ -51,13 +52,13 @@ def _train_rows(config, bad, rows=None):
     return tables, *_carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
 
 
-def _load_heldout(config, tokenizer, eos_id, tables, rows) -> Dataset:
+def _load_heldout(config, tokenizer, eos_id, tables, rows, tools) -> Dataset:
     rows = rows[:config.eval.max_rows or None]
-    return _load("heldout", config, tokenizer, eos_id, tables, BadRows(config.data.bad_rows), rows)
+    return _load("heldout", config, tokenizer, eos_id, tables, BadRows(config.data.bad_rows), rows, tools=tools)
 
 
-def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None, sets=None, rows=None
-                   ) -> dict[str, Dataset]:
+def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None, sets=None, rows=None,
+                   tools=()) -> dict[str, Dataset]:
     """The sets of `eval.sets`, then those of `sets` (name -> rows, as for load_train), and 'heldout' if
     `data.eval_fraction` > 0 (`train.heldout`, or carved out again, of `rows` where the training rows were given).
 
@@ -72,19 +73,19 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         bad = BadRows(data.bad_rows)
         tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
                       limit=limit)
-        out[name] = _load(name, config, tokenizer, eos_id, tables, bad)
+        out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
     for name, given in (sets or {}).items():
         if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"eval: the set's name {name!r} is taken, or is not made of letters, digits, '_', '.' and"
                               " '-'")
         bad = BadRows(data.bad_rows)
         tables = from_memory(given, bad, field=f"eval {name}", limit=limit)
-        out[name] = _load(name, config, tokenizer, eos_id, tables, bad)
+        out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
     if config.data.eval_fraction and train is not None:
         out["heldout"] = train.heldout
     elif config.data.eval_fraction:
         tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows), rows)
-        out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout)
+        out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools)
     return out
 
 
@@ -138,12 +139,13 @@ def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tu
     return [i for i in range(len(tables)) if i not in taken], sorted(taken)
 
 
-def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="optional") -> Dataset:
+def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="optional",
+          tools=()) -> Dataset:
     """The data set of some rows (numbers; None = all). targets: as for a Reader, where a run trains on completions."""
     targets = "none" if recipe_of(config).samples else targets
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
-    ds = Dataset(name, tables, Reader(config, tokenizer, targets), bad)
+    ds = Dataset(name, tables, Reader(config, tokenizer, targets, tools), bad)
     limits = Limits(config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt)
     kept, rows = [], list(range(len(tables)) if rows is None else rows)

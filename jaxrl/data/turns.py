@@ -168,7 +168,7 @@ class TurnRenderer:
         return thinking.strip(), rest.strip(), marks
 
     def _decoded(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+        return self.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
 
     # What the template and the tokenizer decide.
 

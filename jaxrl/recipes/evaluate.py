@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl import parameters, training
 from jaxrl.processes.exchange import owner
+from jaxrl.recipes.episodes import check_failures, conversations, with_outcomes
 from jaxrl.recipes.trajectories import (
     collect,
     exchanged,
@@ -77,7 +78,8 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         total = result.total
         metrics[f"eval/{name}/reward_mean"] = float(np.nanmean(total)) if np.isfinite(total).any() else 0.0
         metrics |= {f"eval/{name}/reward/{k}": v for k, v in _rewards(result).items()}
-        rows[name] = records(traj, examples, texts, result)
+        rows[name] = records(traj, examples, texts, result,
+                             episodes=conversations(traj, job.tokenizer) if c.episodes else None)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
     together = np.concatenate(list(hits_of.values()))
@@ -100,6 +102,9 @@ def answer(s, job, name: str, batch, sampling, receive=None):
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
         texts, items = reward_items(traj, examples, job.tokenizer, c.data.response_prefix, texts)
         result = job.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(s))
+        outcomes = [r.outcome for r in results]
+        check_failures(c.env, s.step, outcomes, len(outcomes))
+        result = with_outcomes(result, outcomes, c.env)
         return result and (traj, examples, texts, result)
 
     def work():

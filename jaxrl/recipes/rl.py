@@ -28,6 +28,7 @@ from jaxrl.algorithms import explained_variance, shared_prefix_mask
 from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
 from jaxrl.recipes.algorithm import Algorithm, advantages, start_of_step
+from jaxrl.recipes.episodes import conversations
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
@@ -122,7 +123,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
     per_completion = traj.total(found.tokens) / np.maximum(traj.total(), 1)  # [N] means over scored tokens
-    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion)
+    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
+                   conversations(traj, job.tokenizer) if c.episodes else None)
     admitted = [{"admitted": group.admitted} for group in batch.groups]
     s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
     with s.changing():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from jaxrl.data import Interrupted
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.imports import imported
 from jaxrl.processes.exchange import gather, owner
+from jaxrl.recipes.episodes import check_failures, episode_metrics, with_outcomes
 from jaxrl.recipes.trajectories import (
     collect,
     exchanged,
@@ -64,6 +66,7 @@ class Round(NamedTuple):
     greedy: dict[int, float]  # group -> score of its greedy completion
     keep: dict[int, bool]  # group -> whether it has signal
     asked: int
+    failed: dict[str, int]  # why episodes are absent -> how many
 
 
 class Rollouts:
@@ -146,6 +149,7 @@ class Rollouts:
             if self.scorer is not None and not self.scorer.wait(groups, session.interrupted):
                 return None
             rows, greedy, keep = [], {}, {}
+            failed = self._failed(groups, step)
             for stream in (GREEDY, SAMPLES):
                 found = answered(groups, stream)
                 if not found:
@@ -157,7 +161,7 @@ class Rollouts:
                 if earlier:
                     recorded = recorded_outcomes(earlier, traj, examples, texts, self.rewards.key())
                 recorded = [g.outcomes.get(q.id, old) for (q, _, g), old in zip(found, recorded, strict=True)]
-                result = self.rewards.score(items, recorded=recorded, stop=session.interrupted)
+                result = self._scored(found, items, recorded)
                 if result is None:
                     return None
                 if stream == GREEDY:
@@ -166,7 +170,19 @@ class Rollouts:
                 rows = [(*row, *more) for row, *more in zip(found, texts, result.records(), strict=True)]
                 judge = imported(judge) if ":" in judge else judge
                 keep = {int(g): has_signal(judge, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
-        return Round(rows, greedy, keep, len(groups) * self.spec.rollout.group_size)
+        return Round(rows, greedy, keep, len(groups) * self.spec.rollout.group_size, failed)
+
+    def _failed(self, groups, step: int) -> dict[str, int]:
+        """Why episodes of these groups are absent, counted. Raises RunStopped where they are too many."""
+        outcomes = [r.outcome for g in groups for r in g.results.values()] if self.spec.episodes else []
+        check_failures(self.spec.env, step + 1, outcomes, len(outcomes))
+        return dict(Counter(o.cause for o in outcomes if o is not None and o.cause))
+
+    def _scored(self, found, items, recorded=None, part=False):
+        """Rewards of (request, result, group, ...); None when a stop was asked for."""
+        stop = (lambda: False) if part else self.session.interrupted
+        result = self.rewards.score(items, recorded=recorded, part=part, stop=stop)
+        return with_outcomes(result, [row[1].outcome for row in found], self.spec.env)
 
     def _items(self, found, texts=None):
         """(trajectories, texts, reward items) of (request, result, group)."""
@@ -180,19 +196,20 @@ class Rollouts:
         for stream in (SAMPLES, GREEDY):
             found = [(q, r, g) for q, r, g in answered(groups, stream) if q.id not in g.outcomes]
             if found:
-                records = self.rewards.score(self._items(found)[2], part=True).records()
+                records = self._scored(found, self._items(found)[2], part=True).records()
                 for (request, _, group), record in zip(found, records, strict=True):
                     group.outcomes = group.outcomes | {request.id: record}
 
     def _everyones(self, own: Round, groups) -> Round:
         """What came of these groups on every process, as if it had on this one."""
-        meta = [list(own.greedy.items()), list(own.keep.items()), own.asked]
+        meta = [list(own.greedy.items()), list(own.keep.items()), own.asked, own.failed]
         results, more = [row[1] for row in own.rows], [row[3:] for row in own.rows]
         known, metas = exchanged(self.session, "the completions' sizes", results, more, meta)
         greedy, keep = (dict(pair for meta in metas for pair in meta[i]) for i in (0, 1))
         rows = [(q, known[q.id][0], g, *known[q.id][1:]) for g in groups for q in g.requests if q.id in known]
         keep = {g.position: keep[g.position] for g in groups if g.position in keep}
-        return Round(rows, greedy, keep, sum(asked for *_, asked in metas))
+        failed = sum((Counter(meta[3]) for meta in metas), Counter())
+        return Round(rows, greedy, keep, sum(meta[2] for meta in metas), dict(failed))
 
     def _assemble(self, rounds: list[Round], wanted: int, cursor: int, step: int) -> Batch:
         """One batch of at most `wanted` groups: those with signal first (without refill: all), in the order asked."""
@@ -213,7 +230,10 @@ class Rollouts:
         if not rows:
             raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
         traj, texts, items = self._items([row[:3] for row in rows], [row[3] for row in rows])
-        result = self.rewards.score(items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
+        result = self._scored(rows, items, [row[4] for row in rows])
+        if c.episodes:
+            failed = sum((Counter(one.failed) for one in rounds), Counter())
+            metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
         shaped = self._shaped(traj, result)
         greedy = {g: s for one in rounds for g, s in one.greedy.items()}
         baseline = np.array([greedy.get(int(g), np.nan) for g in traj.group])
@@ -228,8 +248,11 @@ class Rollouts:
 
     def _shaped(self, traj, result) -> np.ndarray:
         c = self.spec
-        buffer = c.reward.overlong_buffer or round(c.algorithm.overlong_buffer_fraction * c.rollout.max_new_tokens)
-        return rewards_room.shape(result, traj.total(), traj.finish == 1, c.reward, c.rollout.max_new_tokens, buffer)
+        longest = c.rollout.max_new_tokens
+        if c.episodes:
+            longest = c.env.max_sampled_tokens or longest * c.env.max_turns
+        buffer = c.reward.overlong_buffer or round(c.algorithm.overlong_buffer_fraction * longest)
+        return rewards_room.shape(result, traj.total(), traj.finish == 1, c.reward, longest, buffer)
 
     def publish(self, params, version: int) -> None:
         self.queue.publish(params, version, self.spec.rollout.timeout_seconds, self.session.interrupted)

@@ -25,6 +25,7 @@ from jaxrl.limits import ends
 from jaxrl.models import hf
 from jaxrl.parameters import DTYPES, policy_tree, source_of
 from jaxrl.processes.exchange import put
+from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
@@ -162,47 +163,51 @@ def stream_metrics(s, job) -> dict[str, float]:
 
 class Read(NamedTuple):
     """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of
-    training rows."""
+    training rows, workers of episodes."""
 
     inputs: Inputs
     rewards: Any
     eval_rewards: Any
     eval_sets: dict
     stream: Any
+    pool: Any = None
 
 
 def read_all(s, with_rewards: bool = True) -> Read:
     """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError."""
-    c, given, rewards, eval_rewards = s.spec, s.given, None, None
+    c, given, rewards, eval_rewards, pool = s.spec, s.given, None, None, None
     for sink in c.log.sinks:
         find_sink(sink)
     if with_rewards:  # workers start while the rest is read
+        pool = open_pool(s)
         rewards = eval_rewards = s.own(RewardPool(c, functions=given.rewards))
         if c.eval.rewards:
             eval_rewards = s.own(RewardPool(c, names=c.eval.rewards))
     inputs = read_inputs(c, given.tokenizer)
     if s.resumed is None:
         check_weights(c, inputs)
-    train_set, eval_sets = load_data(c, given, inputs)
+    if pool is not None:
+        pool.ready()
+    train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
     read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed)
     stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set))
     s.reads(stream, read)
     if with_rewards:
         first = next(iter(eval_sets.values()), None)
         scored = train_set if c.recipe.samples and train_set is not None else first
-        for pool, dataset in {eval_rewards: first, rewards: scored}.items():
-            pool.wait()
+        for scorer, dataset in {eval_rewards: first, rewards: scored}.items():
+            scorer.wait()
             # a reward that fails on the first rows of what it is for stops the run here
             if c.reward.trial and dataset is not None:
-                pool.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
-    return Read(inputs, rewards, eval_rewards, eval_sets, stream)
+                scorer.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
+    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool)
 
 
-def load_data(c, given, inputs: Inputs):
-    """(training rows, or None; held-out sets by name)."""
+def load_data(c, given, inputs: Inputs, tools=()):
+    """(training rows, or None; held-out sets by name). tools: schemas of what prompts offer."""
     tokenizer, eos = inputs.tokenizer, inputs.eos_ids[0]
-    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, given.data)
-    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, given.eval, given.data)
+    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, given.data, tools)
+    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, given.eval, given.data, tools)
 
 
 def check_inputs(config, given=None, with_rewards: bool = True) -> None:
@@ -220,7 +225,11 @@ def open_run(s, with_engine: bool = True) -> Job:
     if with_engine:
         engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids,
                                            job.hf_config))
-        engine = s.own(ThreadedEngine(engine) if job.config.ahead and job.apart("sampler") else engine)
+        beside = job.apart("sampler")
+        if read.pool is not None:
+            engine = in_episodes(engine, read.pool, job.config, job.tokenizer)
+            beside = beside or engine.info.concurrent
+        engine = s.own(ThreadedEngine(engine) if job.config.ahead and beside else engine)
         if job.rests("sampler"):
             if not engine.info.sleeps:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "

@@ -71,8 +71,10 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     tokens = column([r.tokens for r in results], 0, np.int32)
     tokens[~mask] = np.concatenate([turn.added for *_, turn in turns])
     columns = {"kept": column([r.kept for r in results], 0)}
-    if any(r.support is not None and r.support.shape[1] for r in results):
-        columns["support"] = column([r.support for r in results], -1, np.int32)
+    width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
+    if width:
+        none = np.zeros((0, width), np.int32)  # what was aborted may have no token
+        columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
     if several:
         columns |= _turn_columns(turns, pieces, mask)
     opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
@@ -136,9 +138,9 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
     return items
 
 
-def records(traj: Trajectories, examples, texts, result, advantages=None) -> list[dict]:
+def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:
     """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `tokens` are all it
-    sampled, `version` and `last_version` those of its first and last token."""
+    sampled, `version` and `last_version` those of its first and last token. episodes: of `episodes.conversations`."""
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
     for i, (example, text, scored, at, score) in enumerate(rows):
         out.append({
@@ -158,6 +160,8 @@ def records(traj: Trajectories, examples, texts, result, advantages=None) -> lis
         })
     if advantages is not None:
         out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]
+    if episodes is not None:
+        out = [record | {"episode": pieces} for record, pieces in zip(out, episodes, strict=True)]
     return out
 
 
@@ -172,8 +176,8 @@ COLUMNS = ("tokens", "logprobs", "kept", "versions")
 def results_to_bytes(results: list[Result], meta) -> bytes:
     """Results on their way to other processes, with `meta` (JSON-able) beside them."""
     flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
-    if results and results[0].support is not None:
-        flat["support"] = np.concatenate([r.support for r in results])
+    if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
+        flat["support"] = np.concatenate(support)
     rows = [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]
     if any(r.turns or r.outcome for r in results):
         flat["added"] = np.concatenate([np.zeros(0, np.int32), *(t.added for r in results for t in r.turns)])

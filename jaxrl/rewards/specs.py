@@ -56,9 +56,11 @@ def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
         except re.error as e:
             raise ConfigError(f"reward.format_pattern={r.format_pattern!r} is no regex: {e}") from None
     accuracy = config.eval.accuracy_from
+    if config.env.function:
+        names = [*names, "env"]  # what episodes give
     if accuracy and accuracy not in names and (replaced or not config.eval.rewards):
         raise ConfigError(f"eval.accuracy_from={accuracy!r} is none of the reward functions: {', '.join(names)}")
-    return _weights(r, names, replaced)
+    return _weights(r, names[:len(specs)], replaced)
 
 
 def _check_spec(spec: str) -> None:

@@ -24,6 +24,8 @@ import numpy as np
 
 from jaxrl.errors import RunStopped
 
+UNFINISHED = "unfinished"  # finish of what `Engine.under_way` gives
+
 
 class EngineLost(RunStopped):
     """An engine that can answer no more. What was trained so far is intact."""
@@ -173,7 +175,7 @@ class Turn(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What an episode came to. value: its score, turns' rewards included; None = absent. rewards: further ones, by
-    name. notes: numbers that it noted. counts, seconds: what was counted and timed. cause: why it failed by its
+    name. notes: numbers that it noted. counts: what was counted and timed. cause, detail: why it failed by its
     environment's fault; "" = it did not."""
 
     value: float | None = None
@@ -181,6 +183,7 @@ class Outcome:
     notes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cause: str = ""
+    detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +274,13 @@ class Engine(abc.ABC):
 
     def forget(self, ids: list[str]) -> None:  # noqa: B027
         """No request will come after these any more."""
+
+    def under_way(self) -> list[Result]:
+        """Of unfinished requests what a checkpoint should keep, for `go_on`: whole turns, their finish UNFINISHED."""
+        return []
+
+    def go_on(self, results: list[Result]) -> None:  # noqa: B027
+        """What `under_way` gave of requests that come again, with the same ids."""
 
     def rest(self) -> None:  # noqa: B027
         """Frees the devices until the next `publish`; nothing may be under way. If info says `sleeps`."""

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.protocol import EngineLost, Request, Result
+from jaxrl.rollout.protocol import UNFINISHED, EngineLost, Request, Result
 
 
 def last_step(step: int, max_staleness: int, sync_every: int) -> int:
@@ -204,14 +204,15 @@ class RolloutQueue:
         """(JSON-able dict, results): all that `restore` needs of the groups that are not used yet, on this process."""
         groups = self.groups.values()
         rows = [[g.position, g.planned, g.admitted] for g in groups]
-        return {"groups": rows, "counts": dict(self.counts)}, [r for g in groups for r in g.results.values()]
+        results = [r for g in groups for r in g.results.values()]
+        return {"groups": rows, "counts": dict(self.counts)}, results + self.engine.under_way()
 
     def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
         """Takes over what `state` gave when `step` was next and the run's cursor stood at `cursor`, all processes'
         results, and the outcomes known of their rewards.
 
-        What was unfinished is asked for again, with the same seeds, at the next `ask`. So is what the options of today
-        would use too late (they may have changed).
+        What was unfinished is asked for again, with the same seeds, at the next `ask`; an engine goes on with what it
+        had of it. What the options of today would use too late (they may have changed) is asked for anew.
         """
         self.counts |= state["counts"]
         end = cursor + self.per_step * (self._last(step) + 1 - step)
@@ -226,7 +227,11 @@ class RolloutQueue:
             use = step + (position - cursor) // self.per_step
             for request in group.requests if group.mine else ():
                 result = known.get(request.id)
-                if result is not None and self._fresh(result, use):
+                if result is None or not self._fresh(result, use):
+                    continue
+                if result.finish == UNFINISHED:
+                    self.engine.go_on([result])
+                else:
                     group.results[request.id] = result
                     if request.id in outcomes:
                         group.outcomes[request.id] = outcomes[request.id]

@@ -110,6 +110,14 @@ class ThreadedEngine(Engine):
         with self._still() as engine:
             engine.publish(params, version)
 
+    def under_way(self) -> list[Result]:
+        with self._still() as engine:
+            return engine.under_way()
+
+    def go_on(self, results: list[Result]) -> None:
+        with self._still() as engine:
+            engine.go_on(results)
+
     def health(self) -> Health:
         return self._engine.health()
 

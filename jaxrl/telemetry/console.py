@@ -135,8 +135,8 @@ class PlainConsole(SilentConsole):
 
     def sample(self, step: int, name: str, record: dict) -> None:
         lines = [f"sample of {name} at step {step}{sample_verdict(record)}"]
-        for part in ("prompt", "completion"):
-            body = shortened(str(record.get(part, ""))).replace("\n", "\n    ")
+        for part, text in (("prompt", str(record.get("prompt", ""))), ("completion", completion_text(record))):
+            body = shortened(text).replace("\n", "\n    ")
             lines.append(f"  {part}:\n    {body}")
         self.print("\n".join(lines))
 
@@ -182,6 +182,20 @@ def encodes(stream, text: str) -> bool:
 def printable(text: str) -> str:
     """Text of a model without control characters: a completion must not be able to drive the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def completion_text(record: dict) -> str:
+    """The completion of a record, or its episode as a conversation: what the model said, with each turn's reward, and
+    what was put between (which is not trained on)."""
+    if "episode" not in record:
+        return str(record.get("completion", ""))
+    lines = []
+    for i, piece in enumerate(record["episode"]):
+        reward = f" (reward {piece['reward']:g})" if piece.get("reward") else ""
+        who = f"model, turn {piece['turn'] + 1}{reward}" if piece["trained"] else "not trained"
+        if i or piece["trained"]:  # the first piece is the prompt
+            lines.append(f"[{who}{', a new sequence' if i and piece.get('opens') else ''}] {piece['text'].strip()}")
+    return "\n".join(lines)
 
 
 def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:

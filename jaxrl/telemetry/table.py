@@ -18,6 +18,7 @@ from rich.text import Text
 from jaxrl.telemetry.console import (
     SPARKS,
     SilentConsole,
+    completion_text,
     duration,
     evaluation_line,
     phase_seconds,
@@ -143,7 +144,7 @@ class TableConsole(SilentConsole):
 
     def sample(self, step: int, name: str, record: dict) -> None:
         body = Text.assemble((shortened(str(record.get("prompt", ""))).strip(), "dim"), "\n",
-                             shortened(str(record.get("completion", ""))).strip())
+                             shortened(completion_text(record)).strip())
         border = {True: "green", False: "red"}.get(record.get("accurate"), "bright_black")
         self._rich.print(Panel(body, title=Text(f"{name}, step {step}{sample_verdict(record)}"), title_align="left",
                                border_style=border))

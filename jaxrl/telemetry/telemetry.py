@@ -16,7 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl.config import redacted
-from jaxrl.telemetry.console import SPARKS, PlainConsole, SilentConsole, encodes, setup_logging, shortened
+from jaxrl.telemetry.console import (
+    SPARKS,
+    PlainConsole,
+    SilentConsole,
+    completion_text,
+    encodes,
+    setup_logging,
+    shortened,
+)
 from jaxrl.telemetry.health import Health
 from jaxrl.telemetry.run_dir import Lock, dumps, merge_json, set_aside, write_atomic
 from jaxrl.telemetry.sinks import JsonLines, TensorBoard, Wandb, load_sink
@@ -312,7 +320,8 @@ def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
 
 def sample_text(record: dict) -> str:
     """A conversation and what became of it as Markdown."""
-    said = {k: shortened(str(record.get(k, "")), 20_000) for k in ("prompt", "completion")}
+    said = {"prompt": str(record.get("prompt", "")), "completion": completion_text(record)}
+    said = {k: shortened(text, 20_000) for k, text in said.items()}
     verdict = {k: record[k] for k in ("score", "accurate", "advantage", "finish", "answer") if k in record}
     verdict = dumps({"rewards": record.get("reward", {}).get("parts", {}), **verdict}, indent=1)
     return "".join(f"**{k}**\n\n```\n{text}\n```\n\n" for k, text in said.items()) + f"```\n{verdict}\n```"

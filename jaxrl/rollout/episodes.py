@@ -1,0 +1,479 @@
+"""Episodes as requests: an engine whose completions take several turns, around one that samples a turn.
+
+    episode (a worker's process) --messages--> prompt: what was sampled so far, and the new messages behind it
+    a request to the engine within --result--> what the model said --> the episode, until it is over
+    one Result: the tokens of all turns, what was put between them, what the episode came to
+
+So whatever drives an engine drives episodes: admission, staleness, publications, evaluation, checkpoints. What was
+sampled is never tokenised again, and each sampled token is in exactly one turn of one result.
+
+A failure of the environment (an exception, a lost worker, too much time) is none of the policy: the episode is tried
+again with the same seeds, its recorded turns answered from the record while it asks for the same things, and after
+`env.retries` it is absent: finish "abort", `Outcome.cause` says why. What the policy does is never a failure: bad calls
+are answered, and an episode that runs out of turns or tokens ends as "length" and is scored.
+
+No jax here. One thread drives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import random
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from jaxrl.rollout.protocol import UNFINISHED, Engine, Health, Key, Outcome, Request, Result, Turn
+
+log = logging.getLogger("jaxrl")
+PROBE = "probe"            # id of the episode that is played a second time
+LINGER = 0.002             # seconds in which further messages are waited for before a turn is sampled
+BACKOFF = 0.5              # seconds before the first further try, about
+
+
+@dataclasses.dataclass(eq=False)
+class Episode:
+    """One on its way."""
+
+    request: Request
+    record: deque = dataclasses.field(default_factory=deque)  # (Turn, its part of a Result) to be answered from
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    parts: list[Result] = dataclasses.field(default_factory=list)  # what each turn sampled
+    ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # of the current sequence
+    messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
+    asked: tuple | None = None  # (Turn before it has a size, request) of the turn that is being sampled
+    over: bool = False          # no more turns may be sampled: they, or the tokens, are used up
+    tries: int = 0
+    not_before: float = 0.0     # of a further try
+    began: float = 0.0          # first of all; 0 = not yet
+    since: float = 0.0          # it waits for the engine
+    waited: float = 0.0         # seconds that it did
+    first: Result | None = None  # of an episode that is played a second time: what came of it then
+
+    @property
+    def sampled(self) -> int:
+        return sum(turn.size for turn in self.turns)
+
+
+class EpisodeEngine(Engine):
+    """See protocol.Engine: a request is an episode about `request.task`, an Example.
+
+    Args:
+      engine: samples the turns; this engine owns it.
+      pool: envs.pool.EpisodePool, ready; renderer: data.turns.TurnRenderer.
+      env: the options below `env`. longest: tokens of a sequence. seed: root of the turns' and environments' seeds.
+      keep: the engine may go on from what it kept of earlier turns. Which of them it still has depends on what else it
+        did, and with it the last bits of what follows.
+    """
+
+    def __init__(self, engine: Engine, pool, renderer, env, *, longest: int, seed: int, keep: bool = True,
+                 clock=time.monotonic):
+        self.engine, self.pool, self.renderer, self.env = engine, pool, renderer, env
+        self.longest, self.seed, self.keep, self.clock = longest, int(seed), keep, clock
+        self._waiting: deque[Episode] = deque()
+        self._begun: dict[str, Episode] = {}  # those that a worker has, by request id
+        self._turns: dict[str, Episode] = {}  # request of the engine within -> whose
+        self._recorded: dict[str, Result] = {}  # what `go_on` told of episodes that are asked for again
+        self._done: list[Result] = []
+        self._ids: set[str] = set()
+        self._held = False
+        self._probed = env.resume == "restart"  # such an environment is not played twice
+        self._told: set[str] = set()  # causes that were logged
+        self._version = -1
+
+    # ---- the protocol -------------------------------------------------------------------------------------------
+
+    @property
+    def info(self):
+        return dataclasses.replace(self.engine.info, holds=True)
+
+    def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            if len(request.prompt) >= self.longest:
+                raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
+                                 f"an answer within {self.longest}; raise train.max_sequence_tokens")
+            if request.id in self._ids:
+                raise ValueError(f"request {request.id!r}: an unfinished request has the same id; ids are unique")
+            self._ids.add(request.id)
+            record = _record_of(self._recorded.pop(request.id, None))
+            self._waiting.append(Episode(request, record))
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        end = self.clock() + deadline_s
+        if self._ids and self._version < 0:
+            raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
+        while True:
+            self._begin()
+            self._listen(0.0)
+            left = end - self.clock()
+            if self._turns:
+                others = len(self._begun) > len(self._turns)
+                patience = 0.0 if not self.engine.info.concurrent else 0.01 if others else min(1.0, max(0.0, left))
+                self._take(self.engine.poll(patience))
+            elif self._begun:
+                self._listen(max(LINGER, min(left, 0.25)))
+            elif self._waiting:  # for the time of a further try
+                time.sleep(max(0.0, min(left, 0.01)))
+            if self._done or left <= 0 or not (self._begun or any(map(self._may_begin, self._waiting))):
+                break
+        done, self._done = self._done, []
+        return done
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        gone = self._ids if ids is None else self._ids.intersection(ids)
+        begun = [e for e in self._begun.values() if e.request.id in gone]
+        self.pool.cancel([e.request.id for e in begun])
+        self._take_back(begun)
+        for episode in [*begun, *(e for e in self._waiting if e.request.id in gone)]:
+            self._finish(episode, "abort")
+        self._waiting = deque(e for e in self._waiting if e.request.id in self._ids)
+
+    def _take_back(self, episodes: list[Episode]) -> None:
+        """Ends the turns of these that are being sampled."""
+        asked = [e.asked[1].id for e in episodes if e.asked]
+        for episode in episodes:
+            if episode.asked:
+                del self._turns[episode.asked[1].id]
+                episode.asked = None
+        if asked:
+            self.engine.abort(asked)
+            self._take(self.engine.poll(0.0))  # so that their ids are free
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+        if self.env.publish == "turn":
+            self.engine.hold(on)
+
+    def publish(self, params: Any, version: int) -> None:
+        self.engine.publish(params, version)
+        self._version = int(version)
+
+    def health(self) -> Health:
+        """`running`: what a publication has to wait for while this engine is held (env.publish)."""
+        inner = self.engine.health()
+        again = sum(e.began > 0 for e in self._waiting)
+        running = again + sum(e.first is None for e in self._begun.values())
+        if self.env.publish == "turn" and self._held:
+            running = inner.running
+        return dataclasses.replace(inner, waiting=len(self._waiting) - again, running=running)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.engine.close()
+
+    def rest(self) -> None:
+        self.engine.rest()
+
+    def moved(self, params: Any) -> None:
+        self.engine.moved(params)
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
+
+    # ---- a checkpoint -------------------------------------------------------------------------------------------
+
+    def under_way(self) -> list[Result]:
+        if self.env.resume == "restart":
+            return []
+        out = []
+        for episode in (*self._begun.values(), *self._waiting):
+            played = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
+            if played and episode.first is None:
+                turns, parts = zip(*played, strict=True)
+                out.append(_joined(episode.request, parts, turns, UNFINISHED))
+        return out
+
+    def go_on(self, results: list[Result]) -> None:
+        self._recorded |= {r.id: r for r in results}
+
+    # ---- an episode begins --------------------------------------------------------------------------------------
+
+    def _may_begin(self, episode: Episode) -> bool:
+        """While held, only what was begun before begins again."""
+        room = not self.env.in_flight or len(self._begun) < self.env.in_flight
+        return room and (not self._held or episode.began > 0)
+
+    def _begin(self) -> None:
+        now, left = self.clock(), deque()
+        while self._waiting:
+            episode = self._waiting.popleft()
+            if episode.not_before > now or not self._may_begin(episode):
+                left.append(episode)
+                if self.env.in_flight and len(self._begun) >= self.env.in_flight:
+                    break
+                continue
+            episode.began = episode.began or now
+            self._start(episode)
+        self._waiting = left + self._waiting
+
+    def _start(self, episode: Episode) -> None:
+        self._begun[episode.request.id] = episode
+        self.pool.start(episode.request.id, self._task(episode.request))
+
+    def _task(self, request: Request) -> dict:
+        """What the worker gets. Members of a group, and later tries, have one seed."""
+        key, example = request.key, request.task
+        columns = {"answer": example.answer, **example.columns}
+        stream = key.stream if key.stream.startswith("eval") else "env"
+        seed = Key(stream, 0, key.prompt, 0).seed(self.seed)
+        return {"row": columns, "prompt": example.prompt, "seed": seed}
+
+    # ---- what the workers say -----------------------------------------------------------------------------------
+
+    def _listen(self, seconds: float) -> None:
+        """Takes what has come, and what follows at once: turns that are sampled together cost less."""
+        events = self.pool.events(seconds)
+        while events:
+            sent = []
+            for event in events:
+                episode = self._begun.get(event.id)
+                if episode is not None:
+                    sent += {"send": self._send, "done": self._over, "failed": self._failed}[event.kind](
+                        episode, event.data) or []
+            if sent:
+                self.engine.submit(sent)
+            events = self.pool.events(LINGER) if len(self._begun) > len(self._turns) else []
+
+    def _send(self, episode: Episode, data: dict) -> list[Request]:
+        """Answers from the record, or the request for the next turn; nothing where none may be sampled."""
+        self._reward(episode, data["reward"])
+        seen = _digest([data["messages"], data["rewrite"], data["tools"], data["stop"], data["max_tokens"]])
+        if episode.record:
+            turn, part = episode.record[0]
+            if turn.seen == seen:
+                episode.record.popleft()
+                self._remember(episode, turn._replace(reward=0.0), part, data)
+                self._reply(episode, part, turn.finish)
+                return []
+            episode.record.clear()
+        if episode.first is not None:
+            if len(episode.turns) == len(episode.first.turns) and episode.first.finish == "length":
+                self._end(episode)
+            else:
+                self._differs(episode, f"what it shows before turn {len(episode.turns) + 1}")
+            return []
+        try:
+            added, opens = self._render(episode, data)
+        except ValueError as e:
+            self.pool.cancel([episode.request.id])
+            self._failed(episode, {"fault": "env", "cause": f"its messages cannot be rendered: {e}", "detail": ""})
+            return []
+        whole = (0 if opens else len(episode.ids)) + len(added)
+        room = min(self.longest, (self.env.max_input_tokens or self.longest) + 1) - whole
+        left = (self.env.max_sampled_tokens or self.longest * self.env.max_turns) - episode.sampled
+        sampling = episode.request.sampling
+        most = min(sampling.max_new_tokens, self.longest - whole, left, data["max_tokens"] or sampling.max_new_tokens)
+        if len(episode.turns) >= self.env.max_turns or room < 1 or most < 1:
+            if not episode.turns:
+                cause = f"its first prompt has {whole} tokens, which leaves no room for an answer"
+                self.pool.cancel([episode.request.id])
+                self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
+                return []
+            self._end(episode)
+            return []
+        return [self._ask(episode, added, opens, most, data, seen)]
+
+    def _end(self, episode: Episode) -> None:
+        """Turns or tokens are used up. The episode is told once, so that it can say what came of it."""
+        if episode.over:
+            self.pool.cancel([episode.request.id])
+            self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1}}))
+        else:
+            episode.over = True
+            self.pool.reply(episode.request.id, {"text": "", "thinking": "", "calls": [], "finish": "length"})
+
+    def _ask(self, episode: Episode, added, opens: bool, most: int, data: dict, seen: str) -> Request:
+        first, before = episode.request, None if opens else episode.request.key._replace(turn=len(episode.turns) - 1)
+        key = first.key._replace(turn=len(episode.turns))
+        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stop_ids)))
+        sampling = dataclasses.replace(
+            first.sampling, max_new_tokens=most, min_new_tokens=min(first.sampling.min_new_tokens, most),
+            stop=tuple(dict.fromkeys((*first.sampling.stop, *data["stop"]))), stop_token_ids=ends)
+        prompt = np.asarray(added, np.int32) if opens else np.concatenate([episode.ids, added]).astype(np.int32)
+        request = Request(str(key), prompt, sampling, key.seed(self.seed) if key.turn else first.seed, first.group, key,
+                          after="" if before is None else str(before), keep=self.keep and self.env.max_turns > 1)
+        anchor = int.from_bytes(bytes.fromhex(_digest(data["anchor"]))[:7], "big") + 1 if data["anchor"] else 0
+        episode.asked = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request
+        self._turns[request.id] = episode
+        episode.since = self.clock()
+        if self.env.history == "template":
+            self._say(episode, data)
+        return request
+
+    def _render(self, episode: Episode, data: dict) -> tuple[np.ndarray, bool]:
+        """(ids to be put behind what there is, whether they open a new sequence instead)."""
+        messages, task = data["messages"], episode.request.task
+        if not episode.turns and messages == as_messages(task.prompt) and (data["tools"] or []) == self.pool.tools:
+            return episode.request.prompt, True
+        whole = data["rewrite"] or not episode.turns
+        if not whole and self.env.history == "append":
+            return self.renderer.extend(episode.ids, messages, self.env.max_observation_tokens), False
+        ids = self.renderer.first(messages if whole else [*episode.messages, *messages], data["tools"] or [])
+        known = len(episode.ids)
+        if known and len(ids) > known and np.array_equal(ids[:known], episode.ids):
+            return ids[known:], False
+        return ids, True
+
+    def _say(self, episode: Episode, data: dict) -> None:
+        episode.messages = list(data["messages"]) if data["rewrite"] else episode.messages + list(data["messages"])
+
+    def _remember(self, episode: Episode, turn: Turn, part: Result, data: dict | None) -> None:
+        episode.turns.append(turn)
+        episode.parts.append(part)
+        episode.ids = np.concatenate([*([] if turn.opens else [episode.ids]), turn.added, part.tokens]).astype(np.int32)
+        if self.env.history == "template":
+            if data is not None:
+                self._say(episode, data)
+            episode.messages.append(self.renderer.message(part.tokens))
+
+    def _reply(self, episode: Episode, part: Result, finish: str) -> None:
+        self.pool.reply(episode.request.id, {**self.renderer.read(part.tokens), "finish": finish})
+
+    def _reward(self, episode: Episode, reward: float) -> None:
+        if episode.turns and reward:
+            last = episode.turns[-1]
+            episode.turns[-1] = last._replace(reward=last.reward + float(reward))
+
+    # ---- what the engine says -----------------------------------------------------------------------------------
+
+    def _take(self, results: list[Result]) -> None:
+        for result in results:
+            episode = self._turns.pop(result.id, None)
+            if episode is None:  # of an episode that was aborted
+                continue
+            turn, _ = episode.asked
+            episode.asked = None
+            episode.waited += self.clock() - episode.since
+            if result.finish == "abort":
+                self.pool.cancel([episode.request.id])
+                self._finish(episode, "abort")
+                continue
+            self._remember(episode, turn._replace(size=len(result.tokens), finish=result.finish), result, None)
+            self._reply(episode, result, result.finish)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _over(self, episode: Episode, data: dict) -> None:
+        self._reward(episode, data["reward"])
+        if episode.first is not None:
+            self._compare(episode, data)
+            return
+        if not episode.turns:
+            self._failed(episode, {"fault": "env", "cause": "it ended without a turn of the model", "detail": ""})
+            return
+        outcome = self._outcome(episode, data["value"], data)
+        cut = episode.over or episode.turns[-1].finish == "length"
+        self._finish(episode, "length" if cut else "stop", outcome)
+
+    def _outcome(self, episode: Episode, value: float | None, data: dict) -> Outcome:
+        rewards = [turn.reward for turn in episode.turns]
+        if any(rewards) or data.get("rewarded") or data.get("counts", {}).get("cut_off"):
+            value = math.fsum([value or 0.0, *rewards])
+        counts = {"calls": 0, "malformed": 0} | dict(data.get("counts", {}))
+        if value is not None:
+            value -= self.env.malformed_penalty * counts["malformed"]
+        took = self.clock() - episode.began
+        counts |= {"engine_seconds": episode.waited, "environment_seconds": max(0.0, took - episode.waited)}
+        return Outcome(value, dict(data.get("rewards", {})), dict(data.get("notes", {})), counts)
+
+    def _failed(self, episode: Episode, data: dict) -> None:
+        """The environment's fault: once more, or absent."""
+        if episode.first is not None:
+            self._finish(episode, "abort")
+            return
+        fault, cause = data["fault"], data["cause"]
+        self._take_back([episode])
+        if fault != "neighbour":
+            self._log(cause, data["detail"])
+            if fault == "late" and self.env.late == "truncated" and episode.turns:
+                self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1, "late": 1}}))
+                return
+            episode.tries += 1
+            if episode.tries > self.env.retries:
+                late = {"late": 1.0} if fault == "late" else {}
+                self._finish(episode, "abort", Outcome(counts=late, cause=cause, detail=data["detail"][-2000:]))
+                return
+            wait = BACKOFF * 2 ** (episode.tries - 1) * random.uniform(0.5, 1.5)
+            episode.not_before = self.clock() + wait
+        again = zip(episode.turns, episode.parts, strict=True)
+        record = deque([*again, *episode.record])
+        del self._begun[episode.request.id]
+        self._waiting.append(Episode(episode.request, record, tries=episode.tries, not_before=episode.not_before,
+                                     began=episode.began))
+
+    def _log(self, cause: str, detail: str) -> None:
+        if cause not in self._told:
+            self._told.add(cause)
+            log.warning("an environment failed: %s%s", cause, f"\n{detail}" if detail else "")
+
+    def _finish(self, episode: Episode, finish: str, outcome: Outcome | None = None) -> None:
+        request = episode.request
+        self._begun.pop(request.id, None)
+        if episode.first is not None:
+            return
+        self._ids.discard(request.id)
+        self.engine.forget([str(request.key._replace(turn=k)) for k in range(len(episode.turns))])
+        if finish == "abort":
+            self._done.append(_joined(request, [], [], finish, outcome))
+            return
+        self._done.append(_joined(request, episode.parts, episode.turns, finish, outcome))
+        if not self._probed:
+            self._probed = True
+            self._start(Episode(dataclasses.replace(request, id=PROBE), _record_of(self._done[-1]),
+                                first=self._done[-1]))
+
+    # ---- the same actions, the same observations? ------------------------------------------------------------------
+
+    def _compare(self, episode: Episode, data: dict) -> None:
+        """The first episode that ended, played again from its record: the same in all?"""
+        before, now = episode.first, self._outcome(episode, data["value"], data)
+        if len(episode.turns) != len(before.turns):
+            self._differs(episode, f"its number of turns ({len(before.turns)}, then {len(episode.turns)})")
+        elif [t.reward for t in episode.turns] != [t.reward for t in before.turns] or now.value != before.outcome.value:
+            self._differs(episode, f"its score ({before.outcome.value}, then {now.value})")
+        else:
+            self._finish(episode, "abort")
+
+    def _differs(self, episode: Episode, what: str) -> None:
+        log.warning("the environment does not repeat itself: the same episode with the same seed and the same turns of "
+                    "the model differs in %s. Resumed runs and further tries then take other ways. Draw its random "
+                    "numbers from task.seed; set env.resume=restart if an episode cannot be played twice", what)
+        self.pool.cancel([episode.request.id])
+        self._finish(episode, "abort")
+
+
+def as_messages(prompt) -> list[dict]:
+    """A row's prompt as chat messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _digest(value) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _joined(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
+    """One result of the turns' results."""
+    blank = {"tokens": np.int32, "logprobs": np.float32, "kept": np.float32, "versions": np.int32}
+    columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)
+               for name, dtype in blank.items()}
+    support = [p.support for p in parts if p.support is not None]
+    return Result(request.id, **columns, finish=finish, seed=request.seed,
+                  support=np.concatenate(support) if support else None, turns=tuple(turns), outcome=outcome)
+
+
+def _record_of(result: Result | None) -> deque:
+    """(Turn, its part of the result) of what an episode has so far."""
+    record, at = deque(), 0
+    for turn in () if result is None else result.turns:
+        part = slice(at, at + turn.size)
+        support = None if result.support is None else result.support[part]
+        record.append((turn, Result(result.id, result.tokens[part], result.logprobs[part], result.kept[part],
+                                    result.versions[part], turn.finish, result.seed, support)))
+        at += turn.size
+    return record

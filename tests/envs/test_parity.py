@@ -1,0 +1,48 @@
+"""An episode of one turn is what a completion with a reward function is: bitwise, also after a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+from run_tools import fingerprint, run
+from worlds import TEMPLATE
+
+WORLDS = Path(__file__).with_name("worlds.py").resolve()
+SAME = ("rollout.compaction=False", "train.steps=4", "eval.every_steps=2", "checkpoint.every_steps=2", "run.stop_seconds=1")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    return f"model.chat_template={path}"
+
+
+def lines(run_dir, name):
+    """metrics.jsonl without times, the reward's name and what only episodes tell."""
+    out = []
+    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        row.pop("time")
+        out.append({k.replace(f"/{name}", "/score"): v for k, v in row.items() if not k.startswith("env/")})
+    return out
+
+
+def weights(run_dir):
+    return {k: v for k, v in fingerprint(run_dir).items() if k.startswith("export/")}
+
+
+@pytest.mark.slow
+def test_one_turn_is_a_completion_with_a_reward(tmp_path, template):
+    episode = (f"env.function={WORLDS}:single", "env.max_turns=1", "env.workers=1", "reward.functions=()")
+    plain, told = run(tmp_path / "plain", template, *SAME)
+    assert plain == 0, told
+    whole, told = run(tmp_path / "episode", template, *SAME, *episode)
+    assert whole == 0, told
+    assert lines(tmp_path / "plain", "digits") == lines(tmp_path / "episode", "env")
+    assert weights(tmp_path / "plain") == weights(tmp_path / "episode")
+    cut, told = run(tmp_path / "resumed", template, *SAME, *episode, "faults.plan=rollout.kill9@step=3")
+    assert cut != 0, told
+    done, told = run(tmp_path / "resumed", template, *SAME, *episode)
+    assert done == 0, told
+    assert fingerprint(tmp_path / "resumed") == fingerprint(tmp_path / "episode")

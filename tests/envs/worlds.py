@@ -1,0 +1,78 @@
+"""Episodes for tests: file-based environments of the tiny job (tests/tiny_job.py), and a chat template for its tokenizer."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}{{ m.content }}<eos>{{ '\\n' }}{%- else -%}{{ m.content }}{{ '\\n' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '= ' if false else '=' }}{%- endif -%}
+"""
+
+
+def share_of_digits(text):
+    return sum(c.isdigit() for c in text) / max(len(text), 1)
+
+
+async def single(task, chat):
+    """One turn, scored as the tiny job's reward."""
+    turn = await chat.send(task.prompt)
+    return share_of_digits(turn.text)
+
+
+async def several(task, chat):
+    """Two to four turns, drawn from the seed; each is rewarded for its digits."""
+    numbers = random.Random(task.seed)
+    message = task.prompt
+    for k in range(numbers.randint(2, 4)):
+        turn = await chat.send(message)
+        chat.reward(share_of_digits(turn.text) / 4)
+        chat.note(odd=k % 2)
+        if turn.finish == "length" and not turn.text:
+            return None
+        message = f"Max has {numbers.randint(0, 9)} apples"
+    return 0.25
+
+
+async def rewritten(task, chat):
+    """Its second turn sees another history than the first one left."""
+    await chat.send(task.prompt)
+    chat.rewrite([{"role": "user", "content": "Ann has 3 pens"}])
+    turn = await chat.send([])
+    return share_of_digits(turn.text)
+
+
+async def slow(task, chat):
+    await asyncio.sleep(random.Random(task.seed).uniform(0.0, 0.05))
+    return await several(task, chat)
+
+
+async def broken_resets(task, chat):
+    """Of ten tasks nine never begin."""
+    if task.seed % 10:
+        raise ConnectionError("no simulator")
+    return await several(task, chat)
+
+
+async def broken_sometimes(task, chat):
+    """Fails on the first tries of some tasks, by all ways there are; the folder is where tries are counted."""
+    marks = Path(os.environ["WORLD"]) / str(task.seed)
+    if task.seed % 3 == 0:
+        tries = int(marks.read_text()) if marks.exists() else 0
+        if tries < 1:
+            marks.write_text(str(tries + 1))
+            await chat.send(task.prompt)
+            kind = task.seed % 4
+            if kind == 0:
+                raise OSError("the disk is gone")
+            if kind == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == 2:
+                time.sleep(60)
+            return float("nan")
+    return await several(task, chat)
