@@ -11,14 +11,13 @@ from jaxrl.data.turns import TurnRenderer
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}, "required": ["a"]}}}]
 
-JSON_CALLS = ("{% for c in m.tool_calls or [] %}{% if not loop.first or m.content %}\n{% endif %}<tool_call>\n"
+JSON_CALLS = ("{% for c in m.tool_calls or [] %}{{ '\n' if not loop.first or m.content }}<tool_call>\n"
               '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}')
 XML_CALLS = ("{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n"
              "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
              "</function>\n</tool_call>{% endfor %}")
-REPLIES = ("{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n"
-           "{{ m.content }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n"
-           "{% endif %}")
+REPLIES = ("{{ '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}\n<tool_response>\n{{ m.content }}\n"
+           "</tool_response>{{ '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}")
 SYSTEM = "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
 
 

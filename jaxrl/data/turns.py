@@ -278,7 +278,7 @@ class TurnRenderer:
         if not shape.text.endswith(opening):
             answer = {"role": "assistant", "content": sentinel("n", 998)}
             written = suffixes.behind(key, calls, generation_prompt=False, more=(answer,))
-            if not written.startswith(shape.text):
+            if written.partition(answer["content"])[0] + self.template.prefix != shape.text:
                 raise PromptError("it ends with no generation prompt behind new messages, though it has one:"
                                   f" {opening!r}")
         if not calls and not _missing(np.zeros(1, np.int32) - 1, shape.close):

@@ -4,9 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from turn_cases import FAMILIES, TOOLS, random_text, renderer
+from turn_cases import FAMILIES, TOOLS, chatml, make_renderer, make_tokenizer, random_text, renderer
 
+from jaxrl.data.dataset import PromptError
 from jaxrl.data.tokens import MARKER
+from jaxrl.envs.parsers import PARSERS, types_of
+from jaxrl.errors import ConfigError
 
 WITH_CALLS = [name for name, (*_, parser, _) in FAMILIES.items() if parser]
 
@@ -143,3 +146,183 @@ def test_calls_that_the_template_writes_are_read_back(family):
         spelled = r.tokens.plain(r.tokenizer.decode(ids))
         if family != "llama":  # whose calls no token tells
             assert r.read(spelled)["calls"] == []
+
+
+READ = {  # parser -> what a model writes -> (text, calls as (name, arguments or None))
+    "hermes": [
+        ('Hm. <tool_call>{"name": "f", "arguments": {"a": [1, null]}}</tool_call> So.', ("Hm.  So.", [("f", {"a": [1, None]})])),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": "{\\"b\\": 2}"}</tool_call>',
+         ("", [("f", {}), ("g", {"b": 2})])),
+        ('<tool_call>{"name": "f", "arguments": {}', ("", [("", None)])),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ("", [("f", None)])),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', ("", [("", None)])),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', ("", [("f", None)])),
+        ('<tool_call>{"name": "f"} {}</tool_call>', ("", [("", None)])),
+        ('<tool_call>{"name": 3}</tool_call>', ("", [("", None)])),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", ("", [("", None)])),
+        ("</tool_call>", ("</tool_call>", [])),
+    ],
+    "qwen": [
+        ("<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=note>\n7\n\n8\n</parameter>\n</function>\n"
+         "</tool_call>", ("", [("add", {"a": 12, "note": "7\n\n8"})])),
+        ("<tool_call><function=add><parameter=a>many</parameter></function></tool_call>", ("", [("add", {"a": "many"})])),
+        ("<tool_call><function=f></function></tool_call>", ("", [("f", {})])),
+        ("<tool_call><function=add><parameter=a>1</function></tool_call>", ("", [("add", None)])),
+        ('<tool_call>{"name": "add"}</tool_call>', ("", [("", None)])),
+    ],
+    "llama": [
+        ('{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}', ("", [("f", {"a": 1}), ("g", {})])),
+        ('<|python_tag|>{"name": "f", "parameters": {}}', ("", [("f", {})])),
+        ('{"answer": 4}', ('{"answer": 4}', [])),
+        ('{"name": "f", "parameters": {"a": ', ("", [("", None)])),
+        ("<|python_tag|>print(4)", ("", [("", None)])),
+    ],
+    "mistral": [
+        ('Hm.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "g", "arguments": {}}]',
+         ("Hm.", [("f", {"a": 1}), ("g", {})])),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}[TOOL_CALLS]h{"b": 2}',
+         ("", [("f", {"a": 1}), ("g", {}), ("h", {"b": 2})])),
+        ("[TOOL_CALLS]f[ARGS]", ("", [("", None)])),
+        ("[TOOL_CALLS][]", ("", [("", None)])),
+        ('[TOOL_CALLS][{"name": "f", "arguments": 1}]', ("", [("f", None)])),
+        ("[TOOL_CALLS]", ("", [("", None)])),
+    ],
+    "pythonic": [
+        ("[f(a=1, b=[true, None], c={'x': -1.5}), m.g()]", ("", [("f", {"a": 1, "b": [True, None], "c": {"x": -1.5}}), ("m.g", {})])),
+        ("Hm.<|tool_call_start|>[f(a='x')]<|tool_call_end|>", ("Hm.", [("f", {"a": "x"})])),
+        ("[1, 2]", ("[1, 2]", [])),
+        ("[f(1)]", ("", [("f", None)])),
+        ("[f(a=open('x'))]", ("", [("f", None)])),
+        ("[f(a=b'x')]", ("", [("f", None)])),
+        ("[f(a=1, a=2)]", ("", [("f", None)])),
+        ("[f(**{'a': 1})]", ("", [("f", None)])),
+        ("[f(a=" + "-" * 60_000 + "1)]", ("", [("", None)])),
+        ("[f(a=" + "+".join("1" * 40_000) + ")]", ("", [("", None)])),
+        ("[f(a=" + "(" * 5_000 + ")]", ("", [("", None)])),
+        ("[f(a=1)] and more", ("", [("", None)])),
+        ("<|tool_call_start|>[f(", ("", [("", None)])),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_models_write_is_read_or_has_an_error(name):
+    parser, types = PARSERS[name], types_of(TOOLS)
+    for text, expected in READ[name]:
+        outside, calls = parser.read(text, types=types)
+        assert (outside, [(c.name, c.arguments) for c in calls]) == expected, text[:80]
+        assert all(bool(c.error) == (c.arguments is None) for c in calls)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_no_text_makes_a_parser_raise(name):
+    rng, pieces = random.Random(2), [text for text, _ in READ[name] if len(text) < 300] + [
+        *PARSERS[name].marks, '{"name": "f", ', '"arguments": {', "}", "]", "[", '"', "\\ud800", "'", "(", "=", "\x00", "\ud800", "🙂"]
+    for _ in range(2000):
+        text = "".join(piece[rng.randrange(len(piece)):] if rng.random() < 0.3 else piece
+                       for piece in rng.choices(pieces, k=rng.randrange(1, 7)))
+        for call in PARSERS[name].read(text)[1]:
+            assert (call.arguments is None) == bool(call.error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_ids_are_read(family):
+    rng, r = random.Random(3), renderer(family, TOOLS, parser=FAMILIES[family][3] or "hermes")
+    control = [*r.tokens.control] * 20
+    for _ in range(200):
+        ids = rng.choices([*range(len(r.tokenizer)), *control], k=rng.randrange(30))
+        turn = r.read(np.array(ids, np.int32))
+        assert set(turn) == {"text", "thinking", "calls"}
+        r.extend(np.array([5, *ids]), [user("Go on.")])
+        r.first([user("?"), r.message(ids)] + [user("!")]) if family not in ("llama", "mistral") else None
+
+
+def test_thoughts_are_told_from_the_answer():
+    r = renderer("thoughts", TOOLS)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    said = r.read(r.tokens.written(f"<think>\nI could {call}\n</think>\n\nNo.<|im_end|>"))
+    assert (said["thinking"], said["text"], said["calls"]) == (f"I could {call}", "No.", [])
+    assert r.read(r.tokens.written("<think>\nStill"))["thinking"] == "Still"
+    assert r.read(r.tokens.plain("<think> is a tag</think> "))["text"] == "<think> is a tag</think> "
+    opened = renderer("opened")  # the prompt has opened the thought
+    assert opened.read(opened.tokens.written("Hm.\n</think>\n\nFour.<|im_end|>")) == {
+        "thinking": "Hm.", "text": "Four.", "calls": []}
+    assert opened.read(opened.tokens.written("Hm"))["text"] == ""
+
+
+def test_a_turn_as_a_message_of_a_rewritten_history():
+    """env.history=template: what the template writes of a turn that was read is the turn."""
+    r = renderer("hermes", TOOLS)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for said in ("Four.", f"Hm.\n{call}", f"{call}\n{call}", "<tool_call>\n{broken\n</tool_call>"):
+        ids = r.tokens.written(said + "<|im_end|>")
+        messages = [user("?"), r.message(ids)]
+        new = [reply("4", c["id"]) for c in messages[1].get("tool_calls", [])] or [user("And?")]
+        first = list(r.first(messages[:1]))
+        assert list(r.first([*messages, *new])) == [*first, *ids, *r.extend(np.array([*first, *ids]), new)]
+
+
+def test_end_and_stop_tokens():
+    tokens = lambda r: tuple(r.tokenizer.convert_ids_to_tokens(r.stop_ids))  # noqa: E731
+    assert tokens(renderer("hermes")) == ()
+    assert tokens(renderer("hermes", TOOLS)) == ("</tool_call>",)  # the model cannot go on to invent its result
+    assert tokens(renderer("hermes", TOOLS, max_parallel_calls=2)) == ()
+    template = FAMILIES["hermes"][0]
+    other = make_renderer(make_tokenizer(template, ("<|endoftext|>", "<|im_end|>", "<|im_start|>")))
+    assert tokens(other) == ("<|im_end|>",)  # the template's, which the tokenizer does not name as its own
+    r = renderer("hermes", TOOLS)
+    stopped = [*r.first("?"), *r.tokens.written('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')]
+    assert r.tokenizer.decode(r.extend(np.array(stopped), [reply("4")])).startswith("<|im_end|>\n<|im_start|>user\n")
+
+
+def test_tools_are_told_to_the_template_by_the_first_prompt_alone():
+    r = renderer("hermes", TOOLS)
+    first = r.tokenizer.decode(r.first("?"))
+    assert '"add"' in first and '"add"' not in r.tokenizer.decode(r.first("?", tools=[]))
+    assert '"add"' not in r.tokenizer.decode(r.extend(r.first("?"), "And?"))
+
+
+COUNTS = chatml("{{ m.content }}" + "{{ '(' ~ loop.index ~ ')' }}", "")
+REFUSED = [  # template, tools, options, what the message says
+    (None, False, {}, ("the tokenizer has no chat template", "model.chat_template=FILE")),
+    (FAMILIES["hermes"][0], False, {"data__chat": "false"}, ("data.chat=false", "data.chat=auto")),
+    (FAMILIES["gemma"][0], True, {}, ("the chat template of a/tokenizer", "(a tool call)", "env.function", "env.parser=")),
+    (FAMILIES["llama"][0], True, {"max_parallel_calls": 2, "model__chat_template": "l.jinja"},
+     ("model.chat_template=l.jinja", "(two tool calls and their replies)", "one call at a time", "env.max_parallel_calls=1")),
+    (COUNTS, False, {}, ("(a text)", "depends on how many turns came before")),
+    (FAMILIES["plain"][0].replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), False, {}, ("2 times",)),
+    (FAMILIES["plain"][0].replace("{{ m.content }}", "{{ m.content[0].text }}"), False, {}, ("0 times",)),
+    (FAMILIES["plain"][0].replace("m.content }}", "m.content | upper }}"), False, {}, ("0 times",)),
+    (FAMILIES["plain"][0].replace("{{ m.content }}", "{{ m.content | replace('<', '&lt;') }}"), False, {},
+     ("neither text nor JSON",)),
+    (FAMILIES["hermes"][0].replace("m.role == 'tool'", "m.role == 'nobody'").replace(
+        "<|im_start|>{{ m.role }}\n{{ m.content }}", "{{ '' if m.role == 'tool' else m.content }}"), True, {},
+     ("(a tool call and its reply)", "content once")),
+    (FAMILIES["hermes"][0].replace("{% if add_generation_prompt", "{% if messages | length < 3 and add_generation_prompt"),
+     False, {}, ("no generation prompt",)),
+    ("{% for m in messages %}{% if '</think>' in m.content and not loop.last %}(thought){% endif %}{{ m.content }}"
+     "{% if '</think>' in m.content %}!{% endif %}\n{% endfor %}", False, {}, ("a turn with thoughts",)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_a_template_that_cannot_be_gone_on_from_is_refused(case):
+    template, tools, options, said = REFUSED[case]
+    with pytest.raises(ConfigError) as e:
+        make_renderer(make_tokenizer(template, ("<|im_end|>", "<|im_start|>", "<|eot_id|>"), ("<tool_call>", "</tool_call>")),
+                      TOOLS if tools else (), **options).check(tools)
+    assert all(part in str(e.value) for part in said), str(e.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_are_not_refused(family):
+    parallel = 1 if family == "llama" else 2
+    renderer(family, max_parallel_calls=parallel).check(tools=FAMILIES[family][3] is not None)
+
+
+def test_messages_that_a_template_refuses_are_the_environments_fault():
+    r = renderer("gemma")
+    with pytest.raises(PromptError, match="roles alternate"):
+        r.extend(r.first("?"), [user("One."), user("Two.")])
+    with pytest.raises(PromptError, match="no text content"):
+        r.extend(r.first("?"), [{"role": "user", "content": None}])
