@@ -31,6 +31,7 @@ def warnings(watch: Idle, metric: str, values) -> list[tuple[int, str]]:
     (dict(entropy_target=0.2), "policy/entropy_coef", "entropy_target=0.2"),
     (dict(shared_prefix_tokens=4), "policy/prefix_masked_fraction", "shared_prefix_tokens=4"),
     (dict(kl__coef=0.1), "policy/kl", "kl.coef=0.1"),
+    (dict(preset="gigpo"), "advantage/anchored_fraction", "advantage=gigpo"),
 ])
 def test_what_does_nothing_is_said_once(options, metric, name):
     said = warnings(Idle(resolve(config(**options)).chosen()), metric, [0.0] * (2 * IDLE_STEPS))
