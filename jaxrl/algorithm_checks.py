@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
+from jaxrl.algorithms.presets import IMPLIED
 from jaxrl.config import get
 from jaxrl.imports import imported
 from jaxrl.lengths import episodes
@@ -50,8 +51,7 @@ def import_path(name, path, kind=Callable):
 
 def _batch_division(cfg, v):
     out = []
-    in_group = v["advantage_mean"] in ("group", "leave_one_out") or v["advantage"] == "turn"
-    if in_group and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
+    if v["advantage_mean"] in ("group", "leave_one_out") and cfg.rollout.group_size < 2 and cfg.run.mode == "train":
         out.append(f"rollout.group_size={cfg.rollout.group_size}: a group baseline needs at least 2 samples per prompt")
     for name, count in (("algorithm", v["num_minibatches"]), ("critic", cfg.critic.num_minibatches)):
         if count and cfg.data.prompts_per_step % count:
@@ -116,10 +116,8 @@ def _turns(cfg, v):
     if name == "gigpo" and v["advantage_mean"] not in ("group", "leave_one_out"):
         out.append(f"algorithm.advantage_mean={v['advantage_mean']} {kind}: both its advantages are relative to a "
                    "group; set group or leave_one_out")
-    if name == "turn":
-        out += [f"algorithm.{n}={v[n]} {kind}: its baseline is the mean of the group's others, without a scale; set "
-                f"{only}" for n, only in (("advantage_mean", "leave_one_out"), ("advantage_std", "none"))
-                if v[n] != only and (given(n) or v[n] == "greedy")]
+    out += [f"algorithm.{n}={v[n]} {kind}: its baseline is the mean of the group's others, without a scale; set {only}"
+            for n, only in IMPLIED.get(name, {}).items() if v[n] != only]
     norms = [f"reward.{n}={cfg.reward[n]}" for n in ("norm_mean", "norm_std") if cfg.reward[n] != "none"]
     if norms and name in ("turn", "gigpo"):
         out.append(f"{', '.join(norms)} {kind}: it compares within the group by itself, and the rewards of turns would "

@@ -123,14 +123,18 @@ PRESETS = MappingProxyType(
 )
 
 
+# What an estimator decides by itself, whatever the preset says.
+IMPLIED = {"turn": {"advantage_mean": "leave_one_out", "advantage_std": "none"}}
+
+
 def resolve(preset: str, given: dict) -> dict[str, tuple]:
-    """Option -> (value, origin) where origin is 'config' or 'preset <name>'.
+    """Option -> (value, origin) where origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED).
 
     Args:
       preset: a key of PRESETS.
       given: option -> value or None (None = not set by the user).
     """
-    return {
-        name: (value, f"preset {preset}") if given.get(name) is None else (given[name], "config")
-        for name, value in PRESETS[preset].items()
-    }
+    out = {name: (value, f"preset {preset}") for name, value in PRESETS[preset].items()}
+    kind = given.get("advantage") or PRESETS[preset]["advantage"]
+    out |= {name: (value, f"advantage {kind}") for name, value in IMPLIED.get(kind, {}).items()}
+    return out | {name: (given[name], "config") for name in out if given.get(name) is not None}

@@ -493,8 +493,9 @@ REFUSED = [
      "mean of the group's others, without a scale; set none"),
     (TURN | {"algorithm.advantage_mean": "batch"}, "algorithm.advantage_mean=batch with algorithm.advantage=turn: its baseline is "
      "the mean of the group's others, without a scale; set leave_one_out"),
-    (TURN | {"algorithm.preset": "remax"}, "algorithm.advantage_mean=greedy with algorithm.advantage=turn"),
-    (TURN | {"rollout.group_size": 1, "algorithm.advantage_mean": "leave_one_out"}, "rollout.group_size=1: a group baseline needs"),
+    (TURN | {"algorithm.preset": "remax", "algorithm.advantage_mean": "greedy"}, "algorithm.advantage_mean=greedy with "
+     "algorithm.advantage=turn"),
+    (TURN | {"rollout.group_size": 1, "algorithm.preset": "ppo"}, "rollout.group_size=1: a group baseline needs"),
     (TURN | EPISODES | {"reward.norm_std": "group"}, "reward.norm_std=group with algorithm.advantage=turn: it compares within the "
      "group by itself, and the rewards of turns would not be normalised; set none"),
     (GIGPO | {"reward.norm_mean": "batch"}, "reward.norm_mean=batch with algorithm.advantage=gigpo"),
@@ -525,3 +526,5 @@ def test_what_can_is_not():
     for changes in (TURN, TURN | {"algorithm.advantage_mean": "leave_one_out", "algorithm.advantage_std": "none"},
                     TURN | {"algorithm.preset": "ppo"}, {"algorithm.advantage": "returns"}):
         checked(changes)
+    row = resolve(checked(TURN | {"algorithm.preset": "remax"}), engine="jax").row()  # no greedy answer is asked for
+    assert row["advantage_mean"] == ("leave_one_out", "advantage turn") and row["policy_loss"] == ("pg", "preset remax")
