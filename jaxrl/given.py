@@ -1,4 +1,5 @@
-"""What a caller hands over as Python objects beside the config: rows, a tokenizer, reward functions, callbacks."""
+"""What a caller hands over as Python objects beside the config: rows, a tokenizer, reward functions, environments, tools,
+callbacks."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ class Given(NamedTuple):
     callbacks: tuple[Callable, ...] = ()
     # (spec, job, step) -> what predicts the run and keeps what it measures (planning.comparison)
     comparison: Callable | None = None
+    env: Callable | None = None
+    tools: Sequence[Callable | str] | None = None
 
 
 class Step:
@@ -60,7 +63,8 @@ def call(callbacks, step: Step) -> bool:
     return True
 
 
-def taken(config, model, data, rewards, tokenizer, eval, callbacks) -> Given:
+def taken(config, model=None, data=None, rewards=None, tokenizer=None, eval=None, callbacks=(), env=None, tools=None
+          ) -> Given:
     """Writes into the config that objects are given (in place), and returns them. Raises ConfigError for what none can
     be."""
     if model is not None:
@@ -89,10 +93,18 @@ def taken(config, model, data, rewards, tokenizer, eval, callbacks) -> Given:
     if callable(rewards) or isinstance(rewards, str):
         rewards = [rewards]
     if rewards is not None:
-        names = tuple(f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f in rewards)
-        config.reward.functions, config.reward.weights = names, ()
+        config.reward.functions, config.reward.weights = tuple(map(_name, rewards)), ()
+    if env is not None:
+        config.env.function = _name(env)
+    if tools is not None:
+        tools = [tools] if callable(tools) or isinstance(tools, str) else list(tools)
+        config.env.tools = tuple(map(_name, tools))
     callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
     for callback in callbacks:
         if not callable(callback):
             raise ConfigError(f"callbacks holds a {type(callback).__name__}: expected functions that take one step")
-    return Given(rewards, data, eval, tokenizer, callbacks)
+    return Given(rewards, data, eval, tokenizer, callbacks, env=env, tools=tools)
+
+
+def _name(function) -> str:
+    return function if isinstance(function, str) else getattr(function, "__name__", repr(function))

@@ -11,7 +11,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.registry import recipe_of, short_name
 
 
-def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=()) -> dict:
+def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=(), env=None,
+          tools=None) -> dict:
     """Runs the job a config describes and returns the content of its summary.json.
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
@@ -29,6 +30,8 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
       eval: rows to evaluate, or a dict of such sets by name.
       callbacks: functions called with a `jaxrl.Step` after each line of metrics, on process 0; `step.stop()` ends the
         run.
+      env: what an episode is, an episode function (task, chat) or a class with reset and step, or its name.
+      tools: plain typed functions that the model may call, or their names.
 
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
@@ -44,7 +47,7 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     config = config_of(config)
     if not config.run.dir:
         config.run.dir = f"runs/{short_name(config.run.recipe)}"
-    given = taken(config, model, data, rewards, tokenizer, eval, callbacks)
+    given = taken(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
     config_checks.check(config)
     if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
         from jaxrl.planning import plan

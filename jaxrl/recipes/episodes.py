@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -18,8 +19,12 @@ PART = "env"  # the reward that an episode itself gives
 
 def open_pool(s) -> EpisodePool | None:
     """The workers of a Session's episodes, starting; None for runs without."""
-    c = s.spec
-    return s.own(EpisodePool(c.env, c.user, c.run.dir)) if c.episodes else None
+    c, given = s.spec, s.given
+    if not c.episodes:
+        return None
+    env = SimpleNamespace(**{name: c.env[name] for name in c.env})
+    env.function, env.tools = given.env or env.function, given.tools or env.tools
+    return s.own(EpisodePool(env, c.user, c.run.dir))
 
 
 def in_episodes(engine, pool: EpisodePool, spec, tokenizer):
