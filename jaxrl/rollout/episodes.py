@@ -376,6 +376,8 @@ class EpisodeEngine(Engine):
         if any(rewards) or data.get("rewarded") or data.get("counts", {}).get("cut_off"):
             value = math.fsum([value or 0.0, *rewards])
         counts = {"calls": 0, "malformed": 0} | dict(data.get("counts", {}))
+        if value is None and self.env.tools and self.env.malformed_penalty:
+            value = 0.0  # beside what reward functions say
         if value is not None:
             value -= self.env.malformed_penalty * counts["malformed"]
         took = self.clock() - episode.began

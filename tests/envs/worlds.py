@@ -9,14 +9,17 @@ from pathlib import Path
 
 TEMPLATE = """\
 {%- for m in messages -%}
-{%- if m.role == 'assistant' -%}{{ m.content }}<eos>{{ '\\n' }}{%- else -%}{{ m.content }}{{ '\\n' }}{%- endif -%}
+{%- if m.role == 'assistant' -%}={{ m.content }}<eos>{{ '\\n' }}{%- else -%}{{ m.content }}{{ '\\n' }}{%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '= ' if false else '=' }}{%- endif -%}
+{%- if add_generation_prompt -%}={%- endif -%}
 """
 
 
 def share_of_digits(text):
     return sum(c.isdigit() for c in text) / max(len(text), 1)
+
+
+NEWS = "Ann has 10 pens: a) buys 5, b) wins 4, c) loses 5"
 
 
 async def single(task, chat):
@@ -50,6 +53,36 @@ async def rewritten(task, chat):
 async def slow(task, chat):
     await asyncio.sleep(random.Random(task.seed).uniform(0.0, 0.05))
     return await several(task, chat)
+
+
+async def patient(task, chat):
+    """Asks the same for as long as it may."""
+    turn = await chat.send(task.prompt)
+    while turn.text:
+        turn = await chat.send(NEWS)
+    return 1.0
+
+
+async def asleep(task, chat):
+    await chat.send(task.prompt)
+    chat.reward(0.5)
+    await chat.send(NEWS)
+    await asyncio.sleep(60)
+
+
+async def broken(task, chat):
+    await chat.send(task.prompt)
+    raise OSError("the disk is gone")
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
 
 
 async def broken_resets(task, chat):
