@@ -102,6 +102,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
         "completion_column": O("completion", "target text for SFT (ignored by rl)"),
+        "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
+                                 " and tell the chat template a row's `tools`, JSON schemas (all)", choices=("last", "all")),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),

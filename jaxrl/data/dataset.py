@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ class Example:
     prompt_ids: [P] int32, P <= data.max_prompt_tokens. prompt_text: what they spell. prompt: the row's own text or
     messages. answer: the reference answer. columns: what rewards receive by name: every column of the row but the
     prompt and the completion, and `answer`. where: the place, "file:line". target_ids: SFT only, [C] int32, the
-    completion tokenised on its own, ending with the end token.
+    completion tokenised on its own, ending with the end token, or with data.train_turns=all the turns and what stands
+    between them. trained: [C] bool, which of them are the model's; None: all.
     """
 
     prompt_ids: np.ndarray
@@ -35,6 +37,7 @@ class Example:
     columns: dict[str, Any]
     where: str
     target_ids: np.ndarray | None = None
+    trained: np.ndarray | None = None
 
 
 class Tables:
@@ -63,13 +66,16 @@ class Tables:
 
 
 class Row(NamedTuple):
-    """What `Reader` reads. completion: the text that is trained on, or None."""
+    """What `Reader` reads. completion: the text that is trained on, or None. messages: with data.train_turns=all, the
+    whole conversation, whose answers behind the prompt are trained on, and the schemas that the template is told."""
 
     prompt: Any
     text: str
     answer: Any
     columns: dict[str, Any]
     completion: str | None
+    messages: list[dict] | None = None
+    tools: list[dict] | None = None
 
 
 class Reader:
@@ -79,6 +85,8 @@ class Reader:
     def __init__(self, config, tokenizer, targets: str, tools=()):
         data = config.data
         self.template, self.targets = Template(config, tokenizer, tools), targets
+        self.with_tools = targets != "none" and data.train_turns == "all"
+        self.all_turns = self.with_tools and targets == "required"
         self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
         self.pattern = None
         if data.answer_pattern:
@@ -92,7 +100,7 @@ class Reader:
 
     def __call__(self, row: dict[str, Any]) -> Row:
         """Raises PromptError saying what is wrong with the row."""
-        prompt, completion = row.get(self.prompt), None
+        prompt, completion, messages = row.get(self.prompt), None, None
         if prompt is None:
             raise missing(row, self.prompt, "data.prompt_column")
         if not isinstance(prompt, str):
@@ -100,7 +108,9 @@ class Reader:
                 prompt = check_messages(prompt)
             except PromptError as e:
                 raise PromptError(f"column {self.prompt!r} (data.prompt_column): {e}") from None
-        if self.targets != "none":
+        if self.all_turns and isinstance(prompt, list):
+            prompt, messages = self._conversation(row, prompt)
+        elif self.targets != "none":
             prompt, completion = self._completion(row, prompt)
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             raise PromptError("the messages end with an assistant turn, but a prompt ends before it "
@@ -112,7 +122,24 @@ class Reader:
             if answer is None or self.pattern is not None:
                 answer = self._answer(row, answer)
             columns["answer"] = answer
-        return Row(prompt, self.template.render(prompt), answer, columns, completion)
+        tools = check_tools(row["tools"]) if self.with_tools and row.get("tools") else None
+        text = self.template.render(prompt, **({"tools": tools} if tools else {}))
+        return Row(prompt, text, answer, columns, completion, messages, tools)
+
+    def _conversation(self, row, messages):
+        """(messages before the first answer, all messages)."""
+        completion = row.get(self.completion)
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        if completion is not None:
+            messages = [*messages, *check_messages(completion)]
+        roles = [message["role"] for message in messages]
+        if roles[-1] != "assistant":
+            raise PromptError(f"the messages end with the role {roles[-1]!r}, not with an answer of the assistant to"
+                              " train on (data.train_turns=all)")
+        if roles[0] == "assistant":
+            raise PromptError("the messages begin with an answer of the assistant and nothing before it")
+        return messages[:roles.index("assistant")], messages
 
     def _completion(self, row, prompt):
         """(prompt without the target, target text or None)."""
@@ -163,13 +190,15 @@ class Dataset:
         self.unknown: list[tuple[int, float]] = []
 
     def fill(self, kept: list, limit: int) -> None:
-        """Takes what is kept: (row number, prompt ids, target ids or None). Prompts keep their last `limit` ids."""
+        """Takes what is kept: (row number, prompt ids, target ids or None, which of them are trained on or None: all).
+        Prompts keep their last `limit` ids."""
         none = np.zeros(0, np.int32)
-        pieces = [ids for _, prompt, target in kept for ids in (prompt[-limit:], none if target is None else target)]
+        pieces = [ids for _, prompt, target, _ in kept for ids in (prompt[-limit:], none if target is None else target)]
         self._offsets = np.cumsum([0, *map(len, pieces)])  # of each prompt and target, by turns
         self._ids = np.concatenate(pieces)
-        self._rows = np.array([row for row, _, _ in kept], np.int64)
-        self._cut = np.array([len(prompt) > limit for _, prompt, _ in kept], bool)
+        self._trained = {i: mask for i, (*_, mask) in enumerate(kept) if mask is not None}
+        self._rows = np.array([row for row, *_ in kept], np.int64)
+        self._cut = np.array([len(prompt) > limit for _, prompt, *_ in kept], bool)
         self.truncated = int(self._cut.sum())
         self.prompt_lengths = np.diff(self._offsets)[::2]
         self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(kept))
@@ -183,7 +212,8 @@ class Dataset:
         first, middle, end = self._offsets[2 * i:2 * i + 3]
         prompt, target = self._ids[first:middle], self._ids[middle:end]
         text = self.reader.template.tokenizer.decode(prompt) if self._cut[i] else row.text
-        return Example(prompt, text, row.prompt, row.answer, row.columns, where, target if len(target) else None)
+        return Example(prompt, text, row.prompt, row.answer, row.columns, where, target if len(target) else None,
+                       self._trained.get(int(i)))
 
     @property
     def fingerprint(self) -> str:
@@ -247,15 +277,15 @@ class Template:
         places = zip(found["input_ids"], found["offset_mapping"], strict=True)
         return next((text[a:b] for token, (a, b) in places if token == self.no_token), text[:60])
 
-    def render(self, prompt: str | list[dict]) -> str:
-        """The text of a prompt. Raises PromptError where there is none."""
+    def render(self, prompt: str | list[dict], **kwargs) -> str:
+        """The text of a prompt. kwargs: as of `conversation`. Raises PromptError where there is none."""
         if not self.chat:
             if not isinstance(prompt, str):
                 raise PromptError("chat messages need a chat template: give model.chat_template=FILE"
                                   + (" and leave data.chat=auto" if self.tokenizer.chat_template else ""))
             return (self.system + "\n\n" if self.system else "") + prompt + self.prefix
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return self.conversation(messages, self.generation_prompt) + self.prefix
+        return self.conversation(messages, self.generation_prompt, **kwargs) + self.prefix
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
         """What the chat template writes for messages. kwargs: of the template, over data.chat_template_kwargs. Raises
@@ -289,12 +319,26 @@ def check_messages(value) -> list[dict]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise PromptError(f"message {i} is not {{role: ..., content: ...}}")
         content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            content = ""
         if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
             content = "".join(p["text"] for p in content)
         if not isinstance(content, str):
             raise PromptError(f"message {i} ({message['role']}) has no text content")
         out.append({**message, "content": content})
     return out
+
+
+def check_tools(value) -> list[dict]:
+    """JSON schemas of tools, as a list or as JSON text. Raises PromptError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as e:
+            raise PromptError(f"column 'tools' is no JSON: {e}") from None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise PromptError("column 'tools' is no list of JSON schemas")
+    return value
 
 
 def _leading_ids(tokenizer) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.data.dataset import Dataset, PromptError, Reader, Row, Tables
+from jaxrl.data.demonstrations import Demonstrations
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
 from jaxrl.errors import ConfigError
@@ -146,11 +147,12 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
     ds = Dataset(name, tables, Reader(config, tokenizer, targets, tools), bad)
+    turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else None
     limits = Limits(config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt)
     kept, rows = [], list(range(len(tables)) if rows is None else rows)
     for start in range(0, len(rows), CHUNK):
-        kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id)
+        kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id, turns)
     if not kept:
         long = f"too long for data.max_prompt_tokens={limits.prompt}"
         long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
@@ -164,7 +166,7 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
 def _content(row: Row) -> bytes:
     """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down."""
     try:
-        said = [row.prompt, row.completion, row.answer, row.columns]
+        said = [row.prompt, row.completion, row.answer, row.columns, *([row.messages] if row.messages else [])]
         if _depth(said) > MOST_NESTED:
             raise RecursionError
         return json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
@@ -195,8 +197,8 @@ class Limits(NamedTuple):
     policy: str
 
 
-def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id) -> list:
-    """Reads and tokenises some rows; applies the length limits. Returns (row number, prompt ids, target ids)."""
+def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demonstrations | None) -> list:
+    """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes."""
     rows, template = [], ds.reader.template
     for i in numbers:
         where = f"row {i}"
@@ -211,20 +213,23 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id) -> list:
     targets = iter(template.encode([row.completion for *_, row in rows if row.completion is not None]))
     kept, no_token = [], template.no_token
     for (i, where, row), prompt in zip(rows, prompts, strict=True):
-        target = None if row.completion is None else next(targets)
+        target, trained = None if row.completion is None else next(targets), None
         if no_token is not None and no_token in prompt:
             ds.unknown.append((i, prompt.count(no_token) / len(prompt)))
         if not prompt:
             ds.bad.add(where, "the prompt has no tokens")
             continue
-        if target is not None and no_token is not None and no_token in target:
-            ds.bad.add(where, f"the tokenizer has no token for {template.unknown_in(row.completion)!r} in the"
-                              f" completion: the model would learn to write {template.tokenizer.unk_token!r}")
+        try:
+            if row.messages:
+                target, trained = turns(row, prompt)
+            _check_known(template, row, target, trained)
+        except PromptError as e:
+            ds.bad.add(where, str(e))
             continue
         if target is not None:
-            target = np.array(target if target[-1:] == [eos_id] else [*target, eos_id], np.int32)
+            target = np.array(target if trained is not None or target[-1:] == [eos_id] else [*target, eos_id], np.int32)
         if (problem := _overlong(limits, prompt, target)) is None:
-            kept.append((i, np.array(prompt, np.int32), target))
+            kept.append((i, np.array(prompt, np.int32), target, trained))
         elif limits.policy == "error":
             raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
                             "'truncate_left'")
@@ -232,6 +237,19 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id) -> list:
             ds.filtered.append(where)
             ds.filtered_rows.append(i)
     return kept
+
+
+def _check_known(template, row: Row, target, trained) -> None:
+    """Raises PromptError where the model would learn to write the token for unknown text."""
+    if target is None or template.no_token is None:
+        return
+    said = target if trained is None else [i for i, own in zip(target, trained, strict=True) if own]
+    if template.no_token in said:
+        answers = [m["content"] for m in row.messages or () if m["role"] == "assistant"]
+        texts = [row.completion] if trained is None else answers
+        piece = next((t for t in texts if template.no_token in template.encode([t])[0]), texts[0])
+        raise PromptError(f"the tokenizer has no token for {template.unknown_in(piece)!r} in the completion: the model"
+                          f" would learn to write {template.tokenizer.unk_token!r}")
 
 
 def _overlong(limits: Limits, prompt, target) -> str | None:

@@ -39,7 +39,8 @@ class Shape:
     close: ids from where a turn's own text is over up to its end token, which is the last. own_end: whether the
     template writes that token as the turn's end (else it is the first of what follows, or the tokenizer's end token).
     end: the end token's text. pieces: what follows: texts of the template, and (message, field) for what is filled in.
-    edit: what the template does to each message's content. text: all of it, with sentinels.
+    edit: what the template does to each message's content. text: all of it, with sentinels. tail: what the template
+    writes behind a turn's own text where nothing follows.
     """
 
     close: tuple[int, ...]
@@ -48,6 +49,7 @@ class Shape:
     pieces: tuple[str | tuple[int, str], ...]
     edit: tuple[Callable[[str], str], ...]
     text: str
+    tail: str
 
 
 class Suffixes:
@@ -118,10 +120,11 @@ class Suffixes:
 
     def _shape(self, key, calls: int) -> Shape:
         text = self.behind(key, calls)
-        start, end, stop, own = self._end(text, self.behind((), calls, generation_prompt=False), calls)
+        alone = self.behind((), calls, generation_prompt=False)
+        start, end, stop, own = self._end(text, alone, calls)
         pieces, edit = self._pieces(text[stop:], len(key))
         close = self.tokens.written(text[start:stop] if stop > start else end)
-        return Shape(tuple(close), own, end, pieces, edit, text)
+        return Shape(tuple(close), own, end, pieces, edit, text, alone[start:])
 
     def _end(self, text: str, alone: str, calls: int) -> tuple[int, str, int, bool]:
         """Where the turn's own text is over, the end token's text, the place behind it, whether it is the turn's own.

@@ -29,21 +29,21 @@ USER, TOOL = ("user", False, False), ("tool", True, True)
 class TurnRenderer:
     """Renders messages behind recorded ids, and reads turns.
 
-    tools: JSON schemas that the chat template is told. stop_ids: end tokens beside the tokenizer's: that with which the
-    template ends a turn, and with env.max_parallel_calls=1 that which ends a call, so that a model that goes on after
-    a call cannot invent its result. Errors: ConfigError where there is no chat template or no fast tokenizer,
-    PromptError where the template refuses messages.
+    tools: JSON schemas that the chat template is told. tokens: of another renderer of the same tokenizer. stop_ids: end
+    tokens beside the tokenizer's: that with which the template ends a turn, and with env.max_parallel_calls=1 that
+    which ends a call, so that a model that goes on after a call cannot invent its result. Errors: ConfigError where
+    there is no chat template or no fast tokenizer, PromptError where the template refuses messages.
     """
 
-    def __init__(self, config, tokenizer, tools=()):
+    def __init__(self, config, tokenizer, tools=(), tokens: Tokens | None = None):
         self.config, self.tokenizer, self.tools = config, tokenizer, list(tools or ())
         self.template = Template(config, tokenizer, self.tools)
         if not self.template.chat:
             why = "the tokenizer has no chat template" if config.data.chat != "false" else "data.chat=false"
-            raise ConfigError(f"env: several turns need a chat template, and {why}: give model.chat_template=FILE"
-                              " and leave data.chat=auto")
+            raise ConfigError(f"several turns (env.*, data.train_turns=all) need a chat template, and {why}: give"
+                              " model.chat_template=FILE and leave data.chat=auto")
         marks = (*THINK, *(mark for parser in PARSERS.values() for mark in parser.marks))
-        self.tokens = Tokens(tokenizer, marks)
+        self.tokens = tokens or Tokens(tokenizer, marks)
         self.types, self.inline = types_of(self.tools), config.env.observations == "inline"
         self._suffixes = Suffixes(self.template, self.tokens)
         self._reads_calls = bool(self.tools) or config.env.parser != "auto"
@@ -141,6 +141,50 @@ class TurnRenderer:
                 "name": call["name"],
                 "arguments": json.dumps(call["arguments"]) if as_text else call["arguments"]}} for call in calls]
         return out
+
+    def turn(self, messages, answer: dict, following) -> list[int]:
+        """Ids of a turn as the template writes it behind messages, with its end token, for training on it: where the
+        template has none, the tokenizer's, or what begins the following messages if model.eos_tokens names that. Raises
+        PromptError where the template does not write the turn behind its own generation prompt.
+        """
+        before = self.template.conversation(messages, self.template.generation_prompt) + self.template.prefix
+        text = self.template.conversation([*messages, answer], False)
+        if not text.startswith(before):
+            raise PromptError("the chat template does not write the turn behind what a turn begins with,"
+                              f" {before[-40:]!r}: {text[len(before) - 40:][:80]!r}")
+        calls = (TOOL,) * len(answer.get("tool_calls") or ())
+        shape = self._suffixes.of(_messages(following)) if following else self._suffixes.shape(calls or (USER,))
+        place = text.rfind(shape.end, len(before)) + len(shape.end)
+        if shape.own_end and place > len(before):
+            body, end = text[:place], []
+        else:
+            named = {self.tokenizer.convert_tokens_to_ids(token) for token in self.config.model.eos_tokens}
+            eos, follows = self.tokenizer.eos_token_id, bool(following) and shape.close[-1] in named
+            body, end = text.removesuffix(shape.tail), [shape.close[-1] if follows or eos is None else eos]
+        head, whole = self.tokens.written(before), self.tokens.written(body)
+        ids = whole[len(head):] if whole[:len(head)] == head else self.tokens.written(body[len(before):])
+        return [*ids, *end]
+
+    def adapted(self, answer: dict) -> dict:
+        """A message whose calls have their arguments as the template wants them, as objects or as JSON text. Raises
+        PromptError."""
+        if not answer.get("tool_calls"):
+            return answer
+        calls = []
+        for call in answer["tool_calls"]:
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise PromptError('tool_calls: a call is {"type": "function", "function": {"name", "arguments"}}')
+            arguments = function.get("arguments") or {}
+            try:
+                if isinstance(arguments, str) and not self._suffixes.arguments_as_text:
+                    arguments = json.loads(arguments)
+            except ValueError as e:
+                raise PromptError(f"tool_calls: the arguments of {function['name']!r} are no JSON: {e}") from None
+            if self._suffixes.arguments_as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        return {**answer, "tool_calls": calls}
 
     def _parts(self, ids) -> tuple[str, str, dict[str, str]]:
         """(thoughts, the rest, marker -> how it appears in both) of sampled ids without their end tokens."""

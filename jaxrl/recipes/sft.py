@@ -60,12 +60,17 @@ def run(config, given=None) -> dict:
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
-    """Prompt + target as trajectories: each sequence its own group, loss on the target (end-of-text included)."""
+    """Prompt + target as trajectories: each sequence its own group, loss on the target (end-of-text included); of one
+    with several turns, on those of the model."""
     tokens = [np.concatenate([e.prompt_ids, e.target_ids]).astype(np.int32) for e in examples]
     prompts = np.array([len(e.prompt_ids) for e in examples], np.int32)
     offsets = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int64)
     first = np.where(loss_on_prompt, 1, np.maximum(prompts, 1))  # nothing predicts the very first token
     mask = np.concatenate([np.arange(len(t)) >= f for t, f in zip(tokens, first, strict=True)])
+    if not loss_on_prompt:  # else what stands between turns, the prompt of those behind it, is trained on too
+        for example, end in zip(examples, offsets[1:], strict=True):
+            if example.trained is not None:
+                mask[end - len(example.trained):end] &= example.trained
     flat, n = np.concatenate(tokens), len(examples)
     zeros = np.zeros(len(flat), np.float32)
     return Trajectories(

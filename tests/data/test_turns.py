@@ -237,6 +237,14 @@ def test_any_ids_are_read(family):
         r.first([user("?"), r.message(ids)] + [user("!")]) if family not in ("llama", "mistral") else None
 
 
+def test_the_config_names_how_calls_are_written():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for parser, count in (("auto", 1), ("hermes", 1), ("mistral", 0)):
+        r = renderer("hermes", TOOLS, parser=parser)
+        assert len(r.read(r.tokens.written(call))["calls"]) == count
+    assert len(renderer("gemma", parser="hermes").read(r.tokens.plain(call))["calls"]) == 1  # not a tool in its template
+
+
 def test_thoughts_are_told_from_the_answer():
     r = renderer("thoughts", TOOLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

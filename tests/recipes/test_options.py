@@ -709,7 +709,7 @@ def test_param_dtype(tiny):
 
 
 def test_loss_on_prompt():
-    example = SimpleNamespace(prompt_ids=np.array([5, 6, 7]), target_ids=np.array([8, 9]))
+    example = SimpleNamespace(prompt_ids=np.array([5, 6, 7]), target_ids=np.array([8, 9]), trained=None)
     masks = [demonstrations([example], [0], on).loss_mask.tolist() for on in (False, True)]
     assert masks == [[False, False, False, True, True], [False, True, True, True, True]]
 
