@@ -15,14 +15,10 @@ import json
 import math
 
 from jaxrl.envs import tools as tools_module
-from jaxrl.envs.tools import ToolError
+from jaxrl.envs.tools import BadEnvironment, ToolError
 from jaxrl.workers.loading import number
 
 __all__ = ["BadEnvironment", "Call", "Chat", "Observation", "Row", "Step", "Task", "ToolError", "Turn"]
-
-
-class BadEnvironment(Exception):
-    """An environment that does not keep to this interface. The text, which has no values in it, is the cause."""
 
 
 class MissingColumn(KeyError):

@@ -60,7 +60,7 @@ class Gym:
             options["render_mode"] = "ansi"
         self._env = gymnasium.make(name, **options)
         self._space, self._ansi = self._env.action_space, self._env.render_mode == "ansi"
-        self._kind = type(self._space).__name__
+        self._kind, self._invalid = type(self._space).__name__, 0
         if self._kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
             raise LoadError(f"gym:{name} has actions of kind {self._kind}, which no answer is read as; write a class "
                             "with reset and step around it")
@@ -73,9 +73,10 @@ class Gym:
     def step(self, action):
         found = self._action(action)
         if found is None:
-            return Step(INVALID, 0.0, False, {"invalid": 1.0})
+            self._invalid += 1
+            return Step(INVALID, 0.0, False, {"invalid": self._invalid})
         seen, reward, terminated, truncated, _ = self._env.step(found)
-        return Step(self._shown(seen), float(reward), bool(terminated or truncated), {"invalid": 0.0})
+        return Step(self._shown(seen), float(reward), bool(terminated or truncated), {"invalid": self._invalid})
 
     def close(self):
         self._env.close()

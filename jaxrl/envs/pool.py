@@ -39,6 +39,11 @@ SAID_SECONDS = 10.0     # between two looks at what workers printed
 SAID_LINES = 20         # of it that are said each time
 STRIKES = 3             # deaths of its workers that nobody explains after which an episode is taken for their cause
 IDLE_DEATHS = 5         # deaths of workers in a row, without an event between them, that stop the run
+KEYS = {  # of what events hold
+    "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "seconds"},
+    "done": {"value", "rewards", "reward", "rewarded", "notes", "counts", "seconds"},
+    "failed": {"cause", "detail", "fault"},
+}
 
 
 @dataclasses.dataclass
@@ -351,8 +356,8 @@ class EpisodePool:
             self._greeting(worker, message)
             return
         n, kind, *data = message
-        episode = worker.episodes.get(n)
-        if episode is None or kind not in ("send", "done", "failed", "gone", "hung"):
+        episode = worker.episodes.get(n) if isinstance(n, int) else None
+        if episode is None or not _is_reply(kind, data) or kind == "send" and episode.asks:
             raise Garbled(shown(json.dumps(message).encode()))
         self._deaths = 0
         if kind == "hung":
@@ -362,10 +367,8 @@ class EpisodePool:
         if kind != "send":
             del worker.episodes[n]
             heapq.heappush(worker.free, episode.seat)
-        if episode.cancelled:
+        if episode.cancelled or kind == "gone":
             return
-        if kind == "gone":
-            raise Garbled(shown(json.dumps(message).encode()))
         episode.asks = kind == "send"
         if kind != "send":
             del self._ids[episode.id]
@@ -467,6 +470,13 @@ class EpisodePool:
             log.info("printed by an environment: %s", line[:500])
         if len(lines) > SAID_LINES:
             log.info("... and %d more lines", len(lines) - SAID_LINES)
+
+
+def _is_reply(kind, data: list) -> bool:
+    """Whether it is what a worker sends."""
+    if kind in KEYS:
+        return len(data) == 1 and isinstance(data[0], dict) and data[0].keys() == KEYS[kind]
+    return (kind, len(data)) in (("gone", 0), ("hung", 1))
 
 
 def _decoded(line: bytes) -> list:

@@ -22,6 +22,10 @@ class ToolError(Exception):
     """A tool's refusal: its text is what the model is told. (Any other exception is the environment's fault.)"""
 
 
+class BadEnvironment(Exception):
+    """An environment that does not keep to its interface. The text, which has no values in it, is the cause."""
+
+
 class BadArguments(Exception):
     """Arguments that do not fit a tool. The text is for the model."""
 
@@ -85,13 +89,14 @@ def message(call, text: str) -> dict:
 
 
 def as_text(name: str, value) -> str:
-    """What a tool returned, as text: a string as it is, all else as JSON. Raises TypeError."""
+    """What a tool returned, as text: a string as it is, all else as JSON. Raises BadEnvironment."""
     if isinstance(value, str):
         return value
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        raise TypeError(f"tool {name!r} returned {type(value).__name__}, expected text or what JSON can hold") from None
+        raise BadEnvironment(f"tool {name!r} returned {type(value).__name__}, expected text or what JSON can hold"
+                             ) from None
 
 
 # -- schema ----------------------------------------------------------------------------------------------------------

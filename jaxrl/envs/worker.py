@@ -57,6 +57,7 @@ class Seats:
     BYTES = 8 * (AT_ONCE + 1)
 
     def __init__(self, fd: int):
+        os.lseek(fd, self.BYTES, os.SEEK_SET)  # who writes to all descriptors there are does not write to the table
         self.since = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")
 
     def beat(self) -> None:
@@ -217,7 +218,7 @@ class Running:
         try:
             if error is None:
                 return [self.n, "done", self.chat._result(value) | {"seconds": self.seconds}]
-        except BadEnvironment as e:
+        except Exception as e:
             error = e
         return [self.n, "failed", failure(error, self.phase)]
 
@@ -488,8 +489,17 @@ def main() -> None:
     except BaseException:
         if os.getpid() == owner:
             traceback.print_exc()
+            code = streams.CHANNEL_LOST if _closed(to_write) else 1
     sys.stderr.flush()
     os._exit(code)
+
+
+def _closed(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+        return False
+    except OSError:
+        return True
 
 
 def _first_line(fd: int) -> bytes:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import types
+import typing
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
@@ -143,6 +144,8 @@ class _Source:
             self.lines.append(f"{name} = {text}")
         elif isinstance(value, types.BuiltinFunctionType) and self._importable(value):
             self.lines.append(f"from {value.__module__} import {value.__qualname__} as {name}")
+        elif (known := getattr(value, "_name", None)) and getattr(typing, known, None) is value:  # Literal, Any
+            self.lines.append(f"from typing import {known} as {name}")
         else:
             self.refuse(f"it uses the global {name!r}, a {type(value).__name__}, which cannot be rebuilt there")
 

@@ -1,0 +1,52 @@
+"""Pools of episodes for tests: real processes, and a model that is a function."""
+
+import time
+from types import SimpleNamespace
+
+from jaxrl.config import default_config
+from jaxrl.envs.pool import EpisodePool
+
+
+def options(**changes):
+    """config.env with these options."""
+    return SimpleNamespace(**default_config().env.to_dict() | changes)
+
+
+def pool(function="", user=None, run_dir="", **changes) -> EpisodePool:
+    return EpisodePool(options(function=function, **changes), user, run_dir)
+
+
+def turn(text="", *calls, finish="stop", thinking="") -> dict:
+    """A turn of the model. calls: (name, arguments), None for arguments that cannot be read."""
+    found = [{"id": f"c{k}", "name": name, "arguments": arguments, "error": "" if arguments is not None else "no JSON"}
+             for k, (name, arguments) in enumerate(calls)]
+    return {"text": text, "thinking": thinking, "calls": found, "finish": finish}
+
+
+def play(episodes, rows, model=lambda id, k, said: turn("ok"), seconds=60.0, seed=lambda id: 1):
+    """Plays rows {id: columns} to their ends. model: (id, number of the turn, data of the send) -> turn, or None for no
+    answer. Returns ({id: event}, {id: [data of its sends]}); each id ends once."""
+    for id, row in rows.items():
+        episodes.start(id, {"row": row, "prompt": row.get("prompt", "go"), "seed": seed(id)})
+    return follow(episodes, set(rows), model, seconds)
+
+
+def follow(episodes, ids, model=lambda id, k, said: turn("ok"), seconds=60.0):
+    ends, said, deadline = {}, {id: [] for id in ids}, time.monotonic() + seconds
+    while set(ends) != ids:
+        assert time.monotonic() < deadline, f"never ended: {sorted(ids - set(ends))}"
+        for event in episodes.events(0.2):
+            assert event.id not in ends, "an episode ends once"
+            if event.kind == "send":
+                said[event.id].append(event.data)
+                reply = model(event.id, len(said[event.id]) - 1, event.data)
+                if reply is not None:
+                    episodes.reply(event.id, reply)
+            else:
+                ends[event.id] = event
+    return ends, said
+
+
+def texts(said) -> list[str]:
+    """What an episode said, message by message."""
+    return [message["content"] for data in said for message in data["messages"]]
