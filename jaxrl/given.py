@@ -1,5 +1,5 @@
-"""What a caller hands over as Python objects beside the config: rows, a tokenizer, reward functions, environments, tools,
-callbacks."""
+"""What a caller hands over as Python objects beside the config: rows, a tokenizer, reward functions, environments,
+tools, callbacks."""
 
 from __future__ import annotations
 
