@@ -109,3 +109,26 @@ async def broken_sometimes(task, chat):
                 time.sleep(60)
             return float("nan")
     return await several(task, chat)
+
+
+async def murderous(task, chat):
+    """`several`, which ends the trainer with SIGKILL at its n-th message of all, n in the file that WORLD names (Linux)."""
+    mark = Path(os.environ["WORLD"])
+
+    class Counted:
+        reward, note = chat.reward, chat.note
+
+        async def send(self, message):
+            turn = await chat.send(message)
+            left = int(mark.read_text()) if mark.exists() else -1
+            if left >= 0:
+                mark.write_text(str(left - 1))
+            if left == 0:
+                supervisor = Path(f"/proc/{os.getppid()}/status").read_text()
+                trainer = int(supervisor.split("PPid:")[1].split()[0])
+                mark.unlink()
+                os.kill(trainer, signal.SIGKILL)
+                time.sleep(60)
+            return turn
+
+    return await several(task, Counted())
