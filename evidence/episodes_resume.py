@@ -34,8 +34,8 @@ def options(folder: Path):
     template.write_text(TEMPLATE, encoding="utf-8")
     return (f"model.chat_template={template}", "rollout.compaction=False", "train.steps=6", "eval.every_steps=3",
             "checkpoint.every_steps=2", f"env.function={WORLDS.resolve()}:murderous", "env.variables=('WORLD',)",
-            "env.max_turns=4", "env.max_observation_tokens=8", "train.max_sequence_tokens=176", "rollout.prompt_lengths=(175,)",
-            "rollout.cache_lengths=(176,)", "reward.functions=()", "algorithm.advantage=turn")
+            "env.max_turns=4", "env.max_observation_tokens=8", "rollout.prompt_lengths=(167,)", "rollout.cache_lengths=(168,)",
+             "reward.functions=()", "algorithm.advantage=turn")
 
 
 def run(folder, mark, *more):

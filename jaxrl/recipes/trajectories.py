@@ -45,7 +45,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
 
     A completion is one sequence. An episode goes on in one sequence, in which what was put between its turns is masked,
     until a turn opens another. Further columns: kept; support where engines tell it; where there are episodes turn (-1
-    where not sampled), reward (of a turn, at its last sampled token) and anchor (int64, 0 = none).
+    where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
 
     With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length");
     episodes are within it.
@@ -100,7 +100,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
 
 def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
     """Number, reward and anchor of the turn that sampled each token."""
-    out = {"turn": np.full(len(mask), -1, np.int32), "reward": np.zeros(len(mask), np.float32),
+    out = {"turn": np.full(len(mask), -1, np.int32), "reward": np.zeros(len(mask)),
            "anchor": np.zeros(len(mask), np.int64)}
     sizes = pieces[:, 1]
     out["turn"][mask] = np.repeat([k for _, k, _ in turns], sizes)

@@ -13,6 +13,10 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}={%- endif -%}
 """
+LETTERS = """\
+{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ m.content }}<end>{%- else -%} {{ m.content }} {%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}q{%- endif -%}
+"""
 
 
 def share_of_digits(text):
@@ -40,6 +44,14 @@ async def several(task, chat):
             return None
         message = f"Max has {numbers.randint(0, 9)} apples"
     return 0.25
+
+
+async def letters(task, chat):
+    """Two or three turns for the letters' tokenizer of tests/rollout_helpers.py."""
+    turn = await chat.send(task.prompt)
+    for _ in range(random.Random(task.seed).randint(1, 2)):
+        turn = await chat.send("xyz")
+    return float(len(turn.text))
 
 
 async def rewritten(task, chat):
