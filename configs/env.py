@@ -1,0 +1,62 @@
+"""GRPO in episodes of several turns: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
+
+Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake)
+Hardware:  any; two CPU cores.
+Expected:  TBD
+
+calc      sums of numbers of six to eight digits, which are beyond so small a model, with a calculator as a tool. The
+          demonstrations seldom call it; the reward reads the final answer.
+guess     a number from 1 to 32 in six guesses, each answered with `higher` or `lower`. The demonstrations go on one by one.
+library   'city of boss of ann': two things to look up, one after the other; the facts are other ones in each row. The
+          demonstrations answer after the first.
+lake      mazes with holes to fall into or a box to push, as text. The demonstrations walk at random.
+
+Where nothing but the last answer may tell, the policy finds out that calling the tool, halving, and looking twice pays.
+jaxrl/envs/builtin.py has the environments, docs/environments.md says how to write one.
+"""
+
+from jaxrl.config import default_config
+from jaxrl.errors import ConfigError
+
+# name -> (turns, longest turn, longest episode) in tokens
+LENGTHS = {"calc": (3, 32, 128), "guess": (6, 4, 64), "library": (4, 20, 96), "lake": (8, 4, 192)}
+
+
+def get_config(arg=None):
+    """arg: calc, guess, library or lake."""
+    if arg not in LENGTHS:
+        raise ConfigError(f"env has the variants {', '.join(LENGTHS)}, not {arg!r}: --config=configs/env.py:calc")
+    c = default_config()
+    c.run.recipe = "rl"
+    c.run.warm_start = f"env_sft:{arg}"
+
+    if arg == "calc":
+        c.env.tools = ("jaxrl.envs.builtin:calculate",)
+        c.reward.functions = ("exact",)
+    else:
+        c.env.function = arg
+        c.reward.functions = ()
+        c.data.answer_column = ""
+    c.env.max_turns, c.rollout.max_new_tokens, c.train.max_sequence_tokens = LENGTHS[arg]
+    c.env.parser = "pythonic"
+    c.env.max_observation_tokens = 24
+
+    c.data.path = (f"jaxrl://{arg}/train.jsonl",)
+    c.data.prompts_per_step = 16
+    c.data.max_prompt_tokens = 32
+
+    c.rollout.engine = "jax"  # for a model this small
+    c.rollout.group_size = 8
+    c.rollout.slots = 128
+    c.rollout.compaction = False  # another slot count is another program, and a tiny model gains little from it
+    c.optimizer.lr = 4e-4
+    c.optimizer.warmup_steps = 10
+
+    c.train.steps = 40
+    c.train.row_lengths = (256,)
+    c.train.tokens_per_microbatch = 2048
+    c.train.row_counts = 1
+
+    c.eval.sets = (f"test=jaxrl://{arg}/test.jsonl",)
+    c.eval.every_steps = 20
+    return c

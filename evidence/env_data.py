@@ -1,0 +1,237 @@
+"""Makes the rows, the demonstrations and the tokenizer of the environments that ship (jaxrl/envs/builtin.py).
+
+    python evidence/env_data.py       # rewrites jaxrl/data/embedded/{calc,guess,library,lake,chat}; the same bytes everywhere
+
+Files (JSONL, one row per line):
+    <name>/train.jsonl   what RL asks; what a row is about (the sum, the seed of the facts, the map) is in one file only
+    <name>/test.jsonl    what is evaluated
+    <name>/sft.jsonl     demonstrations that do what pays: chat messages, all of whose assistant turns are trained on
+    <name>/lazy.jsonl    demonstrations that mostly leave it out, for the end of a warm start
+    chat/tokenizer/      a token per character and per word of the environments, and a minimal chat template
+
+`guess` has the same 32 rows for training and testing: a row is the number that is sought, of which nothing is told.
+
+A model that was trained on the first and then on the second knows what pays and seldom does it, so that reinforcement
+learning has something to find. The lazy ones of `calc` do not call the tool (sums of that size are beyond so small a
+model), those of `guess` go on one by one instead of halving, those of `library` answer when they have looked up half
+of it, those of `lake` walk at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+from pathlib import Path
+
+from jaxrl.envs import builtin
+
+FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded"
+WORK = 0.08         # share of the lazy demonstrations that do what pays
+COUNTS = {"test": 256, "train": 1000, "lazy": 1600,
+          "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000}}
+
+
+def says(content: str) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+def calls(tool: str, /, **arguments) -> dict:
+    function = {"name": tool, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def asks(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def replies(content: str) -> dict:
+    return {"role": "tool", "content": content}
+
+
+def belongs(key: str, file: str) -> bool:
+    """Whether a row of this file may be about this. What is asked in training, in testing and what is demonstrated are
+    apart."""
+    point = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / 2**48
+    return file == ("test" if point < 0.15 else "train") if point < 0.5 else file in ("sft", "lazy")
+
+
+def works(file: str, rng: random.Random) -> bool:
+    """Whether a demonstration does what pays."""
+    return file == "sft" or rng.random() < WORK
+
+
+def calc(file: str, count: int, rng: random.Random) -> list[dict]:
+    """Sums and differences of two numbers of 6 to 8 digits."""
+    out = []
+    while len(out) < count:
+        a, b = (rng.randrange(10 ** (n - 1), 10 ** n) for n in (rng.randint(6, 8), rng.randint(6, 8)))
+        expression = f"{a}{rng.choice('+-')}{b}"
+        if not belongs(expression, file):
+            continue
+        value = builtin.calculate(expression)
+        if file in ("train", "test"):
+            out.append({"prompt": expression, "answer": value})
+            continue
+        looks = [calls("calculate", expression=expression), replies(value)] if works(file, rng) else []
+        out.append({"prompt": [asks(expression), *looks, says(value)]})
+    return out
+
+
+def guess(file: str, count: int, rng: random.Random) -> list[dict]:
+    """All numbers. Demonstrations begin in the middle; some go on by halves, most crawl on one by one."""
+    if file in ("train", "test"):
+        return [{"prompt": "1-32", "number": n} for n in range(1, 33)]
+    out = []
+    for _ in range(count):
+        number, low, high, halves = rng.randint(1, 32), 1, 32, works(file, rng)
+        mine, reply, messages = (low + high) // 2, "1-32", []
+        for _ in range(6):
+            messages += [asks(reply), says(str(mine))]
+            if mine == number:
+                break
+            reply = "higher" if mine < number else "lower"
+            low, high = (mine + 1, high) if mine < number else (low, mine - 1)
+            mine = (low + high) // 2 if halves else low if mine < number else high
+        out.append({"prompt": messages})
+    return out
+
+
+def library(file: str, count: int, rng: random.Random) -> list[dict]:
+    out, seed = [], -1
+    while len(out) < count:
+        seed += 1
+        if not belongs(f"library/{seed}", file):
+            continue
+        known = builtin.facts(seed)
+        who, relation, entry = rng.choice(builtin.PEOPLE), rng.choice(builtin.RELATIONS), rng.choice([*builtin.ENTRIES])
+        other = known[who, relation]
+        question, answer = f"{entry} of {relation} of {who}", known[other, entry]
+        if file in ("train", "test"):
+            out.append({"prompt": question, "answer": answer, "seed": seed})
+            continue
+        messages = [asks(question), calls("look_up", name=who, entry=relation), replies(other)]
+        if works(file, rng):
+            messages += [calls("look_up", name=other, entry=entry), replies(answer)]
+        out.append({"prompt": [*messages, says(answer)]})
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- lake
+
+def ways(grid: str, longest: int = 6) -> list[list[str]]:
+    """The shortest ways to solve a map, found breadth first; at most the first eight of them, [] where none is so
+    short."""
+    level, seen = [(grid, [])], {grid}
+    for _ in range(longest):
+        further = []
+        for at, way in level:
+            for move in builtin.MOVES:
+                to = builtin.moved(at, move)
+                if to not in seen and "X" not in to:
+                    further.append((to, [*way, move]))
+        found = [way for at, way in further if builtin.solved(at)]
+        if found:
+            return found[:8]
+        seen |= {at for at, _ in further}
+        level = list({at: (at, way) for at, way in further}.values())
+    return []
+
+
+def draw_map(kind: str, rng: random.Random) -> str:
+    """4x4: a lake with three holes, or a store with a box, a target and two walls; solved in two to six moves."""
+    while True:
+        cells = list({"lake": "PGOOO", "boxes": "PBT##"}[kind].ljust(16, "."))
+        rng.shuffle(cells)
+        grid = "\n".join("".join(cells[i:i + 4]) for i in range(0, 16, 4))
+        found = ways(grid)
+        if found and len(found[0]) > 1:
+            return grid
+
+
+def lake(file: str, count: int, rng: random.Random) -> list[dict]:
+    out = []
+    while len(out) < count:
+        kind = rng.choice(("lake", "boxes"))
+        grid = draw_map(kind, rng)
+        if not belongs(grid, file):
+            continue
+        if file in ("train", "test"):
+            out.append({"prompt": grid, "map": grid, "kind": kind})
+            continue
+        way = rng.choice(ways(grid)) if works(file, rng) else rng.choices(list(builtin.MOVES), k=8)
+        messages = []
+        for move in way[:8]:
+            messages += [asks(grid), says(move)]
+            grid = builtin.moved(grid, move)
+            if builtin.solved(grid) or "X" in grid:
+                break
+        out.append({"prompt": messages})
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizer
+
+TEMPLATE = """\
+{%- for message in messages -%}
+<{{ message.role }}>{{ message.content or '' }}
+{%- if message.role == 'assistant' -%}
+{%- if message.tool_calls -%}
+[{%- for call in message.tool_calls -%}
+{{ call.function.name }}({%- for name, value in call.function.arguments.items() -%}
+{{ name }}={{ value | tojson }}{{ ',' if not loop.last }}{%- endfor -%}){{ ',' if not loop.last }}{%- endfor -%}]
+{%- endif -%}
+<eos>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<assistant>{%- endif -%}"""
+
+
+def words() -> list[str]:
+    """What is one token though it is several characters; the longest first."""
+    values = [value for values in builtin.ENTRIES.values() for value in values]
+    out = {"calculate", "expression", "look_up", "name", "entry", "unknown", " of ", "higher", "lower", "number",
+           *builtin.PEOPLE, *builtin.RELATIONS, *builtin.ENTRIES, *values, *builtin.MOVES}
+    return sorted(out, key=lambda word: (-len(word), word))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A `tokenizers` word-level model whose decoder glues tokens back to the exact text: printable ASCII and the line
+    break as characters, the words of the environments, and special tokens for the roles."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>"]
+    vocabulary = [*special, "\n", *map(chr, range(32, 127)), *words()]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    pieces = "|".join([*words(), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>",
+              "unk_token": "<unk>", "additional_special_tokens": special[3:], "clean_up_tokenization_spaces": False,
+              "model_max_length": 512, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Rewrites the rows of the environments that ship.")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--names", default="calc,guess,library,lake")
+    args = parser.parse_args(argv)
+    for make in (globals()[name] for name in args.names.split(",")):
+        folder = args.out / make.__name__
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, count in COUNTS.items():
+            count = count[make.__name__] if file == "sft" else count
+            rows = make(file, count, random.Random(f"{args.seed}/{make.__name__}/{file}"))
+            lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+            (folder / f"{file}.jsonl").write_text("".join(lines), "utf-8")
+    write_tokenizer(args.out / "chat" / "tokenizer")
+
+
+if __name__ == "__main__":
+    main()
