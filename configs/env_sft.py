@@ -30,8 +30,8 @@ def get_config(arg=None):
     c.data.train_turns = "all"
     c.data.shuffle = False  # the lazy demonstrations come last
     c.data.prompts_per_step = 16
-    c.data.max_prompt_tokens = 192
-    c.rollout.max_new_tokens = 192
+    c.data.max_prompt_tokens = 32
+    c.rollout.max_new_tokens = 224  # all behind the first prompt
 
     c.optimizer.lr = 3e-3
     c.optimizer.b2 = 0.98
