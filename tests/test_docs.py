@@ -197,6 +197,8 @@ def small(place, model, monkeypatch):
         made = config.model.init == "random" and "model_type" in config.model.config
         if not config.model.path and "model" not in given and not made:  # a warm start: the tiny model stands for it
             config.model.path, config.run.warm_start = "path/to/hf_model", ""
+        if config.env.function or config.env.tools or "env" in given or "tools" in given:  # its tokenizer has no chat template
+            config.model.tokenizer, config.train.max_sequence_tokens = "jaxrl://chat/tokenizer", 192
         ran.append(train(config, *args, **given))
         assert ran[-1]["steps"] == 2 or ran[-1]["ended_by"]
         return ran[-1]

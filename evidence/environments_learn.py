@@ -1,0 +1,98 @@
+"""The environments that ship are learnt: three seeds each, before and after, with controls that do not learn.
+
+    python evidence/environments_learn.py                       # about 40 quiet minutes on two cores
+    python evidence/environments_learn.py --names=calc --seeds=0
+
+One run after the other, each from the command line. Controls of every seed, each from the same warm start: the same RL
+with the rewards of each batch dealt out at random; without the tool, with one guess, with one look-up; and supervised
+training on its last demonstrations for as many seconds as RL took. Exits with 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from common import commit, record, table
+from quickstart import ROOT, launch
+
+WITHOUT = {"calc": ("env.tools=",), "guess": ("env.max_turns=1",), "library": ("env.max_turns=2",)}  # what it is about, off
+UNSCORED = ROOT / "evidence/unscored_environments.py"
+BOUNDS = {  # name -> (figure, whether it is met)
+    "ends at 0.80 or more (calc, library: 0.90)": ("after", lambda v, name: v >= (0.8 if name == "guess" else 0.9)),
+    "starts at 0.45 or less": ("before", lambda v, name: v <= 0.45),
+    "takes 180 s or less": ("wall_s", lambda v, name: v <= 180),
+    "without what it is about 0.25 or less": ("without", lambda v, name: v <= 0.25),
+    "shuffled rewards do not rise (0.1)": ("shuffled_gain", lambda v, name: v < 0.1),
+    "more demonstrations do not do it (0.6)": ("sft_more", lambda v, name: v < 0.6),
+}
+
+
+def seconds(summary: dict) -> float:
+    return sum(summary["seconds"][k] for k in ("rollout", "reward", "update", "publish"))
+
+
+def main_run(name: str, folder: Path, seed: int) -> dict:
+    done = launch(sys.executable, ROOT, folder / "rl", f"run.seed={seed}", config=f"configs/env.py:{name}")
+    summary = done.pop("summary")
+    lines = [json.loads(line) for line in (folder / "rl/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    return done | {
+        "name": name, "seed": seed, "before": summary["eval_before"]["accuracy"], "after": summary["eval_after"]["accuracy"],
+        "turns": [steps[0]["env/turns"], steps[-1]["env/turns"]], "reward": [steps[0]["reward/mean"], steps[-1]["reward/mean"]],
+        "gap_max": max(line["gap/max"] for line in steps), "rl_s": seconds(summary)}
+
+
+def controls(name: str, folder: Path, seed: int, rl_seconds: float) -> dict:
+    warm = folder / "rl/warm_start"
+    same = (f"run.seed={seed}", f"model.path={warm / 'export'}", "run.warm_start=")
+
+    def run(label: str, *overrides: str, config: str = "env") -> dict:
+        return launch(sys.executable, ROOT, folder / label, *same, *overrides, config=f"configs/{config}.py:{name}")["summary"]
+
+    without = run("without", *WITHOUT[name])
+    other = () if name == "calc" else (f"env.function={UNSCORED}:{name}",)
+    shuffled = run("shuffled", f"reward.functions={UNSCORED}:dealt_out,{UNSCORED}:own", "reward.weights=1,0",
+                   "eval.accuracy_from=own", *other)
+    half = [json.loads(line) for line in (warm / "metrics.jsonl").read_text().splitlines()][-2:]
+    each = half[1]["time"]["step"] / (half[1]["step"] - half[0]["step"])
+    more = run("sft", "model.init=pretrained", f"data.path=jaxrl://{name}/lazy.jsonl", "data.shuffle=true",
+               f"train.steps={round(rl_seconds / each)}", "optimizer.lr=1e-3", "checkpoint.export_at_end=true", config="env_sft")
+    judged = run("judged", "run.mode=eval", f"model.path={more['export']}")
+    return {"without": without["eval_after"]["accuracy"],
+            "shuffled": shuffled["eval_after"]["accuracy"],
+            "shuffled_gain": shuffled["eval_after"]["accuracy"] - shuffled["eval_before"]["accuracy"],
+            "sft_more_steps": more["steps"], "sft_more": judged["eval"]["accuracy"]}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--names", default="calc,guess,library")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--out", default="", help="keep the runs here")
+    args = parser.parse_args()
+    at, folder = commit(), Path(args.out or tempfile.mkdtemp(prefix="environments"))
+    runs = []
+    for name in args.names.split(","):
+        for seed in map(int, args.seeds.split(",")):
+            place = folder / f"{name}{seed}"
+            place.mkdir(parents=True, exist_ok=True)
+            run = main_run(name, place, seed)
+            run |= controls(name, place, seed, run["rl_s"])
+            runs.append({k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()})
+            print(json.dumps(runs[-1]), flush=True)
+    names = [n for n in runs[0] if n not in ("name", "seed")]
+    table(["figure", *[f"{r['name']} {r['seed']}" for r in runs]], [[n, *[r[n] for r in runs]] for n in names])
+    missed = [f"{r['name']}, seed {r['seed']}: {what}, measured {r[figure]}" for r in runs for what, (figure, met) in BOUNDS.items()
+              if not met(r[figure], r["name"])]
+    record("environments_learn", {"command": " ".join(["python evidence/environments_learn.py", *sys.argv[1:]]), "runs": runs,
+                                  "missed": missed}, at)
+    print("\n".join(missed) or "every bound is met")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
