@@ -219,7 +219,7 @@ def test_demonstrations_do_what_pays_and_the_lazy_ones_seldom(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_fits_the_configs(name, tokenizer):
     rl, sft = load_config(f"env:{name}"), load_config(f"env_sft:{name}")
-    longest = 0
+    longest, first = 0, 0
     for file in FILES:
         for row in read(name, file):
             prompt = row["prompt"]
@@ -227,8 +227,9 @@ def test_everything_fits_the_configs(name, tokenizer):
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
-            longest = max(longest, len(ids))
-    assert longest <= min(rl.train.max_sequence_tokens, sft.data.max_prompt_tokens)
+            longest, first = max(longest, len(ids)), max(first, len(tokenizer(messages[0]["content"])["input_ids"]) + 2)
+    assert longest <= min(rl.train.max_sequence_tokens, sft.rollout.max_new_tokens)
+    assert first <= min(rl.data.max_prompt_tokens, sft.data.max_prompt_tokens)
     assert len(tokenizer) <= sft.model.config.vocab_size
     rows = sum(len(read(name, path.split("/")[-1].removesuffix(".jsonl"))) for path in sft.data.path)
     assert sft.train.steps * sft.data.prompts_per_step == rows  # the lazy ones come last, and all of them
