@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import ModelConfig, model_config
-from jaxrl.models.placement import gathered, stored, whole
+from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
@@ -213,15 +213,20 @@ class Model:
         hidden, _, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared)
         return hidden[:, 0], cache
 
-    def extend(self, params, tokens_SxL, positions_SxL, cache):
-        """Several tokens per slot, L above 1: writes their keys and values at their positions, each attending to cache
-        positions up to its own, those written with it included.
+    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K):
+        """Up to L tokens, which is at least 2 and at most C, in each of K slots: writes their keys and values at their
+        positions, and each attends to cache positions up to its own, those written with it included.
 
-        Positions differ within a slot; those at or beyond the cache length are padding and write nothing.
+        A slot's positions follow each other; what is at or beyond the cache length, behind them, is padding. Slots
+        outside the cache are dropped, no other is there twice. On a mesh the K are split over the data axes as the
+        cache's slots are, and each device's name its own slots.
 
         Returns the cache.
         """
-        return decoder.forward(self, params, tokens_SxL, positions_SxL, cache=cache)[2]
+        length, groups = tokens_KxL.shape[1], self.config.num_kv_heads
+        part = jax.tree.map(lambda x: take_slots(x, slots_K, groups), cache)
+        _, _, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part)
+        return jax.tree.map(lambda x, y: put_slots(x, y, slots_K, positions_KxL[:, 0], length, groups), cache, part)
 
     def check_length(self, tokens: int) -> None:
         """ConfigError where a sequence of this many tokens needs a rotary scaling that depends on its length."""

@@ -265,6 +265,58 @@ def write(cache, x_SxLxGxK, positions_SxL, index):
     return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
 
 
+def take_slots(cache, slots_K, groups: int):
+    """A copy of K slots' rows of the cache, [K, C, G * K] or [N, K, C, G * K]; `groups` is G.
+
+    Each device copies of its own slots: its share of the K, in order, names these, or slots that there are not, whose
+    rows are without meaning. (Row by row: a gather would have XLA for TPUs copy the whole cache into another layout,
+    and the partitioner would collect it.)
+    """
+    def local(cache, slots, first):
+        at, _ = _own_slots(slots, first, cache.shape[-3])
+        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(cache, i, 1, cache.ndim - 3) for i in at], cache.ndim - 3)
+
+    return _each_its_slots(local, cache, slots_K, (), groups)
+
+
+def put_slots(cache, part, slots_K, starts_K, length: int, groups: int):
+    """The cache with `length` positions of K slots, from `starts` on, as they are in `part`, of take_slots. Slots that
+    there are not are left out."""
+    def local(cache, slots, first, part, starts):
+        lead, (room, width) = cache.shape[:-3], cache.shape[-2:]
+        at, there = _own_slots(slots, first, cache.shape[-3])
+        for i in range(len(slots)):
+            start = jnp.clip(starts[i], 0, room - length)
+            of, into = ((*(0,) * len(lead), row, start, 0) for row in (i, at[i]))
+            new, old = (jax.lax.dynamic_slice(x, where, (*lead, 1, length, width))
+                        for x, where in ((part, of), (cache, into)))
+            cache = jax.lax.dynamic_update_slice(cache, jnp.where(there[i], new, old), into)
+        return cache
+
+    return _each_its_slots(local, cache, slots_K, (part, starts_K), groups)
+
+
+def _own_slots(slots_K, first, count: int):
+    """(which of its `count` slots, from `first` on, a device is asked for, whether it has them)."""
+    at = slots_K - first
+    return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)
+
+
+def _each_its_slots(local, cache, slots_K, more, groups: int):
+    """local(cache, slots, first slot, *more) of each device's part of the cache and of what lies by slots."""
+    mesh = _mesh()
+    if mesh is None:
+        return local(cache, slots_K, 0, *more)
+    data = _data_axes(mesh, cache.shape[-3])
+    spec = P(*(None,) * (cache.ndim - 3), data, None, _head_axis(mesh, groups))
+
+    def one(cache, slots, *more):
+        return local(cache, slots, jax.lax.axis_index(data) * cache.shape[-3] if data else 0, *more)
+
+    specs = tuple(spec if x.ndim == cache.ndim else P(data) for x in (cache, slots_K, *more))
+    return jax.shard_map(one, in_specs=specs, out_specs=spec, check_vma=False)(cache, slots_K, *more)
+
+
 def _head_axis(mesh, groups: int):
     return "tp" if groups % mesh.shape["tp"] == 0 else None
 

@@ -264,18 +264,29 @@ class EmbeddedEngine(Engine):
 
     def _extend(self, work: list[tuple[int, int, np.ndarray]]):
         """Runs the tokens of every (slot, position of the first, tokens); what is longer than a call takes several."""
-        (rows, width), room = self.shapes.extend, self.shapes.cache_lengths[-1]
         while work:
-            now, work = work[:rows], work[rows:]
-            tokens, slots = np.zeros((rows, width), np.int32), np.full(rows, self.shapes.slots, np.int32)
-            positions = np.tile(room + np.arange(width, dtype=np.int32), (rows, 1))  # beyond the cache: padding
-            for i, (slot, start, new) in enumerate(now):
-                n = min(len(new), width)
-                tokens[i, :n], positions[i, :n], slots[i] = new[:n], start + np.arange(n), slot
+            call, work = self._call_of(work)
             with self._preparing():
-                self._cache = self._programs.extend(self._params, self._cache, tokens, positions, slots)
+                self._cache = self._programs.extend(self._params, self._cache, *call)
             self._counts["extend_calls"] += 1
-            work = [(slot, start + width, new[width:]) for slot, start, new in now if len(new) > width] + work
+
+    def _call_of(self, work):
+        """((tokens, positions, slots) of one call, what is left): in order, of every data shard as many as it has rows
+        for."""
+        (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
+        free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
+        tokens, which = np.zeros((rows, width), np.int32), np.full(rows, slots, np.int32)
+        beyond = self.shapes.cache_lengths[-1] + np.arange(width, dtype=np.int32)
+        positions = np.tile(beyond, (rows, 1))
+        for slot, start, new in work:
+            shard = slot * shards // slots
+            n = min(len(new), width) if free[shard] else 0
+            if n:
+                row, free[shard] = free[shard][0], free[shard][1:]
+                tokens[row, :n], positions[row, :n], which[row] = new[:n], start + np.arange(n), slot
+            if n < len(new):
+                left.append((slot, start + n, new[n:]))
+        return (tokens, positions, which), left
 
     def _prefill(self, bucket: int):
         """Prefills the next distinct prompts of a length class in queue order, in place of the class's last ones."""

@@ -109,12 +109,6 @@ def decode_part(model, steps: int, support: int, length: int, whole: bool, const
     return cache, out
 
 
-def extend_part(model, constrain, params, cache, tokens_KxL, positions_KxL, slots_K):
-    """New tokens of the slots `slots_K`: see Model.extend. Slots outside the cache are dropped. Returns the cache."""
-    part = model.extend(params, tokens_KxL, positions_KxL, constrain(model.take(cache, slots_K)))
-    return model.insert(cache, part, jnp.arange(slots_K.shape[0]), slots_K)
-
-
 _BESIDE = ThreadPoolExecutor(1, compilations.BESIDE)  # one: the work beside it wants the other cores
 
 
@@ -130,6 +124,7 @@ class Programs:
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
+        self.data_shards = data_shards(mesh)
         self.shares = shares_prompts(model.attention, mesh)  # whether decoding has a use for what slots share
 
     def _named(self, *spec):
@@ -225,14 +220,17 @@ class Programs:
         return self.run(*self.extend_call(*args))
 
     def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K) -> tuple:
-        """Arguments of `run`: keys and values of new tokens, at their positions, into the slots they continue."""
-        args = self.put((tokens_KxL, positions_KxL), self.by_slot) + (self.put(slots_K, self.whole),)
-        return (("extend",), functools.partial(extend_part, self.model, self._constrain), (params, cache, *args), (1,),
-                self.cache_shardings(cache))
+        """Arguments of `run`: keys and values of new tokens into the slots they continue; see Model.extend."""
+        tokens, positions, slots = self.put((tokens_KxL, positions_KxL, slots_K), self.by_slot)
+
+        def extend(params, cache, *new):
+            return self.model.extend(params, *new[:2], cache, new[2])
+
+        return ("extend",), extend, (params, cache, tokens, positions, slots), (1,), self.cache_shardings(cache)
 
     def shared(self, prompts, lengths):
         """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
-        return share(prompts, lengths, data_shards(self.mesh)) if self.shares else None
+        return share(prompts, lengths, self.data_shards) if self.shares else None
 
     def decode(self, *args):
         """Calls `decode_call`. Returns (cache (donated), Chunk)."""

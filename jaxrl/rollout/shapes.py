@@ -26,7 +26,8 @@ class Shapes:
     support: token ids of the sampler's support kept per token; 0 = none.
     insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while requests
       wait.
-    extend: slots of a call that extends conversations in their slots, and most new tokens of each.
+    extend: slots of a call that extends conversations in their slots, as many of every data shard, and most new tokens
+      of each.
     """
 
     slot_counts: tuple[int, ...]
@@ -75,7 +76,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
         insert_width=max(1, slots // 16), decode_steps=max(1, roll.decode_steps),
         end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]),
         support=roll.top_k if config.algorithm.sampled_support else 0,
-        extend=(data_shards * max(1, min(EXTEND[0], slots // data_shards // 8)), EXTEND[1]))
+        extend=(data_shards * max(1, min(EXTEND[0], slots // data_shards // 8)), min(EXTEND[1], caches[-1])))
 
 
 def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tuple[int, ...]:
