@@ -334,7 +334,8 @@ def test_on_a_mesh_of_two_devices(axis):
     """Slots over dp, heads over tp: the cache is extended in place, each device its own part."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
            "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED).replace("AXIS", repr(axis))], env=env, capture_output=True, text=True, timeout=300)
+    code = textwrap.dedent(SHARDED).replace("AXIS", repr(axis))
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr[-3000:]
     gap, extra, prefilled, compiled, alias, temp, copied = map(float, out.stdout.split("RESULT")[1].split())
     assert gap < 1e-5 and extra == 0 and prefilled == 5 and compiled == 6 and alias == 1 and temp < 1 and copied == 0
