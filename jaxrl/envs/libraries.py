@@ -40,7 +40,7 @@ def find(kind: str, name: str, options: dict):
 
     make.__module__ = __name__
     try:
-        make().close()
+        make().trial()
     except LoadError:
         raise
     except Exception as e:
@@ -80,6 +80,8 @@ class Gym:
 
     def close(self):
         self._env.close()
+
+    trial = close
 
     def _says(self) -> str:
         """What the actions are."""
@@ -139,10 +141,7 @@ class Arena:
         self._own, self._name = textarena.core.ObservationType.PLAYER_ACTION, name
 
     def reset(self, row, seed):
-        try:
-            self._env.reset(num_players=1, seed=seed)
-        except AssertionError as e:
-            raise RuntimeError(f"textarena:{self._name} is no game of one player: {e}") from None
+        self._env.reset(num_players=1, seed=seed)
         return self._said()
 
     def step(self, action):
@@ -153,8 +152,11 @@ class Arena:
         info = (info or {}).get(0, {})
         return Step(None, float((rewards or {}).get(0, 0.0)), True, {"invalid": float(bool(info.get("invalid_move")))})
 
-    def close(self):
-        pass
+    def trial(self):
+        try:
+            self._env.reset(num_players=1, seed=0)
+        except AssertionError as e:
+            raise LoadError(f"textarena:{self._name} is no game of one player: {e}") from None
 
     def _said(self) -> str:
         _, said = self._game.get_observation()
