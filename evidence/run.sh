@@ -53,6 +53,9 @@
 #    2  k = 0 is the synchronous run; 3 killed and resumed   asynchrony_resume.py
 #    4  learning with k = 0, 2, 8                            asynchrony.py
 #    5  two trainers, two vLLM servers, one killed           asynchrony_hosts.py
+# Of environments (not in "all"):
+#    8  gymnasium and textarena beside themselves           environments_compat.py (makes an environment of its own)
+#    6  turns per second of a null environment              benchmarks/environments.py
 # Of the house:
 #    1  no number moved between two checkouts               nothing_moved.py BEFORE (not in "all")
 # Of the options (not in "all"; half an hour):
