@@ -83,7 +83,7 @@ def episode_metrics(traj, outcomes, failed: dict[str, int], asked: int) -> dict[
     for name in ("calls", "malformed", "late"):
         out[f"env/{name}"] = float(np.mean([o.counts.get(name, 0) for o in outcomes]))
     for name in ("engine", "environment"):
-        out[f"time/env_{name}"] = float(np.mean([o.counts.get(f"{name}_seconds", 0) for o in outcomes]))
+        out[f"perf/env_{name}_seconds"] = float(np.mean([o.counts.get(f"{name}_seconds", 0) for o in outcomes]))
     for cause, number in failed.items():
         out[f"env/absent/{re.sub('[^A-Za-z0-9]+', '_', cause)[:40].strip('_')}"] = number / asked
     return out

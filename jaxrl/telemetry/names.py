@@ -130,8 +130,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/<phase>_tflops", "the same for the seconds of one phase"),
     Metric("perf/tokens_per_second", "tokens of prompts and completions per second and device, over the same seconds as perf/mfu"),
     Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
-    Metric("time/env_engine", "mean seconds that an episode waited for the engine"),
-    Metric("time/env_environment", "mean seconds that it took beside that: its environment, and waiting for a worker"),
+    Metric("perf/env_engine_seconds", "mean seconds that an episode waited for the engine"),
+    Metric("perf/env_environment_seconds", "mean seconds that it took beside that: its environment, and waiting for a worker"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}
