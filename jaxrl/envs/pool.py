@@ -190,8 +190,13 @@ class EpisodePool:
         return hashlib.sha256(decides.encode()).hexdigest()[:16]
 
     def start(self, id: str, task: dict) -> None:
-        """Begins an episode: {"row": columns, "prompt": text or messages, "seed": int}, JSON-able."""
-        episode = Episode(id, next(self._numbers), json.dumps(task))
+        """Begins an episode: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists; ConfigError
+        for what has no JSON form."""
+        try:
+            episode = Episode(id, next(self._numbers), json.dumps(task, default=_as_list))
+        except (TypeError, ValueError, RecursionError) as e:
+            raise ConfigError(f"data: a value of a row has no JSON form and cannot be handed to environments: {e}; its "
+                              f"columns: {', '.join(map(str, task['row']))}") from None
         with self._state:
             if id in self._ids:
                 raise ValueError(f"episode {id!r} runs already")
@@ -487,6 +492,13 @@ def _decoded(line: bytes) -> list:
     if not isinstance(message, list) or len(message) < 2:
         raise Garbled(shown(line))
     return message
+
+
+def _as_list(value):
+    """Of an array or its scalars, without importing numpy."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} {str(value)[:40]!r}")
 
 
 def _plain(options) -> dict:

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import env_cases
+import numpy as np
 import pytest
 from env_cases import follow, play, texts, turn
 
 from jaxrl.envs import Observation, Step, ToolError
+from jaxrl.errors import ConfigError
 
 EPISODES = textwrap.dedent('''
     import asyncio, os, random, sys, time
@@ -221,11 +223,10 @@ def test_classes_step_with_random_numbers_of_their_own(pool):
 
 
 def test_numpys_numbers_are_an_episodes_own_too(pool):
-    numpy = pytest.importorskip("numpy")  # (jaxrl needs it)
     _, said = play(pool("InNumpy", workers=1, max_turns=4), {f"e{k}": {} for k in range(8)}, seed=lambda id: int(id[1:]))
     _, said = play(pool("InNumpy", workers=1, max_turns=4), {f"e{k}": {} for k in range(8)}, seed=lambda id: int(id[1:]))
     for k in range(8):  # (the first that imports numpy is too late for its own first number)
-        assert texts(said[f"e{k}"]) == [str(x) for x in numpy.random.RandomState(k).random(4)]
+        assert texts(said[f"e{k}"]) == [str(x) for x in np.random.RandomState(k).random(4)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"threads": True}, {"options": {"kind": "slow"}}])
@@ -269,6 +270,14 @@ def test_a_cancelled_episode_is_heard_no_more_and_gives_its_place_back(pool):
     with pytest.raises(ValueError, match="'e5' runs already"):
         p.start("e5", {"row": row, "prompt": "", "seed": 0})
     p.cancel(["e5", "never"])
+
+
+def test_rows_go_over_as_json(pool):
+    rows = {"e": {"value": np.float32(0.5), "reward": np.arange(3)[2], "more": np.arange(4).reshape(2, 2)}}
+    ends, _ = play(pool("scored"), rows)
+    assert (ends["e"].data["value"], ends["e"].data["reward"]) == (0.5, 2.0)
+    with pytest.raises(ConfigError, match="cannot be handed to environments: object .*; its columns: value, odd"):
+        play(pool("scored"), {"e": {"value": 1, "odd": object()}})
 
 
 def test_a_key_says_which_code_and_options_play(source, tmp_path):
