@@ -1,11 +1,16 @@
-"""How many turns of episodes the pool and its workers carry, without a model:
+"""How many turns of episodes the pool and its workers carry, how long an engine stands idle behind slow environments, and what
+long episodes hold in memory:
 
     python benchmarks/environments.py --env=null --workers=2 --in-flight=128   (--seconds 10; --kind async|def|class; --out FILE)
+    python benchmarks/environments.py --env=lognormal --in-flight=128 --seconds 60
+    python benchmarks/environments.py --env=memory
 
 null: an environment that does nothing. A turn is one message from the episode through its worker and the pool to the trainer's
 process, and the answer back. Kinds: a coroutine (async), a plain function (def, a thread each), a class with reset and step.
 Printed, and written to FILE: turns per second, microseconds of processor time a turn costs the trainer and the workers, and the
 trainer's peak memory.
+lognormal: steps of 0.5 s in the mean, sigma 1, before the embedded sampler with 32 slots; printed is the share of the time in which
+it had nothing to do. memory: 512 episodes of 32k tokens, sampled at once, up to their trajectories.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import episode_engine  # noqa: E402
 
 TURNS = 16  # of an episode
 CODE = f"""
@@ -98,14 +105,19 @@ def null(kind: str, workers: int, in_flight: int, seconds: float) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--env", choices=("null",), default="null")
+    parser.add_argument("--env", choices=("null", "lognormal", "memory"), default="null")
     parser.add_argument("--kind", choices=("async", "def", "class"), default="async")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--in-flight", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", default="")
     given = parser.parse_args()
-    result = null(given.kind, given.workers, given.in_flight, given.seconds)
+    if given.env == "null":
+        result = null(given.kind, given.workers, given.in_flight, given.seconds)
+    elif given.env == "lognormal":
+        result = episode_engine.lognormal(given.workers, given.in_flight, given.seconds)
+    else:
+        result = episode_engine.memory(given.workers)
     print(json.dumps(result))
     if given.out:
         Path(given.out).write_text(json.dumps(result, indent=1) + "\n")
