@@ -126,8 +126,9 @@ def schema(fn) -> dict:
             required.append(key)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
     out = {"name": name, "description": description, "parameters": parameters}
-    if "return" in hints:
-        out["return"] = _type(hints["return"], "") | ({"description": returned} if returned else {})
+    result = hints.get("return")
+    if "return" in hints and (typing.get_origin(result) or result is typing.Any or result in SIMPLE):
+        out["return"] = _type(result, "") | ({"description": returned} if returned else {})
     return {"type": "function", "function": out}
 
 

@@ -89,7 +89,7 @@ def chosen(a: Literal["x", "y"], b: Literal[1, "z"], c: str, d: Literal[True, 3]
 
 
 class Holder:
-    def method(self, a: int) -> object:
+    def method(self, a: int) -> bool:
         """Of an object.
 
         Args:
