@@ -190,8 +190,8 @@ class EpisodePool:
         return hashlib.sha256(decides.encode()).hexdigest()[:16]
 
     def start(self, id: str, task: dict) -> None:
-        """Begins an episode: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists; what has no
-        JSON form is a ConfigError."""
+        """Begins an episode: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists; what
+        has no JSON form is a ConfigError."""
         try:
             episode = Episode(id, next(self._numbers), json.dumps(task, default=_as_list))
         except (TypeError, ValueError, RecursionError) as e:
