@@ -28,6 +28,7 @@ BOUNDS = {  # name -> (figure, whether it is met)
     "starts at 0.45 or less": ("before", lambda v, name: v <= 0.45),
     "takes 180 s or less": ("wall_s", lambda v, name: v <= 180),
     "without what it is about 0.25 or less": ("without", lambda v, name: v <= 0.25),
+    "the control judges as the run does": ("judged_apart", lambda v, name: v < 0.01),
     "shuffled rewards do not rise (0.1)": ("shuffled_gain", lambda v, name: v < 0.1),
     "more demonstrations do not do it (0.6)": ("sft_more", lambda v, name: v < 0.6),
 }
@@ -64,7 +65,7 @@ def controls(name: str, folder: Path, seed: int, rl_seconds: float) -> dict:
                f"train.steps={round(rl_seconds / each)}", "optimizer.lr=1e-3", "checkpoint.export_at_end=true", config="env_sft")
     judged = run("judged", "run.mode=eval", f"model.path={more['export']}")
     return {"without": without["eval_after"]["accuracy"],
-            "shuffled": shuffled["eval_after"]["accuracy"],
+            "shuffled_before": shuffled["eval_before"]["accuracy"], "shuffled": shuffled["eval_after"]["accuracy"],
             "shuffled_gain": shuffled["eval_after"]["accuracy"] - shuffled["eval_before"]["accuracy"],
             "sft_more_steps": more["steps"], "sft_more": judged["eval"]["accuracy"]}
 
@@ -83,6 +84,7 @@ def main():
             place.mkdir(parents=True, exist_ok=True)
             run = main_run(name, place, seed)
             run |= controls(name, place, seed, run["rl_s"])
+            run["judged_apart"] = abs(run["shuffled_before"] - run["before"])
             runs.append({k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()})
             print(json.dumps(runs[-1]), flush=True)
     names = [n for n in runs[0] if n not in ("name", "seed")]

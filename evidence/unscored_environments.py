@@ -19,7 +19,8 @@ async def library(task, chat):
 
 def own(completion, **columns):
     """Whether the last turn says what the row wants."""
-    return float(completion.strip() == str(columns.get("answer", columns.get("number"))))
+    wanted = columns.get("answer")
+    return float(completion.strip() == str(columns["number"] if wanted is None else wanted))
 
 
 def dealt_out(prompts, completions, **columns):
