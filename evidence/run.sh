@@ -54,6 +54,7 @@
 #    4  learning with k = 0, 2, 8                            asynchrony.py
 #    5  two trainers, two vLLM servers, one killed           asynchrony_hosts.py
 # Of environments (not in "all"):
+#    2  10,000 turns over public chat templates             chat_templates.py (downloads two wheels; a minute)
 #    8  gymnasium and textarena beside themselves           environments_compat.py (makes an environment of its own)
 #    6  turns per second of a null environment              benchmarks/environments.py
 #    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes)
