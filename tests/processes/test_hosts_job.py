@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from run_tools import ROOT, environment
+from worlds import TEMPLATE
 
 STEPS, HALF = 4, 2
 OPTIONS = ("algorithm.entropy_coef=0.01", "algorithm.num_minibatches=2", "checkpoint.export_at_end=false", f"train.steps={STEPS}",
@@ -62,6 +63,24 @@ def test_two_processes_train_stop_and_one_goes_on(tmp_path):
     assert seen[0]["restored"] == [[step, saved]] == [[HALF, saved]]  # bit-equal on the other mesh
     assert answers == whole and set(losses) == set(wanted) == set(range(1, STEPS + 1))
     assert max(abs(losses[k] / wanted[k] - 1) for k in losses) < 1e-5
+
+
+@pytest.mark.slow
+def test_episodes_of_two_processes_are_those_of_one(tmp_path):
+    """Each process plays the episodes of its groups, in workers of its own: same turns and scores, losses within rounding."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE, encoding="utf-8")
+    episodes = ("train.steps=2", f"model.chat_template={tmp_path / 'chat.jinja'}", f"env.function={ROOT / 'tests/envs/worlds.py'}:several",
+                "env.max_turns=4", "env.max_observation_tokens=8", "env.workers=1", "reward.functions=()", "rollout.compaction=False",
+                "algorithm.advantage=turn", "mesh.fsdp=4", "eval.before=false")
+    flags = [f"--config.{f}" for f in episodes]
+    for processes, name in ((1, "one"), (2, "two")):
+        job(tmp_path / name, processes, *flags)
+    (whole, wanted, _), (answers, losses, seen) = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert answers == whole and [len(a) for a in answers] == [32, 32] and [s["held"][0] for s in seen] == [[0, 1], [2, 3]]
+    assert max(abs(losses[k] - wanted[k]) for k in wanted) < 1e-6
+    told = [[json.loads(line)["episode"] for line in (tmp_path / name / "rollouts" / "step_00000001.jsonl").read_text().splitlines()]
+            for name in ("one", "two")]
+    assert told[0] == told[1] and max(len(pieces) for pieces in told[0]) > 4
 
 
 @pytest.mark.slow
