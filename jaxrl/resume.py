@@ -23,7 +23,7 @@ FUTURE: tuple[str, ...] = (
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
     # sampling, scoring and learning from here on
-    "rollout.*", "reward.*", "algorithm.*", "eval.*", "reference.*", "critic.*",
+    "rollout.*", "env.*", "reward.*", "algorithm.*", "eval.*", "reference.*", "critic.*",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",
@@ -36,6 +36,7 @@ PAST: dict[str, str] = {
     "run.warm_start": "the parameters began there",
     "model.*": "it decides the parameters, their names or how text becomes tokens",
     "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
+    "env.tools": "prompts tell of them, and it decides which are too long",
     "reference.path": "the KL term would pull towards another model",
     "reference.revision": "the KL term would pull towards another model",
     "critic.path": "the critic's parameters began there",

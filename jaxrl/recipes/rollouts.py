@@ -161,7 +161,7 @@ class Rollouts:
                 if earlier:
                     recorded = recorded_outcomes(earlier, traj, examples, texts, self.rewards.key())
                 recorded = [g.outcomes.get(q.id, old) for (q, _, g), old in zip(found, recorded, strict=True)]
-                result = self._scored(found, items, recorded)
+                result = self._scored(found, items, recorded=recorded, stop=session.interrupted)
                 if result is None:
                     return None
                 if stream == GREEDY:
@@ -178,11 +178,9 @@ class Rollouts:
         check_failures(self.spec.env, step + 1, outcomes, len(outcomes))
         return dict(Counter(o.cause for o in outcomes if o is not None and o.cause))
 
-    def _scored(self, found, items, recorded=None, part=False):
-        """Rewards of (request, result, group, ...); None when a stop was asked for."""
-        stop = (lambda: False) if part else self.session.interrupted
-        result = self.rewards.score(items, recorded=recorded, part=part, stop=stop)
-        return with_outcomes(result, [row[1].outcome for row in found], self.spec.env)
+    def _scored(self, found, items, **how):
+        """Rewards of (request, result, group, ...). how: as of RewardPool.score, which may return None."""
+        return with_outcomes(self.rewards.score(items, **how), [row[1].outcome for row in found], self.spec.env)
 
     def _items(self, found, texts=None):
         """(trajectories, texts, reward items) of (request, result, group)."""
@@ -230,7 +228,7 @@ class Rollouts:
         if not rows:
             raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
         traj, texts, items = self._items([row[:3] for row in rows], [row[3] for row in rows])
-        result = self._scored(rows, items, [row[4] for row in rows])
+        result = self._scored(rows, items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)

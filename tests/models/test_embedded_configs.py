@@ -14,7 +14,8 @@ from jaxrl.config import load_config
 from jaxrl.errors import ConfigError
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))
-VARIANTS = [*CONFIGS, "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny"]
+GAMES = [f"{name}:{game}" for name in ("env", "env_sft") for game in ("calc", "guess", "library", "lake")]
+VARIANTS = [*(name for name in CONFIGS if not name.startswith("env")), "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny", *GAMES]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
