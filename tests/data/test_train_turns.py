@@ -178,7 +178,7 @@ def test_the_loss_is_that_of_the_models_turns(tokenizers, tmp_path):
             count += sum(mask)
         return total / count
 
-    (value, got), (want, expected) = jax.value_and_grad(trained)(params), jax.value_and_grad(dense)(params)
+    (value, got), (want, expected) = (jax.jit(jax.value_and_grad(f))(params) for f in (trained, dense))
     assert float(value) == pytest.approx(float(want), rel=1e-5)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
