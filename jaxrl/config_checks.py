@@ -278,7 +278,7 @@ def _episodes(cfg):
     if longest and e.max_input_tokens >= longest:
         out.append(f"env.max_input_tokens={e.max_input_tokens}: a sequence has at most train.max_sequence_tokens="
                    f"{longest}; lower it, or leave it out")
-    if e.python and shutil.which(e.python) is None:
+    if e.python and shutil.which(e.python) is None and not Path(e.python).is_file():
         out.append(f"env.python={e.python!r}: no such program; name an interpreter")
     if wrong := [name for name in e.variables if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
         out.append(f"env.variables={e.variables}: {wrong[0]!r} is no name; give names only, their values come from "

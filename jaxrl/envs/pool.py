@@ -507,7 +507,7 @@ def _plain(options) -> dict:
 
 
 def _interpreter(python: str) -> str:
-    if python and shutil.which(python) is None:
+    if python and shutil.which(python) is None and not os.path.isfile(python):
         raise ConfigError(f"env.python={python!r}: there is no such program; name the interpreter of the environment in"
                           " which the environments' packages are, /path/venv/bin/python")
     return python

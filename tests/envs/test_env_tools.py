@@ -197,7 +197,7 @@ TOOLS = textwrap.dedent('''
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("tools") / "my_tools.py"
-    path.write_text(TOOLS)
+    path.write_text(TOOLS, encoding="utf-8")
     return path
 
 
