@@ -20,7 +20,8 @@ def template(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [("rollout.partial=True",), ("env.publish=turn", "env.in_flight=12")])
+@pytest.mark.parametrize("how", [pytest.param(("rollout.partial=True",), marks=pytest.mark.nightly),
+                                 ("env.publish=turn", "env.in_flight=12")])
 def test_episodes_run_ahead_within_the_bound_and_go_on_after_a_kill(tmp_path, template, how):
     """Every episode is used once, in order, none older than the bound, whatever a kill cut off."""
     job = (template, *JOB, "rollout.max_staleness=1", *how)

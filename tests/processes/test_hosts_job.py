@@ -65,7 +65,7 @@ def test_two_processes_train_stop_and_one_goes_on(tmp_path):
     assert max(abs(losses[k] / wanted[k] - 1) for k in losses) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_episodes_of_two_processes_are_those_of_one(tmp_path):
     """Each process plays the episodes of its groups, in workers of its own: same turns and scores, losses within rounding."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE, encoding="utf-8")
