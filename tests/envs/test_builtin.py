@@ -237,6 +237,7 @@ def test_everything_fits_the_configs(name, tokenizer):
 
 # -- a run ---------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_calc_trains(tmp_path):
     few = {"data.prompts_per_step": 2, "rollout.group_size": 2, "rollout.slots": 4, "train.steps": 2, "reward.workers": 1, "env.workers": 1,
            "eval.max_rows": 2, "log.tensorboard": False, "log.console": "off", "run.dir": str(tmp_path / "run"), "run.warm_start": "",

@@ -101,7 +101,8 @@ def new_tokens(said):
                for (p, r), (q, _) in zip(before, now, strict=True))
 
 
-@pytest.mark.parametrize("hf,scan", [("plain", False), ("windows", False), ("windows", True)])
+@pytest.mark.parametrize("hf,scan", [("plain", False), ("windows", False),
+                                     pytest.param("windows", True, marks=pytest.mark.slow)])
 def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
     """Tokens, log-probs, the trainer's recomputation of them; and only new tokens are run."""
     engine = made(hf, scan)
@@ -119,6 +120,7 @@ def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
     assert_equal([[turn[2]] for turn in said], talk(alone, which=[2]), atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["blockwise", "tpu"])
 def test_every_attention_extends_a_cache(implementation):
     """Rows of different lengths, padding, a slot that is not there: keys and values are those of prefilling the whole. (TPU's
@@ -281,6 +283,7 @@ def test_lengths_and_programs_of_episodes():
         from_config(many(rollout__prompt_lengths=(64, 128, 512)), 1, 1)
 
 
+@pytest.mark.slow
 def test_a_run_of_several_turns_has_at_most_twelve_programs():
     """What a run compiled, and what it would if all else that may come did."""
     cfg = many(data__max_prompt_tokens=16, train__max_sequence_tokens=480, rollout__max_new_tokens=320, rollout__slots=128)
@@ -329,7 +332,8 @@ SHARDED = """
 """
 
 
-@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.nightly)])
 def test_on_a_mesh_of_two_devices(axis):
     """Slots over dp, heads over tp: the cache is extended in place, each device its own part."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
