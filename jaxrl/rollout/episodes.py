@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.protocol import UNFINISHED, Engine, Health, Key, Outcome, Request, Result, Turn
+from jaxrl.rollout.protocol import UNFINISHED, Engine, Health, Key, Outcome, Request, Result, Turn, check_ids
 
 log = logging.getLogger("jaxrl")
 PROBE = "probe"            # id of the episode that is played a second time
@@ -94,15 +94,13 @@ class EpisodeEngine(Engine):
         return dataclasses.replace(self.engine.info, holds=True)
 
     def submit(self, requests: list[Request]) -> None:
+        ids = check_ids(requests, self._ids)
         for request in requests:
             if len(request.prompt) >= self.longest:
                 raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
                                  f"an answer within {self.longest}; raise train.max_sequence_tokens")
-            if request.id in self._ids:
-                raise ValueError(f"request {request.id!r}: an unfinished request has the same id; ids are unique")
-            self._ids.add(request.id)
-            record = _record_of(self._recorded.pop(request.id, None))
-            self._waiting.append(Episode(request, record))
+        self._ids.update(ids)
+        self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
         end = self.clock() + deadline_s
