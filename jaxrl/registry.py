@@ -24,6 +24,7 @@ class Recipe(NamedTuple):
     modes: tuple[str, ...]   # values of run.mode that it has
     roles: tuple[str, ...] = ("policy",)  # parameters and programs that mesh.roles may place
     starts_others: bool = False  # its export may be another job's run.warm_start
+    pairs: bool = False  # its rows hold a chosen and a rejected completion, or one with a label (data/pairs.py)
 
 
 # Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks

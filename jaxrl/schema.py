@@ -102,6 +102,10 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
         "completion_column": O("completion", "target text for SFT (ignored by rl)"),
+        "chosen_column": O("chosen", "preferences: the better answer, text or messages, with the prompt before it or without"),
+        "rejected_column": O("rejected", "preferences: the worse answer, likewise"),
+        "label_column": O("label", "preferences: whether an answer in data.completion_column is good, true or false"),
+        "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
         "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
                                  " and tell the chat template a row's `tools`, JSON schemas (all)", choices=("last", "all")),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),

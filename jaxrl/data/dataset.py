@@ -25,9 +25,10 @@ class Example:
 
     prompt_ids: [P] int32, P <= data.max_prompt_tokens. prompt_text: what they spell. prompt: the row's own text or
     messages. answer: the reference answer. columns: what rewards receive by name: every column of the row but the
-    prompt and the completion, and `answer`. where: the place, "file:line". target_ids: SFT only, [C] int32, the
-    completion tokenised on its own, ending with the end token, or with data.train_turns=all the turns and what stands
-    between them. trained: [C] bool, which of them are the model's; None: all.
+    prompt and the completion, and `answer`. where: the place, "file:line". target_ids: supervised jobs only, [C] int32,
+    the completion (of a pair the chosen one) tokenised on its own, ending with the end token, or with
+    data.train_turns=all the turns and what stands between them. trained: [C] bool, which of them are the model's; None:
+    all. rejected_ids: as target_ids, the rejected completion of a pair; None without one.
     """
 
     prompt_ids: np.ndarray
@@ -38,6 +39,7 @@ class Example:
     where: str
     target_ids: np.ndarray | None = None
     trained: np.ndarray | None = None
+    rejected_ids: np.ndarray | None = None
 
 
 class Tables:
@@ -67,7 +69,8 @@ class Tables:
 
 class Row(NamedTuple):
     """What `Reader` reads. completion: the text that is trained on, or None. messages: with data.train_turns=all, the
-    whole conversation, whose answers behind the prompt are trained on, and the schemas that the template is told."""
+    whole conversation, whose answers behind the prompt are trained on, and the schemas that the template is told.
+    rejected: of a pair, whose chosen answer is the completion."""
 
     prompt: Any
     text: str
@@ -76,6 +79,7 @@ class Row(NamedTuple):
     completion: str | None
     messages: list[dict] | None = None
     tools: list[dict] | None = None
+    rejected: str | None = None
 
 
 class Reader:
@@ -177,7 +181,8 @@ class Dataset:
     name. bad: BadRows of what could not be read. filtered: places ("file:line") left out for their length.
     filtered_rows: their row numbers. filtered_fraction: their share. unknown: (row number, share of its tokens) of
     prompts with text that the tokenizer has no token for. truncated: how many prompts were cut on the left.
-    prompt_lengths: [N] tokens of each prompt. heldout: the carved-out eval set or None. fingerprint: hash of what the
+    prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
+    where there is none. heldout: the carved-out eval set or None. fingerprint: hash of what the
     rows say, in order (prompt, completion, reference answer and the columns that rewards receive), and their count. It
     depends neither on the file's name, kind and time nor on tokenizer and limits.
     """
@@ -190,17 +195,18 @@ class Dataset:
         self.unknown: list[tuple[int, float]] = []
 
     def fill(self, kept: list, limit: int) -> None:
-        """Takes what is kept: (row number, prompt ids, target ids or None, which of them are trained on or None: all).
-        Prompts keep their last `limit` ids."""
+        """Takes what is kept: (row number, prompt ids, target ids or None, which of them are trained on or None: all,
+        ids of the rejected completion or None). Prompts keep their last `limit` ids."""
         none = np.zeros(0, np.int32)
-        pieces = [ids for _, prompt, target, _ in kept for ids in (prompt[-limit:], none if target is None else target)]
-        self._offsets = np.cumsum([0, *map(len, pieces)])  # of each prompt and target, by turns
+        pieces = [none if ids is None else ids for _, prompt, target, _, rejected in kept
+                  for ids in (prompt[-limit:], target, rejected)]
+        self._offsets = np.cumsum([0, *map(len, pieces)])  # of each prompt, target and rejected one, by turns
         self._ids = np.concatenate(pieces)
-        self._trained = {i: mask for i, (*_, mask) in enumerate(kept) if mask is not None}
+        self._trained = {i: mask for i, (*_, mask, _) in enumerate(kept) if mask is not None}
         self._rows = np.array([row for row, *_ in kept], np.int64)
         self._cut = np.array([len(prompt) > limit for _, prompt, *_ in kept], bool)
         self.truncated = int(self._cut.sum())
-        self.prompt_lengths = np.diff(self._offsets)[::2]
+        self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(self._offsets).reshape(-1, 3).T
         self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(kept))
 
     def __len__(self) -> int:
@@ -209,11 +215,11 @@ class Dataset:
     def __getitem__(self, i: int) -> Example:
         raw, where = self.tables[int(self._rows[i])]
         row = self.reader(raw)
-        first, middle, end = self._offsets[2 * i:2 * i + 3]
-        prompt, target = self._ids[first:middle], self._ids[middle:end]
+        at = self._offsets[3 * i:3 * i + 4]
+        prompt, target, rejected = (self._ids[a:b] for a, b in zip(at[:-1], at[1:], strict=True))
         text = self.reader.template.tokenizer.decode(prompt) if self._cut[i] else row.text
         return Example(prompt, text, row.prompt, row.answer, row.columns, where, target if len(target) else None,
-                       self._trained.get(int(i)))
+                       self._trained.get(int(i)), rejected if len(rejected) else None)
 
     @property
     def fingerprint(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl.data.dataset import Dataset, PromptError, Reader, Row, Tables
 from jaxrl.data.demonstrations import Demonstrations
+from jaxrl.data.pairs import PairReader, carved_by
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
 from jaxrl.errors import ConfigError
@@ -50,7 +51,8 @@ def _train_rows(config, bad, rows=None):
                       limit=data.max_rows)
     if not data.eval_fraction:
         return tables, range(len(tables)), []
-    return tables, *_carve(tables, data.prompt_column, data.eval_fraction, data_seed(config))
+    prompt = (lambda row: carved_by(row, data)) if recipe_of(config).pairs else lambda row: row.get(data.prompt_column)
+    return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
 
 def _load_heldout(config, tokenizer, eos_id, tables, rows, tools) -> Dataset:
@@ -120,12 +122,13 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
         raise DataError("\n".join(problems))
 
 
-def _carve(tables: Tables, prompt_column: str, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """(train rows, held-out rows), in file order: whole groups of equal prompts, drawn until share or number is met."""
+def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """(train rows, held-out rows), in file order: whole groups of equal prompts, drawn until share or number is met.
+    prompt: row -> its prompt."""
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
         try:
-            key = json.dumps(tables[i][0].get(prompt_column), sort_keys=True)
+            key = json.dumps(prompt(tables[i][0]), sort_keys=True)
         except (RecursionError, ValueError):  # a bad row, as will be said when it is read
             key = f"row {i}"
         groups.setdefault(key, []).append(i)
@@ -146,7 +149,8 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
     targets = "none" if recipe_of(config).samples else targets
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
-    ds = Dataset(name, tables, Reader(config, tokenizer, targets, tools), bad)
+    reader = PairReader if recipe_of(config).pairs else Reader
+    ds = Dataset(name, tables, reader(config, tokenizer, targets, tools), bad)
     turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else None
     limits = Limits(config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt)
@@ -167,6 +171,7 @@ def _content(row: Row) -> bytes:
     """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down."""
     try:
         said = [row.prompt, row.completion, row.answer, row.columns, *([row.messages] if row.messages else [])]
+        said += [row.rejected] if row.rejected is not None else []
         if _depth(said) > MOST_NESTED:
             raise RecursionError
         return json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
@@ -211,9 +216,11 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demon
             ds.bad.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
     prompts = template.encode_prompts([row.text for *_, row in rows])
     targets = iter(template.encode([row.completion for *_, row in rows if row.completion is not None]))
+    others = iter(template.encode([row.rejected for *_, row in rows if row.rejected is not None]))
     kept, no_token = [], template.no_token
     for (i, where, row), prompt in zip(rows, prompts, strict=True):
         target, trained = None if row.completion is None else next(targets), None
+        rejected = None if row.rejected is None else next(others)
         if no_token is not None and no_token in prompt:
             ds.unknown.append((i, prompt.count(no_token) / len(prompt)))
         if not prompt:
@@ -223,13 +230,17 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demon
             if row.messages:
                 target, trained = turns(row, prompt)
             _check_known(template, row, target, trained)
+            _check_known(template, row._replace(completion=row.rejected), rejected, None)
         except PromptError as e:
             ds.bad.add(where, str(e))
             continue
         if target is not None:
-            target = np.array(target if trained is not None or target[-1:] == [eos_id] else [*target, eos_id], np.int32)
-        if (problem := _overlong(limits, prompt, target)) is None:
-            kept.append((i, np.array(prompt, np.int32), target, trained))
+            target = np.array(target, np.int32) if trained is not None else _ended(target, eos_id)
+        if rejected is not None:
+            rejected = _ended(rejected, eos_id)
+        problem = _overlong(limits, prompt, target) or _overlong(limits, prompt, rejected, "rejected completion")
+        if problem is None:
+            kept.append((i, np.array(prompt, np.int32), target, trained, rejected))
         elif limits.policy == "error":
             raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
                             "'truncate_left'")
@@ -237,6 +248,11 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demon
             ds.filtered.append(where)
             ds.filtered_rows.append(i)
     return kept
+
+
+def _ended(ids: list[int], eos_id: int) -> np.ndarray:
+    """A completion with the end token behind it."""
+    return np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], np.int32)
 
 
 def _check_known(template, row: Row, target, trained) -> None:
@@ -252,17 +268,17 @@ def _check_known(template, row: Row, target, trained) -> None:
                           f" would learn to write {template.tokenizer.unk_token!r}")
 
 
-def _overlong(limits: Limits, prompt, target) -> str | None:
+def _overlong(limits: Limits, prompt, target, what: str = "completion") -> str | None:
     """Why the row is too long, or None. A target is never cut: a completion without its end would be learnt."""
     if len(prompt) > limits.prompt and limits.policy != "truncate_left":
         return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={limits.prompt}"
     if target is None:
         return None
     if len(target) > limits.target:
-        return f"the completion has {len(target)} tokens, rollout.max_new_tokens={limits.target}"
+        return f"the {what} has {len(target)} tokens, rollout.max_new_tokens={limits.target}"
     total = min(len(prompt), limits.prompt) + len(target)
     if 0 < limits.total < total:
-        return f"prompt and completion have {total} tokens, train.max_sequence_tokens={limits.total}"
+        return f"prompt and {what} have {total} tokens, train.max_sequence_tokens={limits.total}"
     return None
 
 
