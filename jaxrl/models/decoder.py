@@ -64,10 +64,25 @@ class Weights(NamedTuple):
     values: dict[str, jax.Array]
 
     def linear(self, name: str, x):
-        """Contracts the last axes of x with the first of `<name>/kernel`, and adds `<name>/bias` where there is one."""
+        """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds, and `<name>/bias`,
+        where they are."""
         row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
         y = product(x, gathered(self.values[f"{name}/kernel"], row.axes, x.dtype), row.inputs)
+        if f"{name}/lora/a" in self.values:
+            y = y + self.low_rank(name, x, "")
+        if f"{name}/lora/a0" in self.values:
+            y = y - self.low_rank(name, x, "0")
         return y if bias is None else y + like(bias.astype(x.dtype), y)
+
+    def low_rank(self, name: str, x, which: str):
+        """scale * (x A) B of an adapter (models.adapters); the few columns in between are scaled in fp32 or better."""
+        row, values = self.rows[f"{name}/kernel"], {leaf: self.values[f"{name}/lora/{leaf}"]
+                                                    for leaf in ("a" + which, "b" + which, "scale")}
+        a, b, scale = values.values()
+        few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
+        acc = jnp.promote_types(few.dtype, jnp.float32)
+        few = (few.astype(acc) * scale.astype(acc)).astype(x.dtype)
+        return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
 
     def norm(self, name: str, x):
         """RMS norm over the last axis, times offset + scale."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import decoder, parameters
+from jaxrl.models import adapters, decoder, parameters
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 
@@ -93,21 +93,32 @@ class Model:
     remat: str
     attention: str
     remat_every: int = 1
+    adapter: adapters.Adapter | None = None  # see models.adapters
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
-        """The parameter table: our path, shape, logical axes and HF names of every array."""
-        return decoder.entries(self.config, self.scan_layers)
+        """The parameter table: our path, shape, logical axes and HF names (an adapter has none) of every array."""
+        base = decoder.entries(self.config, self.scan_layers)
+        more = () if self.adapter is None else adapters.entries(self.adapter, base)
+        return tuple(sorted(base + more, key=lambda entry: entry.path)) if more else base
+
+    @functools.cached_property
+    def base(self) -> Model:
+        """The model without its adapter."""
+        return self if self.adapter is None else dataclasses.replace(self, adapter=None)
 
     def tree(self, function):
         """The parameter tree with `function(entry)` at every leaf."""
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Random fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one.
+        """Random fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one; an adapter as
+        adapters.initial has it.
 
-        Pure. The values do not depend on mesh, scan or compute dtype.
+        Pure. The values do not depend on mesh, scan or compute dtype, those of the base on no adapter.
         """
+        if self.adapter is not None:
+            return adapters.joined(self.base.init(key), adapters.initial(self, key))
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
         constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}

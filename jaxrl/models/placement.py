@@ -13,6 +13,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -111,11 +112,15 @@ def embed(table_VxD, tokens_BxL, dtype):
 
 
 def _embed(table, tokens, dtype):
-    return embed(table, tokens, dtype), (table, tokens)
+    """A frozen table is not kept: it gets no gradient."""
+    table, tokens, learns = table.value, tokens.value, table.perturbed
+    return embed(table, tokens, dtype), (table if learns else None, tokens)
 
 
 def _embed_gradient(dtype, saved, g_BxLxD):
     table_VxD, tokens_BxL = saved
+    if table_VxD is None or isinstance(g_BxLxD, SymbolicZero):
+        return None, None
     split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
     vocab = table_VxD.shape[0] // (_mesh().shape[split.vocab] if split and split.vocab else 1)
 
@@ -131,7 +136,7 @@ def _embed_gradient(dtype, saved, g_BxLxD):
         g_BxLxD, tokens_BxL), None
 
 
-embed.defvjp(_embed, _embed_gradient)
+embed.defvjp(_embed, _embed_gradient, symbolic_zeros=True)
 
 
 def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments=None, k_segments=None,

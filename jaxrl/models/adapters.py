@@ -1,0 +1,287 @@
+"""Low-rank adapters on the linear maps of a model (LoRA, Hu et al., arXiv 2106.09685):
+
+    y = x W + scale * (x A) B        A [*inputs, r], B [r, *outputs], scale = alpha / r (rslora: alpha / sqrt(r))
+
+W is never changed, nor is W + scale * A B formed in training: that would need the whole gradient of W. The leaves stand
+beside the kernel they adapt, `<module>/lora/{a, b, scale}`, and are rows of the model's parameter table like any other.
+A takes the kernel's input axes, B its output axes, and r stays whole. The same parameters without `lora` nodes are the
+base, which `Model.base` computes with.
+
+Adapters of a scanned stack lie along its repetitions. Where their ranks differ (0: no target there) the shorter are
+padded with zeros in A and in B: both gradients are zero there, so they stay zero under any optimizer that leaves what
+has no gradient and is zero alone.
+
+`shifted` adapters (PiSSA, OLoRA: A and B start at a part of W) do not change the base either: frozen copies A0, B0 of
+their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
+
+Legend: r rank, N repetitions of the repeating block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import parameters
+from jaxrl.models.placement import stored
+
+NODE = "lora"  # the name under which a module's adapter stands
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One linear map with an adapter. name: HF's module name, model.layers.3.self_attn.q_proj. scale: what the product
+    of A and B is multiplied with."""
+
+    name: str
+    rank: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What of a model adapts: its targets; HF names of modules that train whole beside them; see the module on
+    `shifted`."""
+
+    targets: tuple[Target, ...]
+    saved: tuple[str, ...] = ()
+    shifted: bool = False
+
+
+def module_of(hf_name: str) -> str:
+    """HF's name of the module that a tensor belongs to."""
+    return hf_name.rpartition(".")[0]
+
+
+def adaptable(entry) -> bool:
+    """Whether an entry of the parameter table is a kernel of a layer, which can have an adapter. (The head and the
+    embedding are read whole by the log-probs and the lookup; they can be trained whole.)"""
+    return bool(entry.inputs) and entry.path[-1] == "kernel" and any("layers." in name for name in entry.hf_names)
+
+
+def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
+    """The rows of the adapter's leaves, of the rows of its base.
+
+    Raises ConfigError for targets and saved modules that the base does not have or that cannot be such.
+    """
+    ranks = {target.name: target for target in adapter.targets}
+    check(adapter, base)
+    out = []
+    for entry in base:
+        modules = [ranks.get(module_of(name)) for name in entry.hf_names]
+        if adaptable(entry) and any(modules):
+            out += _entries_of(entry, max(t.rank for t in modules if t), adapter.shifted)
+    return tuple(out)
+
+
+def _entries_of(entry, rank: int, shifted: bool) -> list[parameters.Entry]:
+    lead, inputs = entry.stacked, entry.inputs
+    front, (shape, axes) = (entry.shape[:lead], entry.axes[:lead]), entry.kind
+    name = "/".join((*entry.row.path.split("/")[:-1], NODE))
+
+    def one(leaf, sizes, names, inputs):
+        row = parameters.Row(f"{name}/{leaf}", names, "", inputs, init="adapter")
+        return parameters.Entry(row, (*entry.path[:-1], NODE, leaf), front[0] + sizes, front[1] + names, (), lead)
+
+    out = []
+    for more in ("", "0") if shifted else ("",):
+        out += [one("a" + more, shape[:inputs] + (rank,), axes[:inputs] + (None,), inputs),
+                one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
+    return [*out, one("scale", (), (), 0)]
+
+
+def check(adapter: Adapter, base) -> None:
+    """Raises ConfigError where an adapter does not fit the rows of a model."""
+    linear = {module_of(name) for entry in base if adaptable(entry) for name in entry.hf_names}
+    known = {module_of(name): entry for entry in base for name in entry.hf_names}
+    names = [target.name for target in adapter.targets]
+    if unknown := [name for name in names if name not in linear]:
+        why = "is no linear map of a layer" if unknown[0] in known else "is not in this model"
+        raise ConfigError(f"lora.targets: {unknown[0]} {why}; adapters go onto {', '.join(sorted(linear)[:3])} ..."
+                          + "; lora.modules_to_save trains a module whole" * (unknown[0] in known))
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"lora.targets: {twice[0]} is a target twice")
+    if wrong := [t for t in adapter.targets if t.rank < 1]:
+        raise ConfigError(f"lora.rank={wrong[0].rank} of {wrong[0].name}: at least 1; leave a module without adapter "
+                          "out")
+    for name in adapter.saved:
+        if name in names:
+            raise ConfigError(f"lora.modules_to_save: {name} is a target, too; leave it out of one of the two")
+    saved_paths(adapter, base)
+
+
+def saved_paths(adapter: Adapter, base) -> frozenset[str]:
+    """Names ('embed/embedding') of the arrays that train whole. A tied head is the embedding: both uses train.
+
+    Raises ConfigError for a module that the model does not have, and where an array of a scanned stack would train in
+    some of its repetitions only.
+    """
+    tied = not any(entry.path[0] == "head" for entry in base)
+    saved = {"model.embed_tokens" if tied and name == "lm_head" else name for name in adapter.saved}
+    out, found = set(), set()
+    for entry in base:
+        of = [module_of(name) for name in entry.hf_names]
+        inside = [name for name in of if name in saved]
+        if inside and len(inside) < len(of):
+            raise ConfigError(f"lora.modules_to_save: {inside[0]} without {next(n for n in of if n not in saved)}: the "
+                              "layers are scanned as one array; name the module in all of them, or set "
+                              "model.scan_layers=false")
+        found |= set(inside)
+        out |= {"/".join(entry.path)} if inside else set()
+    if missing := sorted(saved - found):
+        raise ConfigError(f"lora.modules_to_save: {missing[0]} is not in this model")
+    return frozenset(out)
+
+
+# ---- parameter trees
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a flat name ('layer_0/mlp/up/lora/a') is that of an adapter's leaf."""
+    return name.split("/")[-2:-1] == [NODE]
+
+
+def trains(model) -> frozenset[str]:
+    """Flat names of what trains: A, B and the modules that are saved whole."""
+    own = {"/".join(entry.path) for entry in model.entries}
+    return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b"))) | saved_paths(
+        model.adapter, model.base.entries)
+
+
+def without(params):
+    """The base's parameters: the tree without `lora` nodes. No array is copied."""
+    return {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
+
+
+def joined(params, flat: dict):
+    """The tree with leaves by flat name put in."""
+    return unflatten_dict({**flatten_dict(params, sep="/"), **flat}, sep="/")
+
+
+def merged(model, params):
+    """The parameters of `model.base` that compute what `model` does: W + scale * A B, in fp32 or better and cast back
+    to W's dtype. Pure and jittable; the base's own arrays are read only."""
+    flat = flatten_dict(params, sep="/")
+    out = {name: value for name, value in flat.items() if not is_adapter(name)}
+    lead = {"/".join(entry.path): entry.stacked for entry in model.base.entries}
+    for name in out:
+        leaves = f"{name.rpartition('/')[0]}/{NODE}/"
+        if name.endswith("/kernel") and f"{leaves}a" in flat:
+            acc = jnp.promote_types(out[name].dtype, jnp.float32)
+            own = {leaf: flat[leaves + leaf].astype(acc) for leaf in ("a", "b", "scale", "a0", "b0")
+                   if leaves + leaf in flat}
+            delta = _product(own["a"], own["b"], lead[name])
+            if "a0" in own:
+                delta -= _product(own["a0"], own["b0"], lead[name])
+            scale = own["scale"].reshape(own["scale"].shape + (1,) * (delta.ndim - own["scale"].ndim))
+            out[name] = (out[name].astype(acc) + scale * delta).astype(out[name].dtype)
+    return unflatten_dict(out, sep="/")
+
+
+def _product(a, b, lead: int):
+    """[*lead, *inputs, r], [*lead, r, *outputs] -> [*lead, *inputs, *outputs]."""
+    along = tuple(range(lead))
+    return jax.lax.dot_general(a, b, (((a.ndim - 1,), (lead,)), (along, along)), precision=jax.lax.Precision.HIGHEST)
+
+
+# ---- the start
+
+
+def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
+    """Flat name -> fp32 start of every leaf of the adapter, whose B is zero, so that it changes nothing yet. Pure.
+
+    default: A uniform in +-1/sqrt(inputs), as PEFT's and nn.Linear's (not he_uniform, which is sqrt(6) times wider).
+    gaussian: A normal with standard deviation 1/r. The values of a module depend on its HF name and shape alone, not on
+    mesh, scan or dtype.
+
+    Raises ConfigError for another name.
+    """
+    if name not in DRAWS:
+        raise ConfigError(f"lora.init={name!r}: choose {', '.join(DRAWS)}")
+    targets = {target.name: target for target in model.adapter.targets}
+    drawn, rows = _drawn(model, key, targets, DRAWS[name]), {e.path: e for e in model.base.entries}
+    out = {}
+    for entry in model.entries:
+        if entry.row.init != "adapter":
+            continue
+        base = rows[(*entry.path[:-2], "kernel")]
+        modules, leaf = [module_of(name) for name in base.hf_names], entry.path[-1]
+        shape = entry.shape[entry.stacked:]
+        if leaf == "scale":
+            values = [jnp.float32(targets[m].scale if m in targets else 0.0) for m in modules]
+        elif leaf == "a":
+            values = [_padded(drawn[m], shape) if m in drawn else jnp.zeros(shape, jnp.float32) for m in modules]
+        else:
+            values = [jnp.zeros(shape, jnp.float32)] * len(modules)
+        out["/".join(entry.path)] = jnp.stack(values).reshape(entry.shape) if entry.stacked else values[0]
+    return out
+
+
+DRAWS = {
+    "default": lambda key, shape: jax.random.uniform(
+        key, shape, jnp.float32, -1 / math.sqrt(math.prod(shape[:-1])), 1 / math.sqrt(math.prod(shape[:-1]))),
+    "gaussian": lambda key, shape: jax.random.normal(key, shape, jnp.float32) / shape[-1],
+}
+
+
+def _drawn(model, key, targets, draw) -> dict[str, jax.Array]:
+    """Module -> A [*inputs, its rank]; one generator per shape."""
+    kinds: dict[tuple, list[str]] = {}
+    for entry in model.base.entries:
+        for name in map(module_of, entry.hf_names) if adaptable(entry) else ():
+            if name in targets:
+                shape, axes = (part[:entry.inputs] for part in entry.kind)
+                kinds.setdefault((shape + (targets[name].rank,), axes + (None,)), []).append(name)
+    out = {}
+    for (shape, axes), names in kinds.items():
+        hashes = np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
+        values = jax.lax.map(lambda h, shape=shape: draw(jax.random.fold_in(key, h), shape), hashes)
+        out.update(zip(names, stored(values, axes), strict=True))
+    return out
+
+
+def _padded(a, shape):
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, shape[-1] - a.shape[-1])])
+
+
+# ---- is the base what it was?
+
+
+def digest(params) -> np.ndarray:
+    """[32] uint8, SHA-256 over names, dtypes, shapes and two 32-bit hashes of the contents of every array of a tree.
+
+    The hashes are sums of integers over all elements, so mesh and layout do not change them, and computed where the
+    arrays lie: nothing is gathered.
+    """
+    flat = flatten_dict(params, sep="/")
+    sums = {name: np.asarray(x).tolist() for name, x in jax.device_get(_hashes(flat)).items()}
+    told = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
+    return np.frombuffer(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(), np.uint8).copy()
+
+
+@jax.jit
+def _hashes(flat):
+    return {name: jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)]) for name, x in flat.items()}
+
+
+def _hash(x, seed: int):
+    """Sum over the elements of a mixed hash of bits and position, modulo 2**32 (the finaliser of MurmurHash3)."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+    bits = jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
+    at, stride = jnp.uint32(seed), 1
+    for axis in reversed(range(bits.ndim)):
+        at = at + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= bits.shape[axis]
+    h = bits ^ (at * jnp.uint32(seed | 1))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ (h >> shift)) * jnp.uint32(factor)
+    return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)

@@ -1,0 +1,47 @@
+# ruff: noqa: E402, I001
+"""Run by test_lora in a process with eight simulated devices: adapters start, run, differentiate and merge sharded. Prints one JSON line."""
+
+import json
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+import ml_collections
+import numpy as np
+from flax.traverse_util import flatten_dict
+from lora_cases import all_linear, batch, build, loss, started
+
+from jaxrl import sharding
+from jaxrl.models import adapters
+
+QUICK = {"xla_backend_optimization_level": 0}
+model = build(all_linear(skip=((1, "mlp.up_proj"),)), scan=True)
+mesh = sharding.make_mesh(ml_collections.ConfigDict({"dp": 2, "fsdp": 2, "tp": 2}))
+plain, rows = started(model), batch()
+program = jax.jit(lambda p, *rows: (model.hidden(p, *rows), jax.grad(loss, argnums=1)(model, p, *rows)), compiler_options=QUICK)
+want = jax.device_get(program(plain, *rows))
+start = jax.device_get(model.init(jax.random.key(0)))
+whole = jax.device_get(adapters.merged(model, plain))
+told = adapters.digest(plain)
+with jax.set_mesh(mesh):
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    layout = sharding.param_shardings(mesh, model.logical_axes(), shapes)
+    same = jax.jit(model.init, out_shardings=layout)(jax.random.key(0))
+    params = jax.device_put(plain, layout)
+    hidden, grads = program(params, *jax.device_put(rows, sharding.batch_sharding(mesh)))
+    merged = jax.jit(lambda p: adapters.merged(model, p))(params)
+    digest = adapters.digest(params)
+
+
+def worst(a, b):
+    return max(float(np.abs(np.asarray(x) - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+flat = flatten_dict(layout, sep="/")
+names = [f"{m}/lora/{leaf}" for m in ("attention/query", "attention/out", "mlp/down") for leaf in "ab"]
+specs = {n: list(flat[f"layers/sub_0/{n}"].spec) for n in names}
+print(json.dumps({"devices": mesh.size, "start": worst(same, start) == 0, "digest": bool((digest == told).all()), "specs": specs,
+                  "hidden": worst(hidden, want[0]), "gradient": worst(grads, want[1]), "merged": worst(merged, whole)}))
