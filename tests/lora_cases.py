@@ -1,6 +1,7 @@
 """Tiny models with adapters that do something, shared by the tests of adapters."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,15 @@ from jaxrl import models
 from jaxrl.models import adapters
 from jaxrl.models.adapters import Adapter, Target
 
-HF = dict(model_type="qwen2", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+HF = dict(model_type="qwen2", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
           num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True)
 GEMMA = {**HF, "model_type": "gemma3_text", "num_hidden_layers": 5, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5,
          "sliding_window_pattern": 2}
+QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def all_linear(layers=4, rank=3, scale=2.0, skip=()):
+def all_linear(layers=3, rank=3, scale=2.0, skip=()):
     """Adapters of rising rank on every linear map of the layers but `skip`."""
     return Adapter(tuple(Target(f"model.layers.{i}.{name}", rank + i % 2, scale / (1 + i)) for i in range(layers) for name in LINEAR
                          if (i, name) not in skip))
@@ -31,7 +33,7 @@ def build(adapter=None, hf=None, scan=False, dtype=jnp.float32, **options):
 
 def started(model, seed=0, dtype=jnp.float32):
     """Parameters whose B (and A0, B0) are not zero; equal for every layout of the layers."""
-    params = model.init(jax.random.key(seed))
+    params = init(model, jax.random.key(seed))
     flat, targets = {}, {t.name: t for t in model.adapter.targets}
     rows = {e.path: e for e in model.base.entries}
     for entry in model.entries:
@@ -56,6 +58,26 @@ def batch(vocab=61, rows=4, length=16, seed=0):
     tokens = np.random.default_rng(seed).integers(1, vocab, (rows, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     return tokens, positions, np.ones_like(tokens), np.zeros_like(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def hidden(model, params, *rows):
+    return model.hidden(params, *rows)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def gradient(model, params, *rows):
+    return jax.grad(loss, argnums=1)(model, params, *rows)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def merged(model, params):
+    return adapters.merged(model, params)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def init(model, key):
+    return model.init(key)
 
 
 def loss(model, params, tokens, *rest):

@@ -50,11 +50,12 @@ class Target:
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """What of a model adapts: its targets; HF names of modules that train whole beside them; see the module on
-    `shifted`."""
+    `shifted`. dropout: of the numbers that A reads, where `noisy` parameters are given."""
 
     targets: tuple[Target, ...]
     saved: tuple[str, ...] = ()
     shifted: bool = False
+    dropout: float = 0.0
 
 
 def module_of(hf_name: str) -> str:
@@ -74,7 +75,7 @@ def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
     Raises ConfigError for targets and saved modules that the base does not have or that cannot be such.
     """
     ranks = {target.name: target for target in adapter.targets}
-    check(adapter, base)
+    _check(adapter, base)
     out = []
     for entry in base:
         modules = [ranks.get(module_of(name)) for name in entry.hf_names]
@@ -99,8 +100,13 @@ def _entries_of(entry, rank: int, shifted: bool) -> list[parameters.Entry]:
     return [*out, one("scale", (), (), 0)]
 
 
-def check(adapter: Adapter, base) -> None:
-    """Raises ConfigError where an adapter does not fit the rows of a model."""
+def check(model) -> None:
+    """Raises ConfigError where a model's adapter does not fit it."""
+    if model.adapter is not None:
+        _check(model.adapter, model.base.entries)
+
+
+def _check(adapter: Adapter, base) -> None:
     linear = {module_of(name) for entry in base if adaptable(entry) for name in entry.hf_names}
     known = {module_of(name): entry for entry in base for name in entry.hf_names}
     names = [target.name for target in adapter.targets]
@@ -191,6 +197,25 @@ def _product(a, b, lead: int):
     """[*lead, *inputs, r], [*lead, r, *outputs] -> [*lead, *inputs, *outputs]."""
     along = tuple(range(lead))
     return jax.lax.dot_general(a, b, (((a.ndim - 1,), (lead,)), (along, along)), precision=jax.lax.Precision.HIGHEST)
+
+
+def noisy(model, params, seed):
+    """Parameters under which the adapters drop what A reads: each number is 0 with the probability `dropout`, else
+    divided by 1 - dropout, differently in every module. seed: [] integer."""
+    key, rate, flat = jax.random.key(seed), model.adapter.dropout, {}
+    for entry in model.entries:
+        if entry.row.init == "adapter" and entry.path[-1] == "scale":
+            name, count = "/".join(entry.path[:-1]), math.prod(entry.shape)
+            keys = jax.random.split(jax.random.fold_in(key, zlib.crc32(name.encode())), count)
+            flat[f"{name}/key"] = jax.random.key_data(keys).reshape(*entry.shape, -1)
+            flat[f"{name}/keep"] = jnp.full(entry.shape, 1 - rate, jnp.float32)
+    return joined(params, flat)
+
+
+def dropped(x, key, keep):
+    """x where a coin of probability `keep` falls well, over it; else 0."""
+    falls = jax.random.bernoulli(jax.random.wrap_key_data(key), keep, x.shape)
+    return jnp.where(falls, x / keep.astype(x.dtype), jnp.zeros_like(x))
 
 
 # ---- the start

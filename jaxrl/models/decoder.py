@@ -20,6 +20,7 @@ from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
+from jaxrl.models.adapters import dropped
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.placement import (
     attention_work,
@@ -79,6 +80,8 @@ class Weights(NamedTuple):
         row, values = self.rows[f"{name}/kernel"], {leaf: self.values[f"{name}/lora/{leaf}"]
                                                     for leaf in ("a" + which, "b" + which, "scale")}
         a, b, scale = values.values()
+        if not which and f"{name}/lora/key" in self.values:
+            x = dropped(x, self.values[f"{name}/lora/key"], self.values[f"{name}/lora/keep"])
         few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
         acc = jnp.promote_types(few.dtype, jnp.float32)
         few = (few.astype(acc) * scale.astype(acc)).astype(x.dtype)

@@ -2,6 +2,7 @@
 what is frozen costs nothing. (tests/lora_cases.py)"""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -13,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, loss, started
+from lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
 from jaxrl.models.adapters import Adapter, Target
 from jaxrl.models.placement import embed
 
-SKIPPED = ((1, "mlp.up_proj"), (3, "self_attn.o_proj"))
-LAYOUTS = [(HF, False), (HF, True), ({**HF, "attention_bias": True, "tie_word_embeddings": False, "model_type": "llama"}, True),
-           (GEMMA, True)]
+SKIPPED = ((1, "mlp.up_proj"), (2, "self_attn.o_proj"))
+LAYOUTS = [(HF, False), (HF, True), pytest.param({**HF, "attention_bias": True, "tie_word_embeddings": False, "model_type": "llama"}, True,
+                                                marks=pytest.mark.slow), pytest.param(GEMMA, True, marks=pytest.mark.slow)]
 
 
 def layers(hf):
@@ -36,11 +37,9 @@ def test_the_factored_product_is_the_merged_one_and_so_are_its_gradients(hf, sca
     with jax.enable_x64(True):
         model = build(all_linear(layers(hf), skip=SKIPPED), hf, scan, jnp.float64)
         params = started(model, dtype=jnp.float64)
-        whole = adapters.merged(model, params)
-        rows = batch()
-        np.testing.assert_allclose(model.hidden(params, *rows), model.base.hidden(whole, *rows), rtol=0, atol=1e-12)
-        ours = flatten_dict(jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(model, params, *rows), sep="/")
-        dense = flatten_dict(jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(model.base, whole, *rows), sep="/")
+        whole, rows = merged(model, params), batch()
+        np.testing.assert_allclose(hidden(model, params, *rows), hidden(model.base, whole, *rows), rtol=0, atol=1e-12)
+        ours, dense = (flatten_dict(gradient(*given, *rows), sep="/") for given in ((model, params), (model.base, whole)))
         values, checked = flatten_dict(params, sep="/"), 0
         for entry in model.entries:
             name = "/".join(entry.path)
@@ -48,7 +47,7 @@ def test_the_factored_product_is_the_merged_one_and_so_are_its_gradients(hf, sca
                 continue
             module = name.rpartition("/lora/")[0]
             lead, rank = entry.stacked, model_rank(entry)
-            flat = lambda x, inner: np.asarray(x).reshape(*x.shape[:lead], *inner)  # noqa: E731
+            flat = functools.partial(flattened, lead)
             a, b, g = values[f"{module}/lora/a"], values[f"{module}/lora/b"], dense[f"{module}/kernel"]
             a, b = flat(a, (-1, rank)), flat(b, (rank, -1))
             g = flat(g, (a.shape[-2], b.shape[-1]))
@@ -57,6 +56,10 @@ def test_the_factored_product_is_the_merged_one_and_so_are_its_gradients(hf, sca
             np.testing.assert_allclose(flat(ours[name], want.shape[lead:]), want, rtol=0, atol=1e-12)
             checked += np.abs(want).max() > 1e-4
         assert checked >= 14
+
+
+def flattened(lead, x, inner):
+    return np.asarray(x).reshape(*x.shape[:lead], *inner)
 
 
 def model_rank(entry):
@@ -69,47 +72,47 @@ def test_scanned_and_unrolled_layers_are_the_same_model():
     for scan in (False, True):
         model = build(adapter, scan=scan)
         params = started(model)
-        found = jax.grad(loss, argnums=1)(model, params, *rows)
+        found = gradient(model, params, *rows)
         named = {}
         for entry in model.entries:
             if entry.row.init == "adapter" and entry.path[-1] != "scale":
                 kernel = next(e for e in model.base.entries if e.path == (*entry.path[:-2], "kernel"))
                 for i, name in zip(kernel.indices, kernel.hf_names, strict=True):
                     named[name, entry.path[-1]] = [np.asarray(entry.of(tree)[i]) for tree in (params, found)]
-        out.append((np.asarray(model.hidden(params, *rows)), named))
-    (hidden, unrolled), (same, scanned) = out
-    np.testing.assert_allclose(same, hidden, rtol=0, atol=2e-6)
+        out.append((np.asarray(hidden(model, params, *rows)), named))
+    (states, unrolled), (same, scanned) = out
+    np.testing.assert_allclose(same, states, rtol=0, atol=2e-6)
     ranks = {target.name: target.rank for target in adapter.targets}
-    for (name, leaf), (value, gradient) in scanned.items():
+    for (name, leaf), (value, found) in scanned.items():
         rank = ranks.get(adapters.module_of(name), 0)
         cut = (..., slice(0, rank)) if leaf == "a" else slice(0, rank)
         rest = (..., slice(rank, None)) if leaf == "a" else slice(rank, None)
-        assert not np.any(value[rest]) and not np.any(gradient[rest])
+        assert not np.any(value[rest]) and not np.any(found[rest])
         if rank:
             np.testing.assert_array_equal(value[cut], unrolled[name, leaf][0])
-            np.testing.assert_allclose(gradient[cut], unrolled[name, leaf][1], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(found[cut], unrolled[name, leaf][1], rtol=0, atol=1e-6)
 
 
 def test_an_adapter_that_starts_changes_nothing_and_off_is_the_base_bitwise():
     """B is zero: with it the model computes the base's numbers, and without its leaves the very same program does."""
     model = build(all_linear())
-    params, rows = model.init(jax.random.key(7)), batch()
-    base = model.base.init(jax.random.key(7))
+    params, rows = init(model, jax.random.key(7)), batch()
+    base = init(model.base, jax.random.key(7))
     jax.tree.map(np.testing.assert_array_equal, adapters.without(params), base)
-    hidden = jax.jit(model.base.hidden)(base, *rows)
-    np.testing.assert_array_equal(jax.jit(model.base.hidden)(adapters.without(params), *rows), hidden)
-    np.testing.assert_array_equal(jax.jit(model.hidden)(params, *rows), hidden)
-    jax.tree.map(np.testing.assert_array_equal, adapters.merged(model, params), base)
+    plain = hidden(model.base, base, *rows)
+    np.testing.assert_array_equal(hidden(model.base, adapters.without(params), *rows), plain)
+    np.testing.assert_array_equal(hidden(model, params, *rows), plain)
+    jax.tree.map(np.testing.assert_array_equal, merged(model, params), base)
 
 
 def test_the_start_is_peft_s():
     """A is uniform in +-1/sqrt(inputs) (default) or normal with deviation 1/r (gaussian), drawn by module."""
-    model = build(Adapter(tuple(Target(f"model.layers.{i}.{name}", 16, 1.0) for i in range(4) for name in LINEAR)), {**HF, "hidden_size": 64})
+    model = build(Adapter(tuple(Target(f"model.layers.{i}.{name}", 16, 1.0) for i in range(3) for name in LINEAR)), {**HF, "hidden_size": 64})
     for name, deviation, bound in (("default", 1 / np.sqrt(3 * 64), 1 / 8), ("gaussian", 1 / 16, 1)):
-        start = adapters.initial(model, jax.random.key(0), name)
-        a = [np.asarray(start[f"layer_{i}/attention/query/lora/a"]) for i in range(4)]
+        start = jax.jit(functools.partial(adapters.initial, model, name=name))(jax.random.key(0))
+        a = [np.asarray(start[f"layer_{i}/attention/query/lora/a"]) for i in range(3)]
         assert np.abs(a).max() <= bound and not np.array_equal(a[0], a[1])
-        assert abs(np.std(a) / deviation - 1) < 0.05
+        assert abs(np.std(a) / deviation - 1) < 0.06
         assert all(not np.any(x) for path, x in start.items() if path.endswith("/b"))
         assert {x.dtype for x in start.values()} == {np.dtype("float32")}
     with pytest.raises(ConfigError, match="lora.init='he_uniform': choose default, gaussian"):
@@ -120,11 +123,10 @@ def test_shifted_adapters_subtract_their_start():
     with jax.enable_x64(True):
         model = build(dataclasses.replace(all_linear(), shifted=True), dtype=jnp.float64)
         params, rows = started(model, dtype=jnp.float64), batch()
-        whole = adapters.merged(model, params)
-        np.testing.assert_allclose(model.hidden(params, *rows), model.base.hidden(whole, *rows), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(hidden(model, params, *rows), hidden(model.base, merged(model, params), *rows), rtol=0, atol=1e-12)
         start = {n[:-1]: x for n, x in flatten_dict(params, sep="/").items() if n.endswith(("/a0", "/b0"))}
         same = adapters.joined(params, start)
-        np.testing.assert_allclose(model.hidden(same, *rows), model.base.hidden(adapters.without(params), *rows), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(hidden(model, same, *rows), hidden(model.base, adapters.without(params), *rows), rtol=0, atol=1e-12)
 
 
 def test_modules_that_train_whole():
@@ -132,7 +134,7 @@ def test_modules_that_train_whole():
     saved = lambda *names, **more: adapters.trains(build(dataclasses.replace(all_linear(), saved=names), **more))  # noqa: E731
     assert {n for n in saved("lm_head", "model.norm") if not adapters.is_adapter(n)} == {"embed/embedding", "final_norm/scale"}
     assert "head/kernel" in saved("lm_head", hf={**HF, "tie_word_embeddings": False})
-    norms = tuple(f"model.layers.{i}.input_layernorm" for i in range(4))
+    norms = tuple(f"model.layers.{i}.input_layernorm" for i in range(3))
     assert "layers/sub_0/attention_norm/scale" in saved(*norms, scan=True)
     with pytest.raises(ConfigError, match="model.scan_layers=false"):
         saved(*norms[:2], scan=True)
@@ -162,7 +164,7 @@ def test_a_frozen_embedding_gets_no_gradient():
 
 
 def test_the_digest_of_a_base_sees_every_bit_and_no_layout():
-    params = build().init(jax.random.key(0))
+    params = init(build(), jax.random.key(0))
     first = adapters.digest(params)
     assert first.shape == (32,) and np.array_equal(adapters.digest(jax.tree.map(jnp.copy, params)), first)
     table = np.array(params["embed"]["embedding"])
@@ -174,6 +176,14 @@ def test_the_digest_of_a_base_sees_every_bit_and_no_layout():
     assert len(prints) == 4
 
 
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    x, keep = np.ones((400, 50), np.float32), np.float32(0.75)
+    out = np.asarray(adapters.dropped(x, jax.random.key_data(jax.random.key(1)), keep))
+    assert set(np.unique(out)) == {np.float32(0), np.float32(1) / keep}
+    assert abs((out == 0).mean() - 0.25) < 0.01
+
+
+@pytest.mark.slow
 def test_sharded_adapters_are_those_of_one_device():
     """On eight simulated devices, dp x fsdp x tp = 2 x 2 x 2 (sharded_lora.py): A lies as the kernel's inputs, B as its outputs."""
     worker = Path(__file__).parents[1] / "sharded_lora.py"
