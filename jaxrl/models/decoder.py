@@ -65,8 +65,8 @@ class Weights(NamedTuple):
     values: dict[str, jax.Array]
 
     def linear(self, name: str, x):
-        """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds, and `<name>/bias`,
-        where they are."""
+        """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
+        `<name>/bias`, where they are."""
         row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
         y = product(x, gathered(self.values[f"{name}/kernel"], row.axes, x.dtype), row.inputs)
         if f"{name}/lora/a" in self.values:
