@@ -572,12 +572,12 @@ def _(p):
 @case("checkpoint", "checkpoint of a newer jaxrl", ("00000004", "format 99", "upgrade jaxrl"))
 def _(p):
     def newer(folder):
-        from jaxrl.checkpoint import _manifest
+        from jaxrl.checkpoint_files import manifest_of
 
         folder = folder / "checkpoints/00000004"
         (file,) = [f for f in (folder / "host").iterdir() if '"format": 1' in f.read_text()]
         file.write_text(file.read_text().replace('"format": 1', '"format": 99'))
-        (folder / "manifest.json").write_text(json.dumps(_manifest(folder)))
+        (folder / "manifest.json").write_text(json.dumps(manifest_of(folder)))
 
     p.resumed(newer)
 

@@ -27,7 +27,6 @@ import re
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,23 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxrl
+from jaxrl.checkpoint_files import (
+    DELETING,
+    LEFTOVER,
+    MANIFEST,
+    SET_ASIDE,
+    Damaged,
+    checkpoints_in,
+    disk_trouble,
+    first_line,
+    is_checkpoint,
+    manifest_of,
+    not_orbax,
+    not_tensorstore,
+    remove_leftovers,
+    size_text,
+    verify,
+)
 from jaxrl.deadline import leave_with_main_thread, within
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import Faults
@@ -48,11 +64,7 @@ log = logging.getLogger("jaxrl")
 FORMAT = 2        # raised when an older jaxrl could not read what a newer one writes
 UNREAD = re.compile(r"(critic/)?(version|rng)")  # leaves of format 1 that nothing read
 MAX_FAILURES = 3  # failed saves in a row that end the run
-MANIFEST = "manifest.json"
 HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
-LATE_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these after the manifest
-LEFTOVER, DELETING, SET_ASIDE = ".orbax-checkpoint-tmp", ".deleting", ".set-aside"
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class CheckpointError(ConfigError):
@@ -65,10 +77,6 @@ class SavesFail(RunStopped):
 
 class DiskHangs(SavesFail):
     """A save that did not end within checkpoint.timeout_seconds. Its threads still wait for the disk."""
-
-
-class Damaged(Exception):
-    """A checkpoint whose files are not what its manifest says."""
 
 
 class Chosen(NamedTuple):
@@ -95,13 +103,16 @@ class Checkpointer:
       faults: planned faults, for tests.
       before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes
         visible: whatever must not be older than the checkpoint is flushed here.
+      uploads: what sends checkpoints elsewhere (jaxrl.uploads), or None: it is told of each, in the writing thread of
+        process 0. Up to checkpoint.keep that it still has to send outlive those that would be deleted.
     """
 
-    def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None):
+    def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None,
+                 uploads=None):
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._options = config.checkpoint
         self._faults = faults or Faults()
-        self._before_commit = before_commit
+        self._before_commit, self._uploads = before_commit, uploads
         self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -118,7 +129,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of the visible checkpoints, oldest first. Visible means complete when it was committed."""
-        return [int(p.name) for p in _checkpoints(self.directory)]
+        return [int(p.name) for p in checkpoints_in(self.directory)]
 
     # ---- saving
 
@@ -131,7 +142,7 @@ class Checkpointer:
         folder = next(p for p in (self.directory, *self.directory.parents) if p.exists())
         free = shutil.disk_usage(folder).free
         if free < 2 * size:
-            raise OSError(errno.ENOSPC, f"{self.directory}: {_size(free)} free, {_size(2 * size)} needed (twice the "
+            raise OSError(errno.ENOSPC, f"{self.directory}: {size_text(free)} free, {size_text(2 * size)} needed (twice the "
                           "checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
 
     def save(self, step: int, arrays, host: dict) -> bool:
@@ -244,10 +255,10 @@ class Checkpointer:
         """Removes what killed saves left behind and returns Orbax's manager."""
         if self._manager is None:
             # Orbax explains every failed save with a traceback; `_failed` says it in one line.
-            logging.getLogger("absl").addFilter(_not_orbax)
+            logging.getLogger("absl").addFilter(not_orbax)
             self.directory.mkdir(parents=True, exist_ok=True)
             if self._peers.first:
-                _remove_leftovers(self.directory)
+                remove_leftovers(self.directory)
             # Always asynchronous inside (a synchronous save waits): only then has Orbax a documented hook between
             # the last tensor and the rename.
             self._manager = ocp.CheckpointManager(self.directory, options=ocp.CheckpointManagerOptions(
@@ -261,7 +272,7 @@ class Checkpointer:
         (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(name + LEFTOVER)]
         self._faults.fire("checkpoint", self._saving, "tensors")
         self._before_commit()
-        (folder / MANIFEST).write_text(json.dumps(_manifest(folder), indent=1), "utf-8")
+        (folder / MANIFEST).write_text(json.dumps(manifest_of(folder), indent=1), "utf-8")
         self._faults.fire("checkpoint", self._saving, "commit")
 
     def _finish(self, step: int) -> None:
@@ -278,7 +289,9 @@ class Checkpointer:
         try:
             self._faults.fire("checkpoint", step, "after")
             if self._peers.first:
-                self._prune()
+                if self._uploads is not None and self._uploads.wants("checkpoints", last=False):
+                    self._uploads.add(self.path_of(step), f"checkpoints/{step:08d}", step)
+                self.prune()
         except OSError as e:
             log.error("checkpoint of step %d is written, but older ones were not deleted: %s", step, e)
 
@@ -286,11 +299,11 @@ class Checkpointer:
         """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else.
 
         together: all processes know of it. What befalls one of several ends the run: the others' save cannot end."""
-        logging.getLogger("asyncio").addFilter(_not_tensorstore)  # it repeats the failure once per array
+        logging.getLogger("asyncio").addFilter(not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
         if self._peers.first:
-            _remove_leftovers(self.directory)
-        reason = _disk_trouble(error)
+            remove_leftovers(self.directory)
+        reason = disk_trouble(error)
         if not reason or not (together or self._peers.count == 1):
             self._error = error
             return
@@ -313,11 +326,19 @@ class Checkpointer:
                 manager.close()
             except Exception as e:
                 log.debug("closing the checkpoint manager: %s", e)  # the failure itself was reported already
-            logging.getLogger("absl").removeFilter(_not_orbax)
+            logging.getLogger("absl").removeFilter(not_orbax)
 
-    def _prune(self) -> None:
+    def path_of(self, step: int) -> Path:
+        return self.directory / f"{step:08d}"
+
+    def prune(self) -> None:
         """Deletes the oldest checkpoints. Renamed first: a killed deletion must not leave half a visible one."""
-        for path in _checkpoints(self.directory)[:-self._options.keep] if self._options.keep > 0 else ():
+        keep = self._options.keep
+        old = checkpoints_in(self.directory)[:-keep] if keep > 0 else []
+        unsent = [path for path in old if self._uploads is not None and self._uploads.holds(path)][-keep:]
+        for path in old:
+            if path in unsent:
+                continue
             doomed = path.with_name(path.name + DELETING)
             os.rename(path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -358,7 +379,7 @@ class Checkpointer:
             envelope = _envelope(Path(path))
         except OSError as e:
             raise CheckpointError(f"{self._peers.who(self._peers.index)} cannot see the checkpoint {path} that "
-                                  f"process 0 found: {_first_line(e)}; put run.dir on a file system that all "
+                                  f"process 0 found: {first_line(e)}; put run.dir on a file system that all "
                                   "hosts share") from None
         return Chosen(envelope["step"], envelope["host"], Path(path))
 
@@ -397,7 +418,7 @@ class Checkpointer:
         known, self._chosen = self._chosen, None
         chosen = known[1] if known and known[0] == resume else self._choose_together(resume)
         if chosen is None:
-            self._stale = _checkpoints(self.directory)
+            self._stale = checkpoints_in(self.directory)
             return None
         restored = _read(chosen.path, abstract, partial)
         self._faults.fire("resume", restored.step, "arrays")
@@ -407,7 +428,7 @@ class Checkpointer:
         return restored
 
     def _later_than(self, path: Path) -> list[Path]:
-        own = _checkpoints(self.directory)
+        own = checkpoints_in(self.directory)
         return own[own.index(path) + 1:] if path in own else own
 
     def _candidates(self, resume: str) -> tuple[list[Path], bool]:
@@ -415,16 +436,16 @@ class Checkpointer:
         if resume == "never":
             return [], False
         if resume in ("auto", "must"):
-            own = _checkpoints(self.directory)[::-1]
+            own = checkpoints_in(self.directory)[::-1]
             if resume == "must" and not own:
                 raise CheckpointError(f"run.resume=must: {self.directory} holds no checkpoint; auto would start afresh")
             return own, False
         path = Path(resume).expanduser().absolute()
         if not path.is_dir():
             raise CheckpointError(f"run.resume={resume!r} is neither auto, must or never nor an existing directory")
-        if _is_checkpoint(path):
+        if is_checkpoint(path):
             return [path], True
-        found = (_checkpoints(path / "checkpoints") or _checkpoints(path))[::-1]
+        found = (checkpoints_in(path / "checkpoints") or checkpoints_in(path))[::-1]
         if not found:
             raise CheckpointError(f"run.resume={resume!r}: {path} is neither a checkpoint nor a run directory with any")
         return found, False
@@ -462,53 +483,6 @@ def _check_json(node, where: str) -> None:
             _check_json(value, f"{where}[{i}]")
     elif not (node is None or type(node) in (bool, int, float, str)):
         raise TypeError(f"checkpoint: {where} is {type(node).__name__}; use plain Python values, arrays go in `arrays`")
-
-
-# ---- directories
-
-def _is_checkpoint(path: Path) -> bool:
-    return bool(re.fullmatch(r"\d{8,}", path.name)) and path.is_dir()
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted((p for p in folder.iterdir() if _is_checkpoint(p)), key=lambda p: int(p.name))
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if LEFTOVER in path.name or path.name.endswith(DELETING):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _manifest(folder: Path) -> dict[str, list[int]]:
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (*LATE_FILES, MANIFEST))
-    return {str(p.relative_to(folder)): [p.stat().st_size, _crc(p)] for p in files}
-
-
-def _crc(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as f:
-        while block := f.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def verify(path: Path) -> None:
-    """Compares every file of a checkpoint with its manifest. Raises Damaged saying what is wrong."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError) as e:
-        raise Damaged(f"{MANIFEST} cannot be read ({_first_line(e)})") from None
-    for name, (size, crc) in manifest.items():
-        file = path / name
-        if not file.is_file():
-            raise Damaged(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise Damaged(f"{name} has {file.stat().st_size} bytes instead of {size}")
-        if _crc(file) != crc:
-            raise Damaged(f"{name} has other content than was written")
 
 
 # ---- reading
@@ -563,38 +537,3 @@ def _empty(leaf):
     zeros = np.zeros(leaf.shape, leaf.dtype)
     where = getattr(leaf, "sharding", None)
     return zeros if isinstance(leaf, np.ndarray) else jax.device_put(zeros) if where is None else put(zeros, where)
-
-
-# ---- messages
-
-def _disk_trouble(error: BaseException | None) -> str:
-    """What the disk said, if a failure is the disk's: an OSError, or TensorStore's text for one; else ''."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
-            return _first_line(error)
-        for text in map(os.strerror, DISK_TROUBLE):
-            if text in str(error):
-                return text
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-def _first_line(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.splitlines() or [type(error).__name__])[0][:300]
-
-
-def _size(count: int) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def _not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
-def _not_tensorstore(record: logging.LogRecord) -> bool:
-    return "OCDBT" not in record.getMessage()

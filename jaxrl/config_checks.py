@@ -20,6 +20,7 @@ from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.schema import BOUNDS, CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
+from jaxrl.uploads import place_of
 
 
 def check(cfg) -> None:
@@ -27,7 +28,7 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     algorithm, _optimizer, _eval, _launch, _misc):
+                     algorithm, _optimizer, _eval, _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -448,6 +449,28 @@ def _eval(cfg):
             f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy completions are all equal; set a "
             "temperature"
         )
+    return out
+
+
+def _uploads(cfg):
+    u, out = cfg.checkpoint.upload, []
+    for url in u.to:
+        try:
+            place_of(url)
+        except ConfigError as e:
+            out.append(str(e))
+    for name in ("exports", "checkpoints") if not u.to else ():
+        if u[name] != SCHEMA["checkpoint"]["upload"][name].default:
+            out.append(no_effect(f"checkpoint.upload.{name}", u[name], "without checkpoint.upload.to",
+                                  "name a place such as s3://bucket/folder"))
+    c = cfg.checkpoint
+    if u.to and u.checkpoints == "final" and not c.at_end:
+        out.append("checkpoint.upload.checkpoints=final with checkpoint.at_end=False: the last checkpoint is not "
+                   "written; set checkpoint.at_end=True, or checkpoint.upload.checkpoints=all")
+    exports = u.exports == "all" or (u.exports == "final" and c.export_at_end)
+    if u.to and not exports and u.checkpoints == "none":
+        out.append(f"checkpoint.upload.to={u.to}: nothing is sent there; set checkpoint.upload.exports (with "
+                   "checkpoint.export_at_end) or checkpoint.upload.checkpoints")
     return out
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl import data as data_room
 from jaxrl import sharding, training
-from jaxrl.models import hf
+from jaxrl.models import decoder, hf
 from jaxrl.models.value import ValueModel
 from jaxrl.sharding import memory
 from jaxrl.types import TrainState
@@ -33,6 +33,11 @@ def policy_tree(model, shares_trunk: bool):
 def flat_axes(tree) -> dict[str, tuple]:
     """Parameter name -> logical axis names."""
     return {"/".join(entry.path): entry.axes for entry in tree.entries}
+
+
+def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> numbers of the layers it is of (decoder.layers_of). tree: the model, or one around it."""
+    return {"/".join(entry.path): decoder.layers_of(model.config, entry.path) for entry in tree.entries}
 
 
 def source_of(path: str) -> str:

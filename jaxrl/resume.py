@@ -28,6 +28,7 @@ FUTURE: tuple[str, ...] = (
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",
     "optimizer.decay_steps", "optimizer.decay_shape", "optimizer.floor", "optimizer.max_nonfinite", "optimizer.offload",
+    "optimizer.layer_decay",
     "train.*",
 )
 PAST: dict[str, str] = {

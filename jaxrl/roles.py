@@ -96,8 +96,8 @@ class Policy(Role):
 
     def __init__(self, job, objective, updates: int, score=None):
         super().__init__("policy", job, score)
-        axes = parameters.flat_axes(job.tree)
-        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), axes)
+        about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
+        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), *about)
         self._update = training.make_update(job.model, self.optimizer, schedule, objective)
 
     @property

@@ -373,6 +373,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "floor": O(0.0, "lowest learning rate as a share of lr", bound="0..1"),
         "offload": O(False, "keep the optimizer's state (the critic's too) in host memory while no update is applied"),
         "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
+        "layer_decay": O(1.0, "layer l of L learns at lr x this^(L - l), beside optimizer.groups; the embedding is layer 0, the head and"
+                              " the last norm learn at lr", bound="(0, 1]"),
         "max_nonfinite": O(5, "a non-finite update is skipped; stop after this many in a row", bound=">0"),
     },
     "train": {
@@ -429,6 +431,15 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "export_at_end": O(True, "HF export after the last step, in <run.dir>/export"),
         "export_dtype": O("auto", "auto: the source's dtype (fp32 for random init)", choices=("auto", "bf16", "fp16", "fp32")),
         "shard_gb": O(5.0, "largest exported safetensors file in GB", bound=">0"),
+        "upload": {
+            "to": O((), "where copies go in the background: hf://owner/name (a repository of the hub), or prefixes that fsspec knows"
+                        " (s3://bucket/folder, gs://..., file:///...); see docs/checkpoints.md"),
+            "exports": O("final", "of exports, those that are sent", choices=("none", "final", "all")),
+            "checkpoints": O("none", "of checkpoints, those that are sent", choices=("none", "final", "all")),
+            "private": O(True, "a hub repository that does not exist yet is made private"),
+            "attempts": O(6, "times that a folder is tried before it is given up, after 2, 4, 8 ... seconds", bound=">=1"),
+            "wait_seconds": O(3600.0, "longest wait for uploads at the end of a run (after a stop: run.stop_seconds)", bound=">=0"),
+        },
     },
     "log": {
         "console": O("auto", "auto: live table on a terminal, plain lines elsewhere", choices=("auto", "table", "plain", "off")),

@@ -46,6 +46,7 @@ from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, wr
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
+from jaxrl.uploads import Uploads
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save
@@ -105,8 +106,11 @@ class Session:
     def _find_checkpoint(self) -> None:
         """The checkpoint that is resumed, or None: process 0 looks, the others take the same."""
         c = self.spec
+        to = c.checkpoint.upload.to if c.run.mode == "train" else ()
+        self.uploads = self.own(Uploads(c.checkpoint.upload)) if to and self.peers.first else None
         # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
-        self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, lambda: self.telemetry.flush()))
+        before = lambda: self.telemetry.flush()  # noqa: E731
+        self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, before, self.uploads))
         self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; the same command goes on"
         self.resumed = self.checkpointer.choose(c.run.resume)
         if self.resumed is None or c.run.mode != "train":
@@ -338,7 +342,7 @@ class Session:
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
         spent = per_step(together, steps) if steps > 1 else together
-        metrics = metrics | self.rates(metrics, spent)
+        metrics = metrics | self.rates(metrics, spent) | (self.uploads.metrics() if self.uploads is not None else {})
         metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
         metrics = self.telemetry.step(self.step, metrics, spent)
         if self.comparison is not None:
@@ -383,6 +387,8 @@ class Session:
         late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
         with self.phase("export"), within(limit, late):
             export(folder)
+        if self.uploads is not None and self.uploads.wants("exports", last=folder.name == "export"):
+            self.uploads.add(folder, folder.name, self.step)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -417,6 +423,9 @@ class Session:
                 raise unsaved
         self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
+        if c.checkpoint.upload.to:
+            out["uploads"] = self.decide("uploads", self._sent, stopped)
+            self.telemetry.summary(out)
         if stopped:
             saved = "everything is saved, the same command goes on from here"
             saved = saved if self.step else "no step was done, nothing was saved"
@@ -425,6 +434,19 @@ class Session:
             if self.comparison is not None and (compared := self.comparison.end()):
                 self.say(compared)
             self.say(closing(out))
+        return out
+
+    def _sent(self, stopped: bool) -> dict:
+        """What became of uploads. After a stop they get run.stop_seconds, and the last checkpoint is not the run's."""
+        c = self.spec
+        if not stopped and self.uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
+            path = self.checkpointer.path_of(self.step)
+            if c.checkpoint.upload.checkpoints != "all":  # else it is sent, or was
+                self.uploads.add(path, f"checkpoints/{path.name}", self.step)
+        if waiting := int(self.uploads.metrics()["upload/waiting"]):
+            self.say(f"uploads   {waiting} not done yet")
+        out = self.uploads.end(c.run.stop_seconds if stopped else c.checkpoint.upload.wait_seconds)
+        self.checkpointer.prune()
         return out
 
     def _summary(self, stopped: bool) -> dict:
@@ -461,8 +483,10 @@ class Session:
                 log.error("the run ends by an error; step %d is saved, the same command goes on from it", self.step)
         except Exception as e:
             log.error("the run ends by an error, and step %d could not be saved: %s", self.step, e)
+        known = {"uploads": self.uploads.end(self.spec.run.stop_seconds)} if self.uploads is not None else {}
+        told = {"finished": False, "error": f"{type(error).__name__}: {error}", "steps": self.step}
         try:
-            self.telemetry.summary({"finished": False, "error": f"{type(error).__name__}: {error}", "steps": self.step})
+            self.telemetry.summary(told | known)
         except Exception as e:
             log.error("summary.json could not be written: %s", e)
 

@@ -19,7 +19,8 @@ import pytest
 from checkpoint_worker import host, state
 
 from jaxrl import checkpoint, config_checks
-from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, Damaged, _crc, flatten, verify
+from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, flatten
+from jaxrl.checkpoint_files import Damaged, crc_of, verify
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError, Faults
@@ -274,7 +275,7 @@ def test_a_newer_format_is_refused_with_the_versions(tmp_path):
     assert envelope["format"] == FORMAT and envelope["jaxrl"]
     item.write_text(json.dumps(envelope | {"format": FORMAT + 1, "jaxrl": "9.9"}))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["host/metadata"] = [item.stat().st_size, _crc(item)]
+    manifest["host/metadata"] = [item.stat().st_size, crc_of(item)]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=f"format {FORMAT + 1} of jaxrl 9.9.*upgrade"):
         make(tmp_path).restore(state(0))

@@ -59,6 +59,7 @@ ALIASES = {
     "recipes/critic.py": {"options": "critic"},
     "data/stream.py": {"d": "data"},
     "checkpoint.py": {"_options": "checkpoint"},
+    "uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
     "telemetry/telemetry.py": {"_log": "log"},
     "telemetry/sinks.py": {"log_config": "log"},
     "rewards/pool.py": {"_reward": "reward"},

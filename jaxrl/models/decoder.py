@@ -177,6 +177,18 @@ def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, .
     return tuple(sorted(out, key=lambda entry: entry.path))
 
 
+def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
+    """Numbers, from 1, of the layers that the parameter at a path is of: several where it is stacked over the
+    repetitions of the block. The embedding is of layer 0; what stands behind the layers, of the last one."""
+    group, (_, repeats, _) = path[0], spans(config, True)
+    if group == "layers":
+        first = config.prefix + int(path[1].removeprefix("sub_")) + 1
+        return tuple(first + config.period * n for n in range(repeats))
+    if group.startswith("layer_"):
+        return (int(group.removeprefix("layer_")) + 1,)
+    return (0,) if group == "embed" else (config.num_layers,)
+
+
 def distinct_ropes(config: ModelConfig) -> list:
     return list(dict.fromkeys(layer.rope for layer in config.layers))
 

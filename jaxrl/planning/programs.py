@@ -73,7 +73,8 @@ def _reinforcement(out: Lowering, job, keep):
     steps = end(c)[0]
     algorithm = Algorithm(job, steps)
     optimizer, schedule = training.make_optimizer(
-        c.optimizer, steps * algorithm.updates_per_step, parameters.flat_axes(job.tree))
+        c.optimizer, steps * algorithm.updates_per_step, parameters.flat_axes(job.tree),
+        parameters.flat_layers(job.model, job.tree))
     update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
     state = parameters.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)
@@ -105,7 +106,8 @@ def _reinforcement(out: Lowering, job, keep):
 def _supervised(out: Lowering, job, keep):
     c = job.config
     loss = training.NextToken(**precision(job))
-    optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], parameters.flat_axes(job.tree))
+    about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
+    optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], *about)
     update = training.make_update(job.model, optimizer, schedule, loss)
     state = parameters.abstract_state(job, optimizer)
     _update(out, job, "update", update, state, loss, keep)

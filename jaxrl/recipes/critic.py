@@ -59,8 +59,8 @@ class Critic(Role):
         self.tree = ValueModel(self.job.model)
         config = critics_optimizer(job.config)
         total = max(1, total_steps * self.epochs * self.num_minibatches)
-        axes = parameters.flat_axes(self.tree)
-        self.optimizer, schedule = training.make_optimizer(config, total, axes)
+        about = parameters.flat_axes(self.tree), parameters.flat_layers(job.model, self.tree)
+        self.optimizer, schedule = training.make_optimizer(config, total, *about)
         self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk,
                                    max_grad_norm=config.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
         self.update = training.make_update(self.job.model, self.optimizer, schedule, self.loss)

@@ -178,7 +178,8 @@ def publish_newest(s, job):
     """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine
     has them. Opens telemetry that writes no metrics."""
     c = job.config
-    optimizer, _ = training.make_optimizer(c.optimizer, 1, parameters.flat_axes(job.tree))
+    about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
+    optimizer, _ = training.make_optimizer(c.optimizer, 1, *about)
     state = parameters.abstract_state(job, optimizer)
     wanted = {"trainable": state.trainable, "frozen": state.frozen}
     restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)

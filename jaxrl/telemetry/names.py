@@ -132,6 +132,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
     Metric("perf/env_engine_seconds", "mean seconds that an episode waited for the engine"),
     Metric("perf/env_environment_seconds", "mean seconds that it took beside that: its environment, and waiting for a worker"),
+    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (given up), waiting"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}

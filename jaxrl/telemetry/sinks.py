@@ -21,7 +21,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 
-CLOCKED = ("time/", "perf/")
+CLOCKED = ("time/", "perf/", "upload/")
 
 
 def adds_up(name: str) -> bool:

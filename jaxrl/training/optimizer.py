@@ -56,17 +56,23 @@ _NAMED = {
 _DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
 
 
-def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
+def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
     """(optax transformation over a flat dict of parameters, schedule).
 
     Weight decay is decoupled (adamw, lion, adafactor) and spares vectors: parameters with at most one axis beside
     "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match wins.
+    `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
+    and BEiT, 2106.08254, which count the head as a layer more), with a group's multiplier and not instead of it.
 
     Args:
       config: config.optimizer.
       total_updates: updates of the whole run, for schedules.
       logical_axes: parameter name -> logical axis names.
+      layers: parameter name -> numbers of its layers (models.decoder.layers_of), several where it is stacked over them;
+        needed with layer_decay alone.
     """
+    if config.layer_decay != 1 and layers is None:
+        raise TypeError("optimizer.layer_decay needs to know which layer a parameter is of")
     schedule = make_schedule(config, total_updates)
     groups = [(p, dict(g)) for p, g in config.groups.items()]
     for pattern, group in groups:
@@ -90,7 +96,7 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
         return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
 
     if not groups:
-        return chain(), schedule
+        return _by_layer(chain(), config.layer_decay, layers), schedule
     transforms = {"default": chain()}
     for pattern, group in groups:
         transforms[pattern] = chain(group.get("lr", 1.0), group.get("weight_decay", config.weight_decay))
@@ -98,11 +104,31 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple]):
     def label(name):
         return next((p for p, _ in groups if re.search(p, name)), "default")
 
-    return optax.partition(transforms, lambda params: {k: label(k) for k in params}), schedule
+    grouped = optax.partition(transforms, lambda params: {k: label(k) for k in params})
+    return _by_layer(grouped, config.layer_decay, layers), schedule
+
+
+def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
+    """The optimizer with its steps times decay^(L - l). Its state stays as it is, so that a run can go on under another
+    decay."""
+    if decay == 1:
+        return optimizer
+    last = max(map(max, layers.values()))
+
+    def factor(name, step):
+        numbers = [decay ** (last - number) for number in layers[name]]
+        lead = (len(numbers),) * (len(numbers) > 1)
+        return jnp.asarray(numbers, step.dtype).reshape(*lead, *(1,) * (step.ndim - len(lead)))
+
+    def update(grads, state, params=None):
+        steps, state = optimizer.update(grads, state, params)
+        return {name: step * factor(name, step) for name, step in steps.items()}, state
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps",
-               "warmup_fraction", "warmup_start", "decay_steps", "decay_shape", "floor")
+               "warmup_fraction", "warmup_start", "decay_steps", "decay_shape", "floor", "layer_decay")
 
 
 def critics_optimizer(config):

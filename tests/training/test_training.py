@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_helpers import batch_of_groups, conversation, cut, params_of, policy_objective, tiny_model
+from training_helpers import HF, batch_of_groups, conversation, cut, params_of, policy_objective, tiny_model
 
-from jaxrl import training
+from jaxrl import models, training
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
+from jaxrl.parameters import flat_axes, flat_layers
 from jaxrl.recipes.trajectories import collect
 from jaxrl.training.layout import Block, RowShapes, attention_work
 from jaxrl.training.optimizer import make_schedule
@@ -414,6 +415,34 @@ def test_optimizer_groups_and_decay_spare_vectors():
     updates, _ = optimizer.update({k: jnp.zeros((2, 3)) for k in axes}, state, params)
     assert (updates["embed"] == 0).all() and (updates["norm"] == 0).all() and (updates["head"] == 0).all()
     np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
+
+
+def test_deeper_layers_learn_faster_by_layer_decay():
+    """lr x 0.5^(L - l) with a group's multiplier beside it, by the layer that HF's names say, in layers that a scan repeats (two
+    times two), in the one behind them and unrolled; the embedding is layer 0, the rest learns at lr. The state is the same
+    without."""
+    c = default_config().optimizer
+    c.lr, c.warmup_steps, c.name, c.b1, c.groups = 0.1, 0, "sgd", 0.0, {"mlp": {"lr": 3.0}}
+    config = HF | {"model_type": "gemma2", "num_hidden_layers": 5, "head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False}
+    found, forms = {}, {}
+    for scanned, decay in ((True, 0.5), (False, 0.5), (True, 1.0)):
+        c.layer_decay = decay
+        model = models.build(config, compute_dtype=jnp.float32, scan_layers=scanned)
+        params = training.merge({"/".join(e.path): jnp.ones(e.shape) for e in model.entries}, {})
+        flat = training.partition(params, (".*",), ())[0]
+        optimizer, _ = training.make_optimizer(c, 10, flat_axes(model), flat_layers(model, model))
+        state = optimizer.init(flat)
+        updates, _ = optimizer.update(flat, state, flat)
+        forms[decay] = jax.tree.structure(state)
+        for e in model.entries:
+            ours = updates["/".join(e.path)]
+            for i, name in zip(e.indices, e.hf_names, strict=True):
+                found[scanned, decay, name] = {float(x) for x in np.unique(ours[i])}
+    assert len(found) == 3 * (3 + 5 * 11) and forms[0.5] == forms[1.0]
+    for (_, decay, name), steps in found.items():
+        layer = int(name.split(".")[2]) + 1 if ".layers." in name else 0 if "embed_tokens" in name else 5
+        want = -0.1 * decay ** (5 - layer) * (3 if ".mlp." in name else 1)
+        assert list(steps) == pytest.approx([want], rel=1e-6), name
 
 
 def test_optimizer_names_and_imports():
