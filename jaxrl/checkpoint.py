@@ -142,8 +142,8 @@ class Checkpointer:
         folder = next(p for p in (self.directory, *self.directory.parents) if p.exists())
         free = shutil.disk_usage(folder).free
         if free < 2 * size:
-            raise OSError(errno.ENOSPC, f"{self.directory}: {size_text(free)} free, {size_text(2 * size)} needed (twice the "
-                          "checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
+            raise OSError(errno.ENOSPC, f"{self.directory}: {size_text(free)} free, {size_text(2 * size)} needed "
+                          "(twice the checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
 
     def save(self, step: int, arrays, host: dict) -> bool:
         """Saves one checkpoint. Returns False when the disk refused it or `step` is saved already.

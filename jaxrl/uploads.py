@@ -70,8 +70,8 @@ class Store:
             options = {"auto_mkdir": True} if url.startswith("file://") else {}
             self._fs, root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as e:
-            raise ConfigError(f"checkpoint.upload.to entry {url!r}: {e}; install what fsspec needs for it (s3fs, gcsfs, "
-                              "...), or name another place") from None
+            raise ConfigError(f"checkpoint.upload.to entry {url!r}: {e}; install what fsspec needs for it (s3fs, "
+                              "gcsfs, ...), or name another place") from None
         self.url, self._root = url, root.rstrip("/")
 
     def send(self, folder: Path, name: str, marker: dict) -> None:

@@ -422,7 +422,7 @@ def test_deeper_layers_learn_faster_by_layer_decay():
     times two), in the one behind them and unrolled; the embedding is layer 0, the rest learns at lr. The state is the same
     without."""
     c = default_config().optimizer
-    c.lr, c.warmup_steps, c.name, c.b1, c.groups = 0.1, 0, "sgd", 0.0, {"mlp": {"lr": 3.0}}
+    c.lr, c.warmup_steps, c.name, c.b1, c.groups = 0.1, 0, "sgd", 0.0, {"mlp/": {"lr": 3.0}}
     config = HF | {"model_type": "gemma2", "num_hidden_layers": 5, "head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False}
     found, forms = {}, {}
     for scanned, decay in ((True, 0.5), (False, 0.5), (True, 1.0)):
