@@ -26,7 +26,7 @@ from training_helpers import batch_of_groups, policy_objective
 import jaxrl
 from jaxrl import models, sharding, training
 from jaxrl.config import default_config
-from jaxrl.kernels.logprob import logprob_and_entropy
+from jaxrl.kernels.logprob import divergence, logprob_and_entropy
 from jaxrl.models.placement import split_of
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
@@ -121,6 +121,21 @@ def logprob(folder, shape):
         worst[name] = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(want, got, strict=True))
         if kept is None:  # of a support there may be fewer than five, and the rest are all alike
             assert (want[4] == got[4]).all() and (want[4].max(), want[4].min()) == (63, -1), "the most probable tokens"
+    # log-probs at given ids, and the divergence from a teacher, both with the vocabulary over tp
+    ids, teacher = support[..., 1:], jnp.asarray(hidden[..., ::-1] * 0.7)
+
+    def at_ids(hidden, head, **options):
+        *_, found = logprob_and_entropy(hidden, head, targets, valid, None, ids, temperature=0.7, **options)
+        return jnp.sum(jnp.sin(found)), found
+
+    def apart(hidden, head, **options):
+        found = divergence(hidden, head, teacher, head[::-1], valid, kind="jsd", beta=0.3, vocab=61, temperature=0.7, **options)
+        return jnp.sum(jnp.sin(found)), found
+
+    for name, total in (("ids", at_ids), ("divergence", apart)):
+        want, got = (jax.device_get(jax.jit(jax.value_and_grad(lambda h, w, o=o: total(h, w, **o), (0, 1), has_aux=True))(hidden, head))  # noqa: B023
+                     for o in ({"implementation": "reference"}, {"chunk": 16, "split": split_of(8, 64)}))
+        worst[name] = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True))
     return {"worst": worst}
 
 

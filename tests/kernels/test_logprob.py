@@ -145,6 +145,81 @@ def test_memory_does_not_hold_the_logits():
     assert peak("chunked") < scored * vocab * 4 / 4
 
 
+def results_of_shape(jaxpr, shape) -> int:
+    """How many operations of a program, those of its inner ones too, have a result of this shape."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        found += any(v.aval.shape == shape for v in eqn.outvars)
+        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            found += results_of_shape(inner, shape) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_head_that_does_not_learn_costs_no_gradient(transposed, monkeypatch):
+    """No fp32 array of the head's size is in the program, whatever a compiler would make of one that nobody reads, nor in its
+    memory. Values and the hidden states' gradient are bitwise the same with and without the head's, which is there where it is
+    asked for."""
+    monkeypatch.setattr(chunked, "KEPT_CPU", 0)
+    d, vocab = 256, 32768
+    hidden = jax.random.normal(jax.random.key(0), (1, 96, d))
+    head = jax.random.normal(jax.random.key(1), (vocab, d) if transposed else (d, vocab))
+    targets = jax.random.randint(jax.random.key(2), (1, 96), 0, vocab)
+
+    def gradients(argnums):
+        def loss(h, w):
+            logp, entropy = logprob_and_entropy(h, w, targets, chunk=32, transposed=transposed)
+            return jnp.sum(logp + 0.1 * entropy)
+
+        run = jax.jit(jax.value_and_grad(loss, argnums))
+        compiled = run.lower(hidden, head).compile()
+        made = results_of_shape(jax.make_jaxpr(run)(hidden, head).jaxpr, (d, vocab))
+        return compiled(hidden, head), made, compiled.memory_analysis().temp_size_in_bytes
+
+    ((value, (alone,)), made, temporaries), ((known, (both, of_head)), gradients_made, _) = gradients((0,)), gradients((0, 1))
+    np.testing.assert_array_equal(value, known)
+    np.testing.assert_array_equal(alone, both)
+    assert made == 0 < gradients_made and temporaries < 4 * d * vocab / 2 and np.abs(of_head).max() > 0
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_log_probs_at_given_ids_and_their_gradient(implementation, softcap, blocks):
+    """In float64 against a softmax: log-probs at ids, and scatter(g) - p sum g, beside the gradient of target and entropy."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(3)
+        hidden, head = jnp.asarray(rng.normal(size=(2, 7, 8))), jnp.asarray(rng.normal(size=(8, 50)))
+        ids = np.stack([rng.permutation(50)[:6] for _ in range(14)]).reshape(2, 7, 6)
+        ids[0, :, 3:] = -1
+        valid, targets = jnp.asarray(rng.random((2, 7)) < 0.8), jnp.asarray(rng.integers(0, 50, (2, 7)))
+        weights, (a, b) = jnp.asarray(rng.normal(size=(2, 7, 6))), jnp.asarray(rng.normal(size=(2, 2, 7)))
+
+        def total(h, w):
+            logp, entropy, *more, found = logprob_and_entropy(h, w, targets, valid, None, jnp.asarray(ids), temperature=0.7,
+                                                              softcap=softcap, top=2, chunk=4, implementation=implementation)
+            assert len(more) == 2
+            return jnp.sum(weights * found) + jnp.sum(a * logp + b * entropy), found
+
+        def truth(h, w):
+            logits = h @ w
+            logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+            logp = jax.nn.log_softmax(logits / 0.7)
+            found = jnp.where(valid[..., None] & (ids >= 0), jnp.take_along_axis(logp, jnp.maximum(ids, 0), -1), 0)
+            target = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+            entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+            return jnp.sum(weights * found) + jnp.sum(jnp.where(valid, a * target + b * entropy, 0)), found
+
+        got, want = (jax.value_and_grad(f, (0, 1), has_aux=True)(hidden, head) for f in (total, truth))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), got, want)
+
+
+def test_ids_within_a_support_are_refused():
+    hidden, head, targets, valid = _inputs()
+    with pytest.raises(ValueError, match="ids together with a support"):
+        logprob_and_entropy(hidden, head, targets, valid, targets[..., None], targets[..., None])
+
+
 def test_a_support_cuts_and_renormalises(blocks):
     """Against a softmax over the listed tokens alone; gradients of both implementations in float64."""
     with jax.enable_x64(True):

@@ -16,6 +16,7 @@ def logprob_and_entropy(
     targets_RxS,
     valid_RxS=None,
     support_RxSxK=None,
+    ids_RxSxK=None,
     *,
     temperature=1.0,
     softcap=0.0,
@@ -34,6 +35,7 @@ def logprob_and_entropy(
       valid_RxS: bool; where False both results and gradients are 0, and no logits are computed. None = all valid.
       support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is
         one of them; 0 of them where not valid). None = the whole vocabulary.
+      ids_RxSxK: int token ids, different within a token, -1 = unused: their log-probs are returned too. None = none.
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
       top: how many of the most probable tokens to return too, 0 = none (static).
@@ -45,21 +47,24 @@ def logprob_and_entropy(
 
     Returns:
       (logprob_RxS, entropy_RxS) in nats, fp32 (float64 for float64 input). With `top` also their (ids_RxSxtop int32,
-      logprobs_RxSxtop), the highest first; -1 and 0 where not valid. No gradient flows through those.
+      logprobs_RxSxtop), the highest first; -1 and 0 where not valid. No gradient flows through those. With `ids` at
+      last their logprobs_RxSxK, 0 where unused or not valid; gradients flow through these: scatter(g) - p sum g.
+      Where the head is not differentiated its gradient is not computed.
 
     Raises:
-      ValueError: top outside 0..V.
+      ValueError: top outside 0..V; ids together with a support.
     """
     vocab = head.shape[0 if transposed else 1]
     if not 0 <= top <= vocab:
         raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {vocab}")
+    if ids_RxSxK is not None and support_RxSxK is not None:
+        raise ValueError("logprob_and_entropy: ids together with a support: a token outside it has no log-prob")
     if valid_RxS is None:
         valid_RxS = jnp.ones(targets_RxS.shape, bool)
     if support_RxSxK is None:
         support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32)
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
+    inputs = hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top
     if implementation == "reference":
-        return reference.logprob_and_entropy(
-            hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, transposed)
-    return chunked.logprob_and_entropy(
-        hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed)
+        return reference.logprob_and_entropy(*inputs, transposed)
+    return chunked.logprob_and_entropy(*inputs, chunk, split, transposed)

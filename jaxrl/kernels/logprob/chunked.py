@@ -3,8 +3,9 @@
 The valid tokens of all rows are lined up first, so that every chunk but the last is full and those without a token are
 skipped. The forward pass keeps its inputs and three numbers per token (see _Sums); the backward pass computes each
 chunk's logits again and writes
-    d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H)
-(H the entropy), then applies the chain rule of temperature and soft-cap.
+    d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H) + scatter(g_ids) - p * sum(g_ids)
+(H the entropy, g_ids of the log-probs at given token ids), then applies the chain rule of temperature and soft-cap. The
+head's gradient, as large as the head and in fp32, is made only where the head is differentiated.
 
 On CPUs the vocabulary is cut into blocks too, so that a chunk's logits stay in the cache from the product that makes
 them to the last use of them; the sums over the vocabulary are then carried from block to block. One CPU device that has
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, capped_logits
@@ -96,12 +98,13 @@ class _Sums(NamedTuple):
     target: jax.Array    # the target's, 0 before it was seen
     ids: jax.Array       # [C, k] the most probable tokens, the highest first, of equal ones the lowest id
     logits: jax.Array    # [C, k] theirs
+    chosen: jax.Array | None = None  # [C, K] those of given ids, 0 before they were seen; None = nobody asks
 
     @classmethod
-    def none(cls, count: int, most: int, dtype):
+    def none(cls, count: int, most: int, dtype, chosen: int | None = None):
         low, zero = jnp.full(count, OUTSIDE, dtype), jnp.zeros(count, dtype)
         ids, logits = jnp.full((count, most), -1, jnp.int32), jnp.full((count, most), -jnp.inf, dtype)
-        return cls(low, zero, zero, zero, ids, logits)
+        return cls(low, zero, zero, zero, ids, logits, None if chosen is None else jnp.zeros((count, chosen), dtype))
 
     def raised(self, top):
         """The same with respect to a higher top."""
@@ -109,7 +112,7 @@ class _Sums(NamedTuple):
         factor = jnp.exp(down)
         return self._replace(top=top, total=factor * self.total, mean=factor * (self.mean + down * self.total))
 
-    def and_block(self, block, targets_C):
+    def and_block(self, block, targets_C, ids_CxK=None):
         """With those of a _Block."""
         logits_CxW = block.logits
         sums = self.raised(jnp.maximum(self.top, block.highest))
@@ -121,10 +124,16 @@ class _Sums(NamedTuple):
         if ids.shape[1]:
             known = logits_CxW if block.seen is None else jnp.where(block.seen, logits_CxW, -jnp.inf)
             more, places = jax.lax.top_k(known, min(ids.shape[1], known.shape[1]))
-            ids, logits = _best(jnp.concatenate([ids, block.first + places], 1),
+            places = (block.first + places).astype(jnp.int32)
+            ids, logits = _best(jnp.concatenate([ids, places], 1),
                                 jnp.concatenate([logits, more], 1), ids.shape[1])
+        chosen = sums.chosen
+        if ids_CxK is not None:
+            ids_at, ids_here = block.held(ids_CxK)
+            own = jnp.take_along_axis(logits_CxW, jnp.where(ids_here, ids_at, 0), axis=-1)
+            chosen = jnp.where(ids_here, own, chosen)
         return _Sums(sums.top, sums.total + weights.sum(-1), sums.mean + (weights * shifted).sum(-1),
-                     jnp.where(here, found, sums.target), ids, logits)
+                     jnp.where(here, found, sums.target), ids, logits, chosen)
 
     def over(self, axis):
         """Over all devices of a mesh axis, which have a part of the vocabulary each."""
@@ -136,7 +145,8 @@ class _Sums(NamedTuple):
         if ids.shape[1]:
             ids, logits = _best(every(ids), every(logits), ids.shape[1])
         total, mean, target = (jax.lax.psum(x, axis) for x in (sums.total, sums.mean, sums.target))
-        return _Sums(sums.top, total, mean, target, ids, logits)
+        chosen = sums.chosen if sums.chosen is None else jax.lax.psum(sums.chosen, axis)
+        return _Sums(sums.top, total, mean, target, ids, logits, chosen)
 
 
 def _best(ids_Cxn, logits_Cxn, count: int):
@@ -225,12 +235,12 @@ class _Head(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(grad_DxV, old + more_DxW, self.start(i), axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9, 10))
-def logprob_and_entropy(
-        hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split, transposed):
-    """See api.logprob_and_entropy."""
-    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top, chunk, split,
-                    transposed, keep=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10, 11))
+def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
+                        chunk, split, transposed):
+    """See api.logprob_and_entropy. ids_RxSxK: None, or the tokens whose log-probs come last of all results."""
+    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
+                    chunk, split, transposed, keep=False)[0]
 
 
 def _placed(local, split, transposed: bool, inputs: str, outputs: str):
@@ -242,57 +252,76 @@ def _placed(local, split, transposed: bool, inputs: str, outputs: str):
                          check_vma=False)
 
 
-def _forward(hidden, head, targets, valid, support, temperature, softcap, top, chunk, split, transposed, keep=True):
-    axis = split.vocab if split else None
+def _rule(*arguments):
+    """`_forward` for the backward pass, which is told whether the head is differentiated: () or None."""
+    inputs = (x.value if hasattr(x, "perturbed") else x for x in arguments)
+    out, saved = _forward(*inputs)
+    return out, (() if arguments[1].perturbed else None, *saved)
 
-    def local(hidden, head, targets, valid, support, temperature):
+
+def _forward(hidden, head, targets, valid, support, ids, temperature, softcap, top, chunk, split, transposed,
+             keep=True):
+    axis, count = split.vocab if split else None, None if ids is None else ids.shape[-1]
+
+    def local(hidden, head, targets, valid, support, ids, temperature):
         line = _line(valid, min(chunk, valid.size))
         blocks, kept = _Head.of(head, transposed, line.at.shape[1], axis), None
         if keep and split is None and platform() == "cpu" and line.at.size * blocks.count * blocks.width <= KEPT_CPU:
             kept = jnp.zeros((len(line.at), blocks.count, line.at.shape[1], blocks.width), temperature.dtype)
 
         def one(kept, xs):
-            t, at, h_CxD, t_C, kept_CxK = xs
+            t, at, h_CxD, t_C, kept_CxK, ids_CxK = xs
 
             def compute(kept):
                 def add(carry, i):
                     sums, kept = carry
                     block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap)
-                    return sums.and_block(block, t_C), kept if kept is None else kept.at[t, i].set(block.capped)
+                    return (sums.and_block(block, t_C, ids_CxK),
+                            kept if kept is None else kept.at[t, i].set(block.capped))
 
-                sums, kept = blocks.scan(add, (_Sums.none(len(at), top, temperature.dtype), kept))
+                sums, kept = blocks.scan(add, (_Sums.none(len(at), top, temperature.dtype, count), kept))
                 sums = sums.over(axis)
                 log_sum = jnp.log(sums.total)
                 norm = sums.top + log_sum
                 out = sums.target - sums.top - log_sum, log_sum - sums.mean / sums.total, sums.top, log_sum
-                return kept, out + ((sums.ids, sums.logits - norm[:, None]) if top else ())
+                out += (sums.ids, sums.logits - norm[:, None]) if top else ()
+                return kept, out + (() if count is None else (jnp.where(ids_CxK < 0, 0, sums.chosen - norm[:, None]),))
 
             def skip(kept):
                 return kept, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, kept)[1])
 
             return jax.lax.cond(at[0] < valid.size, compute, skip, kept)
 
-        per_token = (line.chunks(x) for x in (hidden, targets, support))
+        per_token = (x if x is None else line.chunks(x) for x in (hidden, targets, support, ids))
         kept, out = jax.lax.scan(one, kept, (jnp.arange(len(line.at)), line.at, *per_token))
-        return (*(line.back(x, valid.shape, empty) for x, empty in zip(out, (0, 0, 0, 0, -1, 0), strict=False)), kept)
+        empty = (0, 0, 0, 0, -1, 0, 0) if top else (0,) * 5
+        return (*(line.back(x, valid.shape, none) for x, none in zip(out, empty, strict=False)), kept)
 
-    inputs = hidden, head, targets, valid, support, temperature
-    placed = _placed(local, split, transposed, "rvrrrw", "rrrrrrw" if top else "rrrrw")
+    inputs = hidden, head, targets, valid, support, ids, temperature
+    placed = _placed(local, split, transposed, "rvrrrrw", "rrrr" + "rr" * bool(top) + "r" * (count is not None) + "w")
     logp, entropy, highest, log_sum, *most, kept = placed(*inputs)
     return (logp, entropy, *most), (*inputs, highest, log_sum, entropy, kept)
 
 
+def _of_ids(d_CxW, p_CxW, g_CxK, ids_CxK, block):
+    """The logits' gradient with that of the log-probs at given ids."""
+    at, here = block.held(ids_CxK)
+    places = jnp.arange(len(at))[:, None], jnp.where(here, at, d_CxW.shape[1])
+    return (d_CxW - p_CxW * g_CxK.sum(-1, keepdims=True)).at[places].add(g_CxK, mode="drop")
+
+
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
-    hidden, head, *_, kept = saved
+    learns, hidden, head, *_, kept = saved
+    grads = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in grads]
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
-    def local(hidden, head, targets, valid, support, temperature, *numbers):
+    def local(hidden, head, targets, valid, support, ids, temperature, *numbers):
         line = _line(valid, min(chunk, valid.size))
         blocks = _Head.of(head, transposed, line.at.shape[1], axis)
 
         def one(grad_head, xs):
-            t, at, h_CxD, t_C, kept_CxK, *numbers = xs
+            t, at, h_CxD, t_C, kept_CxK, ids_CxK, *numbers, g_ids = xs
             highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
             h_DxC = h_CxD.T if platform() != "cpu" else jax.lax.optimization_barrier(h_CxD.T)  # once, not per block
 
@@ -302,12 +331,14 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
                 logp = block.logits - highest - log_sum
                 p, target = jnp.exp(logp), t_C[:, None] == block.first + jnp.arange(blocks.width)[None]
                 d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
-                d = d / temperature
+                d = (d if g_ids is None else _of_ids(d, p, g_ids, ids_CxK, block)) / temperature
                 if softcap:
                     d = d * (1 - jnp.square(block.capped / softcap))
                 if block.seen is not None:
                     d = jnp.where(block.seen, d, 0)
                 d = d.astype(h_CxD.dtype)
+                if learns is None:
+                    return None, grad_h + blocks.backward(d, i)
                 more_w = jax.lax.dot_general(h_DxC, d, (((1,), (0,)), ((), ())), preferred_element_type=acc)
                 return blocks.added(grad_head, more_w, i), grad_h + blocks.backward(d, i)
 
@@ -320,17 +351,22 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
 
             return jax.lax.cond(at[0] < valid.size, compute, skip, grad_head)
 
-        per_token = (hidden, targets, support, *numbers)
+        *numbers, g_ids = numbers
+        g_ids = g_ids if g_ids is None else jnp.where(ids < 0, 0, g_ids)
+        per_token = (hidden, targets, support, ids, *numbers, g_ids)
+        none = None if learns is None else jnp.zeros(head.shape[::-1] if transposed else head.shape, acc)
         grad_head, grad_hidden = jax.lax.scan(
-            one, jnp.zeros((head.shape[1], head.shape[0]) if transposed else head.shape, acc),
-            (jnp.arange(len(line.at)), line.at, *(line.chunks(x) for x in per_token)))
+            one, none, (jnp.arange(len(line.at)), line.at, *(x if x is None else line.chunks(x) for x in per_token)))
+        if learns is None:
+            return (line.back(grad_hidden, valid.shape),)
         grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
         grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products are fastest
         return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 
-    placed = _placed(local, split, transposed, "rvrrrwrrrrr", "rv")  # the most probable tokens have no gradient
-    grad_hidden, grad_head = placed(*saved[:-1], *grads[:2])
-    return grad_hidden, grad_head, None, None, None, None
+    placed = _placed(local, split, transposed, "rvrrrrwrrrrrr", "r" if learns is None else "rv")
+    of_ids = None if saved[6] is None else grads[-1]  # the most probable tokens have no gradient
+    grad_hidden, *grad_head = placed(*saved[1:-1], *grads[:2], of_ids)
+    return grad_hidden, *(grad_head or [None]), None, None, None, None, None
 
 
-logprob_and_entropy.defvjp(_forward, _backward)
+logprob_and_entropy.defvjp(_rule, _backward, symbolic_zeros=True)

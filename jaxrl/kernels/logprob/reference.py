@@ -1,9 +1,12 @@
-"""The truth for `logprob_and_entropy`: full logits, automatic differentiation. Memory grows with tokens x vocabulary.
+"""The truth for `logprob_and_entropy` and `divergence`: full logits, automatic differentiation. Memory grows with
+tokens x vocabulary.
 
 Legend: R rows, S scored tokens per row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,7 @@ def allowed(support, vocab: int):
     return mask.reshape(*support.shape[:-1], vocab)
 
 
-def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, temperature, softcap, top,
+def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                         transposed):
     """See api.logprob_and_entropy."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed) / temperature
@@ -42,4 +45,26 @@ def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSx
     if top:
         logps, ids = jax.lax.stop_gradient(jax.lax.top_k(logp, top))
         out += jnp.where(valid_RxS[..., None], ids, -1), jnp.where(valid_RxS[..., None], logps, 0)
+    if ids_RxSxK is not None:
+        used = valid_RxS[..., None] & (ids_RxSxK >= 0)
+        out += (jnp.where(used, jnp.take_along_axis(logp, jnp.where(used, ids_RxSxK, 0), axis=-1), 0),)
     return out
+
+
+KINDS = ("forward", "reverse", "jsd")
+
+
+def mixture(logp, logq, beta: float):
+    """log(beta q + (1 - beta) p)"""
+    return jnp.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+
+
+def divergence(logp, logq, kind: str, beta: float):
+    """[..., V] log-probs of student and teacher -> [...], see divergence.py."""
+    kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), axis=-1)  # noqa: E731
+    if kind == "forward":
+        return kl(logq, logp)
+    if kind == "reverse":
+        return kl(logp, logq)
+    between = mixture(logp, logq, beta)
+    return beta * kl(logq, between) + (1 - beta) * kl(logp, between)
