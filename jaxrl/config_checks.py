@@ -14,6 +14,7 @@ from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.names_elsewhere import not_yet
+from jaxrl.preference_checks import preference
 from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
@@ -28,7 +29,7 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     algorithm, _optimizer, _eval, _uploads, _launch, _misc):
+                     algorithm, preference, _optimizer, _eval, _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -122,7 +123,7 @@ def _role_without_use(cfg, role, name):
     if role == "critic" and (resolved_algorithm(cfg)["advantage"] != "gae" or cfg.critic.shared):
         return [f"{name}: there is no critic of its own; set algorithm.preset=ppo with critic.shared=False, or leave "
                 "it out"]
-    if role == "reference" and not resolved_algorithm(cfg)["kl.coef"]:
+    if role == "reference" and not recipe_of(cfg).pairs and not resolved_algorithm(cfg)["kl.coef"]:
         return [f"{name}: there is no reference without a KL term; set algorithm.kl.coef, or leave it out"]
     return []
 

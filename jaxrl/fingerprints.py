@@ -62,9 +62,14 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     out["model config"] = _hash(json.dumps(described, sort_keys=True, default=str))
     reference = config.reference
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
-        path, revision = (reference.path, reference.revision) if reference.path else _policy(config)
-        out |= {"weights of the reference": weights_print(path, revision)} if path else {}
+        out |= {"weights of the reference": reference_print(config)} if _reference(config)[0] else {}
     return out
+
+
+def reference_print(config) -> str:
+    """Of the weights that the reference begins with; of a random policy the seed they are made from."""
+    path, revision = _reference(config)
+    return weights_print(path, revision) if path else f"seed {config.run.seed}"
 
 
 def weights_of_hosts(config) -> dict[str, str]:
@@ -100,6 +105,11 @@ def weights_print(path: str, revision: str | None) -> str:
                 f.seek(start + max(0, size - start - BLOCK) * i // (BLOCKS - 1))
                 digest.update(f.read(BLOCK))
     return digest.hexdigest()[:16]
+
+
+def _reference(config):
+    reference = config.reference
+    return (reference.path, reference.revision) if reference.path else _policy(config)
 
 
 def _policy(config):

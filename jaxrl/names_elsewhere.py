@@ -17,7 +17,7 @@ ELSEWHERE = {
     "max_prompt_length": "data.max_prompt_tokens", "max_completion_length": "rollout.max_new_tokens",
     "max_response_length": "rollout.max_new_tokens", "max_tokens": "rollout.max_new_tokens", "use_vllm": "rollout.engine",
     "vllm_gpu_memory_utilization": "rollout.vllm.memory_fraction", "gpu_memory_utilization": "rollout.vllm.memory_fraction",
-    "beta": "algorithm.kl.coef", "kl_coef": "algorithm.kl.coef", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
+    "kl_coef": "algorithm.kl.coef", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
     "loss_type": "algorithm.preset", "adv_estimator": "algorithm.advantage", "scale_rewards": "algorithm.advantage_std",
     "reward_funcs": "reward.functions", "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
     "model_name_or_path": "model.path", "dataset_name": "data.path", "train_files": "data.path", "val_files": "eval.sets",
@@ -25,6 +25,7 @@ ELSEWHERE = {
     "max_assistant_turns": "env.max_turns", "max_tool_response_length": "env.max_observation_tokens",
     "max_tool_calling_iterations": "env.max_turns", "environment_factory": "env.function", "tool_config_path": "env.tools",
     "max_num_steps": "env.max_turns", "max_parallel_calls_per_turn": "env.max_parallel_calls",
+    "cpo_alpha": "preference.rpo_alpha",
     "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
 }
 
@@ -32,9 +33,11 @@ ELSEWHERE = {
 NOT_YET = (
     (r"q?lora(_.*)?|.*_lora(_.*)?|use_peft|peft(_.*)?|adapters?|dora",
      "LoRA and other adapters are not supported yet; all parameters are trained, or those that model.trainable names"),
-    (r"dpo|ipo|kto|orpo|simpo|preferences?|preference_.*|dpo_.*|chosen|rejected|online_dpo|nash_md|xpo",
-     "training on preferences (DPO and its kin) is not supported yet; there are run.recipe=rl with a reward, and "
-     "run.recipe=sft on the chosen answers"),
+    (r"dpo|ipo|kto|orpo|simpo|cpo|preferences|preference_.*|dpo_.*",
+     "DPO and its kin are run.recipe=preference with preference.loss=dpo, ipo, kto, orpo ..."),
+    (r"online_dpo|nash_md|xpo",
+     "preferences between fresh samples (online DPO) are not supported yet; there are run.recipe=preference on pairs "
+     "that were made before, and run.recipe=rl with a reward"),
     (r"reward_?models?|reward_modell?ing|rm|prm",
      "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is "
      "served elsewhere"),

@@ -32,6 +32,8 @@ class Recipe(NamedTuple):
 RECIPES = {
     "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan"),
                  roles=("policy", "reference", "critic", "sampler")),
+    "preference": Recipe("jaxrl.recipes.preference", 1e-6, samples=False, modes=("train", "eval"),
+                         roles=("policy", "reference"), pairs=True),
     "sft": Recipe("jaxrl.recipes.sft", 2e-5, samples=False, modes=("train", "eval", "plan"), starts_others=True),
 }
 

@@ -23,7 +23,7 @@ FUTURE: tuple[str, ...] = (
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
     # sampling, scoring and learning from here on
-    "rollout.*", "env.*", "reward.*", "algorithm.*", "eval.*", "reference.*", "critic.*",
+    "rollout.*", "env.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",

@@ -37,7 +37,8 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
 
 
 O = Option
-# Lists of integers; the entries of all others but reward.weights are text.
+# Lists of numbers and of integers; the entries of all others are text.
+NUMBERS = ("reward.weights", "preference.loss_weights")
 INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
             "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
@@ -113,7 +114,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
         "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
         "response_prefix": O("", "text the completion is made to start with (part of the prompt, seen by rewards)"),
-        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT", bound=">0"),
+        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT; rows (pairs) per step for preferences", bound=">0"),
         "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
                              choices=("filter", "truncate_left", "error")),
@@ -335,6 +336,21 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "mask_truncated": O(None, "answers cut by the length limit add no loss (they stay in the denominators)", bool),
         "overlong_buffer_fraction": O(None, "reward.overlong_buffer as a share of max_new_tokens, where that is 0", float, bound="0..1"),
     },
+    "preference": {
+        "loss": O(("dpo",), "losses (docs/preferences.md), which are added up: dpo robust hinge ipo dpo_norm exo nca bco apo_zero apo_down"
+                            " sppo aot aot_unpaired discopop kto apo_zero_unpaired orpo simpo cpo nll"),
+        "loss_weights": O((), "one weight per loss; empty = all 1"),
+        "beta": O(0.1, "scale of the rewards beta (log-prob - the reference's): more = closer to the reference; ipo's tau, orpo's lambda",
+                  bound=">0"),
+        "label_smoothing": O(0.0, "share of the pairs whose order is taken to be wrong: dpo (conservative DPO), robust, aot, simpo, cpo; exo"
+                                  " needs it", bound="[0, 1)"),
+        "ipo_mean": O(True, "ipo: log-ratios are divided by the tokens of their answers; False: sums, as the paper writes them"),
+        "simpo_gamma": O(0.5, "simpo: margin that the rewards should differ by", bound=">=0"),
+        "discopop_tau": O(0.05, "discopop: temperature of its gate", bound=">0"),
+        "desirable_weight": O(1.0, "kto: weight of good answers", bound=">=0"),
+        "undesirable_weight": O(1.0, "kto: weight of the others", bound=">=0"),
+        "rpo_alpha": O(0.0, "weight of the chosen answers' negative log-prob per token beside the losses (iterative RPO); 0 = off", bound=">=0"),
+    },
     "critic": {
         "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
         "revision": O(None, "hub revision of critic.path", str),
@@ -451,7 +467,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
         "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
                        " has write(step, scalars) and close()"),
-        "every_steps": O(1, "SFT: steps per line of metrics (RL writes a line every step)"),
+        "every_steps": O(1, "SFT, preferences: steps per line of metrics (RL writes a line every step)"),
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
@@ -511,4 +527,4 @@ def free_tables() -> list[str]:
 
 def element_kind(dotted: str) -> type:
     """What the entries of an option that is a list are: int, float or str."""
-    return {"reward.weights": float}.get(dotted, int if dotted in INTEGERS else str)
+    return float if dotted in NUMBERS else int if dotted in INTEGERS else str

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from jaxrl import lengths
+from jaxrl.algorithms.preference import needs_reference
 from jaxrl.algorithms.presets import PRESETS
 from jaxrl.algorithms.presets import resolve as resolve_preset
 from jaxrl.config import editable, get, put
@@ -84,7 +85,7 @@ class Spec:
     @cached_property
     def completions(self) -> int:
         """Completions to a prompt in one step."""
-        return self.rollout.group_size if self.recipe.samples else 1
+        return self.rollout.group_size if self.recipe.samples else 2 if self.recipe.pairs else 1
 
     @cached_property
     def ahead(self) -> bool:
@@ -102,6 +103,8 @@ class Spec:
 
     @property
     def needs_reference(self) -> bool:
+        if self.recipe.pairs and "reference" in self.recipe.roles:
+            return needs_reference(self.preference)
         return self.recipe.samples and bool(self.algorithm.kl.coef)
 
     @property
@@ -195,7 +198,8 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
         decide("algorithm.mismatch.correction", "none" if none else "token_tis", "engine")
     if not t.row_lengths:
         prompt = min(c.data.max_prompt_tokens, longest - 1)
-        shared = c.rollout.group_size if recipe.samples and t.share_prompts else 1
+        several = c.rollout.group_size if recipe.samples else 2 if recipe.pairs else 1
+        shared = several if t.share_prompts else 1
         whole = prompt + shared * (longest - prompt)
         length = max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW))
         decide("train.row_lengths", (-(-length // 8) * 8,), "lengths")

@@ -89,7 +89,7 @@ def test_bad_flags_name_the_right_one(flag, message):
 
 @pytest.mark.parametrize("name, missing, instead", [
     ("lora.rank", "LoRA", "model.trainable"), ("model.use_peft", "LoRA", "model.trainable"), ("lora_rank", "LoRA", "model.trainable"),
-    ("preference.beta", "DPO", "run.recipe=sft"), ("algorithm.dpo_beta", "DPO", "run.recipe=sft"),
+    ("algorithm.dpo_beta", "DPO", "run.recipe=preference"), ("algorithm.xpo", "online", "run.recipe=preference"),
     ("distill.teacher", "distillation", "run.recipe=sft"), ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
     ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "only text", ""),
 ])
@@ -100,11 +100,11 @@ def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
 
 
 @pytest.mark.parametrize("job, said", [
-    (lambda: load_config("dpo"), "preferences"), (lambda: load_config("reward_model"), "reward model"),
+    (lambda: load_config("ipo"), "run.recipe=preference"), (lambda: load_config("reward_model"), "reward model"),
     (lambda: load_config("dapo"), "algorithm.preset=dapo"),
-    (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "preferences"),
+    (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
     (lambda: config_checks.check(load_config("grpo", {"run.recipe": "distill"})), "distillation"),
-    (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "preferences"),
+    (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),
     (lambda: family_of({"model_type": "qwen3_moe"}), "experts"),
 ])
 def test_jobs_presets_and_models_that_are_not_there_say_so(job, said):

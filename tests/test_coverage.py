@@ -49,6 +49,7 @@ ALIASES = {
     "session.py": {"c": "checkpoint", "e": "eval"},
     "roles.py": {"c": "checkpoint"},
     "algorithms/losses.py": {"cfg": "algorithm"},
+    "algorithms/preference.py": {"o": "preference", "options": "preference"},
     "training/objective.py": {"o": "algorithm algorithm.mismatch"},
     "training/optimizer.py": {"c": "optimizer", "config": "optimizer"},
     "rollout/shapes.py": {"roll": "rollout"},

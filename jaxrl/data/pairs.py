@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 
+from jaxrl.algorithms.preference import LOSSES
 from jaxrl.data.dataset import PromptError, Reader, Row, check_messages, missing
 
 
@@ -24,7 +25,8 @@ class PairReader(Reader):
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, targets, tools)
-        self.data = config.data
+        self.data, self.losses = config.data, config.preference.loss
+        self.labels = all(name in LOSSES and LOSSES[name].answers for name in self.losses)
 
     def __call__(self, row: dict) -> Row:
         """Raises PromptError saying what is wrong with the row."""
@@ -32,19 +34,30 @@ class PairReader(Reader):
         plain = {name: row[name] for name in row if name not in (data.chosen_column, data.rejected_column)}
         if is_pair(row, data):
             plain[data.prompt_column], plain[data.completion_column], rejected = separated(row, data)
-        elif row.get(data.label_column) is not None:
-            if row.get(data.completion_column) is None:
-                raise missing(row, data.completion_column, "data.completion_column")
-            plain[data.label_column] = label_of(row[data.label_column], data.label_column)
-        elif self.targets == "optional":
+        elif self.targets == "optional" and not is_labelled(row, data):
             plain.pop(data.completion_column, None)
-        elif row.get(data.completion_column) is not None:
-            raise missing(row, data.label_column, "data.label_column")
         else:
-            raise missing(row, data.chosen_column, "data.chosen_column")
+            plain[data.label_column] = self._label(row)
         if plain.get(data.margin_column) is not None:
             plain[data.margin_column] = margin_of(plain[data.margin_column], data.margin_column)
         return super().__call__(plain)._replace(rejected=rejected)
+
+
+    def _label(self, row: dict) -> bool:
+        data = self.data
+        if not self.labels:
+            raise missing(row, data.chosen_column, "data.chosen_column") if not is_labelled(row, data) else PromptError(
+                f"one answer with a label (data.label_column), but preference.loss={', '.join(self.losses)} compares "
+                f"two: give {data.chosen_column!r} and {data.rejected_column!r}, or set preference.loss=kto")
+        for option in ("completion_column", "label_column"):
+            if row.get(data[option]) is None:
+                raise missing(row, data[option], f"data.{option}")
+        return label_of(row[data.label_column], data.label_column)
+
+
+def is_labelled(row: dict, data) -> bool:
+    """Whether a row has an answer with a label."""
+    return row.get(data.completion_column) is not None and row.get(data.label_column) is not None
 
 
 def is_pair(row: dict, data) -> bool:

@@ -175,8 +175,8 @@ def summary(metrics: dict[str, float]) -> dict:
 
 
 def publish_newest(s, job):
-    """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine
-    has them. Opens telemetry that writes no metrics."""
+    """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine,
+    where there is one, has them. Opens telemetry that writes no metrics."""
     c = job.config
     about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
     optimizer, _ = training.make_optimizer(c.optimizer, 1, *about)
@@ -189,7 +189,8 @@ def publish_newest(s, job):
         params = parameters.policy_params(**restored.arrays)
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
-    job.engine.publish(params, s.step)
+    if job.engine is not None:
+        job.engine.publish(params, s.step)
     return params, restored.path if restored else (c.model.path or "random initialisation")
 
 

@@ -174,15 +174,13 @@ class Read(NamedTuple):
 
 
 def read_all(s, with_rewards: bool = True) -> Read:
-    """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError."""
-    c, given, rewards, eval_rewards, pool = s.spec, s.given, None, None, None
+    """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError.
+    with_rewards: also rewards, but in a job of pairs none of whose held-out sets is to be answered."""
+    c, given, pool, rewards, eval_rewards = s.spec, s.given, None, None, None
     for sink in c.log.sinks:
         find_sink(sink)
-    if with_rewards:  # workers start while the rest is read
-        pool = open_pool(s)
-        rewards = eval_rewards = s.own(RewardPool(c, functions=given.rewards))
-        if c.eval.rewards:
-            eval_rewards = s.own(RewardPool(c, names=c.eval.rewards))
+    if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
+        pool, rewards, eval_rewards = _workers(s)
     inputs = read_inputs(c, given.tokenizer)
     if s.resumed is None:
         check_weights(c, inputs)
@@ -192,8 +190,11 @@ def read_all(s, with_rewards: bool = True) -> Read:
     read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed)
     stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set))
     s.reads(stream, read)
+    with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))
     if with_rewards:
-        first = next(iter(eval_sets.values()), None)
+        if rewards is None:
+            pool, rewards, eval_rewards = _workers(s)
+        first = next(iter(answered(c, eval_sets).values()), None)
         scored = train_set if c.recipe.samples and train_set is not None else first
         for scorer, dataset in {eval_rewards: first, rewards: scored}.items():
             scorer.wait()
@@ -201,6 +202,30 @@ def read_all(s, with_rewards: bool = True) -> Read:
             if c.reward.trial and dataset is not None:
                 scorer.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
     return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool)
+
+
+def _workers(s):
+    """(pool of episodes or None, rewards of training, of evaluation), whose workers begin to start."""
+    pool = open_pool(s)
+    rewards = eval_rewards = s.own(RewardPool(s.spec, functions=s.given.rewards))
+    if s.spec.eval.rewards:
+        eval_rewards = s.own(RewardPool(s.spec, names=s.spec.eval.rewards))
+    return pool, rewards, eval_rewards
+
+
+def answered(c, eval_sets: dict) -> dict:
+    """The held-out sets that an engine answers: in jobs of pairs those whose rows are prompts alone, else all. Raises
+    ConfigError for a set that is of both kinds."""
+    if not c.recipe.pairs:
+        return eval_sets
+    out = {}
+    for name, dataset in eval_sets.items():
+        whole = dataset.target_lengths > 0
+        if whole.any() and not whole.all():
+            raise ConfigError(f"eval set {name}: {int(whole.sum())} of its {len(dataset)} rows hold pairs or labels, "
+                              "the others prompts alone; give two sets")
+        out |= {} if whole.any() else {name: dataset}
+    return out
 
 
 def load_data(c, given, inputs: Inputs, tools=()):
@@ -222,7 +247,7 @@ def open_run(s, with_engine: bool = True) -> Job:
     job = open_job(s.spec, read.inputs)
     s.settle(job.config)
     engine = None
-    if with_engine:
+    if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids,
                                            job.hf_config))
         beside = job.apart("sampler")

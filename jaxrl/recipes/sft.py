@@ -98,7 +98,8 @@ def one_update(job, policy: Policy, traj: Trajectories):
 def averaged(pending) -> dict[str, float]:
     """Means over the updates since the last line, counts of tokens and operations too; one transfer per update."""
     steps = [host_scalars(m) for m, *_ in pending]
-    out = {k: float(np.mean([s[k] for s in steps])) for k in steps[0]}
+    names = dict.fromkeys(k for s in steps for k in s)
+    out = {k: float(np.mean([s[k] for s in steps if k in s])) for k in names}
     lengths = np.concatenate([t.completion_lengths for _, t, *_ in pending])
     return out | {
         "length/mean": float(lengths.mean()),

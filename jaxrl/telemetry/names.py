@@ -31,13 +31,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "standard deviation of the shaped rewards over the whole batch"),
     Metric("reward/<why>_fraction", "share of scores that are missing because of <why>: error, timeout, none, nan; failed: any "
            "of them but none, absent: completions without a reward"),
+    Metric("reward/accuracy", "preferences: share of the pairs whose chosen answer has the larger reward, beta (log-prob - reference); ties half",
+           "prefers", "percent"),
+    Metric("reward/margin", "preferences: mean reward of the chosen answers less that of the rejected ones", "margin", "fixed"),
+    Metric("reward/chosen", "preferences: mean reward of the chosen answers; reward/rejected of the others"),
     Metric("reward/<name>", "mean raw score of one reward function where it gave one, or a metric it returned"),
     Metric("accuracy/train", "share of the completions whose named reward reaches reward.pass_mark", "acc", "percent"),
-    Metric("loss", "RL: as policy/loss; SFT: mean negative log-likelihood per target token", "loss", "fixed"),
+    Metric("loss", "RL: as policy/loss; SFT: mean negative log-likelihood per target token; preferences: the losses over the whole step",
+           "loss", "fixed"),
     Metric("length/mean", "mean completion length in tokens, end of text included", "length", "count"),
     Metric("length/max", "longest completion in tokens"),
     Metric("length/min", "shortest completion in tokens"),
     # what the update did
+    Metric("loss/<name>", "of preferences with several losses: each one's own, without its weight"),
+    Metric("preference/z0", "kto: mean log-ratio of prompts with answers of other prompts, at least 0"),
     Metric("policy/loss", "the minimised sum: policy loss + KL term - entropy bonus"),
     Metric("policy/kl", "KL(policy || reference) per token; absent where no reference is held", "KL", "small", 1),
     Metric("policy/approx_kl", "k3 estimate of the KL between the policy before and after, per token"),
@@ -105,6 +112,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("data/bad_rows", "rows that could not be read and were skipped"),
     # evaluation
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
+    Metric("eval/preference_accuracy", "reward/accuracy over the pairs of all held-out sets", "held-out", "percent"),
     Metric("eval/<set>/reward/<name>", "as reward/<name>, over one held-out set: each reward function's mean raw score, its own metrics"),
     Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also length, truncation, failures and the "
            "rewards' total"),

@@ -2,26 +2,20 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny_job
 from data_cases import write_jsonl
 from test_docs import ROOT, blocks_of
-from test_training import LAYOUTS, gradient, layout_of
-from training_helpers import batch_of_groups, params_of, tiny_model
 
 import jaxrl
-from jaxrl import config_checks, training
+from jaxrl import config_checks
 from jaxrl.algorithms import POLICY_LOSSES, register_policy_loss
-from jaxrl.algorithms.preference import dpo
 from jaxrl.config import put
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.registry import RECIPES
 from jaxrl.schema import SCHEMA, Option
-from jaxrl.training.score import make_score
 
 
 def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
@@ -88,54 +82,3 @@ def test_a_recipe_that_is_none_is_refused(monkeypatch, tmp_path):
         c.run.recipe = path
         with pytest.raises(ConfigError, match=f"run.recipe='{path}'.*{why}"):
             config_checks.check(c)
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed", "packed_shared_8_microbatches"])
-def test_a_loss_of_sequences_is_a_weighted_update(layout):
-    """DPO: score, derivative on [N] numbers, and NextToken's update give the gradient of the whole loss, however it is packed."""
-    assert layout in LAYOUTS
-    with jax.enable_x64(True):
-        model = tiny_model(jnp.float64)
-        params = params_of(model, jnp.float64)
-        traj, _ = batch_of_groups(groups=4, size=2)
-        chosen, rejected = np.arange(0, 8, 2), np.arange(1, 8, 2)
-        reference = -np.linspace(20, 40, 8)
-        score = make_score(model, temperature=1.0, chunk=64, put=lambda batch: batch)
-        found = layout_of(traj, layout)
-        sums = traj.total(score(params, traj, found).astype(np.float64))
-        loss, derivative = dpo(sums, reference, chosen, rejected, beta=0.3)
-        got, _ = gradient(model, params, traj, {}, training.sequence_weights(traj, derivative), found, np.float64,
-                          training.NextToken(chunk=64, max_grad_norm=0.0))
-
-        def whole(params):
-            ones = {"token": traj.loss_mask.astype(float), "policy": traj.loss_mask.astype(float)}
-            plain = layout_of(traj, "padded")
-            total = 0.0
-            lead = []
-            for micro in plain.minibatches[0].microbatches:
-                batch = jax.tree.map(jnp.asarray, training.pack(traj, micro, {}, ones, np.float64))
-                logp = training.objective.Outputs(model, params, batch, training.NextToken(chunk=64)).logprobs()[0]
-                order = [i for row in micro.rows for block in row for i in block.sequences]
-                per = [jnp.sum(jnp.where(batch.sequences[r] == k + 1, logp[r], 0)) for r, row in enumerate(micro.rows)
-                       for k in range(sum(len(block.sequences) for block in row))]
-                lead += list(zip(order, per, strict=True))
-            s = jnp.stack([x for _, x in sorted(lead, key=lambda one: one[0])]) - reference
-            total = jnp.mean(jnp.logaddexp(0.0, -0.3 * (s[chosen] - s[rejected])))
-            return total
-
-        assert float(whole(params)) == pytest.approx(loss, rel=1e-6)
-        want = training.partition(jax.grad(whole)(params), (".*",), ())[0]
-        for name, grad in want.items():
-            np.testing.assert_allclose(np.asarray(got[name]), np.asarray(grad), rtol=1e-6, atol=1e-9, err_msg=name)
-
-
-def test_the_derivative_of_dpo_is_the_difference_quotient():
-    rng = np.random.default_rng(0)
-    s, r, chosen, rejected = rng.normal(size=6) * 5, rng.normal(size=6) * 5, [0, 2], [1, 5]
-    _, derivative = dpo(s, r, chosen, rejected, 0.7)
-    for i in range(6):
-        step = np.eye(6)[i] * 1e-6
-        slope = (dpo(s + step, r, chosen, rejected, 0.7)[0] - dpo(s - step, r, chosen, rejected, 0.7)[0]) / 2e-6
-        assert derivative[i] == pytest.approx(slope, rel=1e-6, abs=1e-9)
-    far, _ = dpo([1e4, -1e4], [0, 0], [1], [0], 1.0)
-    assert far == pytest.approx(2e4)  # no overflow
