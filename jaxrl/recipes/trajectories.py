@@ -139,8 +139,9 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
 
 
 def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:
-    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `tokens` are all it
-    sampled, `version` and `last_version` those of its first and last token. episodes: of `episodes.conversations`."""
+    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `prompt` as the model saw
+    it, `asked` as the row has it where that is another text or messages; `tokens` are all it sampled, `version` and
+    `last_version` those of its first and last token. episodes: of `episodes.conversations`."""
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
     for i, (example, text, scored, at, score) in enumerate(rows):
         out.append({
@@ -148,6 +149,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
             "sample": int(traj.sample[i]),
             "seed": int(traj.seed[i]),
             "prompt": example.prompt_text,
+            **({} if example.prompt == example.prompt_text else {"asked": example.prompt}),
             "completion": text,
             "answer": example.answer,
             "score": score,
