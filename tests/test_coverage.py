@@ -59,6 +59,8 @@ ALIASES = {
     "recipes/algorithm.py": {"options": "algorithm reference"},
     "recipes/critic.py": {"options": "critic"},
     "data/stream.py": {"d": "data"},
+    "models/peft.py": {"options": "lora"},
+    "models/selection.py": {"options": "lora"},
     "checkpoint.py": {"_options": "checkpoint"},
     "uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
     "telemetry/telemetry.py": {"_log": "log"},

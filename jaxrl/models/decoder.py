@@ -10,6 +10,8 @@ length, N repetitions of the repeating block.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,12 +69,15 @@ class Weights(NamedTuple):
     def linear(self, name: str, x):
         """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
         `<name>/bias`, where they are."""
+        if (see := WATCH.get()) is not None:
+            see(name, x)
         row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
         y = product(x, gathered(self.values[f"{name}/kernel"], row.axes, x.dtype), row.inputs)
         if f"{name}/lora/a" in self.values:
-            y = y + self.low_rank(name, x, "")
-        if f"{name}/lora/a0" in self.values:
-            y = y - self.low_rank(name, x, "0")
+            more = self.low_rank(name, x, "")
+            if f"{name}/lora/a0" in self.values:  # at the start this is zero to the bit
+                more = more - self.low_rank(name, x, "0")
+            y = y + more
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def low_rank(self, name: str, x, which: str):
@@ -96,6 +101,21 @@ class Weights(NamedTuple):
         if offset:
             return (y * like(offset + scale.astype(acc), y)).astype(x.dtype)
         return y.astype(x.dtype) * like(scale.astype(x.dtype), y)
+
+
+WATCH: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("watch", default=None)
+
+
+@contextlib.contextmanager
+def watched(see: Callable):
+    """Within it `see(module's path in its layer, x)` is called with what each linear map reads, in the order of the
+    layers, while a model without scanned or recomputed layers is traced. (What the values are may only leave the trace
+    with it.)"""
+    token = WATCH.set(see)
+    try:
+        yield
+    finally:
+        WATCH.reset(token)
 
 
 class Shared(NamedTuple):

@@ -288,7 +288,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _replace(temporary, directory)
+        replace(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -315,10 +315,10 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
-    return sorted(planned, key=lambda t: _order(t.name)), main.name
+    return sorted(planned, key=lambda t: order(t.name)), main.name
 
 
-def _order(name):
+def order(name):
     """Embedding, layers by number, final norm, head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (0 if name == EMBEDDING else 1 if layer else 2, int(layer[1]) if layer else 0, name == HEAD)
@@ -361,7 +361,7 @@ def _write_json(file, value):
     file.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
-def _replace(temporary: Path, directory: Path) -> None:
+def replace(temporary: Path, directory: Path) -> None:
     """Puts a finished folder in its place; a folder that stands there is moved aside first and then deleted."""
     if not directory.exists():
         os.rename(temporary, directory)
