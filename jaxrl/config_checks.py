@@ -13,6 +13,7 @@ from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_a
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
+from jaxrl.lora_checks import lora
 from jaxrl.names_elsewhere import not_yet
 from jaxrl.preference_checks import preference
 from jaxrl.registry import Recipe, recipe_of
@@ -29,7 +30,7 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     algorithm, preference, _optimizer, _eval, _uploads, _launch, _misc):
+                     algorithm, lora, preference, _optimizer, _eval, _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))

@@ -19,6 +19,10 @@ ELSEWHERE = {
     "vllm_gpu_memory_utilization": "rollout.vllm.memory_fraction", "gpu_memory_utilization": "rollout.vllm.memory_fraction",
     "kl_coef": "algorithm.kl.coef", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
     "loss_type": "algorithm.preset", "adv_estimator": "algorithm.advantage", "scale_rewards": "algorithm.advantage_std",
+    "lora_r": "lora.rank", "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.targets", "target_modules": "lora.targets", "use_rslora": "lora.rslora", "use_peft": "lora.rank",
+    "init_lora_weights": "lora.init", "layers_to_transform": "lora.layers", "r_pattern": "lora.rank_pattern",
+    "exclude_modules": "lora.exclude", "lora_path": "lora.path", "use_lora": "lora.rank",
     "reward_funcs": "reward.functions", "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
     "model_name_or_path": "model.path", "dataset_name": "data.path", "train_files": "data.path", "val_files": "eval.sets",
     "logging_steps": "log.every_steps", "eval_steps": "eval.every_steps", "save_steps": "checkpoint.every_steps",
@@ -31,8 +35,8 @@ ELSEWHERE = {
 
 # Pattern of one part of a name -> what is not there, and what there is instead.
 NOT_YET = (
-    (r"q?lora(_.*)?|.*_lora(_.*)?|use_peft|peft(_.*)?|adapters?|dora",
-     "LoRA and other adapters are not supported yet; all parameters are trained, or those that model.trainable names"),
+    (r"qlora(_.*)?|.*dora|ia3|prefix_tuning|prompt_tuning|adalora|lo?ha|lokr",
+     "of adapters there is LoRA, lora.rank, on a base in bf16 or fp32; model.trainable trains a part of the model"),
     (r"dpo|ipo|kto|orpo|simpo|cpo|preferences|preference_.*|dpo_.*",
      "DPO and its kin are run.recipe=preference with preference.loss=dpo, ipo, kto, orpo ..."),
     (r"online_dpo|nash_md|xpo",

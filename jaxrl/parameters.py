@@ -2,27 +2,45 @@
 model of its own, recipes/critic.py.)
 
 The policy is a language model, with a value head where the critic shares its trunk (`policy_tree`); its rows are in
-models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it; adapters would be
-further entries of the first. What they are bound to: the model's forward pass and the checkpoint take all of them
-(`training.merge`), engine and export the language model alone (`policy_params`), both as one tree.
+models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it. What they are bound
+to: the model's forward pass takes all of them (`training.merge`), engine and export the language model alone
+(`policy_params`, `published`), both as one tree.
+
+With adapters (config.lora, models.adapters) these and what lora.modules_to_save names train, and the base is frozen: it
+is never written, rests in lora.base_dtype, and a checkpoint holds its digest instead of it (`kept`, `restored`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import zlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl import data as data_room
 from jaxrl import sharding, training
-from jaxrl.models import decoder, hf
+from jaxrl.errors import ConfigError
+from jaxrl.models import adapter_init, adapters, decoder, hf, peft
 from jaxrl.models.value import ValueModel
+from jaxrl.processes.exchange import put
 from jaxrl.sharding import memory
+from jaxrl.spec import lora_on
 from jaxrl.types import TrainState
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+
+def adapted(config, model):
+    """The model with the adapter that config.lora describes, if any. Raises ConfigError as peft.resolve does."""
+    if not lora_on(config):
+        return model
+    found = peft.resolve(config.lora, model)
+    return dataclasses.replace(model, adapter=dataclasses.replace(found, dropout=config.lora.dropout))
 
 
 def policy_tree(model, shares_trunk: bool):
@@ -63,28 +81,165 @@ def policy_params(trainable, frozen):
     return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
 
 
+def dtypes(job, everything=False):
+    """Entry of the parameter table -> its dtype: train.param_dtype, but lora.base_dtype for the base of adapters.
+
+    Adapters are fp32: their steps are small beside their values.
+    """
+    master = DTYPES[job.config.train.param_dtype]
+    if job.model.adapter is None or everything:
+        return lambda entry: master
+    own, base = trained(job), DTYPES[job.config.lora.base_dtype]
+
+    def of(entry):
+        name = "/".join(entry.path)
+        return jnp.float32 if adapters.is_adapter(name) else master if name in own else base
+
+    return of
+
+
+def trained(job) -> frozenset[str]:
+    """Flat names of what trains with adapters: these, modules that train whole, the value head."""
+    return adapters.trains(job.model) | {"/".join(e.path) for e in job.tree.entries if e.path[0] == "value"}
+
+
 def initial_params(job, path: str = "", dtype=None, role="policy", revision=None):
-    """The language model the run starts from (nested tree, sharded): from `path` (at its hub `revision`) or
-    model.path, or random from run.seed."""
-    c = job.config.model
-    dtype = dtype or DTYPES[job.config.train.param_dtype]
-    shardings = param_shardings(job, tree=job.model, role=role)
+    """The language model the run starts from, without adapters (nested tree, sharded): from `path` (at its hub
+    `revision`) or model.path, or random from run.seed. dtype: one, or a tree of them; None = train.param_dtype."""
+    c, model = job.config.model, job.model.base
+    dtype = DTYPES[job.config.train.param_dtype] if dtype is None else dtype
+    shardings = param_shardings(job, tree=model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
-        return hf.load_params(job.model, source_of(source), revision if path else c.revision, shardings, dtype)
-    init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.model.init(key))  # noqa: E731
+        return hf.load_params(model, source_of(source), revision if path else c.revision, shardings, dtype)
+
+    def init(key):
+        params = model.init(key)
+        if isinstance(dtype, dict):
+            return jax.tree.map(lambda x, kind: x.astype(kind), params, dtype)
+        return jax.tree.map(lambda x: x.astype(dtype), params)
+
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 
 
+def base_params(job):
+    """The base of a policy with adapters, as it lies in its TrainState."""
+    return initial_params(job, dtype=job.model.base.tree(dtypes(job)))
+
+
+def policy_start(job):
+    """The language model as the policy starts: initial_params, and adapters where there are some."""
+    return initial_params(job) if job.model.adapter is None else with_adapters(job, base_params(job))
+
+
+def with_adapters(job, params):
+    """The base's parameters with adapters as they start: those of lora.path, or lora.init's from run.seed."""
+    where = {"/".join(e.path): e for e in job.model.entries if e.row.init == "adapter"}
+    places = flatten_dict(param_shardings(job, tree=job.model), sep="/")
+    key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
+    init = job.config.lora.init
+    directions = _directions(job, params) if init == "eva" else None
+    start = functools.partial(adapter_init.initial, job.model, name=init, directions=directions)
+    start = jax.jit(start, out_shardings={name: places[name] for name in where})(key, params)
+    if job.config.lora.path:
+        kinds = {"/".join(e.path): dtypes(job)(e) for e in job.model.entries}
+        start |= {name: put(value.astype(kinds[name]), places[name])
+                  for name, value in peft.read(job.config.lora.path, job.model.base)[1].items()}
+    return adapters.joined(params, start)
+
+
+def _directions(job, params):
+    """What lora.init=eva wants to know: the principal directions of what modules read, over the first rows."""
+    rows = [job.stream.dataset[i] for i in range(min(job.config.data.prompts_per_step, len(job.stream.dataset)))]
+    texts = [r.prompt_ids if r.target_ids is None else np.concatenate([r.prompt_ids, r.target_ids]) for r in rows]
+    length = max(map(len, texts))
+    tokens = np.stack([np.pad(text, (0, length - len(text))) for text in texts]).astype(np.int32)
+    segments = np.stack([np.arange(length) < len(text) for text in texts]).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return adapter_init.principal_inputs(job.model, params, tokens, positions, segments)
+
+
 def start_params(job):
-    """What the policy's TrainState starts from: initial_params, with a value head at zero where there is one."""
-    params = initial_params(job)
+    """What the policy's TrainState starts from: policy_start, with a value head at zero where there is one."""
+    params = policy_start(job)
     if job.tree is job.model:
         return params
-    return jax.jit(job.tree.with_head, out_shardings=param_shardings(job), donate_argnums=0)(params)
+    head = functools.partial(job.tree.with_head, dtype=DTYPES[job.config.train.param_dtype])
+    return jax.jit(head, out_shardings=param_shardings(job), donate_argnums=0)(params)
+
+
+# ---- what engine and export take of adapters
+
+
+def engine_model(job):
+    """The model that the engine computes with: its parameters are `published`."""
+    return job.model if job.config.lora.publish == "adapter" else job.model.base
+
+
+def published(job, params):
+    """The language model as the engine takes it (lora.publish), of its parameters with adapters (nested tree)."""
+    return params if engine_model(job) is job.model else merged(job, params)
+
+
+def merged(job, params):
+    """The language model without adapters that computes the same. Arrays without adapter are the given ones."""
+    if job.model.adapter is None:
+        return params
+    flat = flatten_dict(params, sep="/")
+    module = lambda name: name.rpartition(f"/{adapters.NODE}/")[0]  # noqa: E731
+    kernels = {f"{module(name)}/kernel" for name in flat if adapters.is_adapter(name)}
+    read = {name: x for name, x in flat.items() if name in kernels or adapters.is_adapter(name)}
+    where = tuple((name, flat[name].sharding) for name in sorted(kernels))
+    return adapters.joined(adapters.without(params), _merge(job.model, where)(read))
+
+
+@functools.lru_cache(maxsize=8)
+def _merge(model, where):
+    def work(flat):
+        return flatten_dict(adapters.merged(model, unflatten_dict(flat, sep="/")), sep="/")
+
+    return jax.jit(work, out_shardings=dict(where))
+
+
+# ---- what a checkpoint holds of adapters
+
+
+def kept(job, state: dict) -> dict:
+    """What a checkpoint holds of the fields of a TrainState: all but the base of adapters."""
+    if job.model.adapter is None or "frozen" not in state:
+        return state
+    return {**state, "frozen": {name: x for name, x in state["frozen"].items() if adapters.is_adapter(name)}}
+
+
+def restored(job, abstract: TrainState, fields: dict) -> dict:
+    """The fields of a TrainState of which a checkpoint held what is `kept`: the base is read again."""
+    if job.model.adapter is None:
+        return fields
+    base = flatten_dict(base_params(job), sep="/")
+    return {**fields, "frozen": {name: base[name] if name in base else fields["frozen"][name]
+                                 for name in abstract.frozen}}
+
+
+def base_digest(frozen) -> np.ndarray:
+    """adapters.digest of the base among what is frozen (flat)."""
+    return adapters.digest({name: x for name, x in frozen.items() if not adapters.is_adapter(name)})
+
+
+def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Raises ConfigError where a base that was read again is not the one that its adapter was trained on."""
+    if not np.array_equal(found, wanted):
+        raise ConfigError(
+            "model.path, lora.base_dtype: the base model is not, bit for bit, the one that the checkpoint's adapters "
+            f"were trained on (digest {bytes(found).hex()[:16]}, then {bytes(wanted).hex()[:16]}); bring its files "
+            "back, and give the dtype that it was held in (another kind of device may compute in another one)")
+
+
+# ---- the state of an update
 
 
 def _parts(job, params, everything: bool):
+    if job.model.adapter is not None and not everything:
+        return training.split(params, trained(job))
     patterns = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
     return training.partition(params, *patterns)
 
@@ -95,7 +250,8 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
     tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
     """
     c, tree = job.config, tree or job.tree
-    where, params = param_shardings(job, tree=tree, role=role), _shapes(tree, DTYPES[c.train.param_dtype])
+    where, kind = param_shardings(job, tree=tree, role=role), dtypes(job, everything)
+    params = tree.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, kind(entry)))
     params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), params, where)
     trainable, frozen = _parts(job, params, everything)
     state = jax.eval_shape(_start(job, optimizer), trainable, frozen)

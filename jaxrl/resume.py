@@ -24,6 +24,7 @@ FUTURE: tuple[str, ...] = (
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
     # sampling, scoring and learning from here on
     "rollout.*", "env.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*",
+    "lora.dropout", "lora.publish", "lora.export",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",
@@ -36,6 +37,7 @@ PAST: dict[str, str] = {
     "run.seed": "every random stream starts from it",
     "run.warm_start": "the parameters began there",
     "model.*": "it decides the parameters, their names or how text becomes tokens",
+    "lora.*": "it decides what trains, where it lies and what it is multiplied with",
     "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
     "env.tools": "prompts tell of them, and it decides which are too long",
     "reference.path": "the KL term would pull towards another model",

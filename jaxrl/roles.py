@@ -17,7 +17,7 @@ import optax
 
 from jaxrl import parameters, training
 from jaxrl.errors import RunStopped
-from jaxrl.models import hf
+from jaxrl.models import hf, peft
 from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
 from jaxrl.sharding import memory
@@ -116,14 +116,18 @@ class Policy(Role):
         self.held = state.replace(opt_state=keep_schedules(fresh(state.trainable), state.opt_state))
 
     def export(self, folder) -> None:
-        """Writes the model as a Hugging Face folder."""
+        """Writes the model as a Hugging Face folder; of adapters what lora.export says."""
         c, job = self.job.config.checkpoint, self.job
-        hf.export(job.model, self.weights(), folder, job.hf_config, c.export_dtype, tokenizer=job.tokenizer,
-                  shard_gb=c.shard_gb, eos_ids=job.eos_ids)
+        params = parameters.policy_params(self.held.trainable, self.held.frozen)
+        if job.model.adapter is not None and job.config.lora.export == "adapter":
+            peft.write(folder, job.model, params, job.config.lora, job.config.model.path, c.export_dtype)
+            return
+        hf.export(job.model.base, parameters.merged(job, params), folder, job.hf_config, c.export_dtype,
+                  tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
     def weights(self):
-        """The language model's parameters (nested tree), as engine and export take them."""
-        return parameters.policy_params(self.held.trainable, self.held.frozen)
+        """The language model's parameters (nested tree), as the engine takes them; a copy where adapters are merged."""
+        return parameters.published(self.job, parameters.policy_params(self.held.trainable, self.held.frozen))
 
     @contextlib.contextmanager
     def resting(self, engine):
@@ -133,29 +137,42 @@ class Policy(Role):
             yield
             return
         where = jax.tree.map(lambda x: x.sharding, self.held)
+        merged = parameters.engine_model(self.job) is not self.job.model  # the engine has a copy of its own
+        if merged:
+            engine.moved(memory.to_host(self.weights()))
         self.held = memory.to_host(self.held)
-        engine.moved(self.weights())
+        if not merged:
+            engine.moved(self.weights())
         try:
             yield
         finally:
             self.held = jax.device_put(self.held, where)
-            engine.moved(self.weights())
+            if not merged:
+                engine.moved(self.weights())
 
     # ---- what a session keeps
 
     def abstract(self) -> dict:
         self._abstract = parameters.abstract_state(self.job, self.optimizer)
-        return dict(vars(self._abstract))
+        kept = parameters.kept(self.job, dict(vars(self._abstract)))
+        return kept if self.job.model.adapter is None else {**kept, "base_digest": np.zeros(32, np.uint8)}
 
     def start(self, arrays: dict | None) -> None:
         if arrays is None:
             start = parameters.start_params(self.job)
             self.held = parameters.new_state(self.job, self.optimizer, self._abstract, start)
         else:
-            self.held = TrainState(**arrays)
+            arrays = dict(arrays)
+            was = arrays.pop("base_digest", None)
+            self.held = TrainState(**parameters.restored(self.job, self._abstract, arrays))
+        if self.job.model.adapter is not None:
+            self.base_digest = parameters.base_digest(self.held.frozen)
+            if arrays is not None:
+                parameters.check_base(self.base_digest, was)
 
     def arrays(self) -> dict:
-        return dict(vars(self.held))
+        held = parameters.kept(self.job, dict(vars(self.held)))
+        return held if self.job.model.adapter is None else {**held, "base_digest": self.base_digest}
 
 
 class WeightSync:

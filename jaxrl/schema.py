@@ -39,8 +39,8 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
 O = Option
 # Lists of numbers and of integers; the entries of all others are text.
 NUMBERS = ("reward.weights", "preference.loss_weights")
-INTEGERS = ("rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths", "plan.lengths", "profile.steps",
-            "profile.memory", "profile.processes")
+INTEGERS = ("lora.layers", "rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths",
+            "plan.lengths", "profile.steps", "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
 CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
@@ -85,6 +85,27 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "trainable": O((".*",), "patterns of parameter names that train"),
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
         "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
+    },
+    "lora": {
+        "rank": O(0, "rank of the low-rank adapters that train instead of the model; 0 = none, unless lora.path is set", bound=">=0"),
+        "alpha": O(None, "what they add is multiplied with alpha / rank; None = rank, which is 1", float, bound=">0"),
+        "dropout": O(0.0, "SFT: share of what an adapter reads that is dropped", bound="[0, 1)"),
+        "targets": O(("all-linear",), "modules by the end of their HF name (q_proj, mlp.up_proj), or one pattern for whole names;"
+                                      " all-linear: all linear maps of the layers"),
+        "exclude": O((), "modules without adapter, named as targets are"),
+        "layers": O((), "numbers of the layers that get adapters; empty = all"),
+        "rslora": O(False, "alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732)"),
+        "rank_pattern": O((), "'pattern=number': rank of the modules whose names end so; the first that fits"),
+        "alpha_pattern": O((), "the same for alpha"),
+        "modules_to_save": O((), "ends of names of modules that train whole beside the adapters"),
+        "init": O("default", "how A and B begin: default (A uniform in +-1/sqrt(inputs), B 0), gaussian (A normal, 1/rank), orthogonal,"
+                             " pissa, pissa_niter_<n>, olora or eva (of the inputs of the first rows); the last four are described in"
+                             " models/adapter_init.py"),
+        "path": O("", "PEFT folder or hub id of an adapter to start from; it says ranks, alphas and modules"),
+        "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: merged where it samples in"
+                             " fp32 or keeps a model of its own", choices=("auto", "adapter", "merged")),
+        "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
+        "base_dtype": O("auto", "dtype the frozen base is held in; auto = train.compute_dtype", choices=("auto", "fp32", "bf16")),
     },
     "mesh": {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),

@@ -191,6 +191,12 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
         decide("run.matmul_precision", precision, f"compute dtype {t.compute_dtype}")
     if c.rollout.dtype == "auto":
         decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
+    if lora_on(c):
+        if c.lora.publish == "auto":
+            merged = c.rollout.dtype == "fp32" or not engine_of(c).on_mesh
+            decide("lora.publish", "merged" if merged else "adapter", f"rollout.dtype {c.rollout.dtype}")
+        if c.lora.base_dtype == "auto":
+            decide("lora.base_dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":
         now = not (c.rollout.max_staleness or c.rollout.sync_every > 1)
         exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now
@@ -218,6 +224,11 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
     if c.model.remat == "auto":
         fits = platform.kind == "cpu" or _parameters(hf_config) < SMALL_MODEL
         decide("model.remat", "none" if fits else "full", "model")
+
+
+def lora_on(config) -> bool:
+    """Whether adapters train instead of the model."""
+    return bool(config.lora.rank or config.lora.path)
 
 
 def _parameters(hf_config: dict) -> int:

@@ -73,6 +73,7 @@ def test_flags_are_read_by_type():
         ("--config.optimiser.lr=1", "did you mean optimizer.lr"),
         ("--config.optimizer.learning_rate=1", "did you mean optimizer.lr"),
         ("--config.rollout.num_generations=8", "did you mean rollout.group_size"),
+        ("--config.lora_rank=8", "did you mean lora.rank"),
         ("optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
         ("--optimizer.lr=1e-5", "--config.optimizer.lr=1e-5"),
         ("--config.optimizer.lr=fast", "expected float"),
@@ -88,7 +89,7 @@ def test_bad_flags_name_the_right_one(flag, message):
 
 
 @pytest.mark.parametrize("name, missing, instead", [
-    ("lora.rank", "LoRA", "model.trainable"), ("model.use_peft", "LoRA", "model.trainable"), ("lora_rank", "LoRA", "model.trainable"),
+    ("qlora.rank", "LoRA", "model.trainable"), ("model.use_dora", "LoRA", "model.trainable"), ("adalora", "LoRA", "lora.rank"),
     ("algorithm.dpo_beta", "DPO", "run.recipe=preference"), ("algorithm.xpo", "online", "run.recipe=preference"),
     ("distill.teacher", "distillation", "run.recipe=sft"), ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
     ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "only text", ""),

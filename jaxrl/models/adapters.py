@@ -33,6 +33,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxrl.errors import ConfigError
 from jaxrl.models import parameters
 from jaxrl.models.placement import stored
+from jaxrl.processes.exchange import to_host
 
 NODE = "lora"  # the name under which a module's adapter stands
 
@@ -288,7 +289,7 @@ def digest(params) -> np.ndarray:
     arrays lie: nothing is gathered.
     """
     flat = flatten_dict(params, sep="/")
-    sums = {name: np.asarray(x).tolist() for name, x in jax.device_get(_hashes(flat)).items()}
+    sums = {name: to_host(x).tolist() for name, x in _hashes(flat).items()}
     told = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
     return np.frombuffer(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(), np.uint8).copy()
 

@@ -144,7 +144,7 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
       model: the Model the weights are for.
       path, revision: folder or hub id.
       shardings: tree of shardings (None: the default device).
-      dtype: of the result.
+      dtype: of the result, or a tree of dtypes as the model's.
 
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
     """
@@ -189,14 +189,14 @@ def _loader(stored, shardings, dtype):
     """load(entry) -> the array of one row of the parameter table."""
 
     def load(entry):
-        sharding = entry.of(shardings)
+        sharding, kind = entry.of(shardings), entry.of(dtype) if isinstance(dtype, dict) else dtype
         if not entry.stacked:
-            return _place(entry, stored[entry.hf_names[0]], sharding, dtype).block_until_ready()
-        array, part = jnp.zeros(entry.shape, dtype, device=sharding), sharding
+            return _place(entry, stored[entry.hf_names[0]], sharding, kind).block_until_ready()
+        array, part = jnp.zeros(entry.shape, kind, device=sharding), sharding
         if isinstance(sharding, NamedSharding):
             part = NamedSharding(sharding.mesh, P(*sharding.spec[entry.stacked:]))
         for index, name in zip(entry.indices, entry.hf_names, strict=True):
-            array = _filler(sharding)(array, _place(entry, stored[name], part, dtype), index).block_until_ready()
+            array = _filler(sharding)(array, _place(entry, stored[name], part, kind), index).block_until_ready()
         return array
 
     return load

@@ -39,9 +39,9 @@ class ValueModel:
         """Random trunk (see Model.init), zero value head; fp32. Pure."""
         return self.with_head(self.model.init(key))
 
-    def with_head(self, params):
-        """A Model's parameters with a value head at zero."""
-        dtype = params["embed"]["embedding"].dtype
+    def with_head(self, params, dtype=None):
+        """A Model's parameters with a value head at zero. dtype: of the head; None = the embedding's."""
+        dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
         return self.tree(lambda entry: jnp.zeros(entry.shape, dtype) if entry.path[0] == "value" else entry.of(params))
 
     def logical_axes(self):

@@ -359,11 +359,11 @@ def _remedy(config) -> str:
 
 def predict(config, mesh, model) -> dict[str, float]:
     """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own
-    mesh and model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know, and
-    where roles have devices of their own."""
+    mesh and model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know,
+    where roles have devices of their own, and with adapters."""
     device = mesh.devices.flat[0]
     name = targets.name_of(device)
-    if name is None or len(config.mesh.roles):
+    if name is None or len(config.mesh.roles) or model.adapter is not None:
         return {}
     c = editable(config)
     sizes = {a: mesh.shape[a] for a in ("dp", "fsdp", "tp")}

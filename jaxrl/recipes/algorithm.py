@@ -30,6 +30,7 @@ from jaxrl.algorithms import (
 )
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
+from jaxrl.models import adapters
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import stale_buckets
@@ -57,14 +58,24 @@ class Algorithm:
             staleness=stale_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
             value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
         self.critic = Critic(job, total_steps) if c.needs_critic else None
-        self.reference = Reference(job, self.scorer(job, "reference")) if c.needs_reference else None
+        self.reference = None
+        if c.needs_reference:
+            kind = Reference if job.model.adapter is None or c.reference.path else BaseReference
+            self.reference = kind(job, self.scorer(job, "reference"))
 
     def scorer(self, job, role: str):
-        """score(params, traj, layout) -> [T] log-probs, on a role's devices."""
-        if role != "policy" and job.mesh_of(role) is job.mesh:
+        """score(params, traj, layout) -> [T] log-probs, on a role's devices: of the policy with its adapters, of others
+        without."""
+        model = job.model if role == "policy" else job.model.base
+        if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model:
             return self.score
-        return make_score(job.model, temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk,
+        return make_score(model, temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk,
                           put=functools.partial(job.put, role=role))
+
+    def meet(self, policy) -> None:
+        """Tells the parts whom they stand beside, before they start."""
+        if isinstance(self.reference, BaseReference):
+            self.reference.policy = policy
 
     @property
     def parts(self) -> list:
@@ -141,7 +152,7 @@ class Reference(Role):
     def abstract(self):
         if not self.moves:
             return {}
-        shapes = jax.eval_shape(self.job.model.init, jax.random.key(0))
+        shapes = jax.eval_shape(self.job.model.base.init, jax.random.key(0))
         placed = lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where)  # noqa: E731
         return jax.tree.map(placed, shapes, self._place())
 
@@ -156,7 +167,7 @@ class Reference(Role):
         self.rest()
 
     def _place(self):
-        return parameters.param_shardings(self.job, tree=self.job.model, role=self.name)
+        return parameters.param_shardings(self.job, tree=self.job.model.base, role=self.name)
 
     def arrays(self):
         return self.held if self.moves else {}
@@ -173,13 +184,67 @@ class Reference(Role):
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
         if due:
-            self.held = cast_params(policy.weights(), self.dtype)
-            if self.job.mesh_of(self.name) is not self.job.mesh:
-                self.held = memory.moved(self.held, self._place())
-            self.rest()
+            self.take(policy)
             if self.options.reset_optimizer:
                 policy.restart_optimizer()
         return {"policy/reference_reset": float(due)}
+
+    def take(self, policy) -> None:
+        """Becomes the policy."""
+        self.held = cast_params(policy.weights(), self.dtype)
+        if self.job.mesh_of(self.name) is not self.job.mesh:
+            self.held = memory.moved(self.held, self._place())
+        self.rest()
+
+
+class BaseReference(Reference):
+    """The reference of a policy that trains adapters: its own frozen base, so that there is no second copy. Scored by
+    the model without adapters on the policy's layout, it is bitwise the model that the base was read from (on CPUs).
+
+    Where the policy does not begin as its base (lora.path, modules that train whole), or where the reference moves, the
+    few arrays that train are kept as they were then and scored with the same base; a checkpoint holds them.
+    """
+
+    policy = None  # set by Algorithm.meet
+
+    def __init__(self, job, score):
+        super().__init__(job, score)
+        self.place = "policy"
+        self.alone = not (self.moves or job.config.lora.path or job.model.adapter.saved)
+        if not self.alone:
+            self._score = make_score(job.model, temperature=job.config.rollout.temperature,
+                                     chunk=job.config.train.logprob_chunk, put=self.put)
+
+    def abstract(self):
+        return {} if self.alone else _of_model(self.policy.abstract()["trainable"])
+
+    def start(self, arrays, host: dict | None) -> None:
+        if self.alone:
+            return
+        if host is None:
+            self.take(self.policy)
+        else:
+            self.held, self.epochs = arrays, host["epochs"]
+
+    def take(self, policy) -> None:
+        self.held = jax.tree.map(jnp.copy, _of_model(policy.state.trainable))
+
+    def params(self):
+        frozen = self.policy.state.frozen
+        if self.alone:
+            return adapters.without(parameters.policy_params({}, frozen))
+        return parameters.policy_params(self.held, frozen)
+
+    def arrays(self):
+        return {} if self.alone else self.held
+
+    def host(self) -> dict | None:
+        return None if self.alone else {"epochs": self.epochs}
+
+
+def _of_model(flat: dict) -> dict:
+    """The leaves that are not a value head's."""
+    return {name: x for name, x in flat.items() if not name.startswith("value/")}
 
 
 def start_of_step(state):

@@ -51,19 +51,21 @@ class Critic(Role):
         self.options, self.shared = job.config.critic, job.config.critic.shared
         super().__init__("critic", job)
         self.place = "policy" if self.shared else "critic"
-        self._score = make_value_score(job.model, put=self.put)
+        # of the policy's trunk with its adapters, or of a trunk of its own, which trains whole
+        self.model = job.model if self.shared else job.model.base
+        self._score = make_value_score(self.model, put=self.put)
         self.epochs, minibatches = job.config.updates
         self.num_minibatches, self.running = self.options.num_minibatches or minibatches, Running()
         if self.shared:
             return
-        self.tree = ValueModel(self.job.model)
+        self.tree = ValueModel(self.model)
         config = critics_optimizer(job.config)
         total = max(1, total_steps * self.epochs * self.num_minibatches)
         about = parameters.flat_axes(self.tree), parameters.flat_layers(job.model, self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, *about)
         self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk,
                                    max_grad_norm=config.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
-        self.update = training.make_update(self.job.model, self.optimizer, schedule, self.loss)
+        self.update = training.make_update(self.model, self.optimizer, schedule, self.loss)
 
     # ---- a part of the run
 
@@ -98,7 +100,7 @@ class Critic(Role):
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = self.options.revision if self.options.path else job.config.model.revision
-            params = hf.load_critic(job.model, parameters.source_of(source), revision, shardings, dtype)
+            params = hf.load_critic(self.model, parameters.source_of(source), revision, shardings, dtype)
         else:
             init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731
             params = jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))

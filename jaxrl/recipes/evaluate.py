@@ -181,16 +181,22 @@ def publish_newest(s, job):
     about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
     optimizer, _ = training.make_optimizer(c.optimizer, 1, *about)
     state = parameters.abstract_state(job, optimizer)
-    wanted = {"trainable": state.trainable, "frozen": state.frozen}
+    wanted = parameters.kept(job, {"trainable": state.trainable, "frozen": state.frozen})
+    wanted |= {} if job.model.adapter is None else {"base_digest": np.zeros(32, np.uint8)}
     restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)
     if restored is None:
-        params = parameters.initial_params(job)
+        params = parameters.policy_start(job)
     else:
-        params = parameters.policy_params(**restored.arrays)
+        arrays = dict(restored.arrays)
+        was = arrays.pop("base_digest", None)
+        arrays = parameters.restored(job, state, arrays)
+        if was is not None:
+            parameters.check_base(parameters.base_digest(arrays["frozen"]), was)
+        params = parameters.policy_params(**arrays)
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
     if job.engine is not None:
-        job.engine.publish(params, s.step)
+        job.engine.publish(parameters.published(job, params), s.step)
     return params, restored.path if restored else (c.model.path or "random initialisation")
 
 

@@ -70,6 +70,7 @@ def run(config, given=None) -> dict:
         rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
                                   tokenizer=job.tokenizer, steps=s.total_steps))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
+        algorithm.meet(policy)
         s.restore(policy, [*algorithm.parts, rollouts])
         s.introduce(describe(job), derived(spec))
         algorithm.begin(s, job.engine)

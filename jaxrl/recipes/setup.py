@@ -22,8 +22,8 @@ from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.fingerprints import compared
 from jaxrl.limits import ends
-from jaxrl.models import hf
-from jaxrl.parameters import DTYPES, policy_tree, source_of
+from jaxrl.models import adapters, hf
+from jaxrl.parameters import DTYPES, adapted, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.trajectories import trial_items
@@ -248,8 +248,8 @@ def open_run(s, with_engine: bool = True) -> Job:
     s.settle(job.config)
     engine = None
     if with_engine and read.rewards is not None:
-        engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh_of("sampler"), job.eos_ids,
-                                           job.hf_config))
+        engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
+                                           job.eos_ids, job.hf_config))
         beside = job.apart("sampler")
         if read.pool is not None:
             engine = in_episodes(engine, read.pool, job.config, job.tokenizer)
@@ -284,6 +284,8 @@ def read_inputs(config, tokenizer=None) -> Inputs:
         table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
+    unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
+    adapters.check(adapted(config, unrolled))
     own = tokenizer is not None
     tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:
@@ -366,8 +368,9 @@ def build_model(spec, hf_config):
         log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
                     c.remat_every)
     every = 1 if c.remat == "none" else c.remat_every
-    return models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
-                        remat=c.remat, remat_every=every, attention=c.attention)
+    model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
+                         remat=c.remat, remat_every=every, attention=c.attention)
+    return adapted(spec, model)
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
@@ -399,8 +402,9 @@ def describe(job: Job) -> str:
         + " x ".join(f"{a}={n}" for a, n in job.mesh.shape.items()),
         *(f"          {role}: {own.size} devices, " + " x ".join(f"{a}={n}" for a, n in own.shape.items())
           for role, own in job.meshes.items()),
-        f"model     {job.hf_config.get('model_type')}, {job.model.num_parameters / 1e6:.2f} M parameters, compute "
+        f"model     {job.hf_config.get('model_type')}, {job.model.base.num_parameters / 1e6:.2f} M parameters, compute "
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
+        *adapter_lines(job),
     ]
     if c.recipe.samples:
         lines += algorithm_lines(c)
@@ -410,6 +414,17 @@ def describe(job: Job) -> str:
     numbers = derived(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
+
+
+def adapter_lines(job: Job) -> list[str]:
+    """What trains, and what does not, where there are adapters."""
+    if (adapter := job.model.adapter) is None:
+        return []
+    own, ranks = trained(job), sorted({target.rank for target in adapter.targets})
+    size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
+    ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "
+            f"is frozen in {job.config.lora.base_dtype}, the engine is given {job.config.lora.publish} weights"]
 
 
 ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
 from jaxrl import training
@@ -47,7 +49,7 @@ def run(config, given=None) -> dict:
             with s.changing():
                 s.fault("update")
                 with s.phase("update"):
-                    metrics, efficiency = one_update(job, policy, traj)
+                    metrics, efficiency = one_update(job, policy, traj, s.step)
                 s.advance(cursor, samples=traj.num_trajectories)
             pending.append((metrics, traj, efficiency, speed.operations.update(traj, shared=False)))
             if s.step % c.log.every_steps == 0 or s.ended():
@@ -87,11 +89,20 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
     )
 
 
-def one_update(job, policy: Policy, traj: Trajectories):
+def one_update(job, policy: Policy, traj: Trajectories, step: int):
     """One optimizer step on all sequences; metrics stay on the device."""
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
-    metrics = policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in layout.minibatches[0].microbatches)
+
+    def columns(number: int) -> dict:
+        """With lora.dropout a microbatch has a seed of its own, which a resumed run gives it again."""
+        if not job.config.lora.dropout:
+            return {}
+        seed = zlib.crc32(f"{job.config.run.seed} {step} {number}".encode()) >> 1
+        return {"dropout": np.full(len(traj.tokens), seed, np.int32)}
+
+    metrics = policy.update(policy.put(training.pack(traj, m, columns(i), weights))
+                            for i, m in enumerate(layout.minibatches[0].microbatches))
     return metrics, layout.efficiency
 
 

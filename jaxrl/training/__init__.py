@@ -6,5 +6,5 @@ from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Value
 from jaxrl.training.optimizer import make_optimizer, make_schedule
 from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_score
-from jaxrl.training.state import init_state, merge, partition
+from jaxrl.training.state import init_state, merge, partition, split
 from jaxrl.training.update import at_once, make_update

@@ -34,6 +34,7 @@ from jaxrl.algorithms import (
     value_loss,
 )
 from jaxrl.imports import imported
+from jaxrl.models import adapters
 from jaxrl.models.value import values
 from jaxrl.training.score import forward_hidden, logprobs_of
 
@@ -46,6 +47,8 @@ class Outputs:
     """
 
     def __init__(self, model, params, batch, objective: Objective):
+        if "dropout" in batch.columns:  # a number of the microbatch's own, at all of its tokens
+            params = adapters.noisy(model, params, jnp.max(batch.columns["dropout"]))
         self.model, self.params, self.batch, self.objective = model, params, batch, objective
         self.token = batch.weights["token"]
         self.mask = self.token > 0

@@ -36,6 +36,12 @@ def partition(tree, trainable_patterns, frozen_patterns):
     return trainable, {k: v for k, v in flat.items() if not trains(k)}
 
 
+def split(tree, names):
+    """Nested parameter tree -> (trainable, frozen), flat dicts as `partition` gives them: what `names` holds trains."""
+    flat = flatten_dict(tree, sep="/", is_leaf=lambda _, x: not isinstance(x, dict))
+    return {k: v for k, v in flat.items() if k in names}, {k: v for k, v in flat.items() if k not in names}
+
+
 def merge(trainable, frozen):
     """The nested parameter tree, which the model takes, of two flat dicts."""
     return unflatten_dict({**trainable, **frozen}, sep="/")

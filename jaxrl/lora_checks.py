@@ -1,0 +1,55 @@
+"""Checks of the options below `lora`, among each other and with the rest of the config."""
+
+from __future__ import annotations
+
+from jaxrl.algorithm_checks import no_effect
+from jaxrl.config import get
+from jaxrl.models.adapter_init import NAMES as INITS
+from jaxrl.models.adapter_init import is_init
+from jaxrl.registry import recipe_of
+from jaxrl.rollout.engines import engine_of
+from jaxrl.schema import SCHEMA
+from jaxrl.spec import lora_on
+
+OF_FOLDER = ("rank", "alpha", "targets", "exclude", "layers", "rslora", "rank_pattern", "alpha_pattern",
+             "modules_to_save", "init")  # what a folder of lora.path says itself
+SERVED = ("rl", "sft")
+DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier score
+
+
+def lora(cfg) -> list[str]:
+    if not lora_on(cfg):
+        return [no_effect(f"lora.{name}", get(cfg.lora, name), "with lora.rank=0", "set lora.rank")
+                for name in SCHEMA["lora"] if _given(cfg, name)]
+    out = []
+    if not is_init(cfg.lora.init):
+        out.append(f"lora.init={cfg.lora.init!r}: choose {', '.join(INITS)}")
+    if cfg.lora.path:
+        out += [no_effect(f"lora.{name}", get(cfg.lora, name), "with lora.path, whose folder says it", "leave it out")
+                for name in OF_FOLDER if _given(cfg, name)]
+    for name in ("trainable", "frozen"):
+        if tuple(cfg.model[name]) != SCHEMA["model"][name].default:
+            out.append(f"model.{name}={cfg.model[name]} with lora.rank={cfg.lora.rank}: adapters train and nothing "
+                       "else; choose their modules with lora.targets, and whole ones with lora.modules_to_save")
+    if cfg.lora.dropout and cfg.run.recipe not in DROPS:
+        out.append(f"lora.dropout={cfg.lora.dropout} with run.recipe={cfg.run.recipe}: what is scored or sampled would "
+                   "be another policy than the one that is updated; set 0")
+    if cfg.lora.publish == "adapter" and recipe_of(cfg).samples and not engine_of(cfg).on_mesh:
+        out.append(f"lora.publish=adapter with {engine_of(cfg).title}: it is given whole models; set merged")
+    if "reference" in cfg.mesh.roles and not cfg.reference.path:
+        out.append("mesh.roles.reference with adapters: the reference is the policy's own base and lies with it; leave "
+                   "it out, or name another one with reference.path")
+    if cfg.reference.path and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
+        out.append(f"reference.path={cfg.reference.path!r} with reference.reset_steps or reset_epochs and adapters: "
+                   "what it is reset to lies on the policy's base; leave one of them out")
+    if cfg.run.recipe not in SERVED and ":" not in cfg.run.recipe:
+        out.append(f"lora.rank={cfg.lora.rank} with run.recipe={cfg.run.recipe}: adapters train in "
+                   f"{' and '.join(SERVED)}; leave lora.* out")
+    if cfg.run.mode == "plan":
+        out.append("run.mode=plan with lora.rank: plans do not count adapters; plan the full training, whose memory is "
+                   "an upper bound")
+    return out
+
+
+def _given(cfg, name: str) -> bool:
+    return get(cfg.lora, name) != SCHEMA["lora"][name].default
