@@ -2,7 +2,7 @@
 
 Command:   python -m jaxrl.main --config=configs/lora.py
 Hardware:  any; two CPU cores.
-Expected:  see docs/lora.md.
+Expected:  not measured yet; python evidence/lora.py compares it with configs/grpo.py.
 
 The warm start trains the whole model; then it is frozen and the adapters train, at ten times the learning rate. The
 reference of a KL term (algorithm.kl.coef) would be the frozen base, with no second copy.
