@@ -105,7 +105,7 @@ def controls(python, tree, folder: Path, seed: int, rl_seconds: float) -> dict:
     sampled = launch(python, tree, folder / "pass8", *same, "run.mode=eval", "eval.samples=8", "eval.temperature=1.0")
     lines = (folder / "rl" / "warm_start" / "metrics.jsonl").read_text().splitlines()
     half = [json.loads(line) for line in lines[len(lines) // 2:]]  # without compilation
-    each = sum(r["time"]["step"] for r in half[1:]) / (half[-1]["step"] - half[0]["step"])
+    each = sum(r["time"]["step"] for r in half) / len(half)  # a line has the mean of its steps
     more = launch(python, tree, folder / "sft", *same, "model.init=pretrained", "data.shuffle=true", f"data.seed={seed + 1000}",
                   f"train.steps={round(rl_seconds / each)}", "optimizer.lr=1e-3", f"eval.sets=test={TEST}",
                   "reward.functions=boxed", "eval.every_steps=0", config="configs/grpo_sft.py")

@@ -24,15 +24,18 @@ UNHEARD = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)  
 BLOCK, BLOCKS = 4096, 64  # bytes of a file of weights that are looked at, evenly spread
 
 
-def compared(config, peers, inputs, train_set, eval_sets, chosen) -> dict:
+def compared(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
     """What a checkpoint keeps of what was read: {"prints": fingerprints, "commits": of the hub}.
 
-    chosen: the checkpoint that is resumed, or None. Raises ConfigError where the processes read different things, or
-    others than the checkpoint was made with.
+    chosen: the checkpoint that is resumed, or None. workers: option -> pool of workers (rewards, episodes), whose key()
+    is of the user's code; a resumed run may have other code. Raises ConfigError where the processes read different
+    things, or others than the checkpoint was made with.
     """
     prints = fingerprints(config, inputs, train_set, eval_sets)
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
-    check_equal(peers, prints | (weights_of_hosts(config) if peers.count > 1 and chosen is None else {}))
+    if peers.count > 1:
+        code = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}
+        check_equal(peers, prints | code | (weights_of_hosts(config) if chosen is None else {}))
     if chosen is None or config.run.mode != "train":
         return read
     before = chosen.host.get("read")

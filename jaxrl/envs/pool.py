@@ -42,7 +42,7 @@ IDLE_DEATHS = 5         # deaths of workers in a row, without an event between t
 KEYS = {  # of what events hold
     "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "seconds"},
     "done": {"value", "rewards", "reward", "rewarded", "notes", "counts", "seconds"},
-    "failed": {"cause", "detail", "fault"},
+    "failed": {"cause", "detail", "fault", "reward"},
 }
 
 
@@ -243,7 +243,8 @@ class EpisodePool:
                 in which the coming turn is decided, "seconds": the environment's}
         done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
                 whether chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}
-        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour"}
+        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, that
+                the last turn had until then}
 
         Every started episode ends with one of the latter two, unless it was cancelled. Raises RunStopped (ConfigError
         before the first worker was ready) where workers cannot work.
@@ -454,7 +455,7 @@ class EpisodePool:
             data = {"cause": "the worker was ended for another episode", "detail": why, "fault": "neighbour"}
             if episode in guilty:
                 data = {"cause": why, "detail": "", "fault": fault}
-            self._events.append(Event(episode.id, "failed", data))
+            self._events.append(Event(episode.id, "failed", data | {"reward": 0.0}))
         self._state.notify_all()
         self._deaths += 1
         if self._deaths > IDLE_DEATHS * self.env.workers:

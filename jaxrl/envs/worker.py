@@ -213,7 +213,8 @@ class Running:
             return [self.n, "gone"]
         self.check()
         if self.late:
-            return [self.n, "failed", {"cause": self.late, "detail": f"it was at {self.phase}", "fault": "late"}]
+            return [self.n, "failed", {"cause": self.late, "detail": f"it was at {self.phase}", "fault": "late",
+                                       "reward": self.chat._reward}]
         self.seconds += self.spent()
         try:
             if error is None:
@@ -448,7 +449,7 @@ class Server:
 def failure(error: BaseException, phase: str) -> dict:
     """Data of a "failed": `cause` short, so that equal ones can be counted, `detail` the traceback's end."""
     text = "".join(traceback.format_exception(error))
-    return {"cause": cause(error, phase), "detail": text[-DETAIL:], "fault": "env"}
+    return {"cause": cause(error, phase), "detail": text[-DETAIL:], "fault": "env", "reward": 0.0}
 
 
 def cause(error: BaseException, phase: str) -> str:

@@ -187,7 +187,9 @@ def read_all(s, with_rewards: bool = True) -> Read:
     if pool is not None:
         pool.ready()
     train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
-    read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed)
+    workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
+    workers = {option: its for option, its in workers.items() if its is not None}
+    read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed, workers)
     stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set))
     s.reads(stream, read)
     with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))

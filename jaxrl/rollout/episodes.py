@@ -392,6 +392,7 @@ class EpisodeEngine(Engine):
         if fault != "neighbour":
             self._log(cause, data["detail"])
             if fault == "late" and self.env.late == "truncated" and episode.turns:
+                self._reward(episode, data["reward"])
                 self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1, "late": 1}}))
                 return
             episode.tries += 1

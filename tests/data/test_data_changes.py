@@ -22,6 +22,7 @@ from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.setup import check_inputs
 from jaxrl.resume import READ
+from jaxrl.rewards import RewardPool
 from jaxrl.session import Session
 from jaxrl.spec import resolve
 
@@ -82,6 +83,15 @@ def test_a_host_that_reads_something_else_is_named(job):
         run.peers = Two(lambda facts, name=name: facts | {name: "else"})
         with pytest.raises(ConfigError, match=rf"not alike:\n  - {name}: else on process 1 on b, [^\n]+ on process 0 on a$"):
             inputs.compared(run.spec, run.peers, *read(run), None)
+
+
+def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completion, **row):\n    return 1.0\n")
+    run = Session(resolve(job()))
+    run.peers = Two(lambda facts: facts | {"the code of reward.functions": "else"})
+    with RewardPool(job(reward__functions=(f"{tmp_path}/mine.py:score",))) as rewards:
+        with pytest.raises(ConfigError, match=r"not alike:\n  - the code of reward.functions: else on process 1 on b, \w{16} on process 0"):
+            inputs.compared(run.spec, run.peers, *read(run), None, {"reward.functions": rewards})
 
 
 def read(run):

@@ -75,7 +75,7 @@ def test_late(late):
     if late == "absent":
         assert result.finish == "abort" and "step_seconds" in result.outcome.cause and not result.turns
     else:
-        assert result.finish == "length" and result.outcome.value == 0.5 and result.outcome.counts["late"] == 1
+        assert result.finish == "length" and result.outcome.value == 0.75 and result.outcome.counts["late"] == 1
         assert text(result.tokens) == "7<eos>7<eos>"
 
 

@@ -79,6 +79,7 @@ async def asleep(task, chat):
     await chat.send(task.prompt)
     chat.reward(0.5)
     await chat.send(NEWS)
+    chat.reward(0.25)
     await asyncio.sleep(60)
 
 
