@@ -7,7 +7,7 @@ Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (s
            minutes each with the warm start (lake seven), on cores that had other work.
            evidence/environments_learn.py repeats the first three with three seeds and controls.
 
-calc      sums of numbers of six to eight digits, which are beyond so small a model, with a calculator as a tool. The
+calc      sums of numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
           demonstrations seldom call it; the reward reads the final answer.
 guess     a number from 1 to 32 in six guesses, each answered with `higher` or `lower`. The demonstrations go on one by one.
 library   'city of boss of ann': two things to look up, one after the other; the facts are other ones in each row. The

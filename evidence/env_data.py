@@ -63,11 +63,11 @@ def works(file: str, rng: random.Random) -> bool:
 
 
 def calc(file: str, count: int, rng: random.Random) -> list[dict]:
-    """Sums and differences of two numbers of 6 to 8 digits."""
+    """Sums of two numbers. All have five digits: where the digits to be copied are then always as far away, which so
+    small a model learns with every seed."""
     out = []
     while len(out) < count:
-        a, b = (rng.randrange(10 ** (n - 1), 10 ** n) for n in (rng.randint(6, 8), rng.randint(6, 8)))
-        expression = f"{a}{rng.choice('+-')}{b}"
+        expression = f"{rng.randrange(10_000, 50_000)}+{rng.randrange(10_000, 50_000)}"
         if not belongs(expression, file):
             continue
         value = builtin.calculate(expression)

@@ -83,16 +83,16 @@ def main():
     args = parser.parse_args()
     at, folder = commit(), Path(args.out or tempfile.mkdtemp(prefix="environments"))
     runs = []
-    for name in args.names.split(","):
+    for name in args.names.split(","):  # the timed ones first
         for seed in map(int, args.seeds.split(",")):
-            place = folder / f"{name}{seed}"
-            place.mkdir(parents=True, exist_ok=True)
-            run = main_run(name, place, seed, args.engine)
-            if args.engine == "jax":
-                run |= controls(name, place, seed, run["rl_s"])
-                run["judged_apart"] = abs(run["shuffled_before"] - run["before"])
-            runs.append({k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()})
+            (folder / f"{name}{seed}").mkdir(parents=True, exist_ok=True)
+            runs.append(main_run(name, folder / f"{name}{seed}", seed, args.engine))
             print(json.dumps(runs[-1]), flush=True)
+    for run in runs if args.engine == "jax" else ():
+        run |= controls(run["name"], folder / f"{run['name']}{run['seed']}", run["seed"], run["rl_s"])
+        run["judged_apart"] = abs(run["shuffled_before"] - run["before"])
+        print(json.dumps(run), flush=True)
+    runs = [{k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()} for run in runs]
     names = [n for n in runs[0] if n not in ("name", "seed")]
     table(["figure", *[f"{r['name']} {r['seed']}" for r in runs]], [[n, *[r[n] for r in runs]] for n in names])
     bounds = BOUNDS if args.engine == "jax" else {k: v for k, v in BOUNDS.items() if v[0] in ("before", "after", "gap_mean")}
