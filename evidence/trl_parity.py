@@ -31,6 +31,7 @@ DIFFERENCES = {
     "aot, aot_unpaired": "TRL sorts within a microbatch, ours over the step",
     "simpo, cpo": "TRL's rewards are beta times what the loss compares; so are ours",
     "bco": "`bco_pair`, whose reward shift is 0; TRL 1.16 has no BCO with a running shift",
+    "nll": "TRL's rewards are relative to a reference, which ours does not load",
     "reward/accuracy": "TRL counts ties as wrong, we as half",
 }
 # ours -> (TRL's loss_type, what TRL needs beside it, our options)
@@ -135,7 +136,8 @@ def compared(beta=0.3) -> list[dict]:
     for name, (theirs, more) in DPO.items():
         logps = leaf()
         loss, metrics = of_dpo([theirs], [1.0], logps, torch.tensor(reference), torch_mask, beta, **more)
-        rows.append(row(name, loss, logps, mask, ours((name,), policy, reference, mask, beta=beta, **more), metrics))
+        found = ours((name,), policy, reference, mask, beta=beta, **more)
+        rows.append(row(name, loss, logps, mask, found, metrics if name != "nll" else None))
     logps = leaf()
     loss, metrics = of_dpo(["sigmoid", "ipo", "sft"], [1.0, 0.5, 0.2], logps, torch.tensor(reference), torch_mask, beta)
     weights = {"loss_weights": (1.0, 0.5), "rpo_alpha": 0.2}
