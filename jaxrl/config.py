@@ -71,7 +71,8 @@ def put(cfg, dotted: str, value) -> None:
             node[part] = config_dict.ConfigDict()
         node = node[part]
     if table is not None:
-        node[leaf] = value
+        with node.ignore_type():  # a table says nothing of kinds: 1 may become 0.5
+            node[leaf] = value
         return
     try:
         node[leaf] = _coerce(dotted, value, known[dotted])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
 from jaxrl.config import get
+from jaxrl.data_checks import sources
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
@@ -182,7 +183,7 @@ def _data(cfg):
     if cfg.run.mode not in recipe_of(cfg).modes:
         out.append(f"run.mode={cfg.run.mode} with run.recipe={cfg.run.recipe}: it has "
                    f"{', '.join(recipe_of(cfg).modes)}; set run.recipe=rl")
-    if cfg.run.mode not in ("eval", "plan") and not cfg.data.path:
+    if cfg.run.mode not in ("eval", "plan") and not cfg.data.path and not cfg.data.sources:
         out.append("data.path is empty: name at least one file, folder or hub id")
     share = cfg.data.eval_fraction
     if share < 0 or (share > 1 and share != int(share)):
@@ -195,7 +196,7 @@ def _data(cfg):
             out.append(
                 f"data.answer_pattern={cfg.data.answer_pattern!r}: needs a group (...) around what is the answer"
             )
-    return out
+    return out + sources(cfg)
 
 
 def _batch(cfg):

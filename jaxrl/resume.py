@@ -11,6 +11,7 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 
 from jaxrl.config import options
+from jaxrl.data_checks import scheduled
 
 # An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides.
 FUTURE: tuple[str, ...] = (
@@ -81,6 +82,8 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
         text = f"{name}: {a!r} -> {b!r}"
         try:
             why = changes_past(name)
+            if name == "data.prompts_per_step" and scheduled(new.get("data", {}).get("sources", {})):
+                why = "the weights of data.sources change with the step, so the place in the data would mean other rows"
         except KeyError:
             taken.append(f"{text} (not an option of this jaxrl; ignored)")
             continue

@@ -120,6 +120,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "subset": O("", "hub configuration name"),
         "split": O(("train",), "hub split, or several to be concatenated"),
         "revision": O(None, "hub revision", str),
+        "sources": O({}, "several data sets, mixed: name -> {weight: a number, or (step, weight) points with straight lines between them;"
+                         " where: {column: values} of the rows it takes; rewards: names of reward.functions that judge it; and options"
+                         " of `data` of its own, such as path, prompt_column, system_prompt}; empty = data.path is the only one"),
+        "exhausted": O("repeat", "with data.sources, after data.epochs passes over one of them: repeat it, stop the run, or give its weight"
+                                 " to the others", choices=("repeat", "stop", "others")),
         "prompt_column": O("prompt", "text, or a list of chat messages"),
         "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),

@@ -2,10 +2,11 @@
 
 from jaxrl.data.dataset import Dataset, Example
 from jaxrl.data.loading import check_paths, load_eval_sets, load_train
+from jaxrl.data.mixture import Mixture
 from jaxrl.data.sources import GIVEN, DataError, offline_if_unreachable, resolve
 from jaxrl.data.stream import Interrupted, Stream, data_seed
 from jaxrl.data.tokenizer import fingerprint, load_tokenizer, prepared, tokenizer_revision
 
-__all__ = ["GIVEN", "DataError", "Dataset", "Example", "Interrupted", "Stream", "check_paths", "data_seed",
+__all__ = ["GIVEN", "DataError", "Dataset", "Example", "Interrupted", "Mixture", "Stream", "check_paths", "data_seed",
            "fingerprint", "load_eval_sets", "load_tokenizer", "load_train", "offline_if_unreachable", "prepared",
            "resolve", "tokenizer_revision"]

@@ -28,7 +28,8 @@ class Example:
     prompt and the completion, and `answer`. where: the place, "file:line". target_ids: supervised jobs only, [C] int32,
     the completion (of a pair the chosen one) tokenised on its own, ending with the end token, or with
     data.train_turns=all the turns and what stands between them. trained: [C] bool, which of them are the model's; None:
-    all. rejected_ids: as target_ids, the rejected completion of a pair; None without one.
+    all. rejected_ids: as target_ids, the rejected completion of a pair; None without one. source: of data.sources, "" where there are none.
+    rewards: names of the functions that judge it; None: all, or those of `reward.column`.
     """
 
     prompt_ids: np.ndarray
@@ -40,6 +41,8 @@ class Example:
     target_ids: np.ndarray | None = None
     trained: np.ndarray | None = None
     rejected_ids: np.ndarray | None = None
+    source: str = ""
+    rewards: tuple[str, ...] | None = None
 
 
 class Tables:
@@ -220,6 +223,11 @@ class Dataset:
         text = self.reader.template.tokenizer.decode(prompt) if self._cut[i] else row.text
         return Example(prompt, text, row.prompt, row.answer, row.columns, where, target if len(target) else None,
                        self._trained.get(int(i)), rejected if len(rejected) else None)
+
+    @property
+    def firsts(self) -> range:
+        """Numbers of the first rows, to try functions on."""
+        return range(min(2, len(self)))
 
     @property
     def fingerprint(self) -> str:

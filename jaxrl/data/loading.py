@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl.data.dataset import Dataset, PromptError, Reader, Row, Tables
 from jaxrl.data.demonstrations import Demonstrations
+from jaxrl.data.mixture import Mixture, config_of, rows_where
 from jaxrl.data.pairs import PairReader, carved_by
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
@@ -28,9 +29,11 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()
     JSON schemas that the chat template is told.
 
     With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on
-    one side, so no held-out prompt is trained on. Errors: DataError / ConfigError.
+    one side, so no held-out prompt is trained on. With `data.sources` it is a Mixture. Errors: DataError / ConfigError.
     """
     data = config.data
+    if data.sources:
+        return _load_sources(config, tokenizer, eos_id, rows, tools)
     if not data.path and rows is None:
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
     bad = BadRows(data.bad_rows)
@@ -39,6 +42,23 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()
     if data.eval_fraction:
         train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools)
     return train
+
+
+def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
+    """The sets of data.sources, each read as its own entries say."""
+    parts, rewards, known = {}, {}, {}
+    for name in sorted(config.data.sources):
+        given, own = config.data.sources[name], config_of(config, name)
+        d, bad = own.data, BadRows(own.data.bad_rows)
+        key = ("path" in given, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows)
+        if key not in known:  # rows told apart by `where` are read once
+            known[key], *_ = _train_rows(own, bad, None if "path" in given else rows)
+        tables = known[key]
+        numbers = rows_where(tables, given["where"], name) if given.get("where") else None
+        parts[name] = _load(name, own, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools)
+        if given.get("rewards"):
+            rewards[name] = (given["rewards"],) if isinstance(given["rewards"], str) else tuple(given["rewards"])
+    return Mixture(parts, rewards)
 
 
 def _train_rows(config, bad, rows=None):
@@ -111,6 +131,8 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
     """Raises one DataError for all entries of data.path and eval.sets whose local files or rows are not there."""
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
+    named += [(path, f"data.sources.{name}.path") for name, given in config.data.sources.items()
+              if "path" in given and config.run.mode != "eval" for path in config_of(config, name).data.path]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
     problems = []
     for path, field in named:

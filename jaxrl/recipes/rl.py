@@ -246,6 +246,14 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
     for name, values in batch.result.parts.items():
         if np.isfinite(values).any():
             out[f"reward/{name}"] = float(np.nanmean(values))
+    for name in sorted({g.example.source for g in batch.groups} - {""}):
+        mine = np.array([g.example.source == name for g in batch.groups])
+        out |= {f"source/{name}/length": float(lengths[mine].mean())}
+        if np.isfinite(scores[mine]).any():
+            out[f"source/{name}/reward"] = float(np.nanmean(scores[mine]))
+        for part, values in batch.result.parts.items():
+            if np.isfinite(values[mine]).any():
+                out[f"source/{name}/reward/{part}"] = float(np.nanmean(values[mine]))
     return out | {k if "/" in k else f"reward/{k}": v for k, v in batch.result.metrics.items()} | batch.metrics
 
 

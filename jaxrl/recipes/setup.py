@@ -158,7 +158,8 @@ def stream_metrics(s, job) -> dict[str, float]:
         "data/filtered_fraction": data.filtered_fraction,
         "data/bad_rows": float(data.bad.count),
         "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
-    }
+    } | {f"source/{name}/{what}": value for name, found in s.stream.sources(s.progress.cursor).items()
+         for what, value in zip(("share", "epoch"), found, strict=True)}
 
 
 class Read(NamedTuple):
@@ -414,6 +415,8 @@ def describe(job: Job) -> str:
                if not name.startswith(("algorithm.", "optimizer.lr"))]
     lines.append("decided   " + ", ".join(decided))
     numbers = derived(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
+    if job.stream is not None and job.stream.mix is not None:
+        numbers |= {f"rows of {name}": len(part) for name, part in job.stream.dataset.parts.items()}
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
 

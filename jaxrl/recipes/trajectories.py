@@ -122,19 +122,22 @@ def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", text
     rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, strict=True)
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
-                   sample=int(sample), token_ids=tokens.tolist(), columns={"answer": example.answer, **example.columns})
+                   sample=int(sample), token_ids=tokens.tolist(), columns={"answer": example.answer, **example.columns},
+                   functions=example.rewards)
         for example, text, finish, group, sample, tokens in rows]
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
-    """The first two rows as if their reference answers were completions; for trying reward functions."""
+    """The first two rows (of every source) as if their reference answers were completions; for trying reward functions.
+    """
     items = []
-    for i in range(min(2, len(dataset))):
+    for i in dataset.firsts:
         example = dataset[i]
         columns = {"answer": example.answer, **example.columns}
         text = prefix + ("" if example.answer is None else str(example.answer))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids))
+        items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids,
+                                functions=example.rewards))
     return items
 
 
@@ -159,6 +162,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
             "logprobs": [round(float(x), 6) for x in traj.logprobs[at]],
             "version": int(traj.versions[at[0]]) if len(at) else -1,
             "last_version": int(traj.versions[at[-1]]) if len(at) else -1,
+            **({"source": example.source} if example.source else {}),
         })
     if advantages is not None:
         out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]

@@ -19,7 +19,8 @@ class RewardItem:
     """One completion to be scored. All values must have a JSON form (numpy scalars and arrays are converted).
 
     prompt: text or messages as the data has them. completion: text. columns: the row's columns, `answer` among them.
-    finish: 'stop', 'length' or 'abort'. token_ids: of the completion.
+    finish: 'stop', 'length' or 'abort'. token_ids: of the completion. functions: names of those that judge it; None:
+    all, or those of reward.column.
     """
 
     prompt: Any
@@ -29,6 +30,7 @@ class RewardItem:
     group: int = 0
     sample: int = 0
     token_ids: Any = ()
+    functions: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass
@@ -72,7 +74,8 @@ def is_result(reply) -> bool:
 
 def as_json(item: RewardItem, i: int) -> str:
     try:
-        return json.dumps(vars(item), default=_to_json)
+        told = {name: value for name, value in vars(item).items() if name != "functions"}
+        return json.dumps(told, default=_to_json)
     except (TypeError, ValueError, RecursionError) as e:
         raise ConfigError(f"item {i}: a value has no JSON form and cannot be handed to reward functions: {e}; columns: "
                           f"{', '.join(item.columns)}") from None

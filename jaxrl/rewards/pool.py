@@ -49,7 +49,8 @@ class RewardPool:
     """
 
     def __init__(self, config, functions=None, names=None):
-        self._reward = reward = config.reward
+        self._reward, self._own = config.reward, names is None
+        reward = config.reward
         given = functions if functions is not None else names if names is not None else reward.functions
         self._folder = FunctionFolder(config.run.dir)
         self.specs = [to_spec(f, self._folder) for f in given]
@@ -158,12 +159,16 @@ class RewardPool:
     # -- one score() -----------------------------------------------------------------------------------------------
 
     def _applied(self, items: list[RewardItem]) -> list[list[int]]:
-        """Functions that apply to each item: all, or those its `reward.column` names (a name, a list, or 'a,b')."""
+        """Functions that apply to each item: all, or those that its source has or its `reward.column` names (a name, a
+        list, or 'a,b')."""
         column, known = self._reward.column, {name: f for f, name in enumerate(self.names)}
-        if not column:
+        if not column and all(item.functions is None for item in items):
             return [list(known.values())] * len(items)
         out = []
         for i, item in enumerate(items):
+            if item.functions is not None or not column:
+                out.append(self._of_source(item.functions, known))
+                continue
             value = item.columns.get(column)
             wanted = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or ())
             if not wanted or not known.keys() >= set(wanted):
@@ -171,6 +176,15 @@ class RewardPool:
                                   f"reward.functions: {', '.join(self.names)}")
             out.append(sorted({known[n] for n in wanted}))
         return out
+
+    def _of_source(self, wanted, known: dict[str, int]) -> list[int]:
+        """Functions by name; where a pool has others than reward.functions (eval.rewards), those it has of them."""
+        if wanted is None or not self._own:
+            return list(known.values())
+        if unknown := [name for name in wanted if name not in known]:
+            raise ConfigError(f"data.sources: rewards names {unknown[0]!r}, which is not among reward.functions: "
+                              f"{', '.join(self.names)}")
+        return sorted(known[name] for name in wanted)
 
     def _result(self, applied, results) -> RewardResult:
         n = len(applied)

@@ -109,6 +109,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("data/epoch", "passes over the training data so far"),
     Metric("data/samples", "samples trained on so far"),
     Metric("data/filtered_fraction", "share of the training rows left out because their prompt is too long"),
+    Metric("source/<name>/share", "data.sources: share of the last step's rows that came from this source"),
+    Metric("source/<name>/epoch", "passes over this source so far"),
+    Metric("source/<name>/<what>", "of its completions: mean shaped reward, reward/<function> as reward/<name>, mean length in tokens"),
     Metric("data/bad_rows", "rows that could not be read and were skipped"),
     # evaluation
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),

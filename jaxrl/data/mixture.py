@@ -1,0 +1,105 @@
+"""Several data sets as one: `data.sources`."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from jaxrl.config import editable
+from jaxrl.data.dataset import Dataset, Example, Tables
+from jaxrl.data.sources import DataError
+
+# Options of `data` that a source may have of its own, and what only a source has.
+OWN = ("path", "subset", "split", "revision", "prompt_column", "answer_column", "answer_pattern", "completion_column",
+       "train_turns", "system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs", "max_rows",
+       "overlong_prompt", "bad_rows")
+FURTHER = ("weight", "where", "rewards")
+
+
+class Mixture:
+    """Data sets by name, in the order of their names; rows are numbered through, first set first. What a Dataset has,
+    summed up; an Example knows its source and which reward functions judge it."""
+
+    def __init__(self, parts: dict[str, Dataset], rewards: dict[str, tuple[str, ...]]):
+        self.parts, self.heldout, self.name = parts, None, "train"
+        self._names, self._sets, self._rewards = list(parts), list(parts.values()), rewards
+        self.starts = np.cumsum([0, *map(len, self._sets)]).tolist()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, i: int) -> Example:
+        k = bisect.bisect_right(self.starts, i) - 1
+        name = self._names[k]
+        return dataclasses.replace(self._sets[k][i - self.starts[k]], source=name, rewards=self._rewards.get(name))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each source."""
+        return [len(part) for part in self._sets]
+
+    @property
+    def firsts(self) -> list[int]:
+        """Numbers of the first rows of every source, to try functions on."""
+        return [start + i for start, part in zip(self.starts, self._sets, strict=False) for i in part.firsts]
+
+    @property
+    def bad(self):
+        """Counts of the rows that could not be read."""
+        return BadInAll(sum(part.bad.count for part in self._sets), [m for p in self._sets for m in p.bad.messages])
+
+    @property
+    def filtered_fraction(self) -> float:
+        left_out = sum(len(part.filtered) for part in self._sets)
+        return left_out / (left_out + len(self))
+
+    @property
+    def fingerprint(self) -> str:
+        named = "; ".join(f"{name}: {part.fingerprint}" for name, part in self.parts.items())
+        return f"{hashlib.sha256(named.encode()).hexdigest()[:16]}, {', '.join(self._names)}"
+
+    @property
+    def commits(self) -> list[str]:
+        return list(dict.fromkeys(commit for part in self._sets for commit in part.commits))
+
+    def describe(self) -> str:
+        return "\n".join(part.describe() for part in self._sets)
+
+
+@dataclasses.dataclass(frozen=True)
+class BadInAll:
+    """As BadRows, of several sources."""
+
+    count: int
+    messages: list[str]
+
+
+def config_of(config, name: str):
+    """The config as one source has it: its own entries over those of `data`."""
+    out = editable(config)
+    for key, value in config.data.sources[name].items():
+        if key in ("path", "split") and isinstance(value, str):
+            value = (value,)
+        if key in OWN and key != "chat_template_kwargs":
+            out.data[key] = value
+        elif key in OWN:
+            out.data[key].update(value)
+    return out
+
+
+def rows_where(tables: Tables, where, name: str):
+    """Numbers of the rows whose columns hold what `where` names (column -> a value or several, compared as text)."""
+    wanted = {column: [str(v) for v in (values if isinstance(values, list | tuple) else [values])]
+              for column, values in where.items()}
+    kept = [i for i in range(len(tables))
+            if all(str(tables[i][0].get(column)) in values for column, values in wanted.items())]
+    if not kept:
+        column = next(iter(wanted))
+        found = list(dict.fromkeys(str(tables[i][0].get(column)) for i in range(len(tables))))
+        raise DataError(f"data.sources.{name}.where={ {c: list(v) for c, v in wanted.items()} }: no row among"
+                        f" {len(tables)} is such; column {column!r} holds {', '.join(found[:8])}"
+                        + (", ..." if len(found) > 8 else ""))
+    return kept

@@ -1,0 +1,115 @@
+"""What cannot work among the options of `data`, said before anything is read: problems as texts with their remedy."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+
+from jaxrl.data.mixing import weight_at
+from jaxrl.data.mixture import FURTHER, OWN
+from jaxrl.lengths import episodes
+from jaxrl.registry import recipe_of
+from jaxrl.schema import BOUNDS, SCHEMA
+
+RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs")  # what episodes render with
+
+
+def sources(cfg) -> list[str]:
+    """data.sources, data.exhausted and what does not go with them."""
+    d, out = cfg.data, []
+    if not d.sources:
+        given = d.exhausted != SCHEMA["data"]["exhausted"].default
+        return [f"data.exhausted={d.exhausted}: there is one source of rows only; set data.sources, or leave it "
+                "out"] * given
+    if d.exhausted != "repeat" and not d.epochs:
+        out.append(f"data.exhausted={d.exhausted} with data.epochs=0: nothing is ever exhausted; set data.epochs=1")
+    if d.eval_fraction:
+        out.append(f"data.eval_fraction={d.eval_fraction} with data.sources: held-out rows are sets of their own; name "
+                   "them in eval.sets")
+    if d.path and all("path" in given for given in d.sources.values() if hasattr(given, "keys")):
+        out.append(f"data.path={d.path}: every one of data.sources has a path of its own; leave it out")
+    for name, given in d.sources.items():
+        out += _source(cfg, name, given)
+    return out or _weights(d.sources)
+
+
+def _source(cfg, name, given):
+    where = f"data.sources.{name}"
+    if not re.fullmatch(r"[\w-]+", name):
+        return [f"data.sources: the name {name!r} is not made of letters, digits, '_' and '-'"]
+    if not hasattr(given, "keys"):
+        return [f"{where}={given!r}: must be a table such as {{'path': 'math.jsonl', 'weight': 0.5}}"]
+    out = []
+    for key in given.keys():
+        if key not in (*OWN, *FURTHER):
+            near = difflib.get_close_matches(key, (*OWN, *FURTHER), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            out.append(f"{where}.{key}: unknown; {hint}a source has {', '.join((*FURTHER, *OWN))}")
+        elif key in OWN:
+            out += _own(where, key, given[key])
+    if "path" not in given and not cfg.data.path:
+        out.append(f"{where} has no path, and data.path is empty: name at least one file, folder or hub id")
+    if not _is_weight(given.get("weight", 1.0)):
+        out.append(f"{where}.weight={given['weight']!r}: must be a number that is not negative, or points such as "
+                   "((0, 0.9), (500, 0.1)): (step, weight), steps rising from 0")
+    if not hasattr(given.get("where", {}), "keys"):
+        out.append(f"{where}.where={given['where']!r}: must be a table, {{'column': ('value', 'another')}}")
+    if given.get("rewards") and not recipe_of(cfg).samples:
+        out.append(f"{where}.rewards: run.recipe={cfg.run.recipe} has no rewards; leave it out")
+    if given.get("rewards") and cfg.reward.column:
+        out.append(f"{where}.rewards with reward.column={cfg.reward.column!r}: both say which functions judge a row; "
+                   "leave one of them out")
+    rendered = [key for key in RENDERED if key in given]
+    if rendered and episodes(cfg):
+        out.append(f"{where}.{rendered[0]}: the turns of an episode are rendered alike for all sources; set "
+                   f"data.{rendered[0]}")
+    return out
+
+
+def _own(where, key, value):
+    """An entry of a source that is an option of `data`: its kind, choices and bound."""
+    opt = SCHEMA["data"][key]
+    kind = opt.kind or type(opt.default)
+    name = f"{where}.{key}"
+    if kind is tuple:
+        texts = (value,) if isinstance(value, str) else value
+        fits = isinstance(texts, list | tuple) and texts and all(isinstance(v, str) for v in texts)
+        return [] if fits else [f"{name}={value!r}: must be text, or several"]
+    if kind is dict:
+        return [] if hasattr(value, "keys") else [f"{name}={value!r}: must be a table"]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        return [f"{name}={value!r}: must be of type {kind.__name__}"]
+    if opt.choices and value not in opt.choices:
+        return [f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}"]
+    if opt.bound and not BOUNDS[opt.bound][0](value):
+        return [f"{name}={value}: {BOUNDS[opt.bound][1]}"]
+    return []
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_weight(value) -> bool:
+    if isinstance(value, int | float):
+        return _is_number(value)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    pairs = [p for p in value if isinstance(p, list | tuple) and len(p) == 2 and all(map(_is_number, p))]
+    steps = [p[0] for p in pairs]
+    return len(pairs) == len(value) and steps[0] == 0 and all(isinstance(s, int) for s in steps) and steps == sorted(
+        set(steps))
+
+
+def _weights(given):
+    """Some source has a weight at every step: weights are straight between the points, so the points tell."""
+    weights = [source.get("weight", 1.0) for source in given.values()]
+    steps = {0, *(int(step) for w in weights if not isinstance(w, int | float) for step, _ in w)}
+    empty = [step for step in sorted(steps) if not sum(weight_at(w, step) for w in weights)]
+    return [f"data.sources: every weight is 0 at step {empty[0]}; give one of them more"] if empty else []
+
+
+def scheduled(given: dict) -> bool:
+    """Whether weights of data.sources (plain dicts) change with the step."""
+    return any(not isinstance(source.get("weight", 1.0), int | float) for source in given.values())
