@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
 from jaxrl.config import get
-from jaxrl.data_checks import sources
+from jaxrl.data_checks import conversations, curricula, sources
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
@@ -196,7 +196,7 @@ def _data(cfg):
             out.append(
                 f"data.answer_pattern={cfg.data.answer_pattern!r}: needs a group (...) around what is the answer"
             )
-    return out + sources(cfg)
+    return out + sources(cfg) + conversations(cfg) + curricula(cfg)
 
 
 def _batch(cfg):

@@ -8,6 +8,7 @@ import re
 
 from jaxrl.data.mixing import weight_at
 from jaxrl.data.mixture import FURTHER, OWN
+from jaxrl.data.order import windows
 from jaxrl.lengths import episodes
 from jaxrl.registry import recipe_of
 from jaxrl.schema import BOUNDS, SCHEMA
@@ -32,6 +33,43 @@ def sources(cfg) -> list[str]:
     for name, given in d.sources.items():
         out += _source(cfg, name, given)
     return out or _weights(d.sources)
+
+
+def conversations(cfg) -> list[str]:
+    """data.assistant_mask, data.overlong_completion."""
+    d, recipe, out = cfg.data, recipe_of(cfg), []
+    if d.assistant_mask != "turns" and (d.train_turns != "all" or recipe.samples or recipe.pairs):
+        out.append(f"data.assistant_mask={d.assistant_mask} has no effect without data.train_turns=all in SFT; set "
+                   "that, or leave it out")
+    if d.overlong_completion != "filter" and (recipe.samples or recipe.pairs):
+        out.append(f"data.overlong_completion={d.overlong_completion}: run.recipe={cfg.run.recipe} trains on whole "
+                   "completions; leave it out")
+    if d.overlong_completion == "split" and cfg.train.loss_on_prompt:
+        out.append("data.overlong_completion=split with train.loss_on_prompt: what stands before a piece would be "
+                   "trained on twice; leave one of them out")
+    return out
+
+
+def curricula(cfg) -> list[str]:
+    """data.difficulty, difficulty_window, pass_rate_min, pass_rate_max."""
+    d = cfg.data
+    thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
+    if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
+        if not recipe_of(cfg).samples:
+            return [f"{thresholds}: run.recipe={cfg.run.recipe} samples nothing to measure them by; leave them out"]
+        if d.pass_rate_min > d.pass_rate_max:
+            return [f"{thresholds}: no rate lies between; lower the first or raise the second"]
+        if d.workers or d.difficulty_window:
+            with_ = f"data.workers={d.workers}" if d.workers else f"data.difficulty_window={d.difficulty_window}"
+            why = "rows read ahead" if d.workers else "a window"
+            return [f"{thresholds} with {with_}: {why} would be chosen before the rates are known; leave one out"]
+    if d.difficulty_window and not d.difficulty:
+        return [f"data.difficulty_window={d.difficulty_window}: of which column? Set data.difficulty, or leave it out"]
+    try:
+        windows(d.difficulty_window)
+    except ValueError as e:
+        return [f"data.difficulty_window: {e}"]
+    return []
 
 
 def _source(cfg, name, given):
@@ -110,6 +148,8 @@ def _weights(given):
     return [f"data.sources: every weight is 0 at step {empty[0]}; give one of them more"] if empty else []
 
 
-def scheduled(given: dict) -> bool:
-    """Whether weights of data.sources (plain dicts) change with the step."""
-    return any(not isinstance(source.get("weight", 1.0), int | float) for source in given.values())
+def scheduled(data: dict) -> str:
+    """The option of `data` (plain values) by which rows depend on the step, or ""."""
+    if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
+        return "data.sources"
+    return "data.difficulty_window" if data.get("difficulty_window") else ""

@@ -22,7 +22,7 @@ FUTURE: tuple[str, ...] = (
     # how the model is computed, not what it is
     "model.remat", "model.remat_every", "model.attention", "model.trust_remote_code",
     # how rows are fetched, and how far the run goes through them
-    "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.bad_rows",
+    "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.cache", "data.bad_rows",
     # sampling, scoring and learning from here on
     "rollout.*", "env.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*",
     "lora.dropout", "lora.publish", "lora.export",
@@ -82,8 +82,8 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
         text = f"{name}: {a!r} -> {b!r}"
         try:
             why = changes_past(name)
-            if name == "data.prompts_per_step" and scheduled(new.get("data", {}).get("sources", {})):
-                why = "the weights of data.sources change with the step, so the place in the data would mean other rows"
+            if name == "data.prompts_per_step" and (which := scheduled(new.get("data", {}))):
+                why = f"{which} changes with the step, so the place in the data would mean other rows"
         except KeyError:
             taken.append(f"{text} (not an option of this jaxrl; ignored)")
             continue

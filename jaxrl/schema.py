@@ -135,6 +135,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
         "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
                                  " and tell the chat template a row's `tools`, JSON schemas (all)", choices=("last", "all")),
+        "assistant_mask": O("turns", "with data.train_turns=all, how answers are found. turns: each rendered behind what came before, as"
+                                     " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template")),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
@@ -144,6 +146,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
                              choices=("filter", "truncate_left", "error")),
+        "overlong_completion": O("filter", "SFT: a row with a completion beyond rollout.max_new_tokens (or beyond train.max_sequence_tokens"
+                                           " with its prompt) is left out, loses the end of it (nothing is learnt of its end then), or is"
+                                           " split: further rows go on where it ended, behind as much of it as a prompt may hold",
+                                 choices=("filter", "truncate", "split")),
+        "difficulty": O("", "column with a number that says how difficult a row is: each pass goes from low to high, equal ones shuffled;"
+                            " empty = none"),
+        "difficulty_window": O((), "instead of that order, only rows of a difficulty from low to high, shuffled, by step: '0:0..3', '200:2..5'"
+                                   " (from step 200 on those from 2 to 5)"),
+        "pass_rate_min": O(0.0, "a row whose completions reached reward.pass_mark less often than this when it was last asked is left out of"
+                                " later passes over the data", bound="0..1"),
+        "pass_rate_max": O(1.0, "the same for more often than this", bound="0..1"),
         "epochs": O(0, "end after this many passes over the data; 0 = no limit", bound=">=0"),
         "shuffle": O(True, "global shuffle, anew in each epoch"),
         "seed": O(None, "seed of the shuffle; None = run.seed", int),
@@ -151,6 +164,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "eval_fraction": O(0.0, "rows carved out (by seed, equal prompts together) as eval set 'heldout': a share below 1, or a number of rows"),
         "bad_rows": O("error", "a row that cannot be read: stop with file and line, or count and skip",
                       choices=("error", "skip")),
+        "cache": O("", "folder that keeps tokenised data sets, by their content, for the next start; auto = ~/.cache/jaxrl/data; nothing in it"
+                       " is ever deleted; empty = off"),
         "workers": O(0, "threads that prepare rows ahead", bound=">=0"),
         "prefetch": O(2, "steps of rows prepared ahead when workers > 0", bound=">0"),
         "drop_last": O(True, "with epochs > 0: leave out a last step that is not full"),

@@ -28,8 +28,8 @@ class Example:
     prompt and the completion, and `answer`. where: the place, "file:line". target_ids: supervised jobs only, [C] int32,
     the completion (of a pair the chosen one) tokenised on its own, ending with the end token, or with
     data.train_turns=all the turns and what stands between them. trained: [C] bool, which of them are the model's; None:
-    all. rejected_ids: as target_ids, the rejected completion of a pair; None without one. source: of data.sources, "" where there are none.
-    rewards: names of the functions that judge it; None: all, or those of `reward.column`.
+    all. rejected_ids: as target_ids, the rejected completion of a pair; None without one. source: of data.sources, ""
+    where there are none. rewards: names of the functions that judge it; None: all, or those of `reward.column`.
     """
 
     prompt_ids: np.ndarray
@@ -62,6 +62,10 @@ class Tables:
         """Hub commits behind the rows, each once."""
         return list(dict.fromkeys(commit for part in self._parts for commit in getattr(part, "commits", ())))
 
+    @property
+    def parts(self) -> list:
+        return self._parts
+
     def __len__(self) -> int:
         return self._starts[-1]
 
@@ -83,6 +87,18 @@ class Row(NamedTuple):
     messages: list[dict] | None = None
     tools: list[dict] | None = None
     rejected: str | None = None
+
+
+class Kept(NamedTuple):
+    """Of a row, by its number: ids of its prompt, ids of the target or None, which of those are trained on or None:
+    all, ids of the rejected completion or None. piece: the prompt is not what the row's text spells."""
+
+    row: int
+    prompt: Any
+    target: Any = None
+    trained: np.ndarray | None = None
+    rejected: Any = None
+    piece: bool = False
 
 
 class Reader:
@@ -140,6 +156,11 @@ class Reader:
             completion = [{"role": "assistant", "content": completion}]
         if completion is not None:
             messages = [*messages, *check_messages(completion)]
+        for i, message in enumerate(messages):
+            flag = message.get("train", message["role"] == "assistant")
+            if not isinstance(flag, bool) or (flag and message["role"] != "assistant"):
+                raise PromptError(f"message {i} ({message['role']}) has train={flag!r}: it is true or false, and only "
+                                  "answers of the assistant are trained on")
         roles = [message["role"] for message in messages]
         if roles[-1] != "assistant":
             raise PromptError(f"the messages end with the role {roles[-1]!r}, not with an answer of the assistant to"
@@ -154,6 +175,9 @@ class Reader:
         if completion is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             if len(prompt) == 1:
                 raise PromptError("the messages hold an assistant turn and nothing before it")
+            if prompt[-1].get("train", True) is not True:
+                raise PromptError("the last answer has train=false: nothing is left to train on "
+                                  "(data.train_turns=last)")
             return prompt[:-1], prompt[-1]["content"]
         if completion is None and self.targets == "optional":
             return prompt, None
@@ -185,9 +209,10 @@ class Dataset:
     filtered_rows: their row numbers. filtered_fraction: their share. unknown: (row number, share of its tokens) of
     prompts with text that the tokenizer has no token for. truncated: how many prompts were cut on the left.
     prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
-    where there is none. heldout: the carved-out eval set or None. fingerprint: hash of what the
-    rows say, in order (prompt, completion, reference answer and the columns that rewards receive), and their count. It
-    depends neither on the file's name, kind and time nor on tokenizer and limits.
+    where there is none. shortened, split: places of rows whose completion was cut, or went into several. heldout: the
+    carved-out eval set or None. fingerprint: hash of what the rows say, in order (prompt, completion, reference answer
+    and the columns that rewards receive), and their count. It depends neither on the file's name, kind and time nor on
+    tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
@@ -196,33 +221,60 @@ class Dataset:
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
         self.unknown: list[tuple[int, float]] = []
+        self.asked = 0  # rows that were looked at
+        self.shortened: list[str] = []
+        self.split: list[str] = []
 
-    def fill(self, kept: list, limit: int) -> None:
-        """Takes what is kept: (row number, prompt ids, target ids or None, which of them are trained on or None: all,
-        ids of the rejected completion or None). Prompts keep their last `limit` ids."""
+    def fill(self, kept: list[Kept], limit: int) -> None:
+        """Takes what is kept. Prompts keep their last `limit` ids."""
         none = np.zeros(0, np.int32)
-        pieces = [none if ids is None else ids for _, prompt, target, _, rejected in kept
-                  for ids in (prompt[-limit:], target, rejected)]
-        self._offsets = np.cumsum([0, *map(len, pieces)])  # of each prompt, target and rejected one, by turns
-        self._ids = np.concatenate(pieces)
-        self._trained = {i: mask for i, (*_, mask, _) in enumerate(kept) if mask is not None}
-        self._rows = np.array([row for row, *_ in kept], np.int64)
-        self._cut = np.array([len(prompt) > limit for _, prompt, *_ in kept], bool)
-        self.truncated = int(self._cut.sum())
-        self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(self._offsets).reshape(-1, 3).T
-        self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(kept))
+        pieces = [none if ids is None else np.asarray(ids, np.int32) for one in kept
+                  for ids in (one.prompt[-limit:], one.target, one.rejected)]
+        trained = {i: one.trained for i, one in enumerate(kept) if one.trained is not None}
+        offsets = np.cumsum([0, *map(len, pieces)])  # of each prompt, target and rejected one, by turns
+        mask = np.ones(offsets[-1] if trained else 0, bool)
+        for i, own in trained.items():
+            mask[offsets[3 * i + 1]:offsets[3 * i + 2]] = own
+        self.truncated = sum(len(one.prompt) > limit for one in kept)
+        self.take({
+            "offsets": offsets, "ids": np.concatenate(pieces), "mask": mask,
+            "masked": np.array([one.trained is not None for one in kept], bool),
+            "rows": np.array([one.row for one in kept], np.int64),
+            "cut": np.array([one.piece or len(one.prompt) > limit for one in kept], bool)})
+
+    def take(self, arrays: dict[str, np.ndarray]) -> None:
+        """Takes all ids as arrays, as `fill` makes them: offsets [3 N + 1] into ids and mask, masked, rows, cut [N]."""
+        self.arrays = arrays
+        self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
+        self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(np.unique(arrays["rows"])))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.arrays["rows"])
 
     def __getitem__(self, i: int) -> Example:
-        raw, where = self.tables[int(self._rows[i])]
+        arrays = self.arrays
+        raw, where = self.tables[int(arrays["rows"][i])]
         row = self.reader(raw)
-        at = self._offsets[3 * i:3 * i + 4]
-        prompt, target, rejected = (self._ids[a:b] for a, b in zip(at[:-1], at[1:], strict=True))
-        text = self.reader.template.tokenizer.decode(prompt) if self._cut[i] else row.text
+        at = arrays["offsets"][3 * i:3 * i + 4]
+        prompt, target, rejected = (arrays["ids"][a:b] for a, b in zip(at[:-1], at[1:], strict=True))
+        text = self.reader.template.tokenizer.decode(prompt) if arrays["cut"][i] else row.text
+        trained = arrays["mask"][at[1]:at[2]] if arrays["masked"][i] else None
         return Example(prompt, text, row.prompt, row.answer, row.columns, where, target if len(target) else None,
-                       self._trained.get(int(i)), rejected if len(rejected) else None)
+                       trained, rejected if len(rejected) else None)
+
+    def numbers(self, column: str) -> np.ndarray:
+        """[N] float64: what a column of each row holds. Raises ConfigError naming a row where it is no number."""
+        out = np.zeros(len(self))
+        for i, row in enumerate(self.arrays["rows"]):
+            raw, where = self.tables[int(row)]
+            value = raw.get(column)
+            try:
+                out[i] = float(value)
+            except (TypeError, ValueError):
+                out[i] = np.nan
+            if not np.isfinite(out[i]):
+                raise ConfigError(f"{where}: column {column!r} (data.difficulty) holds {value!r}, expected a number")
+        return out
 
     @property
     def firsts(self) -> range:
@@ -243,6 +295,7 @@ class Dataset:
         n = self.prompt_lengths
         text = f"{self.name}: {len(self)} rows, prompts {n.min()} to {n.max()} tokens (mean {n.mean():.1f})"
         for count, what in ((len(self.filtered), "left out for their length"), (self.truncated, "cut on the left"),
+                            (len(self.shortened), "completions cut"), (len(self.split), "rows split"),
                             (self.bad.count, "bad rows skipped")):
             text += f", {count} {what}" if count else ""
         return text
@@ -311,6 +364,17 @@ class Template:
                                                       **{**self.kwargs, **kwargs})
         except Exception as e:  # a template may raise anything about the messages it is given
             raise PromptError(f"the chat template refuses it: {type(e).__name__}: {e}") from None
+
+    def marked(self, messages: list[dict], **kwargs) -> tuple[list[int], list[int]]:
+        """(ids of a conversation, 1 for each inside {% generation %} ... {% endgeneration %}). As `conversation`."""
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        try:
+            found = self.tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, **{**self.kwargs, **kwargs})
+        except Exception as e:
+            raise PromptError(f"the chat template refuses it: {type(e).__name__}: {e}") from None
+        return list(found["input_ids"]), list(found["assistant_masks"])
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         return [[*self.start, *ids] for ids in self.encode(texts)]

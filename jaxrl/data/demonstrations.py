@@ -1,30 +1,48 @@
-"""Conversations to train on: all turns of the assistant, and between them what an episode would put there."""
+"""Conversations to train on: which tokens of a rendered conversation are the model's own.
+
+data.assistant_mask says how they are found. `turns`: every answer is rendered behind the messages before it, and what
+stands between two answers is what an episode would put there; so templates that rewrite earlier turns (drop their
+thoughts, say) are trained on as they are sampled from. `template`: the conversation is rendered once, and the template
+itself marks the answers by {% generation %}.
+
+Either way the generation prompt is masked and the end token of a turn is trained on; a message with train=false is read
+and not learnt.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 
 from jaxrl.data.dataset import PromptError, Row
+from jaxrl.data.suffixes import QUESTION
 from jaxrl.data.turns import TurnRenderer
+from jaxrl.errors import ConfigError
 
 
 class Demonstrations:
-    """Turns of rows with `messages` (data.train_turns=all), rendered with the code that episodes use. Raises
-    ConfigError where the chat template cannot."""
+    """Rows with `messages` (data.train_turns=all) as token ids. Raises ConfigError where the chat template cannot."""
 
     def __init__(self, config, tokenizer, tools=()):
         self.config, self.tokenizer = config, tokenizer
         self.first = TurnRenderer(config, tokenizer, tools)
-        self.first.check(bool(tools))
+        self.marked = config.data.assistant_mask == "template"
+        if not self.marked:
+            self.first.check(bool(tools))
+        elif "generation" not in _tags(tokenizer.chat_template):
+            raise ConfigError("data.assistant_mask=template: the chat template has no {% generation %} ... "
+                              "{% endgeneration %}; set data.assistant_mask=turns")
         self._by_tools = {"null": self.first}
 
-    def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], np.ndarray]:
-        """(ids behind the prompt, [C] bool which of them are trained on): each answer as the template writes it, its
-        end token included, and masked what stands between two of them. Raises PromptError."""
+    def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
+        """(prompt, ids behind it, [C] bool which of those are trained on). Raises PromptError."""
         renderer = self._renderer(row.tools)
-        messages = [renderer.adapted(message) for message in row.messages]
+        own = [message.get("train", True) for message in row.messages]
+        messages = [{k: v for k, v in renderer.adapted(m).items() if k != "train"} for m in row.messages]
+        if self.marked:
+            return self._by_marks(renderer, row, messages, own)
         ids, trained, at = [*prompt], [], len(row.prompt)
         while at < len(messages):
             after = next((k for k in range(at + 1, len(messages)) if messages[k]["role"] == "assistant"), len(messages))
@@ -33,16 +51,75 @@ class Demonstrations:
                 raise PromptError(f"messages {at} and {after} are both answers of the assistant, nothing between them")
             said = renderer.turn(messages[:at], messages[at], between)
             ids += said
-            trained += [True] * len(said)
+            trained += [own[at]] * len(said)
             if between:
                 behind = renderer.extend(np.array(ids), between).tolist()
                 ids += behind
                 trained += [False] * len(behind)
             at = after
-        return ids[len(prompt):], np.array(trained, bool)
+        return prompt, *_upto(ids[len(prompt):], np.array(trained, bool))
+
+    def _by_marks(self, renderer: TurnRenderer, row: Row, messages, own):
+        """As the template marks them. What a message spells must not become a control token, which rendering whole
+        cannot prevent."""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" and (token := renderer.control_in(message["content"])):
+                raise PromptError(f"message {i} ({message['role']}) spells the control token {token!r}, which would "
+                                  "become one; data.assistant_mask=turns keeps them apart")
+        ids, mask = renderer.template.marked(messages, **({"tools": row.tools} if row.tools else {}))
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = _runs(mask)
+        if not all(own[i] for i in answers):
+            if len(spans) != len(answers):
+                raise PromptError(f"the chat template marks {len(spans)} pieces of {len(answers)} answers: which of "
+                                  "them has train=false cannot be told; set data.assistant_mask=turns")
+            spans = [span for span, i in zip(spans, answers, strict=True) if own[i]]
+        trained = np.zeros(len(ids), bool)
+        opening = renderer.tokens.written(_opening(renderer))
+        for start, end in spans:
+            if opening and ids[start:start + len(opening)] == opening:
+                start += len(opening)
+            inside, behind = ids[end - 1] in renderer.own_ends, ids[end:end + 1]
+            ended = inside or not renderer.own_ends.isdisjoint(behind)
+            trained[start:end + (ended and not inside)] = True
+            if not ended and not behind:  # the template writes no end: the tokenizer's
+                ids, trained = [*ids, self.tokenizer.eos_token_id], np.append(trained, True)
+            elif not ended:
+                said = self.tokenizer.decode(ids[start:end])[-40:]
+                raise PromptError(f"no end token stands behind the answer {said!r} that the template marks: the model "
+                                  "would never learn to end it; set data.assistant_mask=turns")
+        ids, trained = _upto(ids, trained)
+        first = int(np.argmax(trained))
+        return ids[:first], ids[first:], trained[first:]
 
     def _renderer(self, tools) -> TurnRenderer:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._by_tools:
             self._by_tools[key] = TurnRenderer(self.config, self.tokenizer, tools, self.first.tokens)
         return self._by_tools[key]
+
+
+def _upto(ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Both up to the last token that is trained on. Raises PromptError where there is none."""
+    if not trained.any():
+        raise PromptError("no token of this conversation is trained on: no answer is marked, or all have train=false")
+    last = int(np.flatnonzero(trained)[-1]) + 1
+    return ids[:last], trained[:last]
+
+
+def _opening(renderer: TurnRenderer) -> str:
+    """The generation prompt."""
+    template = renderer.template
+    whole, alone = template.conversation([QUESTION], True), template.conversation([QUESTION], False)
+    return whole[len(alone):] if whole.startswith(alone) else ""
+
+
+def _runs(mask) -> list[tuple[int, int]]:
+    """(begin, end) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _tags(template) -> set[str]:
+    """Names of the Jinja tags in a chat template."""
+    return set(re.findall(r"\{%-?\s*(\w+)", str(template)))

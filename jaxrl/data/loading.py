@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
-from jaxrl.data.dataset import Dataset, PromptError, Reader, Row, Tables
+from jaxrl.data.cache import Cache, unread
+from jaxrl.data.dataset import Dataset, Kept, PromptError, Reader, Row, Tables
 from jaxrl.data.demonstrations import Demonstrations
 from jaxrl.data.mixture import Mixture, config_of, rows_where
+from jaxrl.data.overlong import Limits, fitted
 from jaxrl.data.pairs import PairReader, carved_by
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
@@ -67,10 +69,11 @@ def _train_rows(config, bad, rows=None):
     if rows is not None:
         tables = from_memory(rows, bad, field="data", limit=data.max_rows)
     else:
-        tables = read(data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
-                      limit=data.max_rows)
+        tables = unread(config, data.path, data.max_rows, partial(
+            read, data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
+            limit=data.max_rows))
     if not data.eval_fraction:
-        return tables, range(len(tables)), []
+        return tables, None, []
     prompt = (lambda row: carved_by(row, data)) if recipe_of(config).pairs else lambda row: row.get(data.prompt_column)
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
@@ -94,8 +97,9 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         if path == GIVEN + name and name in (sets or {}):
             continue
         bad = BadRows(data.bad_rows)
-        tables = read(path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
-                      limit=limit)
+        tables = unread(config, (path,), limit, partial(
+            read, path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
+            limit=limit))
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
     for name, given in (sets or {}).items():
         if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
@@ -171,22 +175,36 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
     targets = "none" if recipe_of(config).samples else targets
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
-    reader = PairReader if recipe_of(config).pairs else Reader
-    ds = Dataset(name, tables, reader(config, tokenizer, targets, tools), bad)
+    reader = (PairReader if recipe_of(config).pairs else Reader)(config, tokenizer, targets, tools)
+    cache = None
+    if config.data.cache:
+        cache = Cache(config, tokenizer, tables, rows, eos=eos_id, targets=targets, tools=list(tools))
+    ds = None if cache is None else cache.read(name, reader, bad)
+    if ds is None:
+        ds = Dataset(name, tables, reader, bad)
+        _tokenise(ds, config, tokenizer, eos_id, rows, tools)
+        if cache is not None:
+            cache.write(ds)
+    _report(ds, config.data.max_prompt_tokens)
+    return ds
+
+
+def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
+    """Fills a data set with the ids of its rows (numbers; None = all)."""
+    targets, r = ds.reader.targets, config.rollout
     turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else None
-    limits = Limits(config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_sequence_tokens,
-                    config.data.overlong_prompt)
-    kept, rows = [], list(range(len(tables)) if rows is None else rows)
+    limits = Limits(config.data.max_prompt_tokens, r.max_new_tokens, config.train.max_sequence_tokens,
+                    config.data.overlong_prompt, config.data.overlong_completion if targets == "required" else "filter")
+    kept, rows = [], list(range(len(ds.tables)) if rows is None else rows)
     for start in range(0, len(rows), CHUNK):
         kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id, turns)
     if not kept:
         long = f"too long for data.max_prompt_tokens={limits.prompt}"
         long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
-        why = (bad.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
-        raise DataError(f"{name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
+        why = (ds.bad.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
+        raise DataError(f"{ds.name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
+    ds.asked = len(rows)
     ds.fill(kept, limits.prompt)
-    _report(ds, limits.prompt, len(rows))
-    return ds
 
 
 def _content(row: Row) -> bytes:
@@ -215,15 +233,6 @@ def _depth(value) -> int:
     return deep
 
 
-class Limits(NamedTuple):
-    """Tokens of a prompt, of a target, of both (0: as the two say); data.overlong_prompt."""
-
-    prompt: int
-    target: int
-    total: int
-    policy: str
-
-
 def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demonstrations | None) -> list:
     """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes."""
     rows, template = [], ds.reader.template
@@ -249,8 +258,9 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demon
             ds.bad.add(where, "the prompt has no tokens")
             continue
         try:
+            rendered = prompt
             if row.messages:
-                target, trained = turns(row, prompt)
+                prompt, target, trained = turns(row, prompt)
             _check_known(template, row, target, trained)
             _check_known(template, row._replace(completion=row.rejected), rejected, None)
         except PromptError as e:
@@ -260,9 +270,12 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demon
             target = np.array(target, np.int32) if trained is not None else _ended(target, eos_id)
         if rejected is not None:
             rejected = _ended(rejected, eos_id)
-        problem = _overlong(limits, prompt, target) or _overlong(limits, prompt, rejected, "rejected completion")
+        problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
         if problem is None:
-            kept.append((i, np.array(prompt, np.int32), target, trained, rejected))
+            kept.append(Kept(i, prompt, target, trained, rejected, piece=prompt != rendered))
+        elif pieces := fitted(limits, prompt, target, trained):
+            (ds.shortened if limits.completion == "truncate" else ds.split).append(where)
+            kept += [Kept(i, *piece, piece=k > 0 or prompt != rendered) for k, piece in enumerate(pieces)]
         elif limits.policy == "error":
             raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
                             "'truncate_left'")
@@ -290,21 +303,8 @@ def _check_known(template, row: Row, target, trained) -> None:
                           f" would learn to write {template.tokenizer.unk_token!r}")
 
 
-def _overlong(limits: Limits, prompt, target, what: str = "completion") -> str | None:
-    """Why the row is too long, or None. A target is never cut: a completion without its end would be learnt."""
-    if len(prompt) > limits.prompt and limits.policy != "truncate_left":
-        return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={limits.prompt}"
-    if target is None:
-        return None
-    if len(target) > limits.target:
-        return f"the {what} has {len(target)} tokens, rollout.max_new_tokens={limits.target}"
-    total = min(len(prompt), limits.prompt) + len(target)
-    if 0 < limits.total < total:
-        return f"prompt and {what} have {total} tokens, train.max_sequence_tokens={limits.total}"
-    return None
-
-
-def _report(ds: Dataset, limit: int, rows: int) -> None:
+def _report(ds: Dataset, limit: int) -> None:
+    rows = ds.asked
     if ds.bad.count:
         log.warning("%s: %d of %d rows are bad and skipped; the first: %s", ds.name, ds.bad.count, rows,
                     "; ".join(ds.bad.messages[:3]))
@@ -320,6 +320,11 @@ def _report(ds: Dataset, limit: int, rows: int) -> None:
                     "limit keeps them", ds.name, len(ds.filtered), rows, 100 * len(ds.filtered) / rows, limit, shown)
     elif ds.filtered:
         log.info("%s: %d of %d rows are too long and left out: %s", ds.name, len(ds.filtered), rows, shown)
+    for places, what in ((ds.shortened, "cut"), (ds.split, "split into several rows")):
+        if places:
+            log.log(logging.WARNING if len(places) > 0.05 * rows else logging.INFO, "%s: %d of %d completions are too "
+                    "long and %s (data.overlong_completion): %s", ds.name, len(places), rows, what,
+                    ", ".join(places[:5]) + (", ..." if len(places) > 5 else ""))
     if ds.truncated > 0.05 * rows:
         log.warning("%s: %d of %d prompts are cut on the left to data.max_prompt_tokens=%d; a cut question is another "
                     "question", ds.name, ds.truncated, rows, limit)

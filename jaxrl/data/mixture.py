@@ -14,8 +14,9 @@ from jaxrl.data.sources import DataError
 
 # Options of `data` that a source may have of its own, and what only a source has.
 OWN = ("path", "subset", "split", "revision", "prompt_column", "answer_column", "answer_pattern", "completion_column",
-       "train_turns", "system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs", "max_rows",
-       "overlong_prompt", "bad_rows")
+       "chosen_column", "rejected_column", "label_column", "margin_column", "train_turns", "assistant_mask",
+       "system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs", "max_rows", "overlong_prompt",
+       "overlong_completion", "bad_rows")
 FURTHER = ("weight", "where", "rewards")
 
 
@@ -27,6 +28,8 @@ class Mixture:
         self.parts, self.heldout, self.name = parts, None, "train"
         self._names, self._sets, self._rewards = list(parts), list(parts.values()), rewards
         self.starts = np.cumsum([0, *map(len, self._sets)]).tolist()
+        for lengths in ("prompt_lengths", "target_lengths", "rejected_lengths"):
+            setattr(self, lengths, np.concatenate([getattr(part, lengths) for part in self._sets]))
 
     def __len__(self) -> int:
         return self.starts[-1]

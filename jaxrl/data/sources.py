@@ -108,9 +108,29 @@ class ArrowTable:
     def __len__(self) -> int:
         return self._table.num_rows
 
+    def digest(self, into) -> None:
+        """Adds all that the rows say, and their place, to a hash."""
+        into.update(json.dumps([self._name, list(self.commits)]).encode())
+        with pa.ipc.new_stream(pa.PythonFile(_Hashed(into), "w"), self._table.schema) as stream:
+            stream.write_table(self._table)
+
     def __getitem__(self, i: int) -> tuple[dict[str, Any], str]:
         row = {c: _plain(self._table.column(c)[i].as_py()) for c in self._table.column_names}
         return row, f"{self._name}:{i + 1}"
+
+
+class _Hashed(io.RawIOBase):
+    """A file that keeps a hash of what is written to it."""
+
+    def __init__(self, digest):
+        self._digest = digest
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        self._digest.update(data)
+        return len(data)
 
 
 def _holds_binary(kind: pa.DataType) -> bool:

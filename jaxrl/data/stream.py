@@ -6,12 +6,15 @@ import logging
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.data.dataset import Dataset, Example
 from jaxrl.data.mixing import Mix
 from jaxrl.data.mixture import Mixture
+from jaxrl.data.order import Epochs, Windows, endless, windows
+from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import longest_sequence
 from jaxrl.registry import recipe_of
@@ -26,20 +29,18 @@ def data_seed(config) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
 
 
-def endless(rows: int, seed):
-    """Row numbers 0 .. rows - 1 by position, epoch after epoch, each in an order of its own. seed: an integer or
-    several; False: in file order."""
-    import grain
-
-    order = grain.MapDataset.range(rows)
-    if seed is not False:
-        # Grain adds the epoch to the seed: spread seeds out, or seed 1 would begin with the second epoch of seed 0.
-        order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    return order.repeat(None)
-
-
 class Interrupted(Exception):
     """A stop was asked for while the rows of a step were being gathered; nothing of it counts."""
+
+
+class Curriculum(NamedTuple):
+    """column: of each row's difficulty, a number; "" = none: the rows are in the order drawn. windows: (first step,
+    lowest, highest) of the rows that are given; none: all, from easy to hard. keep(source number) -> [rows] bool, the
+    rows of an epoch that begins; None: all."""
+
+    column: str = ""
+    windows: tuple = ()
+    keep: Callable[[int], np.ndarray] | None = None
 
 
 class Stream:
@@ -54,11 +55,14 @@ class Stream:
     Of a Mixture the positions go to its sources by `weights` (mixing.Mix), and each source has epochs and an order of
     its own: what position p takes still follows from p alone. `exhausted`: as of a Mix, after `epochs` passes over a
     source; with 'repeat' epochs count as many rows as all sources hold.
+
+    curriculum: what orders the rows of an epoch; see Curriculum. With windows and with rows left out an epoch may have
+    fewer rows than the data; `epochs` counts as many rows as so many whole passes hold.
     """
 
     def __init__(self, dataset: Dataset | Mixture, per_step: int, seed: int, shuffle: bool = True, epochs: int = 0,
                  drop_last: bool = True, workers: int = 0, prefetch: int = 2, weights: Sequence = (),
-                 exhausted: str = "repeat"):
+                 exhausted: str = "repeat", curriculum: Curriculum | None = None):
         import grain
         self.dataset = dataset
         self.rows, self.per_step = len(dataset), per_step
@@ -73,19 +77,20 @@ class Stream:
         if self.end == 0:
             raise ConfigError(f"data.prompts_per_step={per_step} is more than data.epochs={epochs} x {self.rows} rows: "
                               "lower it, or set data.drop_last=false")
-        if self.mix is None:
-            self._examples = endless(self.rows, seed if shuffle else False).map(lambda row: dataset[int(row)])
-        else:  # of sources of equal size none is to be in the order of another
-            seeds = [[seed, zlib.crc32(name.encode())] if len(dataset.parts) > 1 else seed for name in dataset.parts]
-            self._orders = [endless(n, own if shuffle else False) for n, own in zip(dataset.sizes, seeds, strict=True)]
+        self.orders = self._ordered(dataset, seed, shuffle, curriculum)
+        if self.mix is None and curriculum is None:
+            self._examples = self.orders[0].map(lambda row: dataset[int(row)])
+        else:
             self._examples = grain.MapDataset.range(min(self.end, sys.maxsize // 2)).map(
-                lambda p: dataset[self._row(int(p))])
+                lambda p: dataset[self.row(int(p))])
         self._read_ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=max(1, prefetch * per_step))
         self._workers, self._iterator, self._at = workers, None, -1
         self.interrupted: Callable[[], bool] = lambda: False
+        self.pass_rates: PassRates | None = None
 
     @classmethod
-    def from_config(cls, config, dataset: Dataset) -> Stream:
+    def from_config(cls, config, dataset: Dataset, held: Callable = lambda name: None) -> Stream:
+        """held(name) -> what the checkpoint that is resumed holds of a part, or None."""
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
@@ -97,13 +102,46 @@ class Stream:
                 raise ConfigError(f"{size}; at most {MOST_PASSES} passes over the data fit a step: lower it")
             log.warning("%s; lower it to have each prompt once", size)
         weights = [d.sources[name].get("weight", 1.0) for name in getattr(dataset, "parts", ())]
-        return cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
-                   d.prefetch, weights, d.exhausted)
+        rates = None
+        if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
+            rates = PassRates(getattr(dataset, "sizes", [rows]), d.pass_rate_min, d.pass_rate_max,
+                              lambda: held(PassRates.name))
+        curriculum = Curriculum(d.difficulty, tuple(windows(d.difficulty_window)), rates and rates.keep)
+        out = cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
+                  d.prefetch, weights, d.exhausted, curriculum if any(curriculum) else None)
+        if rates is not None:
+            rates.orders, out.pass_rates = out.orders, rates
+        return out
 
-    def _row(self, position: int) -> int:
-        """The row of a Mixture at a position."""
+    def _ordered(self, dataset, seed: int, shuffle: bool, curriculum) -> list:
+        """The order of each source, or of the one data set. Of sources of equal size none is to be in the order of
+        another."""
+        parts = dataset.parts if self.mix is not None else {"the data": dataset}
+        out = []
+        for k, (name, part) in enumerate(parts.items()):
+            own = False if not shuffle else [seed, zlib.crc32(name.encode())] if len(parts) > 1 else seed
+            if curriculum is None:
+                out.append(endless(len(part), own))
+                continue
+            difficulty = part.numbers(curriculum.column) if curriculum.column else None
+            if curriculum.windows:
+                stages = [(self._given(step * self.per_step, k), low, high) for step, low, high in curriculum.windows]
+                out.append(Windows(difficulty, own, stages, name))
+            else:
+                out.append(Epochs(len(part), own, difficulty, curriculum.keep and (lambda k=k: curriculum.keep(k))))
+        return out
+
+    def _given(self, position: int, source: int) -> int:
+        """Rows that a source gave before a position."""
+        position = min(position, self.end)
+        return position if self.mix is None else self.mix.given(position)[source]
+
+    def row(self, position: int) -> int:
+        """The number of the row at a position."""
+        if self.mix is None:
+            return int(self.orders[0][position])
         source, count = self.mix.place(position)
-        return self.dataset.starts[source] + int(self._orders[source][count])
+        return self.dataset.starts[source] + int(self.orders[source][count])
 
     @property
     def total_steps(self) -> int | None:
@@ -136,6 +174,17 @@ class Stream:
         """Whether no further step starts at `cursor`: nothing is left, or less than a whole step under `drop_last`.
         Steps that take more rows than a step has (dynamic sampling) come here before `total_steps`."""
         return self.end - cursor < self._least
+
+    def measured(self, rates: dict[int, float], cursor: int) -> dict[str, float]:
+        """Takes the pass rates of rows by their position; `cursor`: the run's from now on. Returns metrics; {} where
+        none are kept."""
+        if self.pass_rates is None:
+            return {}
+        for position, rate in rates.items():
+            self.pass_rates.rates[self.row(position)] = rate
+        for k, order in enumerate(self.orders):
+            order.forget(self._given(cursor, k))
+        return self.pass_rates.metrics()
 
     def sources(self, cursor: int) -> dict[str, tuple[float, float]]:
         """Source -> (its share of the last step's rows before `cursor`, passes over it); {} where there are none."""

@@ -85,6 +85,10 @@ class TurnRenderer:
         literals = sorted(self.tokens.control.values(), key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, literals), HIDDEN.pattern]))
 
+    def control_in(self, text: str) -> str:
+        """A control token that a text spells; "" where there is none."""
+        return next((token for token in self.tokens.control.values() if token in text), "")
+
     def extend(self, history: np.ndarray, messages, limit: int = 0) -> np.ndarray:
         """[A] int32: what comes behind recorded ids so that the next turn follows: what is missing of the last turn's
         end, the new messages, the generation prompt.
@@ -262,9 +266,14 @@ class TurnRenderer:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a turn: the tokenizer's and the config's, and the template's."""
+        return self.own_ends | {shape.close[-1] for shape in self._ends}
+
+    @cached_property
+    def own_ends(self) -> frozenset[int]:
+        """Those of them that stand at the end of a turn, not at the begin of what follows."""
         own = [self.tokenizer.convert_tokens_to_ids(token) for token in self.config.model.eos_tokens]
         own += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        return frozenset([*own, *(shape.close[-1] for shape in self._ends)])
+        return frozenset([*own, *(shape.close[-1] for shape in self._ends if shape.own_end)])
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

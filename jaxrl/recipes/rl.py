@@ -71,7 +71,8 @@ def run(config, given=None) -> dict:
                                   tokenizer=job.tokenizer, steps=s.total_steps))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
         algorithm.meet(policy)
-        s.restore(policy, [*algorithm.parts, rollouts])
+        rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
+        s.restore(policy, [*algorithm.parts, *rates, rollouts])  # rollouts last: they draw rows
         s.introduce(describe(job), derived(spec))
         algorithm.begin(s, job.engine)
         sync = WeightSync(s, policy, rollouts.publish)
@@ -134,7 +135,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             metrics = update_all(parts, batch, layout, columns, seed)
         s.advance(batch.cursor, samples=traj.num_trajectories)
         rollouts.release(batch.cursor)
-        metrics |= rollouts.metrics(batch)
+        metrics |= rollouts.metrics(batch) | s.stream.measured(batch.pass_rates, batch.cursor)
         metrics |= algorithm.reference.after_step(s, policy) if algorithm.reference is not None else {}
     s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
     metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
@@ -246,8 +247,9 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
     for name, values in batch.result.parts.items():
         if np.isfinite(values).any():
             out[f"reward/{name}"] = float(np.nanmean(values))
-    for name in sorted({g.example.source for g in batch.groups} - {""}):
-        mine = np.array([g.example.source == name for g in batch.groups])
+    sources = np.array([getattr(g.example, "source", "") for g in batch.groups])
+    for name in sorted(set(sources.tolist()) - {""}):
+        mine = sources == name
         out |= {f"source/{name}/length": float(lengths[mine].mean())}
         if np.isfinite(scores[mine]).any():
             out[f"source/{name}/reward"] = float(np.nanmean(scores[mine]))

@@ -57,6 +57,7 @@ class Batch(NamedTuple):
     asked: int
     cursor: int
     metrics: dict[str, float]
+    pass_rates: dict[int, float]  # position -> share of its completions that pass, of all groups that were asked
 
 
 class Round(NamedTuple):
@@ -242,7 +243,8 @@ class Rollouts:
         scores = normed(shaped, traj.group, c.reward.norm_mean, c.reward.norm_std)
         return Batch(traj, [row[2] for row in rows], texts, result, shaped, scores,
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
-                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, asked, cursor, metrics)
+                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, asked, cursor, metrics,
+                     pass_rates([row for one in rounds for row in one.rows], c))
 
     def _shaped(self, traj, result) -> np.ndarray:
         c = self.spec
@@ -293,6 +295,18 @@ class Rollouts:
     def arrays(self):
         """What goes with the `host` of just before."""
         return {str(i): np.frombuffer(p, np.uint8) for i, p in enumerate(self._payloads)}
+
+
+def pass_rates(rows, config) -> dict[int, float]:
+    """Position of a group -> share of its completions (rows of a Round) whose judged reward reaches reward.pass_mark;
+    without groups of which none was judged."""
+    values: dict[int, list[float]] = {}
+    for _, _, group, _, record in rows:
+        parts = record["parts"]
+        value = parts.get(config.eval.accuracy_from, next(iter(parts.values()), None))
+        if value is not None:
+            values.setdefault(group.position, []).append(float(value >= config.reward.pass_mark))
+    return {position: float(np.mean(passed)) for position, passed in values.items()}
 
 
 def answered(groups, stream: str) -> list:

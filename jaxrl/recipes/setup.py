@@ -191,7 +191,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items() if its is not None}
     read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed, workers)
-    stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set))
+    stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set, s.held))
     s.reads(stream, read)
     with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))
     if with_rewards:

@@ -123,7 +123,7 @@ def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", text
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
                    sample=int(sample), token_ids=tokens.tolist(), columns={"answer": example.answer, **example.columns},
-                   functions=example.rewards)
+                   functions=getattr(example, "rewards", None))
         for example, text, finish, group, sample, tokens in rows]
 
 
@@ -162,7 +162,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
             "logprobs": [round(float(x), 6) for x in traj.logprobs[at]],
             "version": int(traj.versions[at[0]]) if len(at) else -1,
             "last_version": int(traj.versions[at[-1]]) if len(at) else -1,
-            **({"source": example.source} if example.source else {}),
+            **({"source": source} if (source := getattr(example, "source", "")) else {}),
         })
     if advantages is not None:
         out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]

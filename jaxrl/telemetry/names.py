@@ -109,6 +109,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("data/epoch", "passes over the training data so far"),
     Metric("data/samples", "samples trained on so far"),
     Metric("data/filtered_fraction", "share of the training rows left out because their prompt is too long"),
+    Metric("data/pass_rate", "mean pass rate of the rows when they were last asked (data.pass_rate_min, pass_rate_max)"),
+    Metric("data/left_out_fraction", "share of the rows that this pass over the data leaves out for their pass rate"),
     Metric("source/<name>/share", "data.sources: share of the last step's rows that came from this source"),
     Metric("source/<name>/epoch", "passes over this source so far"),
     Metric("source/<name>/<what>", "of its completions: mean shaped reward, reward/<function> as reward/<name>, mean length in tokens"),
