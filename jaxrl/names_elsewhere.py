@@ -30,6 +30,9 @@ ELSEWHERE = {
     "max_tool_calling_iterations": "env.max_turns", "environment_factory": "env.function", "tool_config_path": "env.tools",
     "max_num_steps": "env.max_turns", "max_parallel_calls_per_turn": "env.max_parallel_calls",
     "cpo_alpha": "preference.rpo_alpha",
+    "domain_interleave_probs": "data.sources", "interleave_probs": "data.sources", "mixing_weights": "data.sources",
+    "enable_dataset_cache": "data.cache", "assistant_only_loss": "data.train_turns",
+    "difficulty_low_threshold": "data.pass_rate_min", "difficulty_high_threshold": "data.pass_rate_max",
     "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
 }
 
