@@ -60,6 +60,8 @@
 #    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes)
 # Of preferences (not in "all"):
 #    2  losses and gradients beside TRL's                     trl_parity.py (wants torch and trl 1.16)
+# Of data:
+#       a second start from data.cache                     data_cache.py (not in "all")
 # Of the house:
 #    1  no number moved between two checkouts               nothing_moved.py BEFORE (not in "all")
 # Of the options (not in "all"; half an hour):

@@ -86,22 +86,24 @@ class Stretch:
     def __init__(self, start: int, given: Sequence[int], parts, period: int = 0):
         self.start, self.given, self.parts, self.period = start, np.array(given, np.int64), parts, period
         self._claims, self._counts, self._now = Claims(len(given)), [0] * len(given), None
-        self._source, self._row = np.zeros(0, np.int16), np.zeros(0, np.int64)
+        self._chunks: list[tuple[np.ndarray, np.ndarray, list[int]]] = []  # sources, rows, rows given before the chunk
 
     def at(self, i: int) -> tuple[int, int]:
         """(source, how many rows it had been given before) of the stretch's i-th position."""
         turns, i = divmod(i, self.period) if self.period else (0, i)
         self._reach(i + 1)
-        k = int(self._source[i])
+        sources, rows, _ = self._chunks[i // CHUNK]
+        k = int(sources[i % CHUNK])
         each = int(self.parts(0)[k]) if self.period else 0
-        return k, int(self.given[k]) + turns * each + int(self._row[i])
+        return k, int(self.given[k]) + turns * each + int(rows[i % CHUNK])
 
     def before(self, i: int) -> np.ndarray:
         """[K] rows that each source was given before the stretch's i-th position."""
         turns, i = divmod(i, self.period) if self.period else (0, i)
-        self._reach(i)
+        self._reach(i + 1)
         each = np.array(self.parts(0), np.int64) * turns if self.period else 0
-        return self.given + each + np.bincount(self._source[:i], minlength=len(self.given))
+        sources, _, counts = self._chunks[i // CHUNK]
+        return self.given + each + counts + np.bincount(sources[:i % CHUNK], minlength=len(self.given))
 
     def row(self, k: int, wanted: int) -> int | None:
         """The position in the stretch at which source k is given its row number `wanted`; None where it never is."""
@@ -111,20 +113,21 @@ class Stretch:
             return None
         self._reach(self.period)
         turns, left = divmod(wanted, each)
-        return turns * self.period + int(np.flatnonzero(self._source[:self.period] == k)[left])
+        pattern = np.concatenate([sources for sources, *_ in self._chunks])[:self.period]
+        return turns * self.period + int(np.flatnonzero(pattern == k)[left])
 
     def _reach(self, size: int) -> None:
-        while len(self._source) < size:
-            sources, rows = np.zeros(CHUNK, np.int16), np.zeros(CHUNK, np.int64)
+        while (known := len(self._chunks) * CHUNK) < size:
+            sources, rows, counts = np.zeros(CHUNK, np.int16), np.zeros(CHUNK, np.int64), list(self._counts)
             for j in range(CHUNK):
-                parts = self.parts(len(self._source) + j)
+                parts = self.parts(known + j)
                 if parts is not self._now:
                     self._claims.scale(parts)
                     self._now = parts
                 k = self._claims.serve()
                 sources[j], rows[j] = k, self._counts[k]
                 self._counts[k] += 1
-            self._source, self._row = np.append(self._source, sources), np.append(self._row, rows)
+            self._chunks.append((sources, rows, counts))
 
 
 class Mix:
