@@ -146,17 +146,17 @@ def test_curricula_that_cannot_be(options, what):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_leaves_out_what_it_solves_and_goes_on_bitwise(tmp_path, staleness):
     """The second pass has no row whose group's rate in the first lay outside, synchronous or ahead; resumed as unbroken."""
-    def run(name, *steps):
-        for n in steps:
+    def run(name, *stops):
+        for n in stops:
             c = tiny_job.get_config()
             c.data.max_rows, c.data.pass_rate_min, c.rollout.max_staleness = 12, 0.2, staleness
-            c.eval.sets, c.train.steps, c.run.dir, c.checkpoint.every_steps = (), n, str(tmp_path / name), 1
+            c.eval.sets, c.train.steps, c.run.dir, c.checkpoint.every_steps = (), 6, str(tmp_path / name), 1
             c.reward.pass_mark = 0.2
-            done = jaxrl.train(c)
+            done = jaxrl.train(c, callbacks=lambda step, n=n: step.number == n < 6 and step.stop())
         return done
 
     done = run("whole", 6)
-    run("parts", 2, 4, 6)
+    assert run("parts", 2, 4, 6)["steps"] == 6
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")
     rows = [json.loads(line) for f in sorted((Path(done["run_dir"]) / "rollouts").glob("*.jsonl")) for line in f.read_text().splitlines()]
     by_group = {}
