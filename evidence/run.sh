@@ -53,6 +53,8 @@
 #    2  k = 0 is the synchronous run; 3 killed and resumed   asynchrony_resume.py
 #    4  learning with k = 0, 2, 8                            asynchrony.py
 #    5  two trainers, two vLLM servers, one killed           asynchrony_hosts.py
+# Of distillation (not in "all"; 15 minutes a seed):
+#    5  steps to 80 % for every loss, beside GRPO's          distill.py
 # Of environments (not in "all"):
 #    2  10,000 turns over public chat templates             chat_templates.py (downloads two wheels; a minute)
 #    8  gymnasium and textarena beside themselves           environments_compat.py (makes an environment of its own)

@@ -22,7 +22,7 @@ def resolved_algorithm(cfg) -> dict:
 
 def algorithm(cfg) -> list[str]:
     """Everything below `algorithm`, and what stands beside it."""
-    if not recipe_of(cfg).samples:
+    if not recipe_of(cfg).samples or not recipe_of(cfg).judged:
         return []
     v = resolved_algorithm(cfg)
     out = []
@@ -34,6 +34,11 @@ def algorithm(cfg) -> list[str]:
             out += import_path(f"algorithm.{name}", v[name])
     return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_ratios(v), *_kl(cfg, v),
                    *_mismatch(cfg, v), *_beside(cfg, v)]
+
+
+def of_samples(cfg, v) -> list[str]:
+    """What is checked too where samples are learnt from and no reward decides. v: as of resolved_algorithm."""
+    return [*_batch_division(cfg, v), *_ratios(v), *_mismatch(cfg, v)]
 
 
 MOST_SUPPORT = 128

@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
 from jaxrl.config import get
 from jaxrl.data_checks import conversations, curricula, sources
+from jaxrl.distill_checks import distillation
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
@@ -31,7 +32,7 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     algorithm, lora, preference, _optimizer, _eval, _uploads, _launch, _misc):
+                     algorithm, lora, preference, distillation, _optimizer, _eval, _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -88,7 +89,7 @@ def _mesh(cfg):
 
 
 ROLE_RESTS = {"policy": ("device", "host"), "reference": ("device", "host"), "critic": ("device", "host"),
-              "sampler": ("device", "none")}
+              "teacher": ("device", "host"), "sampler": ("device", "none")}
 
 
 def _role(cfg, role, given):
@@ -394,7 +395,7 @@ def _rewards(cfg):
         out.append(
             f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"
         )
-    if not r.functions and not cfg.env.function:
+    if not r.functions and not cfg.env.function and recipe_of(cfg).judged:
         out.append("reward.functions is empty: reinforcement learning needs at least one reward, or an environment "
                    "that gives one (env.function)")
     named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)} | ({"env"} if cfg.env.function else set())

@@ -66,6 +66,8 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     reference = config.reference
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
         out |= {"weights of the reference": reference_print(config)} if _reference(config)[0] else {}
+    if "teacher" in config.recipe.roles and config.teacher.path and not config.teacher.servers:
+        out["weights of the teacher"] = weights_print(config.teacher.path, config.teacher.revision)
     return out
 
 
@@ -87,7 +89,8 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, data_room.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),
-             "critic": (config.critic.path, config.critic.revision)}
+             "critic": (config.critic.path, config.critic.revision),
+             "teacher": (config.teacher.path, config.teacher.revision)}
     out = {name: [commit] for name, given in named.items() if (commit := _commit(*given))}
     sets = {} if train_set is None else {"training data": train_set}
     sets |= {f"eval set {name}": dataset for name, dataset in eval_sets.items()}

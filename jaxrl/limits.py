@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.config import get
-from jaxrl.registry import recipe_of
+from jaxrl.registry import sequences
 
 DEFAULT_STEPS = 100  # of a run that nothing else ends
 
@@ -15,8 +15,7 @@ def ends(cfg, passes: int | None = None) -> dict[str, int]:
     if cfg.data.epochs and passes is not None:
         out["data.epochs"] = passes
     if cfg.train.max_samples:
-        out["train.max_samples"] = -(-cfg.train.max_samples // (cfg.data.prompts_per_step * (
-            cfg.rollout.group_size if recipe_of(cfg).samples else 1)))
+        out["train.max_samples"] = -(-cfg.train.max_samples // sequences(cfg))
     return out if out or cfg.data.epochs else {"train.steps": DEFAULT_STEPS}
 
 

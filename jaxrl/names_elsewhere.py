@@ -48,8 +48,6 @@ NOT_YET = (
     (r"reward_?models?|reward_modell?ing|rm|prm",
      "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is "
      "served elsewhere"),
-    (r"distill?|distillation|teachers?|teacher_.*|gkd|opd|knowledge_.*",
-     "distillation is not supported yet; run.recipe=sft trains on completions that the teacher has written"),
     (r"ep|ep_size|expert_.*|.*experts?|moe|moe_.*|.*_moe|mixtral|router_.*",
      "mixtures of experts are not supported yet, nor a mesh axis for them; dense models are, over mesh.dp, mesh.fsdp "
      "and mesh.tp"),

@@ -25,6 +25,8 @@ class Recipe(NamedTuple):
     roles: tuple[str, ...] = ("policy",)  # parameters and programs that mesh.roles may place
     starts_others: bool = False  # its export may be another job's run.warm_start
     pairs: bool = False  # its rows hold a chosen and a rejected completion, or one with a label (data/pairs.py)
+    judged: bool = True      # rewards decide what is learnt from samples; else they are metrics
+    sampled: str = ""        # the option that says which share of prompts is sampled; the other rows bring completions
 
 
 # Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks
@@ -34,6 +36,8 @@ RECIPES = {
                  roles=("policy", "reference", "critic", "sampler")),
     "preference": Recipe("jaxrl.recipes.preference", 1e-6, samples=False, modes=("train", "eval"),
                          roles=("policy", "reference"), pairs=True),
+    "distill": Recipe("jaxrl.recipes.distill", 1e-6, samples=True, modes=("train", "eval"),
+                      roles=("policy", "teacher", "sampler"), judged=False, sampled="distill.on_policy"),
     "sft": Recipe("jaxrl.recipes.sft", 2e-5, samples=False, modes=("train", "eval", "plan"), starts_others=True),
 }
 
@@ -42,6 +46,23 @@ def recipe_of(config) -> Recipe:
     """The row of a config's run.recipe. Raises what its import raises where that is a path."""
     name = config.run.recipe
     return imported(name) if ":" in name else RECIPES[name]
+
+
+def from_rows(config) -> bool:
+    """Whether a config's job learns from completions that stand in the rows."""
+    recipe = recipe_of(config)
+    group, _, name = recipe.sampled.partition(".")
+    return not recipe.samples or bool(name) and config[group][name] < 1
+
+
+def sequences(config) -> int:
+    """Sequences of a step."""
+    recipe, size = recipe_of(config), config.data.prompts_per_step
+    if not recipe.samples:
+        return size
+    group, _, name = recipe.sampled.partition(".")
+    drawn = round(config[group][name] * size) if name else size
+    return drawn * config.rollout.group_size + size - drawn
 
 
 def short_name(recipe: str) -> str:

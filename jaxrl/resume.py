@@ -24,8 +24,8 @@ FUTURE: tuple[str, ...] = (
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.cache", "data.bad_rows",
     # sampling, scoring and learning from here on
-    "rollout.*", "env.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*",
-    "lora.dropout", "lora.publish", "lora.export",
+    "rollout.*", "env.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*", "distill.*",
+    "teacher.*", "lora.dropout", "lora.publish", "lora.export",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
     "optimizer.warmup_start",
@@ -43,6 +43,8 @@ PAST: dict[str, str] = {
     "env.tools": "prompts tell of them, and it decides which are too long",
     "reference.path": "the KL term would pull towards another model",
     "reference.revision": "the KL term would pull towards another model",
+    "teacher.path": "the student was brought towards another model",
+    "teacher.revision": "the student was brought towards another model",
     "critic.path": "the critic's parameters began there",
     "critic.revision": "the critic's parameters began there",
     "critic.shared": "the value head lies elsewhere",
@@ -96,7 +98,7 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
 
 # What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (jaxrl.fingerprints).
 READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
-        "reference": ("weights of the reference",)}
+        "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 
 
 def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> tuple[list[str], list[str]]:

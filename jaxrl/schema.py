@@ -29,6 +29,7 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
     ">=0": (lambda x: x >= 0, "must not be negative"),
     ">=1": (lambda x: x >= 1, "must be at least 1"),
     "0..1": (lambda x: 0 <= x <= 1, "must lie in 0..1"),
+    "(0, 1)": (lambda x: 0 < x < 1, "must lie between 0 and 1"),
     "[0, 1)": (lambda x: 0 <= x < 1, "must lie in [0, 1)"),
     "(0, 1]": (lambda x: 0 < x <= 1, "must lie above 0 and at most at 1 (1 = off)"),
     "0 or >1": (lambda x: x == 0 or x > 1, "must be above 1, or 0 for off"),
@@ -42,7 +43,7 @@ NUMBERS = ("reward.weights", "preference.loss_weights")
 INTEGERS = ("lora.layers", "rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths",
             "plan.lengths", "profile.steps", "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
-CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference")  # run.accept_changed
+CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference", "teacher")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo", "gigpo")  # algorithms/presets.py, without jax
 
@@ -111,7 +112,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
         "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
         "tp": O(1, "shards of heads, MLP width and vocabulary"),
-        "roles": O({}, "role (policy, reference, critic, sampler) -> {devices: 'all' or '0-3' of every process, processes: 'all' or '2-3'"
+        "roles": O({}, "role (policy, reference, critic, teacher, sampler) -> {devices: 'all' or '0-3' of every process, processes: 'all' or '2-3'"
                        " (reference alone: the whole hosts it is on), dp, fsdp, tp,"
                        " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
     },
@@ -411,6 +412,31 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never", bound=">=0"),
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never", bound=">=0"),
         "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on"),
+    },
+    "distill": {
+        "loss": O("sampled", "what brings the student to its teacher, docs/distillation.md. sampled: the difference of log-probs of the tokens"
+                             " that the student drew, as their advantage; forward KL(teacher || student), reverse KL(student || teacher),"
+                             " jsd: at every token", choices=("sampled", "forward", "reverse", "jsd")),
+        "beta": O(0.5, "jsd: beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student", bound="(0, 1)"),
+        "top_k": O(0, "over so many tokens, the teacher's most probable (forward) or the student's (reverse, jsd); 0 = all of the vocabulary",
+                   bound=">=0"),
+        "tail": O(True, "top_k: all other tokens are one category more, so that it stays a divergence; False: the sum over the top_k alone"),
+        "on_policy": O(1.0, "share of a step's prompts that the student answers (GKD's lambda); the other rows bring a completion", bound="0..1"),
+        "coef": O(1.0, "factor of the divergence, or of the sampled advantage", bound=">0"),
+        "gamma": O(0.0, "sampled: discount of the terms behind a token; 0 = each token answers for its own", bound="0..1"),
+        "on_prompt": O(False, "the divergence is taken at prompt tokens too"),
+        "ce": O(0.0, "share of the loss that is the negative log-likelihood of the rows' completions (per token of those)", bound="[0, 1)"),
+        "temperature": O(1.0, "of the student in the divergence (sampled: rollout.temperature)", bound=">0"),
+        "teacher_temperature": O(1.0, "of the teacher", bound=">0"),
+    },
+    "teacher": {
+        "path": O("", "HF folder or hub id; with teacher.servers of what they serve, for its tokenizer"),
+        "revision": O(None, "hub revision of teacher.path", str),
+        "dtype": O("bf16", "dtype the teacher is held in", choices=("bf16", "fp32")),
+        "servers": O((), "URLs of vLLM servers (vllm serve) that have the teacher, instead of loading it here; key: $VLLM_API_KEY"),
+        "timeout_seconds": O(600.0, "longest answer of such a server", bound=">0"),
+        "files": O("", "folder that teacher.save wrote: what the teacher said, instead of the teacher"),
+        "save": O("", "folder to write what the teacher says of the data's rows (distill.top_k of the forward loss); empty = nowhere"),
     },
     "optimizer": {
         "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),

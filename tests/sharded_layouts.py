@@ -125,11 +125,12 @@ def logprob(folder, shape):
     ids, teacher = support[..., 1:], jnp.asarray(hidden[..., ::-1] * 0.7)
 
     def at_ids(hidden, head, **options):
-        *_, found = logprob_and_entropy(hidden, head, targets, valid, None, ids, temperature=0.7, **options)
+        *_, found = logprob_and_entropy(hidden, head, targets, valid, None, ids, temperature=0.7, softcap=5.0, **options)
         return jnp.sum(jnp.sin(found)), found
 
     def apart(hidden, head, **options):
-        found = divergence(hidden, head, teacher, head[::-1], valid, kind="jsd", beta=0.3, vocab=61, temperature=0.7, **options)
+        found = divergence(hidden, head, teacher, head[::-1], valid, kind="jsd", beta=0.3, vocab=61, temperature=0.7, softcap=5.0,
+                           teacher_softcap=5.0, **options)
         return jnp.sum(jnp.sin(found)), found
 
     for name, total in (("ids", at_ids), ("divergence", apart)):

@@ -91,7 +91,7 @@ def test_bad_flags_name_the_right_one(flag, message):
 @pytest.mark.parametrize("name, missing, instead", [
     ("qlora.rank", "LoRA", "model.trainable"), ("model.use_dora", "LoRA", "model.trainable"), ("adalora", "LoRA", "lora.rank"),
     ("algorithm.dpo_beta", "DPO", "run.recipe=preference"), ("algorithm.xpo", "online", "run.recipe=preference"),
-    ("distill.teacher", "distillation", "run.recipe=sft"), ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
+    ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
     ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "only text", ""),
 ])
 def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
@@ -104,7 +104,6 @@ def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
     (lambda: load_config("ipo"), "run.recipe=preference"), (lambda: load_config("reward_model"), "reward model"),
     (lambda: load_config("dapo"), "algorithm.preset=dapo"),
     (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
-    (lambda: config_checks.check(load_config("grpo", {"run.recipe": "distill"})), "distillation"),
     (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),
     (lambda: family_of({"model_type": "qwen3_moe"}), "experts"),
 ])

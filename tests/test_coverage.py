@@ -58,6 +58,9 @@ ALIASES = {
     "recipes/rl.py": {"a": "algorithm", "limits": "algorithm.mismatch"},
     "recipes/algorithm.py": {"options": "algorithm reference"},
     "recipes/critic.py": {"options": "critic"},
+    "recipes/distill.py": {"d": "distill", "t": "teacher"},
+    "recipes/teachers.py": {"d": "distill", "t": "teacher", "options": "teacher"},
+    "recipes/teacher_files.py": {"options": "distill"},
     "data/stream.py": {"d": "data"},
     "models/peft.py": {"options": "lora"},
     "models/selection.py": {"options": "lora"},
@@ -213,7 +216,7 @@ def test_every_option_is_read_where_it_acts():
     root, seen = Path(jaxrl.__file__).parent, set()
     for path in root.rglob("*.py"):
         file = str(path.relative_to(root))
-        if file not in ("config.py", "config_checks.py", "algorithm_checks.py", "resume.py"):
+        if file not in ("config.py", "config_checks.py", "algorithm_checks.py", "distill_checks.py", "resume.py"):
             tree = ast.parse(path.read_text("utf-8"))
             seen |= _reads(tree, ALIASES.get(file, {}))
     assert sorted(set(options()) - seen - CHECKED_ONLY) == []

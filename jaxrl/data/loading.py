@@ -18,7 +18,7 @@ from jaxrl.data.pairs import PairReader, carved_by
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
 from jaxrl.errors import ConfigError
-from jaxrl.registry import recipe_of
+from jaxrl.registry import from_rows, recipe_of
 
 log = logging.getLogger(__name__)
 MOST_NESTED = 100  # levels of lists and tables in a row
@@ -172,7 +172,7 @@ def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int
 def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="optional",
           tools=()) -> Dataset:
     """The data set of some rows (numbers; None = all). targets: as for a Reader, where a run trains on completions."""
-    targets = "none" if recipe_of(config).samples else targets
+    targets = targets if from_rows(config) else "none"
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
     reader = (PairReader if recipe_of(config).pairs else Reader)(config, tokenizer, targets, tools)

@@ -77,12 +77,13 @@ class Rollouts:
     Args:
       spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
         `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
-      engine, stream, rewards, tokenizer: what is open. steps: of the whole run.
+      engine, stream, rewards, tokenizer: what is open. steps: of the whole run. per_step: prompts of a step, where it
+        is not data.prompts_per_step.
     """
 
     name = "ahead"  # in checkpoints
 
-    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int):
+    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int, per_step: int = 0):
         self.spec, self.session, self.stream = spec, session, stream
         self.rewards, self.tokenizer = rewards, tokenizer
         rollout, peers = spec.rollout, session.peers
@@ -93,7 +94,7 @@ class Rollouts:
                               "(EngineInfo.support); set rollout.engine=jax")
         self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(
-            engine, per_step=spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
+            engine, per_step=per_step or spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
             sync_every=rollout.sync_every, partial=rollout.partial, steps=steps, draw=stream.take,
             requests=self._requests, mine=lambda position: owner(position, peers.count) == peers.index,
             finished=self.scorer.add if spec.ahead else lambda group: None)

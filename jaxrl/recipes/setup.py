@@ -27,6 +27,7 @@ from jaxrl.parameters import DTYPES, adapted, engine_model, policy_tree, source_
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.trajectories import trial_items
+from jaxrl.registry import sequences
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import shared_gpus
@@ -336,7 +337,8 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
         if spec.recipe.samples and not engine_of(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
-    shards = math.lcm(*(sharding.data_shards(meshes.get(role, mesh)) for role in ("policy", "reference", "critic")))
+    shards = math.lcm(*(sharding.data_shards(meshes.get(role, mesh)) for role in ("policy", "reference", "critic",
+                                                                                       "teacher")))
 
     def shapes_of(tokens):
         return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts)
@@ -409,7 +411,7 @@ def describe(job: Job) -> str:
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
         *adapter_lines(job),
     ]
-    if c.recipe.samples:
+    if c.recipe.samples and c.recipe.judged:
         lines += algorithm_lines(c)
     decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items()
                if not name.startswith(("algorithm.", "optimizer.lr"))]
@@ -449,7 +451,7 @@ def algorithm_lines(spec) -> list[str]:
 
 def derived(spec) -> dict[str, float]:
     """Numbers that follow from the config, printed at start."""
-    out = {"sequences per step": spec.data.prompts_per_step * spec.completions}
+    out = {"sequences per step": sequences(spec)}
     if spec.recipe.samples:
         out["optimizer steps per step"] = math.prod(spec.updates)
         out["sequences per optimizer step"] = out["sequences per step"] // spec.updates[1]

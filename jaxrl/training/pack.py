@@ -24,7 +24,7 @@ def pack(
     Args:
       traj: the ragged batch.
       micro: where its sequences go.
-      columns: name -> [T] or [T, K] per token; integers stay integers.
+      columns: name -> [T] or [T, K] per token; integers stay integers, bfloat16 stays bfloat16.
       weights: loss term -> [T]; 0 where a token does not count.
       dtype: of columns and weights.
 
@@ -44,10 +44,15 @@ def pack(
     return PackedBatch(
         **{name: filled(row, at, values) for name, values in held.items()},
         **{name: filled(scored_row, slot, values) for name, values in scored.items()},
-        columns={name: filled(scored_row, slot, c[scored_token], np.int32 if c.dtype.kind == "i" else dtype)
-                 for name, c in columns.items()},
+        columns={name: filled(scored_row, slot, c[scored_token], _kind(c, dtype)) for name, c in columns.items()},
         weights={name: filled(scored_row, slot, w[scored_token], dtype) for name, w in weights.items()},
     )
+
+
+def _kind(column, dtype):
+    if column.dtype.kind == "i":
+        return np.int32
+    return column.dtype if column.dtype.name == "bfloat16" else dtype
 
 
 def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T: np.ndarray) -> None:

@@ -26,9 +26,9 @@ def forward_hidden(model, params, batch):
 
 
 @jax.named_scope("head")
-def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS):
+def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS, ids_RxSxK=None, top=0):
     """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where
-    there is one; 0 where not valid."""
+    there is one; 0 where not valid. top, ids: as of logprob_and_entropy, which appends what they ask for."""
     head, tied = model.head(params), model.config.tied
     return logprob_and_entropy(
         hidden_RxSxD,
@@ -36,7 +36,9 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
         batch.targets,
         valid_RxS,
         batch.columns.get("support"),
+        ids_RxSxK,
         temperature=temperature,
+        top=top,
         softcap=model.config.final_softcap,
         chunk=chunk,
         split=split_of(valid_RxS.shape[0], head.shape[0 if tied else 1]),
@@ -78,17 +80,42 @@ def make_value_score(model, *, put):
     return _over_layout(lambda params, batch: values(params, forward_hidden(model, params, batch)[0]), put)
 
 
+def make_reader(model, *, temperature: float, chunk: int, put, top: int = 0, hidden: bool = False):
+    """A function `read(params, traj, layout, columns={}) -> {name: [T, ...]}`: what a model says of all scored tokens;
+    0 on the others.
+
+        "hidden" (alone, where `hidden`)  [T, D] the states that predict the tokens, in the compute dtype
+        "logprob"                         [T] float32
+        "ids", "logprobs"                 [T, top] the most probable tokens and their log-probs, where `top`
+        "chosen"                          [T, K] log-probs at the ids of columns["at"], where it is given
+
+    Args: as of make_score.
+    """
+
+    def program(params, batch):
+        states = forward_hidden(model, params, batch)[0]
+        if hidden:
+            return {"hidden": states}
+        names = ("logprob", "entropy", *["ids", "logprobs"] * bool(top), *["chosen"] * ("at" in batch.columns))
+        found = logprobs_of(model, params, states, batch, temperature=temperature, chunk=chunk, top=top,
+                            ids_RxSxK=batch.columns.get("at"), valid_RxS=batch.weights["scored"] > 0)
+        return {name: x for name, x in zip(names, found, strict=True) if name != "entropy"}
+
+    return _over_layout(program, put)
+
+
 def _over_layout(program, put):
     program = jax.jit(program)
 
-    def score(params, traj, layout):
-        out = np.zeros(len(traj.tokens), np.float32)
+    def score(params, traj, layout, columns=None):
         ones = {"scored": np.ones(len(traj.tokens), np.float32)}
-        columns = {name: traj.columns[name] for name in ("support",) if name in traj.columns}
+        kept = {name: traj.columns[name] for name in ("support",) if name in traj.columns}
         micros = [m for mini in layout.minibatches for m in mini.microbatches]
-        pending = [program(params, put(pack(traj, m, columns, ones))) for m in micros]
+        pending = [program(params, put(pack(traj, m, columns or kept, ones))) for m in micros]
+        kind = lambda x: np.float32 if x.dtype == np.float64 else x.dtype  # noqa: E731
+        out = jax.tree.map(lambda x: np.zeros((len(traj.tokens), *x.shape[2:]), kind(x)), pending[0])
         for micro, scored in zip(micros, pending, strict=True):
-            unpack(traj, micro, to_host(scored), out)
+            jax.tree.map(lambda x, into, micro=micro: unpack(traj, micro, to_host(x), into), scored, out)
         return out
 
     score.program = program

@@ -123,7 +123,8 @@ def test_the_log_prob_kernel_on_split_vocabularies(tmp_path):
     """With and without a sampling support, soft-cap and temperature, an empty row: as the reference, to fp32's
     precision."""
     found, _ = on_eight("logprob", tmp_path, "8,1,1", "2,2,2", "1,1,8")
-    assert all(worst < 2e-6 for row in found.values() for worst in row["worst"].values()), found
+    bounds = {"divergence": 5e-6}  # of differences of log-probs: they cancel
+    assert all(worst < bounds.get(name, 2e-6) for row in found.values() for name, worst in row["worst"].items()), found
 
 
 @pytest.mark.nightly

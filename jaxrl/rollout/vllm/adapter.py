@@ -1,4 +1,5 @@
-"""Everything jaxrl relies on in vLLM: versions, flags, endpoints, payloads. No other file names them.
+"""Everything jaxrl relies on in vLLM: versions, flags, endpoints, payloads. No other file names them (but scoring.py,
+what a teacher's server is asked).
 
 Sources: vLLM's docs on online serving ("token in, token out"), weight transfer and RL endpoints (docs/training), and
 its router files vllm/entrypoints/rl/online/api_router.py and serve/dev of 0.32.

@@ -1,0 +1,79 @@
+"""Losses that bring a student p to a teacher q, from log-probs.
+
+Dense: a divergence per token. Of the whole vocabulary, straight from hidden states, it is kernels.logprob.divergence;
+here are its sparse forms, of log-probs at K given tokens, with automatic derivatives:
+
+    forward  KL(q || p)
+    reverse  KL(p || q)
+    jsd      beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
+
+With a tail the other tokens are one category more, whose log-probs are log(1 - sum of the K): a divergence of two
+distributions over K + 1 outcomes, so it is never negative, 0 where they are equal, and by the log-sum inequality at
+most the divergence over the whole vocabulary. Without it the sum over the K is no divergence: the two KLs can be
+negative, they move a student that equals its teacher, and nothing says how p is to be outside the K.
+
+Sampled: the tokens that the student drew, with the reward -c (log p(y) - log q(y)). With discount 0 the expectation of
+grad log p(y) times it is minus the gradient of c KL(p || q) at the visited state.
+
+Legend: K tokens, T tokens of a host batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.advantages import token_returns
+
+DENSE = ("forward", "reverse", "jsd")
+
+
+def with_tail(logp_K, used_K):
+    """[..., K] log-probs -> [..., K+1]: the last is that of all other tokens. used: bool; where False a place holds no
+    token. A mass of the K that rounds to 1 or more leaves a tail of one rounding error."""
+    logp = jnp.where(used_K, logp_K, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(logp, axis=-1, keepdims=True))
+    total = top + jnp.log(jnp.sum(jnp.where(used_K, jnp.exp(logp - top), 0), axis=-1, keepdims=True))
+    tail = jnp.log1p(-jnp.exp(jnp.minimum(total, -jnp.finfo(logp_K.dtype).eps)))
+    return jnp.concatenate([jnp.where(used_K, logp_K, 0), tail], axis=-1)
+
+
+def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, tail: bool = True):
+    """Divergence [...] in nats from log-probs [..., K] of student and teacher at the same tokens.
+
+    Args:
+      used_K: bool; where False a place holds no token (its log-probs are finite and mean nothing). At least one is True
+        wherever the result counts.
+      kind: forward, reverse or jsd; beta: of jsd, in (0, 1).
+      tail: see the module; without it the sum over the K alone, neither renormalised nor clipped.
+    """
+    counts = used_K
+    if tail:
+        some = jnp.any(used_K, axis=-1, keepdims=True)
+        safe = jnp.where(some, used_K, True)  # a token without any place is somebody else's 0
+        logp_K, logq_K = with_tail(jnp.where(some, logp_K, -1.0 - math.log(logp_K.shape[-1])), safe), with_tail(
+            jnp.where(some, logq_K, -1.0 - math.log(logq_K.shape[-1])), safe)
+        counts = jnp.concatenate([used_K, some], axis=-1)
+    logp, logq = jnp.where(counts, logp_K, 0), jnp.where(counts, logq_K, 0)
+    kl = lambda a, b: jnp.sum(jnp.where(counts, jnp.exp(a) * (a - b), 0), axis=-1)  # noqa: E731
+    if kind == "forward":
+        return kl(logq, logp)
+    if kind == "reverse":
+        return kl(logp, logq)
+    between = jnp.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+    return beta * kl(logq, between) + (1 - beta) * kl(logp, between)
+
+
+def sampled_advantages(logp_T, logq_T, mask_T, spans, *, coef: float, gamma: float) -> np.ndarray:
+    """[T] float64: A_t = r_t + gamma A_next with r = -coef (log p(y) - log q(y)), 0 where not scored.
+
+    Args:
+      logp_T, logq_T: log-probs of the drawn tokens under the policy that is updated and under the teacher.
+      mask_T, spans: as of token_returns. coef: the factor; no baseline, no normalisation by group.
+      gamma: 0 = each token by its own term; above 0 a token also answers for the terms behind it.
+    """
+    rewards = -coef * (np.asarray(logp_T, np.float64) - np.asarray(logq_T, np.float64))
+    return token_returns(np.where(mask_T, rewards, 0.0), mask_T, spans, gamma)

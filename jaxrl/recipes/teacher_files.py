@@ -1,0 +1,115 @@
+"""What a teacher said of given rows, in files: its most probable tokens and their log-probs at every scored token.
+
+A folder of safetensors files, each of which holds n sequences with t scored tokens in all:
+
+    keys      uint8 [n, 16]    blake2b of the sequence's token ids (int32, little-endian), then of its loss mask as bits
+    offsets   int64 [n + 1]    where the scored tokens of each begin
+    ids       int32 [t, K]     the highest first; -1 = none
+    logprobs  float32 or float16 [t, K]
+
+and, as text in its metadata: vocabulary (teachers.vocabulary), temperature, teacher (a name, for people). The key is of
+token ids, so another template, tokenizer or system prompt is another key, and what is not there is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl.errors import ConfigError
+
+WIDTH = 16  # bytes of a key
+
+
+def key(tokens, mask) -> bytes:
+    """Of one sequence."""
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=WIDTH)
+    digest.update(np.packbits(np.asarray(mask, bool)).tobytes())
+    return digest.digest()
+
+
+def write(folder, name: str, traj, ids, logprobs, *, vocabulary: str, temperature: float, teacher: str) -> None:
+    """One file of a batch. ids, logprobs: [T, K], read at scored tokens. It is there whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = list(zip(traj.offsets, traj.offsets[1:], strict=False))
+    scored = [int(traj.loss_mask[a:b].sum()) for a, b in pieces]
+    keys = b"".join(key(traj.tokens[a:b], traj.loss_mask[a:b]) for a, b in pieces)
+    arrays = {"keys": np.frombuffer(keys, np.uint8).reshape(-1, WIDTH).copy(),
+              "offsets": np.concatenate([[0], np.cumsum(scored)]).astype(np.int64),
+              "ids": np.ascontiguousarray(ids[traj.loss_mask], np.int32),
+              "logprobs": np.ascontiguousarray(logprobs[traj.loss_mask], np.float32)}
+    about = {"vocabulary": vocabulary, "temperature": repr(float(temperature)), "teacher": teacher}
+    path = folder / f"{name}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file(arrays, partial, about)
+    os.replace(partial, path)
+
+
+class TeacherFiles:
+    """A folder of such files, opened for reading.
+
+    Args:
+      folder: teacher.files.
+      vocabulary: of the student's tokenizer.
+      options: config.distill, whose top_k and teacher_temperature the files must have.
+
+    Raises:
+      ConfigError: nothing readable there, other tokens, another temperature, fewer than top_k.
+    """
+
+    def __init__(self, folder: str, vocabulary: str, options):
+        self.folder, self.top = folder, options.top_k
+        self._open, self._found = contextlib.ExitStack(), {}
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            try:
+                file = self._open.enter_context(safe_open(path, "numpy"))
+                about, keys, offsets = file.metadata() or {}, file.get_tensor("keys"), file.get_tensor("offsets")
+                held = file.get_slice("ids").get_shape()[1]
+            except (SafetensorError, OSError) as e:
+                raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what teacher.save writes ({e}); "
+                                  "write it again") from None
+            if about.get("vocabulary") != vocabulary:
+                raise ConfigError(f"teacher.files={folder!r}: {path.name} is of a teacher with another vocabulary; its "
+                                  "ids mean other tokens. Write it again with teacher.save for this tokenizer")
+            if float(about.get("temperature", "nan")) != options.teacher_temperature:
+                raise ConfigError(f"teacher.files={folder!r}: {path.name} was written at temperature "
+                                  f"{about.get('temperature')}, not distill.teacher_temperature="
+                                  f"{options.teacher_temperature}; set that, or write it again")
+            if held < self.top:
+                raise ConfigError(f"distill.top_k={self.top}: {path.name} in teacher.files={folder!r} holds {held} "
+                                  "tokens; lower it, or write it again")
+            for i, one in enumerate(keys):
+                self._found[one.tobytes()] = file, int(offsets[i]), int(offsets[i + 1])
+        if not self._found:
+            raise ConfigError(f"teacher.files={folder!r}: no files there; write them with teacher.save")
+
+    def columns(self, traj) -> dict[str, np.ndarray]:
+        """teacher_ids [T, top_k] (-1 where not scored) and teacher_logprobs of a batch. Raises ConfigError where one of
+        its sequences is not there."""
+        ids = np.full((len(traj.tokens), self.top), -1, np.int32)
+        logprobs, missing = np.zeros(ids.shape, np.float32), []
+        for i, (a, b) in enumerate(zip(traj.offsets, traj.offsets[1:], strict=False)):
+            mask = traj.loss_mask[a:b]
+            found = self._found.get(key(traj.tokens[a:b], mask))
+            if found is None:
+                missing.append(i)
+                continue
+            file, start, end = found
+            at = np.arange(a, b)[mask]
+            ids[at] = file.get_slice("ids")[start:end][:, :self.top]
+            logprobs[at] = file.get_slice("logprobs")[start:end][:, :self.top]
+        if missing:
+            raise ConfigError(f"teacher.files={self.folder!r}: nothing of {len(missing)} of this step's "
+                              f"{len(traj.lengths)} rows: they were written for other rows, another template or "
+                              "another distill.on_prompt; write them again with teacher.save")
+        return {"teacher_ids": ids, "teacher_logprobs": logprobs}
+
+    def close(self) -> None:
+        self._open.close()

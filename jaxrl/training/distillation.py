@@ -1,0 +1,84 @@
+"""What a student minimises under a teacher, densely: a divergence at every scored token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.algorithms.distillation import sparse_divergence
+from jaxrl.kernels.logprob import divergence
+from jaxrl.models.placement import split_of
+from jaxrl.training.objective import Objective
+from jaxrl.training.score import logprobs_of
+
+TEACHER = "teacher"  # node of the parameters that holds the teacher's head
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation(Objective):
+    """(1 - ce) coef sum_t w_policy divergence_t - ce sum_t w_positive logp_t.
+
+    temperature: the student's. teacher_temperature: the teacher's, of whole distributions (columns of log-probs come
+    tempered). kind, beta, tail: as of algorithms.distillation. w_positive: of the demonstrations, where `ce` > 0.
+
+    Two forms: with `teacher`, a Model, over the whole vocabulary, from the column "teacher_hidden" and the head that
+    the parameters hold under TEACHER (as wide as the student's; `vocab` ids of it are common); without, over the
+    columns "teacher_ids" (-1 = no token) and "teacher_logprobs".
+    """
+
+    kind: str = "forward"
+    beta: float = 0.5
+    coef: float = 1.0
+    tail: bool = True
+    ce: float = 0.0
+    teacher: Any = None
+    vocab: int = 0
+    teacher_temperature: float = 1.0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("teacher_ids", "teacher_logprobs") if self.teacher is None else ("teacher_hidden",)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return ("policy", "token", *["positive"] * bool(self.ce))
+
+    @jax.named_scope("loss")
+    def loss(self, outputs, batch, entropy_coef=None):
+        apart, metrics = self._sparse(outputs, batch) if self.teacher is None else self._whole(outputs, batch)
+        mean = lambda x: jnp.sum(outputs.token * jax.lax.stop_gradient(x))  # noqa: E731
+        loss = (1 - self.ce) * self.coef * jnp.sum(batch.weights["policy"] * apart)
+        metrics["distill/divergence"] = mean(apart)
+        if self.ce:
+            logp, _, _ = outputs.logprobs()
+            nll = -jnp.sum(batch.weights["positive"] * logp)
+            loss += self.ce * nll
+            metrics["distill/nll"] = jax.lax.stop_gradient(nll)
+        return loss, metrics
+
+    def _sparse(self, outputs, batch):
+        ids, known = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
+        logp, entropy, own = logprobs_of(
+            outputs.model, outputs.params, outputs.hidden, batch, temperature=self.temperature, chunk=self.chunk,
+            valid_RxS=outputs.mask, ids_RxSxK=jnp.where(outputs.mask[..., None], ids, -1))
+        used = (ids >= 0) & outputs.mask[..., None]
+        apart = sparse_divergence(own, known.astype(own.dtype), used, kind=self.kind, beta=self.beta, tail=self.tail)
+        mean = lambda x: jnp.sum(outputs.token * jax.lax.stop_gradient(x))  # noqa: E731
+        mass = jnp.sum(jnp.where(used, jnp.exp(known), 0), axis=-1)
+        return jnp.where(outputs.mask, apart, 0), {"policy/entropy": mean(entropy), "policy/logprob": mean(logp),
+                                                   "distill/teacher_mass": mean(mass)}
+
+    def _whole(self, outputs, batch):
+        model, teacher = outputs.model, self.teacher
+        head, theirs = model.head(outputs.params), teacher.head(outputs.params[TEACHER])
+        tied = model.config.tied
+        return divergence(
+            outputs.hidden, head, batch.columns["teacher_hidden"].astype(teacher.compute_dtype), theirs, outputs.mask,
+            kind=self.kind, beta=self.beta, vocab=self.vocab, temperature=self.temperature,
+            teacher_temperature=self.teacher_temperature, softcap=model.config.final_softcap,
+            teacher_softcap=teacher.config.final_softcap, chunk=self.chunk,
+            split=split_of(outputs.mask.shape[0], head.shape[0 if tied else 1]), transposed=tied,
+            teacher_transposed=teacher.config.tied), {}
