@@ -15,6 +15,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.registry import RECIPES
 from jaxrl.session import Session
 from jaxrl.spec import resolve
 
@@ -131,7 +132,8 @@ def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
     spec = resolve(c)
     assert spec.optimizer.lr == spec.asked.optimizer.lr == rate and c.optimizer.lr == given
     assert spec.origin("optimizer.lr") == ("config" if given else f"default of {recipe}")
-    assert "optimizer.lr=None\n      peak learning rate; None = by recipe: rl 1e-06, sft 2e-05" in help_text()
+    told = ", ".join(f"{n} {r.lr:g}" for n, r in RECIPES.items())
+    assert f"optimizer.lr=None\n      peak learning rate; None = by recipe: {told}" in help_text()
 
 
 @pytest.mark.parametrize("options, expected", [

@@ -73,7 +73,8 @@ def solved(kind, given, turns):
 def test_the_shipped_files_are_what_the_generator_makes(tmp_path):
     make.main(["--out", str(tmp_path)])
     made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
-    assert made == {p.relative_to(FOLDER) for p in FOLDER.rglob("*") if p.is_file()} and len(made) == 5
+    there = {p.relative_to(FOLDER) for p in FOLDER.rglob("*") if p.is_file() and not p.name.startswith("pairs")}  # which models sampled
+    assert made == there and len(made) == 5
     for path in made:
         assert (tmp_path / path).read_bytes() == (FOLDER / path).read_bytes(), path
 
