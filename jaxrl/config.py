@@ -332,6 +332,6 @@ def help_text() -> str:
     for name, opt in options().items():
         choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
-        by_recipe = f"; None = by recipe: {recipes}" if recipes else ""
+        by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
         lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}{by_recipe}")
     return "\n".join(lines)

@@ -136,6 +136,9 @@ class Spec:
         return out
 
 
+ADAPTERS_LR = 10  # adapters learn at so many times the rate of full training (LoRA primers of Tinker and TRL)
+
+
 def resolve(config, platform: Platform | None = None, hf_config: dict | None = None, engine: str = "") -> Spec:
     """Decides every option that is left open.
 
@@ -148,7 +151,8 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
     asked = editable(config.asked if isinstance(config, Spec) else config)
     recipe, origins = recipe_of(asked), dict(config.origins) if isinstance(config, Spec) else {}
     if asked.optimizer.lr is None:
-        asked.optimizer.lr, origins["optimizer.lr"] = recipe.lr, f"default of {asked.run.recipe}"
+        times, with_ = (ADAPTERS_LR, " with adapters") if asked.lora.rank else (1, "")
+        asked.optimizer.lr, origins["optimizer.lr"] = times * recipe.lr, f"default of {asked.run.recipe}{with_}"
     c = asked.copy_and_resolve_references()
 
     def decide(name, value, origin):

@@ -132,6 +132,8 @@ def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
     spec = resolve(c)
     assert spec.optimizer.lr == spec.asked.optimizer.lr == rate and c.optimizer.lr == given
     assert spec.origin("optimizer.lr") == ("config" if given else f"default of {recipe}")
+    c.lora.rank = 4
+    assert resolve(c).optimizer.lr == (given or 10 * rate)  # adapters take more
     told = ", ".join(f"{n} {r.lr:g}" for n, r in RECIPES.items())
     assert f"optimizer.lr=None\n      peak learning rate; None = by recipe: {told}" in help_text()
 
