@@ -146,7 +146,7 @@ def test_rewards():
     assert metrics == {"reward/chosen": -2.0, "reward/rejected": -3.0, "reward/margin": 1.0, "reward/accuracy": 0.75}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # (trl is in no extra)
 @pytest.mark.torch
 def test_the_losses_are_trls():
     pytest.importorskip("trl", reason="pip install trl==1.16.0; evidence/trl_parity.py")
@@ -159,4 +159,5 @@ def test_the_losses_are_trls():
     rows = trl_parity.compared()
     assert {row["loss"].split(" ")[0] for row in rows} == set(LOSSES)
     for row in rows:
-        assert row["loss_difference"] < 1e-10 and row["gradient_difference"] < 1e-10, row
+        bound = 1e-7 if row["loss"] == "exo" else 1e-10  # TRL takes the logarithm of label_smoothing in fp32
+        assert row["loss_difference"] < bound and row["gradient_difference"] < bound, row

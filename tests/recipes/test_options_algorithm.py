@@ -594,6 +594,7 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     changes = {"algorithm.kl.coef": 0.1, "reference.reset_epochs": 0.5}
     state = training.init_state({"w/kernel": jnp.ones(3)}, {}, optax.sgd(1.0))
     opened, policy = with_options(open_job, config(changes)), object.__new__(Policy)
+    policy.job = opened
     reference, run = Reference(opened), SimpleNamespace(step=0)
 
     def after(cursor, value):
