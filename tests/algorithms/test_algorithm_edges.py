@@ -140,10 +140,11 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
     for _ in range(4):
         state, _ = apply(state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     policy = object.__new__(Policy)
-    policy.held, policy.optimizer = state, optimizer
+    opened = with_options(open_job, c)
+    policy.held, policy.optimizer, policy.job = state, optimizer, opened
     stream = SimpleNamespace(epoch=lambda cursor: 0.0)
     session = SimpleNamespace(stream=stream, progress=SimpleNamespace(cursor=None), step=1)
-    Reference(with_options(open_job, c)).after_step(session, policy)
+    Reference(opened).after_step(session, policy)
     before = float(policy.state.trainable["w/kernel"][0, 0])
     state, told = apply(policy.state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     assert before - float(state.trainable["w/kernel"][0, 0]) == pytest.approx(float(told["optim/lr"]))
