@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_suite.py            (--tiny: the same at a tiny shape, also on a CPU; --out FILE: where the JSON goes)
 
-kernels: benchmarks/kernels.py, which first holds every implementation for this device to float64 and then times it; its tables go
+kernels: benchmarks/kernel_table.py, which first holds every implementation for this device to float64 and then times it; its tables go
 to benchmarks/results/ (with --tiny nowhere).
 
 the rest: GRPO of models with random weights, embedded sampler, answers of full length. Every case runs in a process of its own,
@@ -150,9 +150,9 @@ def in_a_process(name: str) -> dict:
 
 
 def kernels(tiny: bool) -> dict:
-    """{"seconds", "failed"}: the tables are written by kernels.py itself."""
+    """{"seconds", "failed"}: the tables are written by kernel_table.py itself."""
     started = time.monotonic()
-    command = [sys.executable, str(Path(__file__).with_name("kernels.py")), "--minutes", str(KERNEL_MINUTES)]
+    command = [sys.executable, str(Path(__file__).with_name("kernel_table.py")), "--minutes", str(KERNEL_MINUTES)]
     command += ["--tiny"] if tiny else ["--out", str(Path(__file__).parent / "results")]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout, flush=True)

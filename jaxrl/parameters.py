@@ -138,6 +138,8 @@ def with_adapters(job, params):
     places = flatten_dict(param_shardings(job, tree=job.model), sep="/")
     key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
     init = job.config.lora.init
+    if init == "eva" and job.stream is None:  # evaluation alone: whatever A is, adapters add nothing at their start
+        init = "default"
     directions = _directions(job, params) if init == "eva" else None
     start = functools.partial(adapter_init.initial, job.model, name=init, directions=directions)
     start = jax.jit(start, out_shardings={name: places[name] for name in where})(key, params)

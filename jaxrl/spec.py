@@ -151,7 +151,7 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
     asked = editable(config.asked if isinstance(config, Spec) else config)
     recipe, origins = recipe_of(asked), dict(config.origins) if isinstance(config, Spec) else {}
     if asked.optimizer.lr is None:
-        times, with_ = (ADAPTERS_LR, " with adapters") if asked.lora.rank else (1, "")
+        times, with_ = (ADAPTERS_LR, " with adapters") if lora_on(asked) else (1, "")
         asked.optimizer.lr, origins["optimizer.lr"] = times * recipe.lr, f"default of {asked.run.recipe}{with_}"
     c = asked.copy_and_resolve_references()
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 def test_kernels(tmp_path):
     """Every op is timed, everything that can run here holds, and the table says what could not run. (.ci/run runs the same table
     by the GPU suite at its tiny shape, test_plan.py.)"""
-    import kernels
+    import kernel_table as kernels
 
     assert kernels.main(["--tiny", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "kernels_cpu.json").read_text())
@@ -26,7 +26,7 @@ def test_kernels(tmp_path):
 
 
 def test_a_row_says_why_it_has_no_time(capsys):
-    import kernels
+    import kernel_table as kernels
 
     def missing():
         raise ImportError("No module named 'tokamax'")

@@ -84,6 +84,7 @@ class Cache:
         said = {"data": {k: v for k, v in options["data"].items() if k not in APART}, "env": options["env"],
                 "lengths": [config.rollout.max_new_tokens, config.train.max_sequence_tokens],
                 "eos": list(config.model.eos_tokens), "recipe": config.run.recipe, "how": how,
+                "losses": list(config.preference.loss),  # whether a row may have a label instead of a pair
                 "rows": _rows_digest(tables), "numbers": None if numbers is None else list(map(int, numbers)),
                 "tokenizer": _tokenizer_digest(tokenizer), "code": _code_digest()}
         self.key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]

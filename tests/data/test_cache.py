@@ -82,6 +82,7 @@ CHANGES = {
     "a variable": lambda config, folder: setattr(config.data.chat_template_kwargs, "think", True),
     "masks": lambda config, folder: config.data.update(train_turns="all"),
     "the number of rows": lambda config, folder: config.data.update(max_rows=5),
+    "whether labels will do": lambda config, folder: config.preference.update(loss=("kto",)),
     "what is held out": lambda config, folder: config.data.update(eval_fraction=2.0),
 }
 

@@ -134,6 +134,8 @@ def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
     assert spec.origin("optimizer.lr") == ("config" if given else f"default of {recipe}")
     c.lora.rank = 4
     assert resolve(c).optimizer.lr == (given or 10 * rate)  # adapters take more
+    c.lora.rank, c.lora.path = 0, "adapter"
+    assert resolve(c).optimizer.lr == (given or 10 * rate)
     told = ", ".join(f"{n} {r.lr:g}" for n, r in RECIPES.items())
     assert f"optimizer.lr=None\n      peak learning rate; None = by recipe: {told}" in help_text()
 

@@ -93,7 +93,7 @@ def test_a_role_may_have_a_shape_of_its_own_on_all_devices():
 
 
 @pytest.mark.parametrize("roles, options, message", [
-    ({"judge": {}}, {}, "mesh.roles.judge: there is no such role; choose from policy, reference, critic, sampler"),
+    ({"judge": {}}, {}, "mesh.roles.judge: there is no such role; choose from policy, reference, critic, teacher, sampler"),
     ({"policy": {"device": "0"}}, {}, "mesh.roles.policy.device: unknown; choose from devices, processes, dp, fsdp, tp, rest"),
     ({"policy": {"fsdp": 0}}, {}, "mesh.roles.policy.fsdp=0: sizes are positive"),
     ({"policy": {"devices": 3}}, {}, "mesh.roles.policy.devices=3: must be text"),

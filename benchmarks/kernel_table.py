@@ -1,6 +1,6 @@
 """Time, rate and share of the chip's ceiling of every kernel, beside the libraries that others use, in one run:
 
-    python benchmarks/kernels.py            (--tiny: small shapes, any machine; --out FOLDER: JSON and Markdown there)
+    python benchmarks/kernel_table.py            (--tiny: small shapes, any machine; --out FOLDER: JSON and Markdown there)
 
 First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the
 same run: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible
@@ -373,7 +373,7 @@ def line(row) -> str:
 
 def markdown(result) -> str:
     head = ("op", "model", "shape", "implementation", "ms", "rate", "of ceiling", "temporaries GiB", "not run")
-    lines = ["# Kernels", "", "`python benchmarks/kernels.py`", ""]
+    lines = ["# Kernels", "", "`python benchmarks/kernel_table.py`", ""]
     lines += [f"- {key}: {value}" for key, value in result["environment"].items() if value]
     failed = [r for r in result["correctness"] if r["error"]]
     lines += ["", f"Held to float64: {len(result['correctness']) - len(failed)} of {len(result['correctness'])} cases."]
