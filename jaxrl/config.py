@@ -19,8 +19,9 @@ from ml_collections import config_dict
 
 from jaxrl.errors import ConfigError
 from jaxrl.names_elsewhere import ELSEWHERE, not_yet
+from jaxrl.option import Option
 from jaxrl.registry import RECIPES
-from jaxrl.schema import PRESET_NAMES, SCHEMA, Option, element_kind, free_tables, options
+from jaxrl.schema import PRESET_NAMES, SCHEMA, element_kind, free_tables, options
 
 
 def _build(tree: dict) -> config_dict.ConfigDict:

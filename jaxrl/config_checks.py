@@ -17,11 +17,12 @@ from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
 from jaxrl.names_elsewhere import not_yet
+from jaxrl.option import BOUNDS
 from jaxrl.preference_checks import preference
 from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
-from jaxrl.schema import BOUNDS, CHANGEABLE, SCHEMA, element_kind, options
+from jaxrl.schema import CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 from jaxrl.uploads import place_of

@@ -10,8 +10,9 @@ from jaxrl.data.mixing import weight_at
 from jaxrl.data.mixture import FURTHER, OWN
 from jaxrl.data.order import windows
 from jaxrl.lengths import episodes
+from jaxrl.option import BOUNDS
 from jaxrl.registry import recipe_of
-from jaxrl.schema import BOUNDS, SCHEMA
+from jaxrl.schema import SCHEMA
 
 RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs")  # what episodes render with
 

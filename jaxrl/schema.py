@@ -6,36 +6,11 @@ Counts are global over all hosts unless the text says "per data shard". Times ar
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
+from jaxrl import schema_jobs as jobs
+from jaxrl.option import Option
 from jaxrl.registry import RECIPES
-
-
-class Option(NamedTuple):
-    """One option. `kind` is needed only where the default is None; `choices` bounds a string (`or_path`: an import
-    path will do, too), `bound` (a key of BOUNDS) a number."""
-
-    default: Any
-    doc: str
-    kind: type | None = None
-    choices: Collection | None = None
-    bound: str = ""
-    or_path: bool = False
-
-
-BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
-    ">0": (lambda x: x > 0, "must be above 0"),
-    ">=0": (lambda x: x >= 0, "must not be negative"),
-    ">=1": (lambda x: x >= 1, "must be at least 1"),
-    "0..1": (lambda x: 0 <= x <= 1, "must lie in 0..1"),
-    "(0, 1)": (lambda x: 0 < x < 1, "must lie between 0 and 1"),
-    "[0, 1)": (lambda x: 0 <= x < 1, "must lie in [0, 1)"),
-    "(0, 1]": (lambda x: 0 < x <= 1, "must lie above 0 and at most at 1 (1 = off)"),
-    "0 or >1": (lambda x: x == 0 or x > 1, "must be above 1, or 0 for off"),
-    "-1 or >0": (lambda x: x == -1 or x > 0, "must be above 0, or -1 for all"),
-}
-
 
 O = Option
 # Lists of numbers and of integers; the entries of all others are text.
@@ -87,27 +62,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
         "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
     },
-    "lora": {
-        "rank": O(0, "rank of the low-rank adapters that train instead of the model; 0 = none, unless lora.path is set", bound=">=0"),
-        "alpha": O(None, "what they add is multiplied with alpha / rank; None = rank, which is 1", float, bound=">0"),
-        "dropout": O(0.0, "SFT: share of what an adapter reads that is dropped", bound="[0, 1)"),
-        "targets": O(("all-linear",), "modules by the end of their HF name (q_proj, mlp.up_proj), or one pattern for whole names;"
-                                      " all-linear: all linear maps of the layers"),
-        "exclude": O((), "modules without adapter, named as targets are"),
-        "layers": O((), "numbers of the layers that get adapters; empty = all"),
-        "rslora": O(False, "alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732)"),
-        "rank_pattern": O((), "'pattern=number': rank of the modules whose names end so; the first that fits"),
-        "alpha_pattern": O((), "the same for alpha"),
-        "modules_to_save": O((), "ends of names of modules that train whole beside the adapters"),
-        "init": O("default", "how A and B begin: default (A uniform in +-1/sqrt(inputs), B 0), gaussian (A normal, 1/rank), orthogonal,"
-                             " pissa, pissa_niter_<n>, olora or eva (of the inputs of the first rows); the last four are described in"
-                             " models/adapter_init.py"),
-        "path": O("", "PEFT folder or hub id of an adapter to start from; it says ranks, alphas and modules"),
-        "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: merged where it samples in"
-                             " fp32 or keeps a model of its own", choices=("auto", "adapter", "merged")),
-        "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
-        "base_dtype": O("auto", "dtype the frozen base is held in; auto = train.compute_dtype", choices=("auto", "fp32", "bf16")),
-    },
+    "lora": jobs.LORA,
     "mesh": {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
         "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
@@ -378,21 +333,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "mask_truncated": O(None, "answers cut by the length limit add no loss (they stay in the denominators)", bool),
         "overlong_buffer_fraction": O(None, "reward.overlong_buffer as a share of max_new_tokens, where that is 0", float, bound="0..1"),
     },
-    "preference": {
-        "loss": O(("dpo",), "losses (docs/preferences.md), which are added up: dpo robust hinge ipo dpo_norm exo nca bco apo_zero apo_down"
-                            " sppo aot aot_unpaired discopop kto apo_zero_unpaired orpo simpo cpo nll"),
-        "loss_weights": O((), "one weight per loss; empty = all 1"),
-        "beta": O(0.1, "scale of the rewards beta (log-prob - the reference's): more = closer to the reference; ipo's tau, orpo's lambda",
-                  bound=">0"),
-        "label_smoothing": O(0.0, "share of the pairs whose order is taken to be wrong: dpo (conservative DPO), robust, aot, simpo, cpo; exo"
-                                  " needs it", bound="[0, 1)"),
-        "ipo_mean": O(True, "ipo: log-ratios are divided by the tokens of their answers; False: sums, as the paper writes them"),
-        "simpo_gamma": O(0.5, "simpo: margin that the rewards should differ by", bound=">=0"),
-        "discopop_tau": O(0.05, "discopop: temperature of its gate", bound=">0"),
-        "desirable_weight": O(1.0, "kto: weight of good answers", bound=">=0"),
-        "undesirable_weight": O(1.0, "kto: weight of the others", bound=">=0"),
-        "rpo_alpha": O(0.0, "weight of the chosen answers' negative log-prob per token beside the losses (iterative RPO); 0 = off", bound=">=0"),
-    },
+    "preference": jobs.PREFERENCE,
     "critic": {
         "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
         "revision": O(None, "hub revision of critic.path", str),
@@ -413,31 +354,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never", bound=">=0"),
         "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on"),
     },
-    "distill": {
-        "loss": O("sampled", "what brings the student to its teacher, docs/distillation.md. sampled: the difference of log-probs of the tokens"
-                             " that the student drew, as their advantage; forward KL(teacher || student), reverse KL(student || teacher),"
-                             " jsd: at every token", choices=("sampled", "forward", "reverse", "jsd")),
-        "beta": O(0.5, "jsd: beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student", bound="(0, 1)"),
-        "top_k": O(0, "over so many tokens, the teacher's most probable (forward) or the student's (reverse, jsd); 0 = all of the vocabulary",
-                   bound=">=0"),
-        "tail": O(True, "top_k: all other tokens are one category more, so that it stays a divergence; False: the sum over the top_k alone"),
-        "on_policy": O(1.0, "share of a step's prompts that the student answers (GKD's lambda); the other rows bring a completion", bound="0..1"),
-        "coef": O(1.0, "factor of the divergence, or of the sampled advantage", bound=">0"),
-        "gamma": O(0.0, "sampled: discount of the terms behind a token; 0 = each token answers for its own", bound="0..1"),
-        "on_prompt": O(False, "the divergence is taken at prompt tokens too"),
-        "ce": O(0.0, "share of the loss that is the negative log-likelihood of the rows' completions (per token of those)", bound="[0, 1)"),
-        "temperature": O(1.0, "of the student in the divergence (sampled: rollout.temperature)", bound=">0"),
-        "teacher_temperature": O(1.0, "of the teacher", bound=">0"),
-    },
-    "teacher": {
-        "path": O("", "HF folder or hub id; with teacher.servers of what they serve, for its tokenizer"),
-        "revision": O(None, "hub revision of teacher.path", str),
-        "dtype": O("bf16", "dtype the teacher is held in", choices=("bf16", "fp32")),
-        "servers": O((), "URLs of vLLM servers (vllm serve) that have the teacher, instead of loading it here; key: $VLLM_API_KEY"),
-        "timeout_seconds": O(600.0, "longest answer of such a server", bound=">0"),
-        "files": O("", "folder that teacher.save wrote: what the teacher said, instead of the teacher"),
-        "save": O("", "folder to write what the teacher says of the data's rows (distill.top_k of the forward loss); empty = nowhere"),
-    },
+    "distill": jobs.DISTILL,
+    "teacher": jobs.TEACHER,
     "optimizer": {
         "name": O("adamw", "adamw, adam, sgd, lion, adafactor, or an import path to an optax factory taking learning_rate"),
         "lr": O(None, "peak learning rate", float, bound=">0"),

@@ -14,8 +14,9 @@ from jaxrl.algorithms import POLICY_LOSSES, register_policy_loss
 from jaxrl.config import put
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
+from jaxrl.option import Option
 from jaxrl.registry import RECIPES
-from jaxrl.schema import SCHEMA, Option
+from jaxrl.schema import SCHEMA
 
 
 def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
