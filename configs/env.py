@@ -9,7 +9,7 @@ Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (s
            one look-up 0, 3, 9 %. Two controls did rise: demonstrations for as long as RL took bring calc to 63 %, and shuffled
            rewards library to 86 %, which is not understood.
 
-calc      sums of numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
+calc      sums of three numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
           demonstrations seldom call it; the reward reads the final answer.
 guess     a number from 1 to 32 in six guesses, each answered with `higher` or `lower`. The demonstrations go on one by one.
 library   'city of boss of ann': two things to look up, one after the other; the facts are other ones in each row. The
@@ -24,7 +24,7 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 # name -> (turns, longest turn, longest episode) in tokens
-LENGTHS = {"calc": (3, 32, 128), "guess": (6, 4, 64), "library": (4, 20, 96), "lake": (8, 4, 192)}
+LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (4, 20, 96), "lake": (8, 4, 192)}
 
 
 def get_config(arg=None):

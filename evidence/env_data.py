@@ -63,11 +63,11 @@ def works(file: str, rng: random.Random) -> bool:
 
 
 def calc(file: str, count: int, rng: random.Random) -> list[dict]:
-    """Sums of two numbers. All have five digits: where the digits to be copied are then always as far away, which so
+    """Sums of three numbers. All have five digits: where the digits to be copied are then always as far away, which so
     small a model learns with every seed."""
     out = []
     while len(out) < count:
-        expression = f"{rng.randrange(10_000, 50_000)}+{rng.randrange(10_000, 50_000)}"
+        expression = "+".join(str(rng.randrange(10_000, 33_000)) for _ in range(3))
         if not belongs(expression, file):
             continue
         value = builtin.calculate(expression)
