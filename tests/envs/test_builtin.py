@@ -188,7 +188,7 @@ def test_rows_are_apart_and_right(name):
         assert not asked["train"] & asked["test"] and not any(make.belongs(f"library/{s}", "sft") for s in asked["train"] | asked["test"])
     for row in rows["train"] + rows["test"]:
         if name == "calc":
-            assert row["answer"] == str(eval(row["prompt"])) and len(row["prompt"]) == 11  # digits and a sign
+            assert row["answer"] == str(eval(row["prompt"])) and len(row["prompt"]) == 17  # digits and signs
         elif name == "library":
             entry, relation, who = row["prompt"].split(" of ")
             known = builtin.facts(row["seed"])
