@@ -5,13 +5,13 @@ from __future__ import annotations
 from jaxrl.algorithm_checks import no_effect
 from jaxrl.config import get
 from jaxrl.models.adapter_init import NAMES as INITS
-from jaxrl.models.adapter_init import is_init
+from jaxrl.models.adapter_init import is_init, is_shifted
 from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import engine_of
 from jaxrl.schema import SCHEMA
 from jaxrl.spec import lora_on
 
-OF_FOLDER = ("rank", "alpha", "targets", "exclude", "layers", "rslora", "rank_pattern", "alpha_pattern",
+OF_FOLDER = ("rank", "alpha", "targets", "exclude", "layers", "rslora", "dora", "rank_pattern", "alpha_pattern",
              "modules_to_save", "init")  # what a folder of lora.path says itself
 SERVED = ("rl", "sft")
 DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier score
@@ -27,6 +27,12 @@ def lora(cfg) -> list[str]:
     if cfg.lora.path:
         out += [no_effect(f"lora.{name}", get(cfg.lora, name), "with lora.path, whose folder says it", "leave it out")
                 for name in OF_FOLDER if _given(cfg, name)]
+    if cfg.lora.dora and is_shifted(cfg.lora.init):
+        out.append(f"lora.dora=True with lora.init={cfg.lora.init}: the lengths are those of the base, of which the "
+                   "adapter would be a part; choose another init")
+    if cfg.lora.dora and cfg.lora.dropout:
+        out.append(f"lora.dora=True with lora.dropout={cfg.lora.dropout}: what is dropped would change the lengths; "
+                   "leave one of them out")
     for name in ("trainable", "frozen"):
         if tuple(cfg.model[name]) != SCHEMA["model"][name].default:
             out.append(f"model.{name}={cfg.model[name]} with lora.rank={cfg.lora.rank}: adapters train and nothing "

@@ -33,12 +33,12 @@ ELSEWHERE = {
     "domain_interleave_probs": "data.sources", "interleave_probs": "data.sources", "mixing_weights": "data.sources",
     "enable_dataset_cache": "data.cache", "assistant_only_loss": "data.train_turns",
     "difficulty_low_threshold": "data.pass_rate_min", "difficulty_high_threshold": "data.pass_rate_max",
-    "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
+    "use_dora": "lora.dora", "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
 }
 
 # Pattern of one part of a name -> what is not there, and what there is instead.
 NOT_YET = (
-    (r"qlora(_.*)?|.*dora|ia3|prefix_tuning|prompt_tuning|adalora|lo?ha|lokr",
+    (r"qlora(_.*)?|ia3|prefix_tuning|prompt_tuning|adalora|lo?ha|lokr",
      "of adapters there is LoRA, lora.rank, on a base in bf16 or fp32; model.trainable trains a part of the model"),
     (r"dpo|ipo|kto|orpo|simpo|cpo|preferences|preference_.*|dpo_.*",
      "DPO and its kin are run.recipe=preference with preference.loss=dpo, ipo, kto, orpo ..."),

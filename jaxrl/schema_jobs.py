@@ -13,6 +13,7 @@ LORA = {
     "exclude": O((), "modules without adapter, named as targets are"),
     "layers": O((), "numbers of the layers that get adapters; empty = all"),
     "rslora": O(False, "alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732)"),
+    "dora": O(False, "DoRA (arXiv 2402.09353): the length of every output's column trains, too, beside its direction"),
     "rank_pattern": O((), "'pattern=number': rank of the modules whose names end so; the first that fits"),
     "alpha_pattern": O((), "the same for alpha"),
     "modules_to_save": O((), "ends of names of modules that train whole beside the adapters"),

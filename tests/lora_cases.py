@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from jaxrl import models
 from jaxrl.models import adapters
@@ -39,6 +40,11 @@ def started(model, seed=0, dtype=jnp.float32):
     for entry in model.entries:
         if entry.row.init == "adapter" and entry.path[-1] != "scale" and entry.path[-1] != "a":
             names = [adapters.module_of(n) for n in rows[(*entry.path[:-2], "kernel")].hf_names]
+            if entry.path[-1] == "m":
+                start = flatten_dict(params, sep="/")["/".join(entry.path)]
+                noise = np.random.default_rng(sum(map(ord, names[0]))).normal(size=entry.shape[entry.stacked:])
+                flat["/".join(entry.path)] = jnp.asarray(np.asarray(start) * (1 + 0.2 * noise))
+                continue
             shape, axis = entry.shape[entry.stacked:], 0 if entry.path[-1][0] == "b" else -1
             values = [_random(f"{n}.{entry.path[-1]}", shape, targets[n].rank if n in targets else 0, axis) for n in names]
             flat["/".join(entry.path)] = jnp.asarray(np.stack(values).reshape(entry.shape) if entry.stacked else values[0])

@@ -50,14 +50,16 @@ SELECTIONS = {
     "rslora": ({"targets": ("down_proj",), "rslora": True, "alpha": 3.0, "rank_pattern": (r"layers\.2\.mlp\.down_proj=6",)},
                {"target_modules": ["down_proj"], "use_rslora": True, "lora_alpha": 3.0, "rank_pattern": {r"layers\.2\.mlp\.down_proj": 6}}),
     "modules_to_save": ({"modules_to_save": ("lm_head", "input_layernorm")}, {"modules_to_save": ["lm_head", "input_layernorm"]}),
+    "dora": ({"targets": (r".*\.[12]\..*(q|k|down)_proj",), "dora": True}, {"target_modules": r".*\.[12]\..*(q|k|down)_proj",
+                                                                          "use_dora": True}),
     "a whole block saved": ({"modules_to_save": ("mlp",)}, {"modules_to_save": ["mlp"]}),
 }
 
 
 def options(**given):
     """What config.lora says, with rank 4 and alpha 8."""
-    usual = dict(rank=4, alpha=8.0, dropout=0.0, targets=("all-linear",), exclude=(), layers=(), rslora=False, rank_pattern=(),
-                 alpha_pattern=(), modules_to_save=(), init="default", path="")
+    usual = dict(rank=4, alpha=8.0, dropout=0.0, targets=("all-linear",), exclude=(), layers=(), rslora=False, dora=False,
+                 rank_pattern=(), alpha_pattern=(), modules_to_save=(), init="default", path="")
     assert not set(given) - set(usual)
     return types.SimpleNamespace(**usual | given)
 
@@ -116,6 +118,8 @@ def wrapped(model, config, seed=0, spread=True):
             for name, weight in made.named_parameters():
                 if "lora_B" in name:
                     weight.normal_(0.0, 0.3)
+                if "lora_magnitude" in name:
+                    weight.mul_(1 + 0.2 * torch.randn_like(weight))
                 if "modules_to_save" in name:
                     weight.add_(0.1 * torch.randn_like(weight))
     return made
@@ -217,7 +221,7 @@ def their_adapter(model) -> dict:
 
 def adopted(model, base_params, theirs_: dict, dtype):
     """Our parameters with PEFT's numbers in the adapter (and in what it was started from, where that is subtracted)."""
-    flat, places = adapters.initial(model, jax.random.key(0)), selection.linears(model)
+    flat, places = adapters.initial(model, jax.random.key(0)) | adapters.magnitudes(model, base_params), selection.linears(model)
     flat = {name: np.array(x, dtype) for name, x in flat.items()}
     for t in model.adapter.targets:
         entry, index = places[t.name]
@@ -226,6 +230,8 @@ def adopted(model, base_params, theirs_: dict, dtype):
         flat[scale][index] = t.scale
         flat[a][(*index, ..., slice(t.rank))] = theirs_[f"{peft.PREFIX}{t.name}.lora_A.weight"].T.reshape(shapes[0])
         flat[b][(*index, slice(t.rank))] = theirs_[f"{peft.PREFIX}{t.name}.lora_B.weight"].T.reshape(shapes[1])
+        if model.adapter.decomposed:
+            flat[f"{a[:-1]}m"][index] = theirs_[f"{peft.PREFIX}{t.name}.{peft.MAGNITUDE}"].reshape(shapes[1][1:])
     if model.adapter.shifted:
         flat |= {name + "0": flat[name].copy() for name in flat if name.endswith(("/a", "/b"))}
     for name, (entry, index) in selection.tensors(model).items():

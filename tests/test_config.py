@@ -89,7 +89,7 @@ def test_bad_flags_name_the_right_one(flag, message):
 
 
 @pytest.mark.parametrize("name, missing, instead", [
-    ("qlora.rank", "LoRA", "model.trainable"), ("model.use_dora", "LoRA", "model.trainable"), ("adalora", "LoRA", "lora.rank"),
+    ("qlora.rank", "LoRA", "model.trainable"), ("adalora", "LoRA", "lora.rank"),
     ("algorithm.dpo_beta", "DPO", "run.recipe=preference"), ("algorithm.xpo", "online", "run.recipe=preference"),
     ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
     ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "only text", ""),

@@ -62,9 +62,10 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
     if model.adapter.shifted != is_shifted(name):
         raise ValueError(f"lora.init={name} on an adapter with shifted={model.adapter.shifted}")
     if name in adapters.DRAWS:
-        return adapters.initial(model, key, name)
+        return adapters.initial(model, key, name) | adapters.magnitudes(model, base_params)
     _check_ranks(model, name)
     out, targets = adapters.initial(model, key), {t.name: t for t in model.adapter.targets}
+    out |= adapters.magnitudes(model, base_params)
     for entry in model.base.entries:
         names = [module_of(n) for n in entry.hf_names]
         if adaptable(entry) and any(n in targets for n in names):

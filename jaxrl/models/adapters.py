@@ -14,12 +14,16 @@ has no gradient and is zero alone.
 `shifted` adapters (PiSSA, OLoRA: A and B start at a part of W) do not change the base either: frozen copies A0, B0 of
 their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
 
+`decomposed` adapters (DoRA, Liu et al., arXiv 2402.09353) train the length m of every output's column beside its
+direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a constant in the gradient, as PEFT has it.
+
 Legend: r rank, N repetitions of the repeating block.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -51,12 +55,13 @@ class Target:
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """What of a model adapts: its targets; HF names of modules that train whole beside them; see the module on
-    `shifted`. dropout: of the numbers that A reads, where `noisy` parameters are given."""
+    `shifted` and `decomposed`. dropout: of the numbers that A reads, where `noisy` parameters are given."""
 
     targets: tuple[Target, ...]
     saved: tuple[str, ...] = ()
     shifted: bool = False
     dropout: float = 0.0
+    decomposed: bool = False
 
 
 def module_of(hf_name: str) -> str:
@@ -81,11 +86,11 @@ def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
     for entry in base:
         modules = [ranks.get(module_of(name)) for name in entry.hf_names]
         if adaptable(entry) and any(modules):
-            out += _entries_of(entry, max(t.rank for t in modules if t), adapter.shifted)
+            out += _entries_of(entry, max(t.rank for t in modules if t), adapter)
     return tuple(out)
 
 
-def _entries_of(entry, rank: int, shifted: bool) -> list[parameters.Entry]:
+def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
     lead, inputs = entry.stacked, entry.inputs
     front, (shape, axes) = (entry.shape[:lead], entry.axes[:lead]), entry.kind
     name = "/".join((*entry.row.path.split("/")[:-1], NODE))
@@ -95,9 +100,11 @@ def _entries_of(entry, rank: int, shifted: bool) -> list[parameters.Entry]:
         return parameters.Entry(row, (*entry.path[:-1], NODE, leaf), front[0] + sizes, front[1] + names, (), lead)
 
     out = []
-    for more in ("", "0") if shifted else ("",):
+    for more in ("", "0") if adapter.shifted else ("",):
         out += [one("a" + more, shape[:inputs] + (rank,), axes[:inputs] + (None,), inputs),
                 one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
+    if adapter.decomposed:
+        out.append(one("m", shape[inputs:], axes[inputs:], 0))
     return [*out, one("scale", (), (), 0)]
 
 
@@ -158,9 +165,9 @@ def is_adapter(name: str) -> bool:
 
 
 def trains(model) -> frozenset[str]:
-    """Flat names of what trains: A, B and the modules that are saved whole."""
+    """Flat names of what trains: A, B, m and the modules that are saved whole."""
     own = {"/".join(entry.path) for entry in model.entries}
-    return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b"))) | saved_paths(
+    return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b", "/m"))) | saved_paths(
         model.adapter, model.base.entries)
 
 
@@ -175,23 +182,54 @@ def joined(params, flat: dict):
 
 
 def merged(model, params):
-    """The parameters of `model.base` that compute what `model` does: W + scale * A B, in fp32 or better and cast back
-    to W's dtype. Pure and jittable; the base's own arrays are read only."""
+    """The parameters of `model.base` that compute what `model` does: W + scale * A B, each column made as long as m
+    says where the adapter is decomposed, in fp32 or better and cast back to W's dtype. Pure and jittable; the base's
+    own arrays are read only."""
     flat = flatten_dict(params, sep="/")
     out = {name: value for name, value in flat.items() if not is_adapter(name)}
     lead = {"/".join(entry.path): entry.stacked for entry in model.base.entries}
+    inner = {"/".join(e.path): tuple(range(e.stacked, e.stacked + e.inputs)) for e in model.base.entries}
     for name in out:
         leaves = f"{name.rpartition('/')[0]}/{NODE}/"
         if name.endswith("/kernel") and f"{leaves}a" in flat:
             acc = jnp.promote_types(out[name].dtype, jnp.float32)
-            own = {leaf: flat[leaves + leaf].astype(acc) for leaf in ("a", "b", "scale", "a0", "b0")
+            own = {leaf: flat[leaves + leaf].astype(acc) for leaf in ("a", "b", "scale", "a0", "b0", "m")
                    if leaves + leaf in flat}
             delta = _product(own["a"], own["b"], lead[name])
             if "a0" in own:
                 delta -= _product(own["a0"], own["b0"], lead[name])
             scale = own["scale"].reshape(own["scale"].shape + (1,) * (delta.ndim - own["scale"].ndim))
-            out[name] = (out[name].astype(acc) + scale * delta).astype(out[name].dtype)
+            whole = out[name].astype(acc) + scale * delta
+            if "m" in own:
+                whole *= _stretch(own["m"], jnp.sqrt(jnp.sum(jnp.square(whole), inner[name])), own["scale"], inner[name])
+            out[name] = whole.astype(out[name].dtype)
     return unflatten_dict(out, sep="/")
+
+
+def lengths(kernel, a, b, scale, inputs: int):
+    """|W + scale * A B| [*outputs] of one module in fp32 or better, without forming the sum: with w, c a column of W
+    and of B, |w|^2 + 2 scale (A^T w) c + scale^2 c (A^T A) c."""
+    acc = jnp.promote_types(kernel.dtype, jnp.float32)
+    kernel, a, b, scale = (x.astype(acc) for x in (kernel, a, b, scale))
+    over = tuple(range(inputs))
+    dot = functools.partial(jax.lax.dot_general, precision=jax.lax.Precision.HIGHEST)
+    cross = dot(a, kernel, ((over, over), ((), ())))
+    own = dot(dot(a, a, ((over, over), ((), ()))), b, (((1,), (0,)), ((), ())))
+    squares = jnp.sum(jnp.square(kernel), over) + jnp.sum(b * (2 * scale * cross + scale * scale * own), 0)
+    return jnp.sqrt(jnp.maximum(squares, 0))
+
+
+def _stretch(m, lengths, scale, inputs: tuple[int, ...] = ()):
+    """m over the lengths, what a decomposed adapter multiplies its outputs with; 1 for the repetitions of a stack that
+    have no adapter (scale 0)."""
+    scale = scale.reshape(scale.shape + (1,) * (m.ndim - scale.ndim))
+    return jnp.expand_dims(jnp.where(scale == 0, 1, m / jnp.where(scale == 0, 1, lengths)), inputs)
+
+
+def stretch(kernel, leaves, inputs: int):
+    """[*outputs]: m / |W + scale * A B| of one module, the latter without gradient. leaves: a, b, scale, m."""
+    length = jax.lax.stop_gradient(lengths(kernel, leaves["a"], leaves["b"], leaves["scale"], inputs))
+    return _stretch(leaves["m"].astype(length.dtype), length, leaves["scale"].astype(length.dtype))
 
 
 def _product(a, b, lead: int):
@@ -223,7 +261,8 @@ def dropped(x, key, keep):
 
 
 def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
-    """Flat name -> fp32 start of every leaf of the adapter, whose B is zero, so that it changes nothing yet. Pure.
+    """Flat name -> fp32 start of every leaf of the adapter but m (see `magnitudes`); B is
+    zero, so that it changes nothing yet. Pure.
 
     default: A uniform in +-1/sqrt(inputs), as PEFT's and nn.Linear's (not he_uniform, which is sqrt(6) times wider).
     gaussian: A normal with standard deviation 1/r. The values of a module depend on its HF name and shape alone, not on
@@ -237,7 +276,7 @@ def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
     drawn, rows = _drawn(model, key, targets, DRAWS[name]), {e.path: e for e in model.base.entries}
     out = {}
     for entry in model.entries:
-        if entry.row.init != "adapter":
+        if entry.row.init != "adapter" or entry.path[-1] == "m":
             continue
         base = rows[(*entry.path[:-2], "kernel")]
         modules, leaf = [module_of(name) for name in base.hf_names], entry.path[-1]
@@ -249,6 +288,19 @@ def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
         else:
             values = [jnp.zeros(shape, jnp.float32)] * len(modules)
         out["/".join(entry.path)] = jnp.stack(values).reshape(entry.shape) if entry.stacked else values[0]
+    return out
+
+
+def magnitudes(model, base_params) -> dict[str, jax.Array]:
+    """Flat name -> fp32 start of m of decomposed adapters: the lengths of the base's columns."""
+    out, rows = {}, {e.path: e for e in model.base.entries}
+    for entry in model.entries:
+        if entry.row.init == "adapter" and entry.path[-1] == "m":
+            base = rows[(*entry.path[:-2], "kernel")]
+            kernel = base.of(base_params)
+            kernel = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
+            axes = tuple(range(base.stacked, base.stacked + base.inputs))
+            out["/".join(entry.path)] = jnp.sqrt(jnp.sum(jnp.square(kernel), axes))
     return out
 
 

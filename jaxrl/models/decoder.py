@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
-from jaxrl.models.adapters import dropped
+from jaxrl.models.adapters import dropped, stretch
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.placement import (
     attention_work,
@@ -78,6 +78,8 @@ class Weights(NamedTuple):
             if f"{name}/lora/a0" in self.values:  # at the start this is zero to the bit
                 more = more - self.low_rank(name, x, "0")
             y = y + more
+            if f"{name}/lora/m" in self.values:
+                y = y * like(self.stretch(name).astype(x.dtype), y)
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def low_rank(self, name: str, x, which: str):
@@ -91,6 +93,11 @@ class Weights(NamedTuple):
         acc = jnp.promote_types(few.dtype, jnp.float32)
         few = (few.astype(acc) * scale.astype(acc)).astype(x.dtype)
         return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
+
+    def stretch(self, name: str):
+        """[*outputs] in fp32 or better: what a decomposed adapter multiplies the outputs with."""
+        leaves = {leaf: self.values[f"{name}/lora/{leaf}"] for leaf in ("a", "b", "scale", "m")}
+        return stretch(self.values[f"{name}/kernel"], leaves, self.rows[f"{name}/kernel"].inputs)
 
     def norm(self, name: str, x):
         """RMS norm over the last axis, times offset + scale."""

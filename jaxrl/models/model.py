@@ -113,12 +113,13 @@ class Model:
 
     def init(self, key):
         """Random fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one; an adapter as
-        adapters.initial has it.
+        adapters.initial and adapters.magnitudes have it.
 
         Pure. The values do not depend on mesh, scan or compute dtype, those of the base on no adapter.
         """
         if self.adapter is not None:
-            return adapters.joined(self.base.init(key), adapters.initial(self, key))
+            base = self.base.init(key)
+            return adapters.joined(base, adapters.initial(self, key) | adapters.magnitudes(self, base))
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
         constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}

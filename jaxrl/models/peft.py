@@ -31,9 +31,10 @@ from jaxrl.models.tensorfile import shortened
 
 log = logging.getLogger("jaxrl")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"  # DoRA's m, behind a module's name
 PLAIN = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")  # inits that leave the base as it is
 # Fields of adapter_config.json that change what an adapter computes, and are not served here.
-NOT_SERVED = ("use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
+NOT_SERVED = ("lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
               "target_parameters", "trainable_token_indices", "velora_config", "kasa_config", "arrow_config",
               "monteclora_config")
 VERSION = "0.21.2"  # of PEFT, whose fields FIELDS are
@@ -66,7 +67,7 @@ def resolve(options, model) -> Adapter:
     if options.path:
         return read(options.path, model)[0]
     found = resolved(selection_of(options), model, strict=True)
-    return dataclasses.replace(found, shifted=is_shifted(options.init))
+    return dataclasses.replace(found, shifted=is_shifted(options.init), decomposed=options.dora)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -151,15 +152,18 @@ def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
     file has it) and padded with zeros where ranks differ, and the arrays of modules that were trained whole.
 
     Raises ConfigError naming the folder for files that do not fit each other or the model, and for adapters that
-    compute something that is not served (DoRA, biases, PiSSA that was not converted ...).
+    compute something that is not served (biases, PiSSA that was not converted ...).
     """
     src = source(str(folder))
     adapter = resolved(_from_config(src.config, src.path), model, strict=False)
+    adapter = dataclasses.replace(adapter, decomposed=bool(src.config.get("use_dora")))
     modules, wanted = linears(model), {}
     for t in adapter.targets:
         outputs, inputs = modules[t.name].entry.hf_shape
         wanted[f"{PREFIX}{t.name}.lora_A.weight"] = (t.rank, inputs)
         wanted[f"{PREFIX}{t.name}.lora_B.weight"] = (outputs, t.rank)
+        if adapter.decomposed:
+            wanted[f"{PREFIX}{t.name}.{MAGNITUDE}"] = (outputs,)
     for name, place in tensors(model).items():
         if module_of(name) in adapter.saved:
             wanted[PREFIX + name] = place.entry.hf_shape
@@ -195,6 +199,10 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
         out[scale][index] = t.scale
         out[a][(*index, ..., slice(t.rank))] = array(f"{t.name}.lora_A.weight").T.reshape(own[0])
         out[b][(*index, slice(t.rank))] = array(f"{t.name}.lora_B.weight").T.reshape(own[1])
+        if adapter.decomposed:
+            outputs = own[1][1:]
+            m = out.setdefault(f"{a[:-1]}m", np.zeros((*entry.shape[:entry.stacked], *outputs), wide))
+            m[index] = array(f"{t.name}.{MAGNITUDE}").reshape(outputs)
     for name, (entry, index) in tensors(model).items():
         if module_of(name) in adapter.saved:
             whole = out.setdefault("/".join(entry.path), np.zeros(entry.shape, wide))
@@ -248,6 +256,8 @@ def write_plain(folder, model, params, dtype) -> None:
     """A folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in `dtype`.
     Each process writes its own; params: arrays that it reaches."""
     adapter = model.adapter
+    if adapter.decomposed:
+        raise ValueError("an adapter with lengths of its own (lora.dora) is no plain one")
     if adapter.saved:
         raise ValueError(f"modules that are trained whole ({shortened(adapter.saved)}) are no part of a plain adapter")
     ranks = [(2 if adapter.shifted else 1) * t.rank for t in adapter.targets]
@@ -303,7 +313,7 @@ def config_text(adapter: Adapter, options, base_name: str) -> bytes:
         "layers_to_transform": _listing(chosen.layers_to_transform),
         "rank_pattern": {k: twice * v for k, v in chosen.rank_pattern.items()},
         "alpha_pattern": {k: _number(twice * v) for k, v in chosen.alpha_pattern.items()},
-        "init_lora_weights": True if plain else options.init,
+        "init_lora_weights": True if plain else options.init, "use_dora": adapter.decomposed,
     }
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
@@ -330,6 +340,8 @@ def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
         for key in entry.path[:-1]:
             node = node[key]
         array = leaf(node[NODE][name], (*entry.path[:-1], name))[index]
+        if name == "m":
+            return array.reshape(-1)
         if name.startswith("a"):
             return array.reshape(-1, array.shape[-1])[:, :rank].T
         return array.reshape(array.shape[0], -1)[:rank].T
@@ -341,6 +353,8 @@ def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
             a = np.concatenate([a, part(entry, index, t.rank, "a0")], axis=0)
             b = np.concatenate([b, -part(entry, index, t.rank, "b0")], axis=1)
         out[f"{PREFIX}{t.name}.lora_A.weight"], out[f"{PREFIX}{t.name}.lora_B.weight"] = a, b
+        if adapter.decomposed:
+            out[f"{PREFIX}{t.name}.{MAGNITUDE}"] = part(entry, index, t.rank, "m")
     for name, (entry, index) in tensors(model).items():
         if module_of(name) in adapter.saved:
             out[PREFIX + name] = entry.to_hf(leaf(entry.of(params), entry.path)[index])

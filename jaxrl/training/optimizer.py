@@ -91,7 +91,7 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
         parts = [_NAMED[config.name](config)]
         if config.name in _DECOUPLED_DECAY and decay:
             parts.append(
-                optax.add_decayed_weights(decay, mask=lambda params: {k: _decays(logical_axes[k]) for k in params})
+                optax.add_decayed_weights(decay, mask=lambda params: {k: _decays(k, logical_axes[k]) for k in params})
             )
         return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
 
@@ -142,8 +142,8 @@ def critics_optimizer(config):
     return c.optimizer
 
 
-def _decays(axes) -> bool:
-    return len([a for a in axes if a != "layers"]) > 1
+def _decays(name: str, axes) -> bool:
+    return len([a for a in axes if a != "layers"]) > 1 and not name.endswith("/lora/m")  # DoRA's vector, of all heads
 
 
 def check_name(name: str) -> None:

@@ -129,6 +129,29 @@ def test_shifted_adapters_subtract_their_start():
         np.testing.assert_allclose(hidden(model, same, *rows), hidden(model.base, adapters.without(params), *rows), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_decomposed_adapters_have_the_lengths_that_they_train(scan):
+    """DoRA in float64: the factored product is the merged one, whose columns are as long as m says; at the start, and where a
+    repetition of a stack has no adapter, it is the base. The gradient takes the lengths for constants."""
+    with jax.enable_x64(True):
+        model = build(dataclasses.replace(all_linear(skip=SKIPPED), decomposed=True), scan=scan, dtype=jnp.float64)
+        rows, start = batch(), jax.tree.map(lambda x: x.astype(jnp.float64), init(model, jax.random.key(0)))
+        np.testing.assert_allclose(hidden(model, start, *rows), hidden(model.base, adapters.without(start), *rows), rtol=0, atol=1e-6)
+        params = started(model, dtype=jnp.float64)
+        whole = merged(model, params)
+        np.testing.assert_allclose(hidden(model, params, *rows), hidden(model.base, whole, *rows), rtol=0, atol=1e-12)
+        flat, kernels, found = (flatten_dict(x, sep="/") for x in (params, whole, gradient(model, params, *rows)))
+        for entry in model.base.entries:
+            name, m = "/".join(entry.path), "/".join((*entry.path[:-1], "lora/m"))
+            if entry.path[-1] == "kernel" and m in flat:
+                lengths = np.linalg.norm(flattened(entry.stacked, kernels[name], (-1, np.prod(flat[m].shape[entry.stacked:]))), axis=-2)
+                has = np.broadcast_to(np.asarray(flat[f"{m[:-1]}scale"] != 0)[..., None], lengths.shape)
+                np.testing.assert_allclose(lengths[has], np.abs(flattened(entry.stacked, flat[m], (-1,)))[has], rtol=1e-12)
+                assert (np.abs(flattened(entry.stacked, found[m], (-1,))) > 0)[has].all() and not np.any(
+                    flattened(entry.stacked, found[m], (-1,))[~has])
+                assert name != "layers/sub_0/mlp/up/kernel" or (~has).any()
+
+
 def test_modules_that_train_whole():
     """Of a tied head both uses train; a scanned array trains in all of its repetitions or is refused."""
     saved = lambda *names, **more: adapters.trains(build(dataclasses.replace(all_linear(), saved=names), **more))  # noqa: E731

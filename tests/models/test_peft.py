@@ -64,7 +64,7 @@ def test_what_fits_nothing_is_refused_by_option_value_and_names(path, given, sai
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 SAME = [("rank and alpha patterns", "default", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("rslora", "gaussian", False), ("modules_to_save", "default", True),
+    ("dora", "default", True), ("dora", "gaussian", False), ("rslora", "gaussian", False), ("modules_to_save", "default", True),
     ("all-linear", "orthogonal", True), ("list", "pissa", True), ("list", "olora", False)))]
 
 
@@ -167,7 +167,7 @@ def test_eva_starts_along_the_principal_directions_of_the_inputs(path):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection, dtype", [("rank and alpha patterns", "float32"), ("modules_to_save", "bfloat16"), ("rslora", "float16")])
+@pytest.mark.parametrize("selection, dtype", [("rank and alpha patterns", "float32"), ("modules_to_save", "bfloat16"), ("rslora", "float16"), ("dora", "float32")])
 def test_a_folder_of_pefts_comes_back_byte_for_byte(path, tmp_path, selection, dtype):
     """With a field that nobody knows; into scanned and unrolled layers; and its numbers are those that PEFT computes with."""
     _, config = cases.SELECTIONS[selection]
@@ -192,13 +192,13 @@ def test_a_folder_of_pefts_comes_back_byte_for_byte(path, tmp_path, selection, d
         np.testing.assert_allclose(cases.logits(model, params), want, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("selection", ["all-linear", "pattern", "modules_to_save", "layers", "excluded"])
+@pytest.mark.parametrize("selection", ["all-linear", "pattern", "modules_to_save", "layers", "excluded", "dora"])
 def test_a_folder_of_ours_comes_back_from_peft_byte_for_byte(path, tmp_path, selection):
     given = cases.options(**cases.SELECTIONS[selection][0])
     model, base = cases.our_model(path, given)
     rng = np.random.default_rng(0)
     leaves = {name: jnp.asarray(rng.normal(size=x.shape) * 0.1, jnp.float32) if not name.endswith("scale") else x
-              for name, x in adapters.initial(model, jax.random.key(0)).items()}
+              for name, x in adapter_init.initial(model, jax.random.key(0), base, "default").items()}
     params = adapters.joined(base, leaves)
     peft.write(tmp_path / "ours", model, params, given, path)
     with warnings.catch_warnings():
@@ -261,7 +261,7 @@ def test_a_tied_matrix_is_saved_for_both_of_its_uses(tied, tmp_path):
         peft.read(half, model.base)
 
 
-CHANGES = [({"use_dora": True}, "use_dora=True, which is not served"), ({"bias": "all"}, "only 'none' is served"),
+CHANGES = [({"use_dora": True}, "lacks what its config names: .*lora_magnitude_vector"), ({"lora_bias": True}, "lora_bias=True, which is not served"), ({"bias": "all"}, "only 'none' is served"),
            ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"), ({"peft_type": "IA3"}, "only LORA is served"),
            ({"r": 5}, "has other shapes"), ({"target_modules": ["q_proj"]}, "has what its config does not name"),
            ({"target_modules": ["q_proj", "v_proj", "down_proj"]}, "lacks what its config names"),

@@ -236,17 +236,20 @@ def test_options_choose_modules_ranks_and_scales(tmp_path):
     assert set(chosen(lora__targets=(r".*1\.mlp\..*",))) == {f"1.mlp.{name}_proj" for name in ("gate", "up", "down")}
     assert set(every) - set(chosen(lora__exclude=("o_proj",))) == {"0.self_attn.o_proj", "1.self_attn.o_proj"}
     assert {name[0] for name in chosen(lora__layers=(1,))} == {"1"}
+    assert setup.open_job(resolve(config(tmp_path, lora__dora=True))).model.adapter.decomposed
     found = chosen(lora__rank_pattern=("k_proj=2",), lora__alpha_pattern=(r"1\..*\.v_proj=12",))
     assert (found["0.self_attn.k_proj"], found["0.self_attn.v_proj"], found["1.self_attn.v_proj"]) == ((2, 2.0), (4, 1.0), (4, 3.0))
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_an_adapter_that_another_one_exported(tmp_path):
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_run_starts_from_an_adapter_that_another_one_exported(tmp_path, dora):
     """As a PEFT folder (lora.export); its first scores are the other's last, and the reference is the policy as it starts."""
-    jaxrl.train(config(tmp_path / "first", lora__export="adapter", train__steps=2, lora__targets=("q_proj", "down_proj")))
+    jaxrl.train(config(tmp_path / "first", lora__export="adapter", train__steps=2, lora__targets=("q_proj", "down_proj"), lora__dora=dora))
     folder = tmp_path / "first" / "export"
     assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     job, algorithm, policy = started(config(tmp_path, lora__rank=0, lora__path=str(folder), algorithm__kl__coef=0.01))
+    assert job.model.adapter.decomposed == dora == any(name.endswith("/lora/m") for name in policy.state.trainable)
     assert {t.rank for t in job.model.adapter.targets} == {4} and np.abs(policy.state.trainable["layer_0/mlp/down/lora/b"]).max() > 1e-3
     traj, _ = batch_of_groups(vocab=190)
     layout = training.make_layout(traj.sizes, job.row_shapes)
