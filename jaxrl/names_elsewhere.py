@@ -33,7 +33,8 @@ ELSEWHERE = {
     "domain_interleave_probs": "data.sources", "interleave_probs": "data.sources", "mixing_weights": "data.sources",
     "enable_dataset_cache": "data.cache", "assistant_only_loss": "data.train_turns",
     "difficulty_low_threshold": "data.pass_rate_min", "difficulty_high_threshold": "data.pass_rate_max",
-    "use_dora": "lora.dora", "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
+    "use_dora": "lora.dora",
+    "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
 }
 
 # Pattern of one part of a name -> what is not there, and what there is instead.

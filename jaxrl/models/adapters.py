@@ -201,7 +201,8 @@ def merged(model, params):
             scale = own["scale"].reshape(own["scale"].shape + (1,) * (delta.ndim - own["scale"].ndim))
             whole = out[name].astype(acc) + scale * delta
             if "m" in own:
-                whole *= _stretch(own["m"], jnp.sqrt(jnp.sum(jnp.square(whole), inner[name])), own["scale"], inner[name])
+                length = jnp.sqrt(jnp.sum(jnp.square(whole), inner[name]))
+                whole *= _stretch(own["m"], length, own["scale"], inner[name])
             out[name] = whole.astype(out[name].dtype)
     return unflatten_dict(out, sep="/")
 

@@ -167,7 +167,8 @@ def test_eva_starts_along_the_principal_directions_of_the_inputs(path):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection, dtype", [("rank and alpha patterns", "float32"), ("modules_to_save", "bfloat16"), ("rslora", "float16"), ("dora", "float32")])
+@pytest.mark.parametrize("selection, dtype", [("rank and alpha patterns", "float32"), ("modules_to_save", "bfloat16"), ("rslora", "float16"),
+                                              ("dora", "float32")])
 def test_a_folder_of_pefts_comes_back_byte_for_byte(path, tmp_path, selection, dtype):
     """With a field that nobody knows; into scanned and unrolled layers; and its numbers are those that PEFT computes with."""
     _, config = cases.SELECTIONS[selection]
@@ -261,7 +262,8 @@ def test_a_tied_matrix_is_saved_for_both_of_its_uses(tied, tmp_path):
         peft.read(half, model.base)
 
 
-CHANGES = [({"use_dora": True}, "lacks what its config names: .*lora_magnitude_vector"), ({"lora_bias": True}, "lora_bias=True, which is not served"), ({"bias": "all"}, "only 'none' is served"),
+CHANGES = [({"use_dora": True}, "lacks what its config names: .*lora_magnitude_vector"), ({"lora_bias": True}, "lora_bias=True, which is not served"),
+           ({"bias": "all"}, "only 'none' is served"),
            ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"), ({"peft_type": "IA3"}, "only LORA is served"),
            ({"r": 5}, "has other shapes"), ({"target_modules": ["q_proj"]}, "has what its config does not name"),
            ({"target_modules": ["q_proj", "v_proj", "down_proj"]}, "lacks what its config names"),
