@@ -47,7 +47,8 @@ def seconds(summary: dict) -> float:
 
 
 def main_run(name: str, folder: Path, seed: int, engine: str) -> dict:
-    done = launch(sys.executable, ROOT, folder / "rl", f"run.seed={seed}", f"rollout.engine={engine}",
+    engines = ("rollout.slots=0", "rollout.compaction=true") if engine == "vllm" else ()  # the sampler's own, left out
+    done = launch(sys.executable, ROOT, folder / "rl", f"run.seed={seed}", f"rollout.engine={engine}", *engines,
                   config=f"configs/env.py:{name}")
     summary = done.pop("summary")
     lines = [json.loads(line) for line in (folder / "rl/metrics.jsonl").read_text().splitlines()]
