@@ -20,6 +20,7 @@ from jaxrl.names_elsewhere import not_yet
 from jaxrl.option import BOUNDS
 from jaxrl.preference_checks import preference
 from jaxrl.registry import Recipe, recipe_of
+from jaxrl.reward_model_checks import PART, reward_models
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.schema import CHANGEABLE, SCHEMA, element_kind, options
@@ -33,7 +34,8 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     algorithm, lora, preference, distillation, _optimizer, _eval, _uploads, _launch, _misc):
+                     reward_models, algorithm, lora, preference, distillation, _optimizer, _eval, _uploads, _launch,
+                     _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -90,7 +92,7 @@ def _mesh(cfg):
 
 
 ROLE_RESTS = {"policy": ("device", "host"), "reference": ("device", "host"), "critic": ("device", "host"),
-              "teacher": ("device", "host"), "sampler": ("device", "none")}
+              "teacher": ("device", "host"), "sampler": ("device", "none"), "reward_model": ("device", "host")}
 
 
 def _role(cfg, role, given):
@@ -127,6 +129,8 @@ def _role_without_use(cfg, role, name):
     if role == "critic" and (resolved_algorithm(cfg)["advantage"] != "gae" or cfg.critic.shared):
         return [f"{name}: there is no critic of its own; set algorithm.preset=ppo with critic.shared=False, or leave "
                 "it out"]
+    if role == PART and not cfg.reward.model.path:
+        return [f"{name}: there is no reward model; set reward.model.path, or leave it out"]
     if role == "reference" and not recipe_of(cfg).pairs and not resolved_algorithm(cfg)["kl.coef"]:
         return [f"{name}: there is no reference without a KL term; set algorithm.kl.coef, or leave it out"]
     return []
@@ -207,7 +211,7 @@ def _batch(cfg):
     if cfg.train.max_sequence_tokens and recipe_of(cfg).samples and cfg.train.max_sequence_tokens > limit:
         out.append(f"train.max_sequence_tokens={cfg.train.max_sequence_tokens}: above data.max_prompt_tokens + "
                    f"rollout.max_new_tokens = {limit}; lower it or set 0")
-    longest = cfg.train.max_sequence_tokens or limit
+    longest = (cfg.train.max_sequence_tokens or limit) + int(recipe_of(cfg).scores)
     lengths = cfg.train.row_lengths
     if len(lengths) > 2:
         out.append(f"train.row_lengths={lengths}: at most 2 (each is compiled)")
@@ -396,10 +400,11 @@ def _rewards(cfg):
         out.append(
             f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"
         )
-    if not r.functions and not cfg.env.function and recipe_of(cfg).judged:
-        out.append("reward.functions is empty: reinforcement learning needs at least one reward, or an environment "
-                   "that gives one (env.function)")
+    if not r.functions and not cfg.env.function and not r.model.path and recipe_of(cfg).judged:
+        out.append("reward.functions is empty: reinforcement learning needs at least one reward, a reward model "
+                   "(reward.model.path), or an environment that gives one (env.function)")
     named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)} | ({"env"} if cfg.env.function else set())
+    named |= {PART} if r.model.path else set()
     if cfg.eval.accuracy_from and cfg.eval.accuracy_from not in named:
         out.append(f"eval.accuracy_from={cfg.eval.accuracy_from!r}: not among the rewards {sorted(named)}")
     return out

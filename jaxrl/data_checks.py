@@ -42,7 +42,7 @@ def conversations(cfg) -> list[str]:
     if d.assistant_mask != "turns" and (d.train_turns != "all" or recipe.samples or recipe.pairs):
         out.append(f"data.assistant_mask={d.assistant_mask} has no effect without data.train_turns=all in SFT; set "
                    "that, or leave it out")
-    if d.overlong_completion != "filter" and (recipe.samples or recipe.pairs):
+    if d.overlong_completion != "filter" and (recipe.samples or recipe.pairs or recipe.scores):
         out.append(f"data.overlong_completion={d.overlong_completion}: run.recipe={cfg.run.recipe} trains on whole "
                    "completions; leave it out")
     if d.overlong_completion == "split" and cfg.train.loss_on_prompt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jaxrl.registry import recipe_of
+
 
 def episodes(config) -> bool:
     """Whether completions are episodes (env.function, env.tools)."""
@@ -19,10 +21,11 @@ def longest_completion(config, new_tokens: int = 0) -> int:
 
 
 def longest_sequence(config, new_tokens: int = 0) -> int:
-    """Bound on prompt + completion in tokens. new_tokens: as of `longest_completion`."""
+    """Bound on prompt + completion in tokens, and the slot behind them where a score is read. new_tokens: as of
+    `longest_completion`."""
     whole = config.data.max_prompt_tokens + longest_completion(config, new_tokens)
-    return min(whole, config.train.max_sequence_tokens or whole) if new_tokens else \
-        config.train.max_sequence_tokens or whole
+    longest = config.train.max_sequence_tokens or whole
+    return (min(whole, longest) if new_tokens else longest) + int(recipe_of(config).scores)
 
 
 def longest_prompt(config) -> int:

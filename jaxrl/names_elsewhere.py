@@ -46,9 +46,6 @@ NOT_YET = (
     (r"online_dpo|nash_md|xpo",
      "preferences between fresh samples (online DPO) are not supported yet; there are run.recipe=preference on pairs "
      "that were made before, and run.recipe=rl with a reward"),
-    (r"reward_?models?|reward_modell?ing|rm|prm",
-     "training or loading a reward model is not supported yet; a function in reward.functions may ask one that is "
-     "served elsewhere"),
     (r"ep|ep_size|expert_.*|.*experts?|moe|moe_.*|.*_moe|mixtral|router_.*",
      "mixtures of experts are not supported yet, nor a mesh axis for them; dense models are, over mesh.dp, mesh.fsdp "
      "and mesh.tp"),

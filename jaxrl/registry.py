@@ -27,18 +27,21 @@ class Recipe(NamedTuple):
     pairs: bool = False  # its rows hold a chosen and a rejected completion, or one with a label (data/pairs.py)
     judged: bool = True      # rewards decide what is learnt from samples; else they are metrics
     sampled: str = ""        # the option that says which share of prompts is sampled; the other rows bring completions
+    scores: bool = False  # its model has a score head, read behind the last token: a row has a slot more
 
 
 # Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks
 # there.
 RECIPES = {
     "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan"),
-                 roles=("policy", "reference", "critic", "sampler")),
+                 roles=("policy", "reference", "critic", "sampler", "reward_model")),
     "preference": Recipe("jaxrl.recipes.preference", 1e-6, samples=False, modes=("train", "eval"),
                          roles=("policy", "reference"), pairs=True),
     "distill": Recipe("jaxrl.recipes.distill", 1e-6, samples=True, modes=("train", "eval"),
                       roles=("policy", "teacher", "sampler"), judged=False, sampled="distill.on_policy"),
     "sft": Recipe("jaxrl.recipes.sft", 2e-5, samples=False, modes=("train", "eval", "plan"), starts_others=True),
+    "reward_model": Recipe("jaxrl.recipes.reward_model", 2e-5, samples=False, modes=("train",), pairs=True,
+                           scores=True),
 }
 
 

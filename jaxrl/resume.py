@@ -31,7 +31,7 @@ FUTURE: tuple[str, ...] = (
     "optimizer.warmup_start",
     "optimizer.decay_steps", "optimizer.decay_shape", "optimizer.floor", "optimizer.max_nonfinite", "optimizer.offload",
     "optimizer.layer_decay",
-    "train.*",
+    "train.*", "reward_model.center",
 )
 PAST: dict[str, str] = {
     "run.recipe": "the state of another job does not fit",
@@ -52,6 +52,8 @@ PAST: dict[str, str] = {
     "optimizer.groups": "its state may have another form",
     "train.param_dtype": "the parameters are stored in it",
     "train.loss_on_prompt": "the loss would mean another thing",
+    "reward_model.*": "it decides the rows and what their scores mean",
+    "critic.head": "the critic's parameters began there",
 }
 
 

@@ -67,8 +67,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
         "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
         "tp": O(1, "shards of heads, MLP width and vocabulary"),
-        "roles": O({}, "role (policy, reference, critic, teacher, sampler) -> {devices: 'all' or '0-3' of every process, processes: 'all' or '2-3'"
-                       " (reference alone: the whole hosts it is on), dp, fsdp, tp,"
+        "roles": O({}, "role (policy, reference, critic, teacher, sampler, reward_model) -> {devices: 'all' or '0-3' of every"
+                       " process, processes: 'all' or '2-3' (reference alone: the whole hosts it is on), dp, fsdp, tp,"
                        " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
     },
     "data": {
@@ -258,7 +258,21 @@ SCHEMA: dict[str, dict[str, Any]] = {
                       choices=("none", "group", "batch")),
         "overlong_buffer": O(0, "DAPO: penalty grows linearly over the last tokens before max_new_tokens; 0 = off", bound=">=0"),
         "overlong_penalty": O(1.0, "largest DAPO length penalty (subtracted after clip)", bound=">=0"),
+        "model": {
+            "path": O("", "HF folder or hub id of a sequence classifier with one label, whose score of a completion is one more reward,"
+                          " `reward_model` (docs/reward_models.md); empty = none"),
+            "revision": O(None, "hub revision of reward.model.path", str),
+            "head": O("score", "name of its head: <head>.weight, one row"),
+            "weight": O(1.0, "its weight beside reward.weights"),
+            "dtype": O("bf16", "dtype it is held in", choices=("bf16", "fp32")),
+            "render": O("auto", "what it reads: the sampled tokens; prompt and completion as text in its own tokens; or its chat template's"
+                                " rendering of the conversation. auto: tokens where its tokenizer is the policy's, else chat where it has a"
+                                " template, else text", choices=("auto", "tokens", "text", "chat")),
+            "max_sequence_tokens": O(0, "longest sequence that it scores; longer ones have no score, which is a failure; 0 = the policy's longest,"
+                               " in other tokens twice that", bound=">=0"),
+        },
     },
+    "reward_model": jobs.REWARD_MODEL,
     "algorithm": {
         "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None", choices=PRESET_NAMES),
         "advantage": O(None, "outcome: one advantage per completion; returns: reward to go per token; gae: with a critic; turn: reward to go"
@@ -337,6 +351,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "critic": {
         "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
         "revision": O(None, "hub revision of critic.path", str),
+        "head": O("score", "name of the value head in the files of critic.path: <head>.weight, one row; zero where there is none"),
         "shared": O(False, "a value head on the policy's own trunk instead of a model of its own"),
         "coef": O(0.5, "shared: weight of the value loss beside the policy's", bound=">=0"),
         "lr": O(5e-6, "peak learning rate; the rest is as in optimizer.*", bound=">0"),

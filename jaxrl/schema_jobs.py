@@ -1,4 +1,4 @@
-"""Options of adapters, preferences and distillation. See schema.py, of which this is a part."""
+"""Options of adapters, reward models, preferences and distillation. See schema.py, of which this is a part."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ LORA = {
                          " fp32 or keeps a model of its own", choices=("auto", "adapter", "merged")),
     "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
     "base_dtype": O("auto", "dtype the frozen base is held in; auto = train.compute_dtype", choices=("auto", "fp32", "bf16")),
+}
+
+REWARD_MODEL = {
+    "kind": O("pairs", "run.recipe=reward_model: scores of answers from pairs, chosen and rejected (data.chosen_column,"
+                       " data.rejected_column, data.margin_column); or of steps from rows that hold an answer's steps and their labels",
+              choices=("pairs", "steps")),
+    "center": O(0.0, "weight of the mean of (chosen's + rejected's score)^2, which pulls scores to 0 on average", bound=">=0"),
+    "head": O("score", "name of the head in HF's files, read and written: <head>.weight, one row; transformers' classifiers know score"),
+    "steps_column": O("completions", "kind=steps: list of the steps of an answer, texts"),
+    "labels_column": O("labels", "kind=steps: list of their labels: true or false, or a probability of being right"),
+    "separator": O("\n", "kind=steps: text behind each step; the score of a step is read behind it"),
 }
 
 PREFERENCE = {

@@ -101,7 +101,7 @@ def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
 
 
 @pytest.mark.parametrize("job, said", [
-    (lambda: load_config("ipo"), "run.recipe=preference"), (lambda: load_config("reward_model"), "reward model"),
+    (lambda: load_config("ipo"), "run.recipe=preference"),
     (lambda: load_config("dapo"), "algorithm.preset=dapo"),
     (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
     (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),

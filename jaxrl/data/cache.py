@@ -34,6 +34,7 @@ AUTO = "~/.cache/jaxrl/data"
 # Options that say how rows are drawn and watched, not what they are.
 APART = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "prefetch", "drop_last", "cache", "sources",
          "exhausted", "path")
+SCORED = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
 ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut")
 LISTS = ("filtered", "filtered_rows", "unknown", "shortened", "split")
 BLOCK = 1 << 20
@@ -82,6 +83,7 @@ class Cache:
         self.root = Path(AUTO if folder == "auto" else folder).expanduser()
         options = {group: json.loads(config[group].to_json_best_effort()) for group in ("data", "env")}
         said = {"data": {k: v for k, v in options["data"].items() if k not in APART}, "env": options["env"],
+                "scored": [config.reward_model[name] for name in SCORED],
                 "lengths": [config.rollout.max_new_tokens, config.train.max_sequence_tokens],
                 "eos": list(config.model.eos_tokens), "recipe": config.run.recipe, "how": how,
                 "losses": list(config.preference.loss),  # whether a row may have a label instead of a pair

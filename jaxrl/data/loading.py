@@ -15,6 +15,7 @@ from jaxrl.data.demonstrations import Demonstrations
 from jaxrl.data.mixture import Mixture, config_of, rows_where
 from jaxrl.data.overlong import Limits, fitted
 from jaxrl.data.pairs import PairReader, carved_by
+from jaxrl.data.scored import Steps, scored_reader
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
 from jaxrl.errors import ConfigError
@@ -175,7 +176,9 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
     targets = targets if from_rows(config) else "none"
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
-    reader = (PairReader if recipe_of(config).pairs else Reader)(config, tokenizer, targets, tools)
+    recipe = recipe_of(config)
+    kind = scored_reader(config) if recipe.scores else PairReader if recipe.pairs else Reader
+    reader = kind(config, tokenizer, targets, tools)
     cache = None
     if config.data.cache:
         cache = Cache(config, tokenizer, tables, rows, eos=eos_id, targets=targets, tools=list(tools))
@@ -192,7 +195,7 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
 def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
     """Fills a data set with the ids of its rows (numbers; None = all)."""
     targets, r = ds.reader.targets, config.rollout
-    turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else None
+    turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else Steps(ds.reader.template)
     limits = Limits(config.data.max_prompt_tokens, r.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt, config.data.overlong_completion if targets == "required" else "filter")
     kept, rows = [], list(range(len(ds.tables)) if rows is None else rows)
@@ -233,8 +236,9 @@ def _depth(value) -> int:
     return deep
 
 
-def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns: Demonstrations | None) -> list:
-    """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes."""
+def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns) -> list:
+    """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes. turns: (row with
+    messages, prompt ids) -> (prompt ids, ids behind them, which of these count)."""
     rows, template = [], ds.reader.template
     for i in numbers:
         where = f"row {i}"

@@ -97,6 +97,11 @@ class Family:
     local_rope: bool = False             # windowed layers have a rotary embedding of their own
     divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
     feed_forward: str = "mlp"            # a row of models.decoder.FEED_FORWARDS
+    classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
+
+    @property
+    def classifier(self) -> str:
+        return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 _SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False,
@@ -133,7 +138,7 @@ FAMILIES = {
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, gemma=True,
         activation="hidden_activation", query_scalar="query_pre_attn_scalar",
         final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
-        divides=True),
+        divides=True, classifier_name="Gemma3TextForSequenceClassification"),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -211,7 +216,7 @@ def family_of(hf_config: dict) -> Family:
         raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}{missing}")
     family = FAMILIES[kind]
     names = hf_config.get("architectures") or [family.architecture]
-    if family.architecture not in names:
+    if not {family.architecture, family.classifier} & set(names):
         raise ConfigError(f"architectures={names!r} is not supported; take a {family.architecture} checkpoint")
     return family
 

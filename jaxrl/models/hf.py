@@ -28,7 +28,7 @@ from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 
 SOURCE = "jaxrl_source"
-HEAD, SCORE, EMBEDDING = "lm_head.weight", "score.weight", "model.embed_tokens.weight"  # rows of models.parameters
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # rows of models.parameters
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
 # transformers takes no integer there
@@ -151,38 +151,45 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     folder = folder_of(path, revision)
     stored = tensorfile.list_folder(folder)
     _match(model, stored, folder)
-    if shardings is None:
-        device = SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
-        shardings = model.tree(lambda entry: device)
-    return model.tree(_loader(stored, shardings, dtype))
+    return model.tree(_loader(stored, shardings or _one_device(model), dtype))
 
 
-def load_critic(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
+def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
     """The trunk of a causal model or of a sequence classifier with one label (a reward model), with a value head.
 
-    The head is the classifier's `score.weight` [1, D]; zero where the folder has none. `shardings` as
-    models.value.ValueModel's tree. Raises as load_params does.
+    The head is the classifier's `<tree.name>.weight` [1, D]; zero where the folder has none. `shardings` as the
+    tree's. Raises as load_params does.
     """
-    stored = check_critic(model, path, revision)
+    stored = check_critic(tree, path, revision)
+    shardings = shardings or _one_device(tree)
     load = _loader(stored, shardings, dtype)
 
     def array(entry):
-        if entry.path[0] != "value" or SCORE in entry.hf_names and SCORE in stored:
+        if entry.path[0] != "value" or stored.keys() & set(entry.hf_names):
             return load(entry)
         return put(np.zeros(entry.shape, dtype), entry.of(shardings))
 
-    return ValueModel(model).tree(array)
+    return tree.tree(array)
 
 
-def check_critic(model, path: str, revision: str | None = None) -> dict:
-    """The tensors of a folder that are read; raises what `load_critic` would raise about them."""
-    folder = folder_of(path, revision)
+def check_critic(tree: ValueModel, path: str, revision: str | None = None, scores: bool = False) -> dict:
+    """The tensors of a folder that are read; raises what `load_critic` would raise about them. scores: it must have the
+    head."""
+    folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
     stored = tensorfile.list_folder(folder)
-    score, width = stored.get(SCORE), model.config.hidden_size
-    _match(model, {name: t for name, t in stored.items() if name not in (SCORE, HEAD)}, folder, head=False)
-    if score is not None and score.shape != (1, width):
-        raise ConfigError(f"{folder}: {SCORE} has shape {score.shape}, a critic needs one label: (1, {width})")
+    head = stored.get(name)
+    if head is None and scores and stored:
+        raise ConfigError(f"{folder}: there is no {name}, the head that scores; name it if it is called otherwise, or "
+                          "train a reward model first (run.recipe=reward_model)")
+    _match(tree.model, {key: t for key, t in stored.items() if key not in (name, HEAD)}, folder, head=False)
+    if head is not None and head.shape != (1, width):
+        raise ConfigError(f"{folder}: {name} has shape {head.shape}, one label is needed: (1, {width})")
     return stored
+
+
+def _one_device(tree):
+    device = SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+    return tree.tree(lambda entry: device)
 
 
 def _loader(stored, shardings, dtype):
@@ -252,7 +259,8 @@ def _match(model, stored, folder, head=True):
 
 def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0,
            eos_ids=()) -> None:
-    """Writes a folder that transformers opens: weights, config, generation config and tokenizer.
+    """Writes a folder that transformers opens: weights, config, generation config and tokenizer. A model with a value
+    head is written as a sequence classifier with one label.
 
     The folder appears at once: it is written beside its place and renamed; what stood there is replaced. Every process
     of a run calls this, process 0 writes.
@@ -280,12 +288,17 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         tensorfile.write_folder(temporary, planned, shard_gb * 1e9)
         config = {"architectures": [FAMILIES[model.config.family].architecture], **hf_config}
         config.pop(SOURCE, None)
+        if config["architectures"] == [FAMILIES[model.config.family].classifier]:  # that of a trunk from there
+            config["architectures"] = [FAMILIES[model.config.family].architecture]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
         config |= {k: float(config[k]) for k in FLOATS if type(config.get(k)) is int}
         if config.get("eos_token_id") is None:  # left out, it and its like mean tokens of the family's own vocabulary
             config |= {k: v for k, v in _special_ids(eos_ids, tokenizer).items() if config.get(k) is None}
+        if isinstance(model, ValueModel):
+            config |= _classifier(model, config, tokenizer, eos_ids)
+        else:
+            _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
         _write_json(temporary / "config.json", config)
-        _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         replace(temporary, directory)
@@ -311,7 +324,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
             kind = own.get(name, main)
             planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
                 _host, entry, entry.of(params), index, kind)))
-    if model.config.tied and source.get("head"):
+    if model.config.tied and source.get("head") and not isinstance(model, ValueModel):
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
@@ -342,6 +355,19 @@ def _special_ids(eos_ids, tokenizer) -> dict:
     ends = [int(i) for i in eos_ids]
     return {"eos_token_id": ends if ends[1:] else ends[0], "bos_token_id": bos,
             "pad_token_id": ends[0] if pad is None else pad}
+
+
+def _classifier(model, config, tokenizer, eos_ids) -> dict:
+    """What config.json says of a sequence classifier with one label.
+
+    transformers reads the score at the last token that is not padding. Where padding is the end token too, that would
+    be the token before the end: no padding is named then, so that it scores single sequences and refuses batches.
+    """
+    ends, pad = set(map(int, eos_ids)), config.get("pad_token_id")
+    own = getattr(tokenizer, "pad_token_id", None)
+    pad = next((i for i in (pad, own) if i is not None and i not in ends), None)
+    name = FAMILIES[model.config.family].classifier
+    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": pad}
 
 
 def _generation_config(hf_config, config, eos_ids):

@@ -1,4 +1,5 @@
-"""A value head on any decoder: one number per position, for PPO's critic.
+"""A head of one number on any decoder: the value of a state, for PPO's critic, or the score of a sequence, for reward
+models.
 
 Legend: R rows, S scored slots per row, D hidden size.
 """
@@ -20,16 +21,27 @@ class ValueModel:
 
     The head starts at zero, so that every state is worth 0 at first. With `keep_head` False the output matrix is left
     out: a critic that has a trunk of its own never reads it.
+
+    name: of the head in HF's files, `<name>.weight` [1, D]. bias: a critic has one; a reward model has none, as
+    transformers' sequence classifiers, so that all of it is in its files.
     """
 
     model: Model
     keep_head: bool = False
+    name: str = "score"
+    bias: bool = True
+
+    @property
+    def config(self):
+        return self.model.config
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
         """As Model.entries, with those of the value head."""
         trunk = [entry for entry in self.model.entries if self.keep_head or entry.path[0] != "head"]
-        return (*trunk, *parameters.entries(self.model.config, parameters.VALUE))
+        kernel, bias = parameters.VALUE
+        rows = [dataclasses.replace(kernel, hf=f"{self.name}.weight")] + [bias] * self.bias
+        return (*trunk, *parameters.entries(self.config, rows))
 
     def tree(self, function):
         """The parameter tree with `function(entry)` at every leaf."""
@@ -49,7 +61,8 @@ class ValueModel:
 
 
 def values(params, hidden_RxSxD):
-    """Values [R, S] in fp32 or better: hidden . kernel + bias."""
+    """Values [R, S] in fp32 or better: hidden . kernel + bias (where there is one)."""
     acc = jnp.promote_types(hidden_RxSxD.dtype, jnp.float32)
     head = params["value"]
-    return jnp.einsum("rsd,d->rs", hidden_RxSxD.astype(acc), head["kernel"].astype(acc)) + head["bias"].astype(acc)
+    out = jnp.einsum("rsd,d->rs", hidden_RxSxD.astype(acc), head["kernel"].astype(acc))
+    return out + head["bias"].astype(acc) if "bias" in head else out

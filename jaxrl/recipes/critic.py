@@ -58,7 +58,7 @@ class Critic(Role):
         self.num_minibatches, self.running = self.options.num_minibatches or minibatches, Running()
         if self.shared:
             return
-        self.tree = ValueModel(self.model)
+        self.tree = ValueModel(self.model, name=self.options.head)
         config = critics_optimizer(job.config)
         total = max(1, total_steps * self.epochs * self.num_minibatches)
         about = parameters.flat_axes(self.tree), parameters.flat_layers(job.model, self.tree)
@@ -100,7 +100,7 @@ class Critic(Role):
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = self.options.revision if self.options.path else job.config.model.revision
-            params = hf.load_critic(self.model, parameters.source_of(source), revision, shardings, dtype)
+            params = hf.load_critic(self.tree, parameters.source_of(source), revision, shardings, dtype)
         else:
             init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731
             params = jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))

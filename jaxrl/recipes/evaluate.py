@@ -67,6 +67,8 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         if scored is None:
             return {}, {}
         traj, examples, texts, result = scored
+        if job.judge is not None:
+            result = job.judge.judged(traj, examples, texts, result)
         source = c.eval.accuracy_from or next(iter(result.parts))
         scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # not answered: failed, not wrong
         hits = (np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark).reshape(len(batch), c.eval.samples)

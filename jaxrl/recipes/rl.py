@@ -68,7 +68,7 @@ def run(config, given=None) -> dict:
             return parity.report(s, job)
         algorithm = Algorithm(job, s.total_steps)
         rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
-                                  tokenizer=job.tokenizer, steps=s.total_steps))
+                                  tokenizer=job.tokenizer, steps=s.total_steps, judge=job.judge))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
         algorithm.meet(policy)
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]

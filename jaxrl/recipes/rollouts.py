@@ -77,15 +77,15 @@ class Rollouts:
     Args:
       spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
         `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
-      engine, stream, rewards, tokenizer: what is open. steps: of the whole run. per_step: prompts of a step, where it
-        is not data.prompts_per_step.
+      engine, stream, rewards, tokenizer: what is open. judge: recipes.judge.Judge, or None. steps: of the whole run.
+        per_step: prompts of a step, where it is not data.prompts_per_step.
     """
 
     name = "ahead"  # in checkpoints
 
-    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int, per_step: int = 0):
+    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int, per_step: int = 0, judge=None):
         self.spec, self.session, self.stream = spec, session, stream
-        self.rewards, self.tokenizer = rewards, tokenizer
+        self.rewards, self.tokenizer, self.judge = rewards, tokenizer, judge
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
             raise ConfigError(f"rollout.partial=False: the engine {rollout.engine} has no hold(); set it to True")
@@ -231,6 +231,9 @@ class Rollouts:
             raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
         traj, texts, items = self._items([row[:3] for row in rows], [row[3] for row in rows])
         result = self._scored(rows, items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
+        if self.judge is not None:
+            with self.session.phase("reward"):
+                result = self.judge.judged(traj, [row[2].example for row in rows], texts, result)
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)

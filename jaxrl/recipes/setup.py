@@ -23,11 +23,13 @@ from jaxrl.errors import ConfigError
 from jaxrl.fingerprints import compared
 from jaxrl.limits import ends
 from jaxrl.models import adapters, hf
+from jaxrl.models.value import ValueModel
 from jaxrl.parameters import DTYPES, adapted, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.episodes import in_episodes, open_pool
+from jaxrl.recipes.judge import Judge, described
 from jaxrl.recipes.trajectories import trial_items
-from jaxrl.registry import sequences
+from jaxrl.registry import recipe_of, sequences
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import shared_gpus
@@ -65,6 +67,7 @@ class Job:
     eval_sets: dict = dataclasses.field(default_factory=dict)
     stream: Any = None
     engine: Any = None
+    judge: Any = None  # the reward model (recipes.judge), where there is one
 
     def mesh_of(self, role: str):
         return self.meshes.get(role, self.mesh)
@@ -165,7 +168,7 @@ def stream_metrics(s, job) -> dict[str, float]:
 
 class Read(NamedTuple):
     """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of
-    training rows, workers of episodes."""
+    training rows, workers of episodes, description of a reward model."""
 
     inputs: Inputs
     rewards: Any
@@ -173,6 +176,7 @@ class Read(NamedTuple):
     eval_sets: dict
     stream: Any
     pool: Any = None
+    judge: Any = None
 
 
 def read_all(s, with_rewards: bool = True) -> Read:
@@ -186,6 +190,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
     inputs = read_inputs(c, given.tokenizer)
     if s.resumed is None:
         check_weights(c, inputs)
+    judge = described(c, inputs.tokenizer) if with_rewards else None
     if pool is not None:
         pool.ready()
     train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
@@ -205,7 +210,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
             # a reward that fails on the first rows of what it is for stops the run here
             if c.reward.trial and dataset is not None:
                 scorer.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
-    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool)
+    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool, judge)
 
 
 def _workers(s):
@@ -264,8 +269,9 @@ def open_run(s, with_engine: bool = True) -> Job:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
                                   "(EngineInfo.sleeps)")
             engine.rest()  # what is loaded next finds its devices free
+    judge = Judge(job, read.judge) if read.judge is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
-                               stream=read.stream, engine=engine)
+                               stream=read.stream, engine=engine, judge=judge)
 
 
 class Inputs(NamedTuple):
@@ -303,11 +309,15 @@ def read_inputs(config, tokenizer=None) -> Inputs:
 def check_weights(config, inputs: Inputs) -> None:
     """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
     if config.model.init == "pretrained":
-        hf.check_weights(inputs.table, source_of(config.model.path), config.model.revision)
-    for role, check in (("reference", hf.check_weights), ("critic", hf.check_critic)):
+        check, table = hf.check_weights, inputs.table
+        if recipe_of(config).scores:  # a language model or a sequence classifier
+            check, table = hf.check_critic, ValueModel(table, name=config.reward_model.head, bias=False)
+        check(table, source_of(config.model.path), config.model.revision)
+    critic = ValueModel(inputs.table, name=config.critic.head)
+    for role, check, table in (("reference", hf.check_weights, inputs.table), ("critic", hf.check_critic, critic)):
         if path := config[role].path:
             try:
-                check(inputs.table, source_of(path), config[role].revision)
+                check(table, source_of(path), config[role].revision)
             except ConfigError as e:
                 raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 

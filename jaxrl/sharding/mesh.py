@@ -14,7 +14,7 @@ from jaxrl.errors import ConfigError
 
 AXES = ("dp", "fsdp", "tp")
 DATA_AXES = ("dp", "fsdp")  # the batch is split over both
-ROLES = ("policy", "reference", "critic", "teacher", "sampler")  # what mesh.roles can give devices of its own
+ROLES = ("policy", "reference", "critic", "teacher", "sampler", "reward_model")  # whom mesh.roles can give devices
 
 
 def mesh_shape(mesh_config, num_devices: int) -> tuple[int, int, int]:

@@ -3,9 +3,10 @@
 
 from jaxrl.training.distillation import Distillation
 from jaxrl.training.layout import Layout, Minibatch, make_layout, row_shapes
-from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Value, sequence_weights
+from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Score, Value, score_weights, sequence_weights
 from jaxrl.training.optimizer import make_optimizer, make_schedule
 from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_reader, make_score
+from jaxrl.training.slots import scored_behind
 from jaxrl.training.state import init_state, merge, partition, split
 from jaxrl.training.update import at_once, make_update

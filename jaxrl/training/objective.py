@@ -99,6 +99,16 @@ class NextToken(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
+class Score(Objective):
+    """sum_t w_policy * score at the slots of training.slots: every loss of scores, by the weights of
+    `score_weights`."""
+
+    @jax.named_scope("score")
+    def loss(self, outputs, batch, entropy_coef=None):
+        return jnp.sum(batch.weights["policy"] * jnp.where(outputs.mask, outputs.values(), 0)), {}
+
+
+@dataclasses.dataclass(frozen=True)
 class Value(Objective):
     """The critic's: sum_t w_token * value loss."""
 
@@ -297,3 +307,15 @@ def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
     count = max(int(traj.loss_mask.sum()), 1)
     return {"policy": np.where(traj.loss_mask, -traj.spread(np.asarray(derivative_N, np.float64)), 0.0),
             "token": np.where(traj.loss_mask, 1.0 / count, 0.0)}
+
+
+def score_weights(traj, derivative_K) -> dict[str, np.ndarray]:
+    """Weights [T] with which Score's update is that of any loss L(s_1 ... s_K) of the scores read at the slots of a
+    batch: w = dL/ds, by the chain rule.
+
+    Args:
+      derivative_K: dL/ds of the slots in the order of the batch, already divided by L's denominator.
+    """
+    weights = np.zeros(len(traj.tokens))
+    weights[traj.loss_mask] = derivative_K
+    return {"policy": weights, "token": traj.loss_mask / max(int(traj.loss_mask.sum()), 1)}

@@ -20,6 +20,8 @@ TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "
 ROWS = [{"prompt": f"{i}+1?", "completion": f"It is {i + 1}.", "id": i, "note": None} for i in range(6)]
 ROWS += [{"prompt": TURNS, "id": 6}, {"prompt": "long " * 30, "completion": "x"},
          {"completion": "no prompt"}, {"prompt": "é🙂", "completion": "ü"}]
+SCORED = [{"prompt": f"{i}?", "completions": [str(i), "a"], "labels": [True, False], "parts": ["b", "c"], "good": [0, 0.5], "note": "",
+           "chosen": "y", "rejected": "n"} for i in range(8)]
 
 
 @pytest.fixture
@@ -84,6 +86,12 @@ CHANGES = {
     "the number of rows": lambda config, folder: config.data.update(max_rows=5),
     "whether labels will do": lambda config, folder: config.preference.update(loss=("kto",)),
     "what is held out": lambda config, folder: config.data.update(eval_fraction=2.0),
+    "answers in steps": lambda config, folder: (config.run.update(recipe="reward_model"), config.reward_model.update(kind="steps"),
+                                                write_jsonl(folder / "rows.jsonl", SCORED)),
+    "the steps": lambda config, folder: config.reward_model.update(steps_column="parts"),
+    "their labels": lambda config, folder: config.reward_model.update(labels_column="good"),
+    "what is behind a step": lambda config, folder: config.reward_model.update(separator=";"),
+    "pairs instead of steps": lambda config, folder: config.reward_model.update(kind="pairs"),
 }
 
 

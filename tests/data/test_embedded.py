@@ -14,6 +14,7 @@ from jaxrl.config import load_config
 from jaxrl.rewards.builtin import boxed_reward
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
+import arith_compared as compared  # noqa: E402
 import arith_data as make  # noqa: E402
 
 FOLDER = make.FOLDER
@@ -73,10 +74,40 @@ def solved(kind, given, turns):
 def test_the_shipped_files_are_what_the_generator_makes(tmp_path):
     make.main(["--out", str(tmp_path)])
     made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
+    compared.main(tmp_path)
+    made |= {Path(f"{name}.jsonl") for name in compared.FILES}
     there = {p.relative_to(FOLDER) for p in FOLDER.rglob("*") if p.is_file() and not p.name.startswith("pairs")}  # which models sampled
-    assert made == there and len(made) == 5
+    assert made == there and len(made) == 7
     for path in made:
         assert (tmp_path / path).read_bytes() == (FOLDER / path).read_bytes(), path
+
+
+def test_compared_answers_are_right_and_visibly_wrong(rows):
+    """An ideal judge puts all pairs in order: the chosen answer is right in every line, of the rejected one the box is wrong, which its
+    lines show (no line, another box than the last value, or a wrong equation). Held-out problems are in no file that is trained on."""
+    keys, slips = {}, 0
+    for name in compared.FILES:
+        pairs, keys[name] = read(name), set()
+        for row in pairs:
+            asked = understood(row["prompt"])
+            keys[name].add(asked)
+            right = str(solved(*asked))
+            assert boxed_reward(row["prompt"], row["chosen"], right) == 1 and boxed_reward(row["prompt"], row["rejected"], right) == 0
+            told = [(*lines(row[side]), row[side].rpartition("{")[2][:-1]) for side in ("chosen", "rejected")]
+            (fine, last, box), (rest, ends, wrong) = told
+            assert fine and last == box == right
+            assert {"jump": ends is None, "box": rest and ends == right != wrong, "slip": not rest and ends == wrong}[row["kind"]]
+            slips += row["kind"] == "slip"
+    assert not keys["compared_test"] & (keys["compared"] | {understood(r["prompt"]) for name in ("sft", "train") for r in rows[name]})
+    assert slips > 4000
+
+
+def lines(answer):
+    """(whether every equation holds, the last value or None) of an answer."""
+    found = re.findall(r": (\d+)(?:([+*-])(\d+)=(\d+))?\n", answer)
+    holds = all(not sign or {"+": int(a) + int(b or 0), "-": int(a) - int(b or 0), "*": int(a) * int(b or 0)}[sign] == int(c)
+                for a, sign, b, c in found)
+    return holds, (found[-1][3] or found[-1][0]) if found else None
 
 
 def test_another_seed_makes_other_problems(tmp_path):

@@ -28,6 +28,7 @@ from jaxrl.algorithms import PRESETS, Tokens
 from jaxrl.config import put
 from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
+from jaxrl.models import hf
 from jaxrl.models.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
@@ -934,7 +935,8 @@ def test_the_critic_is_sharded_like_the_policy(open_job):
 
 @pytest.mark.torch
 def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
-    """critic.path: a sequence classifier with one label; its score at each token is the critic's value there."""
+    """critic.path: a sequence classifier with one label; its score at each token is the critic's value there. critic.head: under
+    another name of its head."""
     import torch
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -944,8 +946,8 @@ def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
     traj, _ = batch_of_groups(groups=2, size=2)
     layout = training.make_layout(traj.sizes, open_job.row_shapes)
 
-    def values(path):
-        return critic_of({"critic.path": path}, open_job).values(None, traj, layout)[0]
+    def values(path, **more):
+        return critic_of({"critic.path": path} | more, open_job).values(None, traj, layout)[0]
 
     found = values(str(tmp_path / "rm"))
     for a, b, prompt in zip(traj.offsets[:-1], traj.offsets[1:], traj.prompt_lengths, strict=True):
@@ -954,6 +956,10 @@ def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
             expected = model.score(hidden)[0, :, 0].numpy()
         np.testing.assert_allclose(found[a + prompt : b], expected[prompt - 1 : -1], atol=2e-4)
     assert np.abs(found).max() > 0.1 and not values("").any()  # without: the policy's trunk, a head at zero
+    tree = ValueModel(open_job.model, name="value_head", bias=False)
+    params = hf.load_critic(ValueModel(open_job.model, bias=False), tmp_path / "rm")
+    hf.export(tree, params, tmp_path / "named", {**tiny_job.MODEL, hf.SOURCE: {}})
+    np.testing.assert_array_equal(values(str(tmp_path / "named"), **{"critic.head": "value_head"}), found)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

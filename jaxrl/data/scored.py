@@ -1,0 +1,89 @@
+"""Rows that reward models are trained on: pairs of answers (as data/pairs.py reads them), or answers in labelled steps.
+
+    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}
+    {"prompt": ..., "completions": ["first step", "second step"], "labels": [true, false]}
+
+An Example of the second kind has as `target_ids` all steps, each with the separator behind it, as `trained` which of
+these tokens end a step, and in its columns `labels`, one number per step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jaxrl.data.dataset import PromptError, Reader, Row, missing
+from jaxrl.data.pairs import PairReader, is_pair
+
+
+def scored_reader(config):
+    """The class that reads the rows of reward_model.kind."""
+    return StepReader if config.reward_model.kind == "steps" else ComparedReader
+
+
+class ComparedReader(PairReader):
+    """A PairReader of rows that are pairs, held-out ones too."""
+
+    def __init__(self, config, tokenizer, targets: str, tools=()):
+        super().__init__(config, tokenizer, "required", tools)
+
+    def __call__(self, row: dict) -> Row:
+        if not is_pair(row, self.data):
+            why = missing(row, self.data.rejected_column, "data.rejected_column")
+            raise PromptError(f"a reward model learns from pairs: {why}")
+        return super().__call__(row)
+
+
+class StepReader(Reader):
+    """A Reader of answers in labelled steps; Row.messages are the steps."""
+
+    def __init__(self, config, tokenizer, targets: str, tools=()):
+        super().__init__(config, tokenizer, "none", tools)
+        self.options = config.reward_model
+
+    def __call__(self, row: dict) -> Row:
+        """Raises PromptError saying what is wrong with the row."""
+        o = self.options
+        steps, labels = (self._list(row, o[name], f"reward_model.{name}") for name in ("steps_column", "labels_column"))
+        if not all(isinstance(step, str) for step in steps) or not all(step + o.separator for step in steps):
+            raise PromptError(f"column {o.steps_column!r} (reward_model.steps_column): every step must be a text that "
+                              "is not empty")
+        if not all(isinstance(x, bool | int | float) and math.isfinite(x) and 0 <= x <= 1 for x in labels):
+            raise PromptError(f"column {o.labels_column!r} (reward_model.labels_column) holds {labels!r}, expected "
+                              "true, false or probabilities")
+        if len(steps) != len(labels):
+            raise PromptError(f"{len(steps)} steps in column {o.steps_column!r}, {len(labels)} labels in column "
+                              f"{o.labels_column!r}")
+        own = (o.steps_column, o.labels_column)
+        out = super().__call__({name: value for name, value in row.items() if name not in own})
+        return out._replace(columns=out.columns | {"labels": [float(x) for x in labels]},
+                            messages=[{"role": "assistant", "content": step + o.separator} for step in steps])
+
+    def _answer(self, row, answer):
+        """As of a Reader; such rows need none."""
+        return None if answer is None else super()._answer(row, answer)
+
+    @staticmethod
+    def _list(row, name: str, option: str) -> list:
+        if row.get(name) is None:
+            raise missing(row, name, option)
+        if not isinstance(row[name], list) or not row[name]:
+            raise PromptError(f"column {name!r} ({option}) holds {row[name]!r}, expected a list that is not empty")
+        return row[name]
+
+
+class Steps:
+    """Ids of the steps of a row, each tokenised alone, so that a step ends where a token does. template:
+    dataset.Template."""
+
+    def __init__(self, template):
+        self.template = template
+
+    def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
+        """(prompt, ids behind it, which of them end a step). Raises PromptError."""
+        pieces = self.template.encode([message["content"] for message in row.messages])
+        if not all(pieces):
+            raise PromptError("a step has no tokens")
+        ends = np.array([i == len(piece) - 1 for piece in pieces for i in range(len(piece))])
+        return prompt, [i for piece in pieces for i in piece], ends

@@ -1,0 +1,197 @@
+"""Reward models: a score head behind a decoder, trained on pairs (Bradley-Terry) or on labelled steps.
+
+for step:
+    rows      <- the next data.prompts_per_step rows of the global shuffle
+    sequences <- prompt + answer, both answers of a pair, with a slot behind the last token (or behind each step)
+    scores    <- under the model as it is, on the layout of the update
+    loss, dloss/dscore   on the host in float64, over the whole batch (algorithms.scores)
+    one optimizer step with the derivatives as weights
+
+which is the gradient of the loss, whatever packing, microbatches and mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxrl import parameters, training
+from jaxrl.algorithms.scores import bradley_terry, step_labels
+from jaxrl.data import Interrupted
+from jaxrl.models import hf
+from jaxrl.models.value import ValueModel
+from jaxrl.recipes.algorithm import precision
+from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
+from jaxrl.roles import Policy, check_finite
+from jaxrl.session import Session
+from jaxrl.spec import resolve
+from jaxrl.telemetry.flops import Speed
+from jaxrl.training.score import make_value_score
+
+EVAL_ROWS = 256  # of held-out rows scored at once
+
+
+def run(config, given=None) -> dict:
+    """Trains and returns the content of summary.json."""
+    with Session(resolve(config), given) as s:
+        job = scoring(open_run(s, with_engine=False))
+        c, model = job.config, Scorer(job, s.total_steps)
+        s.restore(model)
+        s.introduce(describe(job), derived(c))
+        s.say(first_prompt(s, job))
+        speed = Speed(job, model.state.trainable)
+        s.begin(rates=speed.rates)
+        evaluate = Evaluation(s, job, model) if job.eval_sets else None
+        s.before_first_step(evaluate)
+        while s.goes_on():
+            with s.phase("data"):
+                try:
+                    rows, cursor = job.stream.take(s.progress.cursor)
+                except Interrupted:
+                    break
+                batch = batch_of([example for _, example in rows], c)
+            with s.changing():
+                s.fault("update")
+                metrics = one_step(s, job, model, batch)
+                metrics["flops/update"] = speed.operations.update(batch.traj, c.train.share_prompts, head=False)
+                metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
+                s.advance(cursor, samples=len(rows))
+            check_finite(model.state, c.optimizer.max_nonfinite, s.run_dir)
+            s.after_step(metrics | stream_metrics(s, job), evaluate, model.export)
+        return s.finish(evaluate, model.export)
+
+
+@dataclasses.dataclass
+class ScoringJob(Job):
+    """A Job whose parameters are a decoder with a score head instead of its output matrix."""
+
+    @property
+    def tree(self):
+        return ValueModel(self.model, name=self.config.reward_model.head, bias=False)
+
+
+def scoring(job: Job) -> ScoringJob:
+    return ScoringJob(**{field.name: getattr(job, field.name) for field in dataclasses.fields(job)})
+
+
+class Scorer(Policy):
+    """The reward model, with optimizer and update program."""
+
+    def __init__(self, job: ScoringJob, updates: int):
+        super().__init__(job, training.Score(**precision(job)), updates, make_value_score(job.model, put=job.put))
+
+    def start(self, arrays: dict | None) -> None:
+        """From a checkpoint; else from model.path, a language model (the head is then 0) or a sequence classifier with
+        one label; else random with a head at 0."""
+        if arrays is not None:
+            return super().start(arrays)
+        job, m = self.job, self.job.config.model
+        dtype, where = parameters.DTYPES[job.config.train.param_dtype], parameters.param_shardings(job)
+        if m.init == "pretrained":
+            params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype)
+        else:
+            init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.tree.init(key))  # noqa: E731
+            params = jax.jit(init, out_shardings=where)(jax.random.key(job.config.run.seed))
+        self.held = parameters.new_state(job, self.optimizer, self._abstract, params)
+
+    def export(self, folder) -> None:
+        """Writes a sequence classifier with one label."""
+        c, job = self.job.config.checkpoint, self.job
+        hf.export(job.tree, training.merge(self.held.trainable, self.held.frozen), folder, job.hf_config,
+                  c.export_dtype, tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Sequences with the slots at which their scores are read, and what the loss makes of these.
+
+    traj: see training.scored_behind. loss: [K] scores, in the order of the slots -> (loss, derivative [K], metrics).
+    """
+
+    traj: object
+    loss: object
+
+
+def batch_of(examples, c) -> Batch:
+    """Sequences 2 i and 2 i + 1 are the chosen and the rejected answer of example i; with reward_model.kind=steps
+    sequence i is that of example i."""
+    options = c.reward_model
+    if options.kind == "steps":
+        traj = training.scored_behind([e.prompt_ids for e in examples], [e.target_ids for e in examples],
+                                      np.arange(len(examples)), [np.flatnonzero(e.trained) for e in examples])
+        labels = np.concatenate([e.columns["labels"] for e in examples])
+        return Batch(traj, lambda scores: step_labels(scores, labels))
+    prompts = [e.prompt_ids for e in examples for _ in range(2)]
+    answers = [ids for e in examples for ids in (e.target_ids, e.rejected_ids)]
+    pairs = np.arange(len(examples))
+    margin = np.array([e.columns.get(c.data.margin_column) or 0.0 for e in examples])
+    traj = training.scored_behind(prompts, answers, np.repeat(pairs, 2))
+    return Batch(traj, lambda scores: bradley_terry(scores, 2 * pairs, 2 * pairs + 1, margin, options.center))
+
+
+def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
+    """One optimizer step on a batch; returns its metrics."""
+    traj, share = batch.traj, job.config.train.share_prompts
+    layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=share)
+    with s.phase("score"):
+        scores = model.score(traj, layout)[traj.loss_mask]
+        loss, derivative, found = batch.loss(scores)
+    with s.phase("update"):
+        weights = training.score_weights(traj, derivative)
+        packed = (training.pack(traj, m, {}, weights) for m in layout.minibatches[0].microbatches)
+        metrics = host_scalars(model.update(map(model.put, packed)))
+    lengths = traj.completion_lengths - 1  # without the slot
+    return metrics | {f"score/{name}": value for name, value in found.items()} | {
+        "loss": loss,
+        "score/mean": float(scores.mean()),
+        "score/std": float(scores.std()),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
+        "packing/efficiency": layout.efficiency,
+    }
+
+
+class Evaluation:
+    """How often the model is right about held-out rows: pairs whose chosen answer scores higher (equal scores are
+    wrong), steps on the right side of 0."""
+
+    def __init__(self, s, job, model: Scorer):
+        self.s, self.job, self.model = s, job, model
+
+    def __call__(self) -> tuple[dict[str, float], dict, dict]:
+        """(metrics, no records of completions, entry of summary.json); all empty after a stop."""
+        metrics, rows, judged = {}, {}, []
+        for name, dataset in self.job.eval_sets.items():
+            pieces = []
+            for start in range(0, len(dataset), EVAL_ROWS):
+                if self.s.together("held-out rows", lambda: None if self.s.interrupted() else True) is None:
+                    return {}, {}, {}
+                pieces.append(self._scored([dataset[i] for i in range(start, min(start + EVAL_ROWS, len(dataset)))]))
+            count = sum(n for n, _, _ in pieces)
+            for key in dict.fromkeys(k for _, found, _ in pieces for k in found):
+                parts = [(n, found[key]) for n, found, _ in pieces if key in found]
+                metrics[f"eval/{name}/{key}"] = sum(n * v for n, v in parts) / sum(n for n, _ in parts)
+            judged.append((count, metrics[f"eval/{name}/accuracy"]))
+            rows[name] = [row for *_, more in pieces for row in more]
+        metrics["eval/accuracy"] = sum(n * v for n, v in judged) / sum(n for n, _ in judged)
+        if self.s.peers.first:
+            write_rows(self.s.run_dir, self.s.step, rows)
+        return metrics, {}, summary(metrics)
+
+    def _scored(self, examples) -> tuple[int, dict, list[dict]]:
+        """(slots or pairs, metrics, records) of some rows."""
+        job, batch = self.job, batch_of(examples, self.job.config)
+        traj = batch.traj
+        layout = training.make_layout(traj.sizes, job.score_shapes, share_prompts=job.config.train.share_prompts)
+        scores = self.model.score(traj, layout)[traj.loss_mask].astype(np.float64)
+        loss, _, found = batch.loss(scores)
+        each = np.split(scores, np.cumsum(traj.total())[:-1])
+        per = len(each) // len(examples)  # sequences of a row
+        rows = [{"prompt": e.prompt_text, "scores": np.concatenate(each[per * i:per * (i + 1)]).round(6).tolist()}
+                for i, e in enumerate(examples)]
+        return len(scores) // per, found | {"loss": loss}, rows

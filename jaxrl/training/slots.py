@@ -1,0 +1,37 @@
+"""Sequences with slots at which a score is read *behind* tokens, as Trajectories.
+
+A scored slot is read at the token before it (`PackedBatch.sources`). So a sequence gets one more token at its end,
+whose slot reads the last real token; no real token sees it. Packing, layout and shared prompts stay what they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxrl.types import Trajectories
+
+
+def scored_behind(prompts, completions, groups, reads=None, prefixes=None) -> Trajectories:
+    """N sequences prompt + completion + one token (0), with loss_mask True where the slot of a read is.
+
+    Args:
+      prompts, completions: N arrays of token ids; sequences of one prefix have equal prompts.
+      groups: [N], sequences of one group stay in one optimizer step.
+      reads: N ascending int arrays of indices into the completions, after which a score is read; None: after the last
+        token of each sequence, of which there is at least one.
+      prefixes: [N] as Trajectories.prefix; None = the groups.
+    """
+    tokens, mask = [], []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens.append(np.concatenate([prompt, completion, [0]]).astype(np.int32))
+        mask.append(np.zeros(len(tokens[-1]), bool))
+        mask[-1][-1 if reads is None else len(prompt) + np.asarray(reads[i]) + 1] = True
+    offsets, n = np.cumsum([0, *map(len, tokens)]), len(tokens)
+    if (np.diff(offsets) < 2).any():
+        raise ValueError("a sequence without tokens has no score")
+    zeros = np.zeros(offsets[-1], np.float32)
+    return Trajectories(
+        tokens=np.concatenate(tokens), offsets=offsets, loss_mask=np.concatenate(mask), logprobs=zeros,
+        versions=zeros.astype(np.int32) - 1, prompt_lengths=np.array([len(p) for p in prompts], np.int32),
+        group=np.asarray(groups, np.int64), sample=np.zeros(n, np.int32), seed=np.zeros(n, np.uint32),
+        finish=np.zeros(n, np.int8), prefix=None if prefixes is None else np.asarray(prefixes, np.int64))
