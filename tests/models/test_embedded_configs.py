@@ -15,7 +15,8 @@ from jaxrl.errors import ConfigError
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))
 GAMES = [f"{name}:{game}" for name in ("env", "env_sft") for game in ("calc", "guess", "library", "lake")]
-VARIANTS = [*(name for name in CONFIGS if not name.startswith("env")), "dpo:tiny", "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny", *GAMES]
+VARIANTS = [*(name for name in CONFIGS if not name.startswith("env")), "dpo:tiny", "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny",
+            *(f"reward_model:{name}" for name in ("weak", "rl", "rl_weak", "tiny")), *GAMES]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
