@@ -323,6 +323,7 @@ def train(run_dir, *faults):
                             stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_of_saving(tmp_path):
     """kill -9 while one save follows the other, five times in the same directory, each going on from the last."""
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
@@ -348,6 +349,7 @@ def test_killed_at_random_moments_of_saving(tmp_path):
     ("commit", 2, ["00000001", "00000002", "00000003.orbax-checkpoint-tmp"]),
     ("after", 3, ["00000001", "00000002", "00000003"]),
 ])
+@pytest.mark.slow
 def test_killed_at_each_phase_of_a_save(tmp_path, phase, newest, names):
     process = train(tmp_path, f"checkpoint.kill9@step=3,phase={phase}")
     process.communicate(timeout=60)
@@ -368,6 +370,7 @@ def test_killed_at_each_phase_of_a_save(tmp_path, phase, newest, names):
 
 
 @pytest.mark.parametrize("phase", ["before", "arrays"])
+@pytest.mark.slow
 def test_killed_while_resuming(tmp_path, phase):
     saved(tmp_path, [1, 2])
     process = train(tmp_path, f"resume.kill9@step=2,phase={phase}")
@@ -419,6 +422,7 @@ def test_before_commit_runs_when_tensors_are_written_and_nothing_is_visible(tmp_
 # ---- disks that hang
 
 @pytest.mark.parametrize("phase", ["tensors", pytest.param("before", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_disk_that_hangs_ends_the_process_with_a_message(tmp_path, phase):
     """In the background the caller is told and can close; in the caller's own thread nothing but the end of the process is left."""
     fault = f"checkpoint.sleep@step=2,phase={phase},seconds=600"

@@ -214,6 +214,7 @@ def test_an_option_is_named_in_a_test_that_shows_it():
     assert sorted(option for option, mine in tests.items() if not any(mentions(t, option) for t in mine)) == []
 
 
+@pytest.mark.slow
 def test_every_option_is_read_where_it_acts():
     """No option is only parsed, checked and listed."""
     root, seen = Path(jaxrl.__file__).parent, set()

@@ -82,6 +82,7 @@ def test_a_folder_is_the_same_every_time_and_its_words_are_its_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny_tail", *(pytest.param(w, marks=pytest.mark.nightly) for w in ("W1", "W2"))])
+@pytest.mark.slow
 def test_no_sample_ends_by_itself(tmp_path, name):
     """Over a recorded sequence the end and the padding are never within 12 nats of any other token."""
     work = shapes.Work(shapes.make(shapes.SHAPES[name], tmp_path / "work"))

@@ -173,6 +173,7 @@ def compiled_memory(name, length):
                                                     row).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_blockwise_memory_is_linear_in_length():
     small, large = compiled_memory("blockwise", 2048), compiled_memory("blockwise", 8192)
     assert large < 5 * small
@@ -210,6 +211,7 @@ def test_work_is_that_of_the_documents(lengths):
         assert area <= scores <= 1.3 * area, name
 
 
+@pytest.mark.slow
 def test_empty_rows_are_no_work():
     positions = np.arange(512, dtype=np.int32)[None].repeat(2, 0)
     segments = np.stack([np.zeros(512, np.int32), np.repeat([1, 0], [100, 412]).astype(np.int32)])

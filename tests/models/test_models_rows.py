@@ -134,6 +134,7 @@ class Balanced(training.NextToken):
         return loss + self.factor * balance, metrics | {"balance": jax.lax.stop_gradient(balance)}
 
 
+@pytest.mark.slow
 def test_what_layers_say_reaches_the_loss():
     """Summed over the five layers that say it, whether scanned, unrolled or recomputed (in groups, too); dense models
     say nothing."""

@@ -116,6 +116,7 @@ def planned(**options):
     return case, of_case(case, plan.times(case, {})["phases"])
 
 
+@pytest.mark.slow
 def test_a_plan_compares_stalenesses(tmp_path):
     """By roofline at the longest answers, with plan.lengths and with plan.run: from 1 on the busier side works all the time."""
     case, found = planned()

@@ -45,6 +45,7 @@ def runs(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_offloaded_optimizer_learns_the_same(runs):
     device, host = runs["device"].steps, runs["host"].steps
     assert [same(a.after.policy, b.after.policy) and same(a.after.optimizer, b.after.optimizer)
@@ -58,6 +59,7 @@ def test_a_policy_at_rest_is_in_host_memory_while_answers_are_sampled(runs):
     assert memory.HOST not in set.union(*runs["device"].while_sampling)
 
 
+@pytest.mark.slow
 def test_offload_may_change_on_the_way(runs):
     """From the checkpoint of the run without it, with it, and the other way: the last step again, bitwise."""
     for name, offload in (("device", True), ("host", False)):

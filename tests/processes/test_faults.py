@@ -69,7 +69,10 @@ def test_code_may_fire_only_listed_points():
 
 
 def run(code: str):
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """The code as a process that ignores no signal, whatever these tests were started with (nohup)."""
+    heard = f"import signal\nfor s in {[*map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))]}: signal.signal(s, signal.SIG_DFL)\n"
+    heard += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    return subprocess.Popen([sys.executable, "-c", heard + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def busy(process) -> int:

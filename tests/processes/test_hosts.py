@@ -400,6 +400,7 @@ def test_arrays_go_where_they_belong(told):
 @pytest.mark.parametrize("dies, how", [
     (1, "kill9"), pytest.param(1, "raise", marks=pytest.mark.slow), pytest.param(0, "kill9", marks=pytest.mark.slow),
     pytest.param(0, "raise", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
     """Within launch.heartbeat_seconds and a little, also of one that waits where nothing can wake it. (Of process 0 the others
     hear from jax; the launcher says it plainly.)"""

@@ -118,6 +118,7 @@ def held(folder, step):
     return {tuple(map(int, r.id.split("/")[2:])): (r.tokens.tolist(), r.versions[0]) for r in results}, host["parts"]["ahead"]["state"]
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_nothing_is_lost_or_doubled(tmp_path):
     options = dict(rollout__max_staleness=4, rollout__partial=True, train__steps=8, checkpoint__at_end=False)
     with pytest.raises(FaultError):

@@ -131,6 +131,7 @@ def asked(c):
     return teacher, teacher.ask(traj, layout, None), sum(len(m.microbatches) for m in layout.minibatches)
 
 
+@pytest.mark.slow
 def test_a_local_teacher_is_held_as_asked(folder, tmp_path):
     """dtype: of its weights; it computes as the policy does, and its log-probs are float32."""
     said = {}

@@ -65,6 +65,7 @@ def test_a_checkpoint_holds_adapters_their_moments_and_the_base_s_digest(finishe
     assert moments == own
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_runs_are_bitwise_one_run(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     for later in ("00000002", "00000003"):

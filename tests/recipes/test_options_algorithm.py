@@ -668,6 +668,7 @@ def raw_returns(step):
     return step.columns["return"][step.batch.traj.loss_mask].astype(float) * std + running["mean"]
 
 
+@pytest.mark.slow
 def test_the_critic_has_its_own_number_of_updates(ppo):
     """critic.num_minibatches=4 per step, the policy's is 2."""
     for i, step in enumerate(ppo.steps):
@@ -701,6 +702,7 @@ def test_targets_are_normalised_by_running_statistics(ppo):
     assert np.sqrt(running["squares"] / running["count"]) == pytest.approx(both.std(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_values_are_clipped_around_those_of_the_steps_start(ppo, shared):
     """At the first of a step's updates nothing has moved; afterwards values moved by more than 0.1. value_clip=0 clips none."""
     fractions = [[m["value/clip_fraction"] for m in step.critic_updates] for step in ppo.steps]
@@ -732,6 +734,7 @@ def test_a_reset_starts_the_optimizers_state_anew(ppo):
     assert [[int(x.count) for x in n if is_schedule(x)] for n in nodes] == [[0], [2], [4], [6]]
 
 
+@pytest.mark.slow
 def test_critic_reference_and_statistics_are_resumed_bitwise(ppo, resumed):
     third, fourth = ppo.steps[2:]
     (again,) = resumed
@@ -827,6 +830,7 @@ def own(tmp_path_factory):
     return steps
 
 
+@pytest.mark.slow
 def test_an_own_advantage_and_an_own_policy_loss_in_a_run(own):
     for step in own:
         traj, columns = step.batch.traj, step.columns
@@ -860,6 +864,7 @@ def critic_of(changes, open_job):
     return critic
 
 
+@pytest.mark.slow
 def test_but_for_its_rate_the_critics_optimizer_is_the_policys(open_job):
     """optimizer.b1, b2 and weight_decay: two updates are those of the policy's optimizer at critic.lr."""
     mine = {"critic.lr": 0.1, "optimizer.b1": 0.5, "optimizer.b2": 0.6, "optimizer.weight_decay": 0.3}
@@ -908,6 +913,7 @@ def test_the_values_bound_is_the_configs(open_job, monkeypatch):
 
 
 @pytest.mark.parametrize("whose", ["optimizer.max_grad_norm", "critic.optimizer.max_grad_norm"])
+@pytest.mark.slow
 def test_the_critics_gradient_is_clipped_too(open_job, whose):
     """By optimizer.max_grad_norm, or its own: plain SGD at rate 1 moves exactly that far."""
     critic = critic_of({"optimizer.name": "optax:sgd", "critic.lr": 1.0, whose: 0.01}, open_job)
@@ -934,6 +940,7 @@ def test_the_critic_is_sharded_like_the_policy(open_job):
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
     """critic.path: a sequence classifier with one label; its score at each token is the critic's value there. critic.head: under
     another name of its head."""

@@ -358,6 +358,7 @@ def test_tensorboard_has_histograms_of_what_the_host_holds(first):
     assert [e.histogram_value.sum for e in shown.Histograms("histogram/length")] == tokens
 
 
+@pytest.mark.slow
 def test_a_trace_names_the_step_the_parts_of_the_model_and_pythons_calls(third, folder):
     profile = folder / "run" / "profile"
     trace, = profile.rglob("*.trace.json.gz")

@@ -64,6 +64,7 @@ def whole_loss(name, s, r, lengths, table, beta, z0):
 @pytest.mark.parametrize("name, layout", [("dpo", "padded"), ("dpo", "packed"), ("dpo", "packed_shared_8_microbatches"),
                                           *(pytest.param(*case, marks=pytest.mark.slow) for case in (
                                               ("aot", "packed_shared_8_microbatches"), ("orpo", "packed"), ("kto", "packed")))])
+@pytest.mark.slow
 def test_the_update_is_that_of_the_whole_loss(name, layout):
     """Score, derivative on [N] numbers, and NextToken's update give the gradient of the whole loss, however it is packed."""
     assert layout in LAYOUTS
@@ -156,6 +157,7 @@ def test_keys_are_of_prompt_and_answer():
 
 
 @pytest.mark.parametrize("loss, rows", [("simpo", ROWS), ("orpo", ROWS), ("nll", ROWS)])
+@pytest.mark.slow
 def test_losses_that_need_no_reference_load_none(loss, rows, tmp_path, monkeypatch):
     def none(*a):
         raise AssertionError("a reference")

@@ -242,6 +242,7 @@ def test_sigterm_does_not_wait_for_rewards(tmp_path):
     assert status == 0 and "stopped at step 1 of 8" in text, text
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_cleanly_and_the_same_command_goes_on(tmp_path):
     status, text = run(tmp_path / "run", "faults.plan='rollout.term@step=4',", "checkpoint.every_steps=0")
     assert status == 0 and "stopped at step 3 of 8" in text, text
@@ -269,6 +270,7 @@ def test_one_config_on_four_devices_is_the_same_run(tmp_path, unbroken):
             assert a[key] == pytest.approx(b[key], rel=0.05), key
 
 
+@pytest.mark.slow
 def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
     summary = jaxrl.train(config(tmp_path, "sft", train__steps=30, log__every_steps=10))
     got = lines(tmp_path / "run")
@@ -281,6 +283,7 @@ def test_sft_lowers_the_loss_and_trains_on_the_end_token(tmp_path):
         assert clock["tokens_per_second"] == pytest.approx(line["rollout/tokens"] / (clock["step"] - clock.get("checkpoint", 0)))
 
 
+@pytest.mark.slow
 def test_a_python_reward_replaces_the_configs_and_a_redirected_log_shows_life(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(console, "FIRST", 0.02)
     monkeypatch.setattr(console, "POLL", 0.01)

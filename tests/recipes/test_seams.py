@@ -19,6 +19,7 @@ from jaxrl.registry import RECIPES
 from jaxrl.schema import SCHEMA
 
 
+@pytest.mark.slow
 def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
     """Place one: its row, with default, bound and meaning. Place two: the function. A run trains with it, and its bound is kept."""
     monkeypatch.setitem(SCHEMA["algorithm"], "haste", Option(1.0, "factor on every token's loss", bound=">0"))

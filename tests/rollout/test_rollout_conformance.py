@@ -386,6 +386,7 @@ def no_engine(context):
             engine(engine=f"{tmp_path}/mine.py:{name}")
 
 
+@pytest.mark.slow
 def test_a_run_on_somebody_elses_engine(tmp_path):
     """Its log-probs are the trainer's, the reward rises from weights that arrive, what it does not have is absent."""
     c = tiny_job.get_config()

@@ -81,6 +81,7 @@ def test_samples_are_bitwise_the_same_under_permutation_refill_and_other_neighbo
             assert_same(r, first[r.id])
 
 
+@pytest.mark.slow
 def test_the_draw_repeated_in_float64_gives_the_same_tokens_beyond_a_margin(fixed):
     asked = requests(40, seed=22, top_p=0.9)
     close = total = 0
@@ -110,6 +111,7 @@ def test_batch_one_and_sixty_four_agree_to_the_margin(compact):
     narrow.close()
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up(compact):
     """Listens to jax itself: training, evaluation, every option, other batch sizes and new weights share programs."""
     compiled, listening = [], [True]
@@ -179,6 +181,7 @@ def test_every_static_length_agrees_with_the_scorer(compact):
     assert {("prefill", 8), ("prefill", 20), ("decode", 64, 32), ("decode", 64, 44)} <= set(compact._programs.compiled)
 
 
+@pytest.mark.slow
 def test_once_requests_differ_every_program_is_there_before_it_is_needed():
     made, beside = engine(slots=16, prompt_lengths=(4, 8, 20), cache_lengths=(32, 44)), Compilations()
     generate(made, [Request("alone", prompt(3, 6), SamplingParams(max_new_tokens=4), seed=1)], TIMEOUT)
@@ -217,6 +220,7 @@ def test_the_cache_is_updated_in_place(compact):
     assert all(a.is_deleted() for a in before)
 
 
+@pytest.mark.slow
 def test_bf16_engine_with_a_copy_of_the_weights_and_a_bound_on_total_length():
     cfg = config(slots=8, dtype="bf16", prompt_lengths=(20,))
     cfg.train.max_sequence_tokens = 25

@@ -74,6 +74,7 @@ def watched(engine, monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_tiles_of_the_engine(monkeypatch):
     """Groups, refill, compaction, new weights under way; the tiles go to XLA's programs, which have no use for them."""
     engine = made("auto")

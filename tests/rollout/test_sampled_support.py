@@ -35,6 +35,7 @@ def answered():
     return asked, results
 
 
+@pytest.mark.slow
 def test_the_engine_tells_its_support(answered):
     seen = set()
     for a, r in zip(*answered, strict=True):

@@ -525,6 +525,7 @@ def test_parity_names_the_cause(means, cause):
     assert any(line.startswith(cause) or cause in line for line in said)
 
 
+@pytest.mark.slow
 def test_parity_of_the_embedded_engine(tmp_path, capsys):
     config = tiny_job.get_config()
     config.run.mode, config.run.dir, config.log.console, config.run.compile_cache = "parity", str(tmp_path), "plain", ""

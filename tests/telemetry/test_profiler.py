@@ -39,6 +39,7 @@ def traced(folder):
 @pytest.mark.parametrize(
     "steps, begin, expected", [((2, 3), 0, [2, 3]), ((1, 1), 0, [1]), ((2, 4), 2, [3, 4]), ((4, 9), 0, [4, 5])]
 )
+@pytest.mark.slow
 def test_the_steps_asked_for_are_traced(tmp_path, steps, begin, expected):
     run(Profiler(steps, tmp_path / "profile"), 5 - begin, begin)
     assert traced(tmp_path / "profile") == expected

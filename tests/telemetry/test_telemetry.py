@@ -229,6 +229,7 @@ def test_tensorboard_has_scalars_samples_and_config_and_hides_what_a_resume_repe
     assert "2 + 2?" in text_of(accumulator, "sample/test/0") and "It is 4." in text_of(accumulator, "sample/test/0")
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path):
     c = config(wandb=True, wandb_mode="offline", wandb_project="p", wandb_group="g", wandb_name="n", tensorboard=False)
     t = Telemetry(tmp_path, c, 10)

@@ -60,6 +60,7 @@ def test_the_guard_lets_programs_and_puts_pass():
     np.testing.assert_array_equal(y + z, np.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arg, options", [
     (None, {"algorithm.kl.coef": 0.1, "algorithm.num_minibatches": 2, "train.tokens_per_microbatch": 256}),
     (None, {"algorithm.preset": "ppo", "algorithm.num_minibatches": 2, "algorithm.ppo_epochs": 2}),
