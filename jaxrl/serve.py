@@ -33,6 +33,7 @@ from jaxrl.models import hf
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.apart import asked_rank
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.rollout.vllm.servers import OwnServers
 
@@ -74,7 +75,8 @@ class Host:
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
         dtype = DTYPES.get(config.rollout.dtype) or DTYPES.get(config.train.compute_dtype, "")
-        self.servers = OwnServers(config, hf_config, dtype, own, key)
+        rank = asked_rank(config.lora) if config.lora.publish == "adapter" else 0
+        self.servers = OwnServers(config, hf_config, dtype, own, key, lora_rank=rank)
         name, here = reached_at(v.host)
         self.urls = [f"http://{name}:{port}" for port in self.servers.ports]
         self.controls = [adapter.Control(f"http://{here}:{port}", key, v.health_seconds) for port in self.servers.ports]

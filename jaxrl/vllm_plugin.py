@@ -5,7 +5,8 @@ an engine's own environment is enough. It
 
 - registers the weight transfer backend `jaxrl`, which takes tensors from a file in shared memory, over HTTP or by NCCL,
 - has the middleware that asks for a key at every door of the server (`Guard`),
-- adds worker methods that tell what is loaded (`jaxrl_info`) and its checksums per HF tensor (`jaxrl_digests`),
+- adds worker methods that tell what is loaded (`jaxrl_info`), its checksums per HF tensor (`jaxrl_digests`) and those
+  of an adapter's files (`jaxrl_adapter`),
 - keeps vLLM from packing linear weights on the CPU, after which no reload would reach them,
 - ends the process when the trainer that started it is gone.
 """
@@ -93,6 +94,7 @@ def _add_worker_methods() -> None:
 
     WorkerBase.jaxrl_info = info
     WorkerBase.jaxrl_digests = digests
+    WorkerBase.jaxrl_adapter = adapter
 
 
 # ---- the doors -------------------------------------------------------------------------------------------------------
@@ -371,6 +373,7 @@ def info(worker) -> dict:
         "max_model_len": config.model_config.max_model_len, "machine": machine(),
         "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
         "missing": sorted(getattr(engine, "names", set()) - getattr(engine, "received", set())),
+        "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
     }
 
 
@@ -393,6 +396,15 @@ def digests(worker) -> str:
                        for name, piece, place in pieces(model)})
 
 
+def adapter(worker, path: str) -> str:
+    """JSON of [SHA-256 of an adapter's two files as this worker reads them, how many adapters it holds]."""
+    sums = []
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        with open(os.path.join(path, name), "rb") as f:
+            sums.append(hashlib.file_digest(f, "sha256").hexdigest())
+    return json.dumps([sums, len(worker.list_loras())])
+
+
 def digest(tensor) -> str:
     import torch
 
@@ -405,7 +417,8 @@ def pieces(model) -> Iterator[tuple]:
     modules = dict(model.named_modules())
     for full, parameter in model.named_parameters():
         path, _, leaf = full.rpartition(".")
-        module, (parent, _, own) = modules[path], path.rpartition(".")
+        module, path = modules[path], path.removesuffix(".base_layer")  # what vLLM wraps for adapters
+        full, (parent, _, own) = f"{path}.{leaf}", path.rpartition(".")
         data = parameter.data
         if hasattr(module, "total_num_kv_heads"):  # QKVParallelLinear
             size, rank = module.head_size, module.tp_rank

@@ -73,8 +73,9 @@ class Said(logging.Handler):
 
 
 @contextlib.contextmanager
-def own_servers(replicas=1, eos=(END,), publish=True, **options):
-    """An engine with servers of its own; options are of rollout.vllm, or of rollout after 'rollout_'."""
+def own_servers(replicas=1, eos=(END,), publish=True, of=None, **options):
+    """An engine with servers of its own; options are of rollout.vllm, or of rollout after 'rollout_'. of: (model, parameters) in the place
+    of rollout_helpers'."""
     folder = tempfile.mkdtemp(prefix="vllm-case-")
     cfg = config(engine="vllm", seeded="true")
     cfg.run.dir = folder
@@ -82,10 +83,11 @@ def own_servers(replicas=1, eos=(END,), publish=True, **options):
     for name, value in options.items():
         group, key = (cfg.rollout, name.removeprefix("rollout_")) if name.startswith("rollout_") else (cfg.rollout.vllm, name)
         group[key] = value
-    made = VllmEngine(EngineContext(cfg, model(), tokenizer(), None, eos, HF))
+    served, values = of or (model(), params())
+    made = VllmEngine(EngineContext(cfg, served, tokenizer(), None, eos, HF))
     try:
         if publish:
-            made.publish(params(), 0)
+            made.publish(values, 0)
         yield made
     finally:
         pids = [p.pid for p in made.fleet.processes]

@@ -103,10 +103,11 @@ def warn_of_visible_key() -> None:
 GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 
-def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool,
-           key: str) -> tuple[list[str], dict[str, str]]:
+def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
+           lora_rank: int = 0) -> tuple[list[str], dict[str, str]]:
     """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights.
-    With a key, which goes by the environment, nothing but /health is open without it; without one everything is."""
+    With a key, which goes by the environment, nothing but /health is open without it; without one everything is.
+    lora_rank: largest rank of adapters that it has to serve; 0 = none."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
@@ -121,6 +122,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         flags |= {"enforce-eager": True, "block-size": 32}  # and refuses sleep mode; asked to sleep, it frees nothing
         flags.pop("gpu-memory-utilization")
         flags.pop("enable-sleep-mode")
+    if lora_rank:  # one adapter, whose versions follow each other
+        flags |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": lora_rank}
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
     command = [v.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [word for name, value in flags.items() for word in words(name, value)]
@@ -130,6 +133,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
     if config.run.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
+    if lora_rank:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     env |= {k: str(value) for k, value in v.env.to_dict().items()}
     return command, env | ({KEY: key} if key else {})
 
@@ -152,7 +157,8 @@ def words(name: str, value) -> list[str]:
 GENERATE = "/inference/v1/generate"
 
 
-def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool) -> dict:
+def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool, model: str = "") -> dict:
+    """model: the adapter that answers; "" = the base."""
     s = request.sampling
     params = {
         "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k if s.top_k > 0 else 0, "min_p": s.min_p,
@@ -163,7 +169,8 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
     if seeded:
         params["seed"] = int(request.seed)
     ids = np.asarray(request.prompt).tolist()
-    return {"request_id": request.id, "token_ids": ids, "sampling_params": params, "stream": stream}
+    payload = {"request_id": request.id, "token_ids": ids, "sampling_params": params, "stream": stream}
+    return payload | ({"model": model} if model else {})
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
@@ -290,7 +297,28 @@ class Control:
         """Loads a checkpoint folder; vLLM warns of missing tensors only, so what arrived has to be probed."""
         self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
         self.rpc("reload_weights", weights_path=path)
+        self.update_version(version)
+
+    def update_version(self, version: str) -> None:
         self._call("POST", "/update_weight_version", {"new_version": version})
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Under a name of its own: one that is loaded again "in place" is read from disk for every batch, and the
+        prefix cache knows an adapter by name and path."""
+        self.unload_adapter(name)
+        self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets a name; one that is not loaded is no error."""
+        try:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except Refused as e:
+            if "cannot be found" not in str(e):
+                raise
+
+    def adapter_digests(self, path: str) -> list[list]:
+        """[[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it holds] of every worker."""
+        return [json.loads(text) for text in self.rpc("jaxrl_adapter", path=path)]
 
     def weight_version(self) -> str:
         return str(self._call("GET", "/weight_info").get("weight_version"))

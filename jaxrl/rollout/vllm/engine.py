@@ -22,6 +22,7 @@ from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.protocol import Engine, EngineInfo, EngineLost, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.apart import needed_rank
 from jaxrl.rollout.vllm.options import longest
 from jaxrl.rollout.vllm.publish import Publisher
 from jaxrl.rollout.vllm.router import Replica, Router
@@ -58,7 +59,8 @@ class VllmEngine(Engine):
         self._closed = self._resting = False
         self._ids: set[str] = set()  # of unfinished requests
         first = self.group.index * options.replicas  # several processes may share a host
-        started = OwnServers(config, context.hf_config, self.dtype, folder, self.key, first) if own else None
+        rank = needed_rank(context.model.adapter)
+        started = OwnServers(config, context.hf_config, self.dtype, folder, self.key, first, rank) if own else None
         known = [] if own else first_servers(config, self.group)
         urls = started.urls if own else share_of(known, self.group)
         # on the CPU every request draws from a stream of its own anyway; on GPUs seeds cost vLLM's fast sampler

@@ -11,6 +11,7 @@ LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer
 BOTH_MEMORY = 0.9  # of a GPU that jax and a vLLM server share side by side
 PROBE_PROMPT, PROBE_TOKENS = 8, 16
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that a server can be started for (MaxLoRARanks in vllm/config)
 
 
 def server_folder(servers) -> Path | None:
@@ -38,3 +39,8 @@ def longest(config) -> int:
 def served(config) -> int:
     """Longest sequence of a server of ours: that of the run, or the publisher's probe."""
     return config.rollout.vllm.max_model_len or max(longest(config), PROBE_PROMPT + 1)
+
+
+def lora_rank(rank: int) -> int:
+    """The --max-lora-rank of a server for adapters up to a rank; 0 where none serves it."""
+    return next((r for r in LORA_RANKS if r >= rank), 0)

@@ -21,7 +21,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rollout import weights
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import Request, SamplingParams
-from jaxrl.rollout.vllm import adapter, transport
+from jaxrl.rollout.vllm import adapter, apart, transport
 from jaxrl.rollout.vllm.options import PROBE_PROMPT, PROBE_TOKENS, served, server_folder
 from jaxrl.vllm_plugin import BACKEND, machine
 
@@ -47,6 +47,7 @@ class Publisher:
         self.folder, self.fleet, self.router, self.run_id = folder, fleet, fleet.router, run_id
         self.met: set[int] = set()  # servers whose weights were verified since they were started
         self.transport = None
+        self.apart: apart.Folders | None = None  # where adapters are published apart from the base
         self._params, self.version = None, -1  # of a publish that is under way
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
@@ -60,6 +61,8 @@ class Publisher:
         self._pool.shutdown(wait=True)
         if self.transport is not None:
             self.transport.close()
+        if self.apart is not None:
+            self.apart.close()
 
     def choose_transport(self) -> None:
         """Decides how weights travel, from what the servers said. Raises ConfigError where the choice cannot work."""
@@ -83,7 +86,11 @@ class Publisher:
                  "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(first)),
                  "nccl": lambda: transport.Broadcast(self.options.sync_seconds)}
         self.transport = makes[choice]()
-        log.info("vLLM: weights by %s", choice)
+        if self.model.adapter is not None:
+            near = isinstance(self.transport, transport.SharedMemory)
+            self.apart = apart.Folders(self.model, self.dtype,
+                                       (self.transport.folder if near else self.folder) / "adapters")
+        log.info("vLLM: weights by %s%s", choice, f", adapters in {self.apart.folder}" if self.apart else "")
 
     # ---- one publish -------------------------------------------------------------------------------------------------
 
@@ -107,6 +114,8 @@ class Publisher:
                     except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
             replicas = [r for r in left if errors.get(r.index) is not None]
+            if self.apart is not None:  # whole again, since nobody knows how far they came
+                self.met -= {r.index for r in replicas}
             if not replicas:
                 break
             for r in replicas:
@@ -119,46 +128,64 @@ class Publisher:
 
     def _push(self, replicas, report: dict) -> dict[int, Exception]:
         """One full update of several servers; returns the error of each that failed."""
-        self.router.current_version = self.version
+        self.router.current_version, version = self.version, f"{self.run_id}-{self.version}"
         errors: dict[int, Exception] = {}
         first = any(r.index not in self.met for r in replicas)
         verify = self.config.rollout.verify_weights == "always" or (
             self.config.rollout.verify_weights == "first" and first)
-        self._digests = {} if verify else None
 
-        def each(action):
-            live = [r for r in replicas if r.index not in errors]
+        def each(action, among=replicas):
+            live = [r for r in among if r.index not in errors]
             for r, future in [(r, self._pool.submit(action, self.fleet.controls[r.index])) for r in live]:
                 try:
                     future.result()
                 except (adapter.ServerError, adapter.Refused) as e:
                     errors[r.index] = e
 
+        whole = [r for r in replicas if self._lacks_base(r)]
         each(self._open)
-        version = f"{self.run_id}-{self.version}"
-        if isinstance(self.transport, transport.Checkpoint):
-            path = self.transport.write(self.model, self._params, self.hf_config, self.dtype, self.version)
-            report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
-            each(lambda c: c.reload(str(path), version))
-        else:
-            names = weights.names(self.model)
-            greetings = self.transport.greet({r.url: len(self.fleet.infos[r.index]) for r in replicas})
-            try:
-                self.transport.meet(self._sender.submit(
-                    each, lambda c: c.init_transfer(names, self.transport.announcement(), greetings[c.url])))
-                each(lambda c: c.start_update())
-                self._stream(each, errors, report, verify)
-            except adapter.ServerError as e:  # of what all take part in together
-                self.transport.reset()
-                return {r.index: errors.get(r.index, e) for r in replicas}
-            each(lambda c: c.finish_update(version))
-            each(_all_arrived)
+        if whole or not verify:
+            self._digests = {} if verify else None
+        if whole and (failure := self._bring(whole, functools.partial(each, among=whole), errors, report, version)):
+            return {r.index: errors.get(r.index, failure) for r in replicas}
+        if self.apart is not None:
+            report["bytes"] += self.apart.write(self._params, version).size
+            self.router.model = version
+            each(lambda c: self.apart.load(c, version))
         each(self._empty_cache)
         each(lambda c: _confirm(c, version))
         each(lambda c: self.fleet.memories[c.url].close())
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
         self.met |= {r.index for r in replicas if r.index not in errors}
         return errors
+
+    def _lacks_base(self, replica) -> bool:
+        """Whether a server needs whole weights: always, unless it has the base and is given an adapter to it."""
+        return (self.apart is None or replica.index not in self.met
+                or self.fleet.memories[replica.url].state != "awake")  # what sleeps keeps no weights
+
+    def _bring(self, replicas, each, errors, report, version: str) -> Exception | None:
+        """Whole weights to some servers, the base where adapters are apart. Returns what failed of that in which all
+        take part together."""
+        model = self.model.base
+        if isinstance(self.transport, transport.Checkpoint):
+            path = self.transport.write(model, self._params, self.hf_config, self.dtype, self.version)
+            report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+            each(lambda c: c.reload(str(path), version))
+            return None
+        names = weights.names(model)
+        greetings = self.transport.greet({r.url: len(self.fleet.infos[r.index]) for r in replicas})
+        try:
+            self.transport.meet(self._sender.submit(
+                each, lambda c: c.init_transfer(names, self.transport.announcement(), greetings[c.url])))
+            each(lambda c: c.start_update())
+            self._stream(each, errors, report, self._digests is not None)
+        except adapter.ServerError as e:
+            self.transport.reset()
+            return e
+        each(lambda c: c.finish_update(version))
+        each(_all_arrived)
+        return None
 
     def _open(self, control) -> None:
         """Still, and with memory for weights."""
@@ -169,7 +196,7 @@ class Publisher:
     def _stream(self, each, errors, report, verify: bool) -> None:
         """Every chunk is converted and written while the servers read the one before."""
         most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, None, 0
-        for chunk in weights.chunks(self.model, self._params, self.dtype, most, host=self.transport.host):
+        for chunk in weights.chunks(self.model.base, self._params, self.dtype, most, host=self.transport.host):
             if verify:
                 self._digests.update({name: np.asarray(array) for name, array in chunk} if self._needs_pieces() else {
                     name: transport.digest(np.asarray(array)) for name, array in chunk})
@@ -201,6 +228,9 @@ class Publisher:
         infos = self.fleet.infos.get(replica.index) or []
         if self._digests is not None and infos and not any(i["quantized"] for i in infos):
             self._compare(replica)
+        if self.apart is not None and infos and (wrong := self.apart.check(self.fleet.controls[replica.index])):
+            raise WeightMismatch(f"{replica.url} does not hold the adapter of version {self.version}: {wrong}; "
+                                 "adapters reach servers as folders: let it see this disk, or set lora.publish=merged")
         self._probe(replica)
 
     def _compare(self, replica) -> None:
@@ -244,7 +274,7 @@ class Publisher:
         prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
         new = min(PROBE_TOKENS, served(self.config) - PROBE_PROMPT)
         request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
-        payload = adapter.generate_payload(request, (), seeded=True, stream=False)
+        payload = adapter.generate_payload(request, (), True, False, self.router.model)
         tokens, logprobs, _, _ = adapter.parse_choice(self.fleet.controls[replica.index].generate(payload))
         ours = sequence_logprobs(self.model, self._params, np.concatenate([prompt, tokens]).astype(np.int32))
         return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())

@@ -254,7 +254,7 @@ class Router:
 
     async def _ask(self, request: Request, replica: Replica) -> Result:
         stops = request.sampling.stop
-        payload = adapter.generate_payload(request, self.end_ids, self.seeded, stream=bool(stops))
+        payload = adapter.generate_payload(request, self.end_ids, self.seeded, bool(stops), self.model)
         url = replica.url + adapter.GENERATE
         if stops:
             tokens, logprobs, finish, spans = await self._streamed(url, payload, request)
@@ -276,7 +276,7 @@ class Router:
         return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32),
                       np.zeros(len(tokens), np.float32), versions, finish, request.seed)
 
-    current_version = -1
+    current_version, model = -1, ""  # of the weights that were given last; the adapter that answers, "" = the base
 
     async def _streamed(self, url, payload, request):
         """Tokens piece by piece; leaving the stream at a stop string ends the request in the server."""

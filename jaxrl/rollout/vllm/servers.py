@@ -16,6 +16,7 @@ from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.apart import needed_rank
 from jaxrl.rollout.vllm.options import listed, served, server_folder
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.router import Replica, Router
@@ -34,16 +35,18 @@ class OwnServers:
       config: the whole config. hf_config: of the model. dtype: a numpy name; "" = what the build of vLLM computes in.
       folder: for their logs and the model's description. key: that they ask for.
       first: servers before them on this host, where ports are counted from rollout.vllm.port.
+      lora_rank: largest rank of adapters that are published apart from the base; 0 = none.
 
     Raises ConfigError where vLLM cannot be started here.
     """
 
-    def __init__(self, config, hf_config: dict, dtype: str, folder: Path, key: str, first: int = 0):
+    def __init__(self, config, hf_config: dict, dtype: str, folder: Path, key: str, first: int = 0,
+                 lora_rank: int = 0):
         v = config.rollout.vllm
         version, self.cpu = adapter.installed(v.python)
         if notice := adapter.check_version(version, "rollout.engine=vllm"):
             log.warning(notice)
-        self.config, self.folder, self.key = config, folder, key
+        self.config, self.folder, self.key, self.lora_rank = config, folder, key, lora_rank
         self.dtype = dtype or ("float32" if self.cpu else "bfloat16")
         write_model_folder(folder / "model", hf_config)
         self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
@@ -57,7 +60,7 @@ class OwnServers:
     def _started(self, i: int) -> ServerProcess:
         self.up[i], self._silent[i], self._began[i] = False, 0, time.monotonic()
         command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, served(self.config),
-                                      self.ports[i], self.cpu, self.key)
+                                      self.ports[i], self.cpu, self.key, self.lora_rank)
         if devices := self.config.rollout.vllm.devices:
             env["CUDA_VISIBLE_DEVICES"] = devices[i]
         return ServerProcess(command, env, self.folder / f"server_{i}.log")
@@ -239,6 +242,10 @@ class Fleet:
             if info["protocol"] != PROTOCOL:
                 raise ConfigError(f"{replica.url}: its jaxrl plugin speaks protocol {info['protocol']}, this jaxrl "
                                   f"{PROTOCOL}; install the same jaxrl on both sides")
+            if (rank := needed_rank(self.model.adapter)) > info.get("lora_rank", 0):
+                raise ConfigError(f"{replica.url} serves adapters up to rank {info.get('lora_rank', 0)}, this run "
+                                  f"needs {rank}: start it with --enable-lora --max-lora-rank {rank} and with "
+                                  "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, or set lora.publish=merged")
             if info["vocab_size"] != self.model.config.vocab_size:
                 raise ConfigError(f"{replica.url} serves {info['model']} with a vocabulary of {info['vocab_size']}, "
                                   f"this model has {self.model.config.vocab_size}: it is another model")

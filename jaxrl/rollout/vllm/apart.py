@@ -1,0 +1,107 @@
+"""Adapters apart from the base: vLLM servers keep the base and load a folder of each version at run time.
+
+The base goes first, since every update of it drops the adapters of a server; then adapters alone are published. Each
+version is a folder of its own under a name of its own, because the prefix cache knows an adapter by name and path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import peft
+from jaxrl.models.adapter_init import is_shifted
+from jaxrl.models.selection import table
+from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.options import LORA_RANKS, lora_rank
+
+
+def needed_rank(found) -> int:
+    """The --max-lora-rank that a models.adapters.Adapter needs; 0 without one.
+
+    Raises ConfigError for an adapter that vLLM does not serve.
+    """
+    if found is None:
+        return 0
+    if found.saved:
+        raise ConfigError(f"lora.publish=adapter: vLLM serves no modules that were trained whole ({found.saved[0]}, "
+                          "lora.modules_to_save); set lora.publish=merged")
+    rank = max(t.rank for t in found.targets) * (2 if found.shifted else 1)
+    if not lora_rank(rank):
+        twice = ", twice that of training since it began as a part of the base" * found.shifted
+        raise ConfigError(f"lora.publish=adapter: vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {rank}{twice}; "
+                          "set lora.publish=merged, or lower lora.rank")
+    return lora_rank(rank)
+
+
+def asked_rank(options) -> int:
+    """The same from config.lora alone, for servers that are started before there is a model: of the largest rank that
+    it names, or that the folder lora.path does. 0 where no server serves it."""
+    if options.path:
+        given = peft.source(options.path).config
+        ranks = (given["r"], *(given.get("rank_pattern") or {}).values())
+    else:
+        ranks = (options.rank, *table("rank_pattern", options.rank_pattern, int).values())
+    return lora_rank(max(ranks) * (2 if is_shifted(options.init) else 1))
+
+
+class Version(NamedTuple):
+    """One version's adapter: its name for requests, its folder, SHA-256 of its files and their bytes."""
+
+    name: str
+    path: Path
+    digests: list[str]
+    size: int
+
+
+class Folders:
+    """Adapters of a run as folders.
+
+    Args:
+      model: with its adapter. dtype: of the engine. folder: where servers see it.
+    """
+
+    def __init__(self, model, dtype, folder: Path):
+        self.model, self.dtype, self.folder = model, dtype, Path(folder).resolve()
+        self.loaded: dict[str, str] = {}  # server -> name of the adapter that it has
+        self.current: Version | None = None
+
+    def write(self, params, name: str) -> Version:
+        """A version's folder; those of earlier ones go, since no request asks for them any more."""
+        path = self.folder / name
+        if self.current is None or self.current.name != name:
+            peft.write_plain(path, self.model, params, self.dtype)
+            files = [(path / file).read_bytes() for file in (peft.CONFIG, peft.WEIGHTS)]
+            self.current = Version(name, path, [hashlib.sha256(f).hexdigest() for f in files], sum(map(len, files)))
+            for old in self.folder.iterdir():
+                if old.name != name:
+                    shutil.rmtree(old, ignore_errors=True)
+        return self.current
+
+    def load(self, control, weight_version: str) -> None:
+        """Gives one server the current adapter instead of the one before."""
+        version = self.current
+        control.load_adapter(version.name, str(version.path))
+        if (old := self.loaded.get(control.url, version.name)) != version.name:
+            control.unload_adapter(old)
+        self.loaded[control.url] = version.name
+        control.update_version(weight_version)
+
+    def check(self, control) -> str:
+        """Empty where every worker of a server reads the files that were written and holds an adapter, else what is
+        wrong."""
+        try:
+            for found, held in control.adapter_digests(str(self.current.path)):
+                if found != self.current.digests:
+                    return f"its {self.current.path} holds other files"
+                if not held:
+                    return "it holds no adapter"
+        except adapter.ServerError as e:
+            return f"it cannot read {self.current.path}: {e}"
+        return ""
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
