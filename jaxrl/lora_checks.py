@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from jaxrl.algorithm_checks import no_effect
 from jaxrl.config import get
+from jaxrl.errors import ConfigError
+from jaxrl.models import peft
 from jaxrl.models.adapter_init import NAMES as INITS
 from jaxrl.models.adapter_init import is_init, is_shifted
+from jaxrl.models.selection import table
 from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import engine_of
+from jaxrl.rollout.vllm.apart import asked_rank
+from jaxrl.rollout.vllm.options import LORA_RANKS
 from jaxrl.schema import SCHEMA
 from jaxrl.spec import lora_on
 
@@ -40,8 +45,7 @@ def lora(cfg) -> list[str]:
     if cfg.lora.dropout and cfg.run.recipe not in DROPS:
         out.append(f"lora.dropout={cfg.lora.dropout} with run.recipe={cfg.run.recipe}: what is scored or sampled would "
                    "be another policy than the one that is updated; set 0")
-    if cfg.lora.publish == "adapter" and recipe_of(cfg).samples and not engine_of(cfg).on_mesh:
-        out.append(f"lora.publish=adapter with {engine_of(cfg).title}: it is given whole models; set merged")
+    out += _start(cfg.lora) + (_apart(cfg) if cfg.lora.publish == "adapter" and recipe_of(cfg).samples else [])
     if "reference" in cfg.mesh.roles and not cfg.reference.path:
         out.append("mesh.roles.reference with adapters: the reference is the policy's own base and lies with it; leave "
                    "it out, or name another one with reference.path")
@@ -54,6 +58,45 @@ def lora(cfg) -> list[str]:
     if cfg.run.mode == "plan":
         out.append("run.mode=plan with lora.rank: plans do not count adapters; plan the full training, whose memory is "
                    "an upper bound")
+    return out
+
+
+def _start(o) -> list[str]:
+    """Patterns and inits."""
+    try:
+        ranks = table("rank_pattern", o.rank_pattern, int)
+        table("alpha_pattern", o.alpha_pattern, float)
+        peft.check_written(o)
+    except ConfigError as e:
+        return [str(e)]
+    if o.init == "orthogonal" and (odd := [r for r in (o.rank, *ranks.values()) if r % 2]):
+        return [f"lora.init=orthogonal with the odd rank {odd[0]} (lora.rank, lora.rank_pattern): set an even one"]
+    if not o.targets:
+        return ["lora.targets is empty: name modules, or all-linear"]
+    return []
+
+
+def _apart(cfg) -> list[str]:
+    """What vLLM does not serve beside its base."""
+    row, out = engine_of(cfg), []
+    if row.on_mesh or not row.servers:
+        return out
+    if cfg.rollout.partial:
+        out.append("lora.publish=adapter with rollout.partial=True: completions under way would go on with the adapter "
+                   "that they began with; set lora.publish=merged, or rollout.partial=False")
+    if cfg.lora.modules_to_save:
+        out.append(f"lora.publish=adapter with lora.modules_to_save={cfg.lora.modules_to_save}: {row.title} serves no "
+                   "modules that were trained whole; set lora.publish=merged")
+    if cfg.lora.dora:
+        out.append(f"lora.publish=adapter with lora.dora=True: {row.title} serves no DoRA; set lora.publish=merged")
+    try:
+        rank = asked_rank(cfg.lora)
+    except ConfigError as e:
+        return [*out, str(e)]
+    if not rank:
+        twice = " (twice that of training with this lora.init)" if is_shifted(cfg.lora.init) else ""
+        out.append(f"lora.publish=adapter with lora.rank={cfg.lora.rank}: {row.title} serves adapters up to rank "
+                   f"{LORA_RANKS[-1]}{twice}; set lora.publish=merged, or lower it")
     return out
 
 

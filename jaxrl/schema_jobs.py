@@ -21,8 +21,8 @@ LORA = {
                          " pissa, pissa_niter_<n>, olora or eva (of the inputs of the first rows); the last four are described in"
                          " models/adapter_init.py"),
     "path": O("", "PEFT folder or hub id of an adapter to start from; it says ranks, alphas and modules"),
-    "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: merged where it samples in"
-                         " fp32 or keeps a model of its own", choices=("auto", "adapter", "merged")),
+    "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: apart where the embedded sampler"
+                         " computes below fp32, or vLLM servers of ours are on GPUs and serve it", choices=("auto", "adapter", "merged")),
     "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
     "base_dtype": O("auto", "dtype the frozen base is held in; auto = train.compute_dtype", choices=("auto", "fp32", "bf16")),
 }

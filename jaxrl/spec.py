@@ -23,6 +23,7 @@ from jaxrl.algorithms.presets import resolve as resolve_preset
 from jaxrl.config import editable, get, put
 from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.engines import chosen_engine, engine_of
+from jaxrl.rollout.vllm.options import lora_rank
 from jaxrl.schema import options
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
@@ -197,8 +198,8 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
         decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
     if lora_on(c):
         if c.lora.publish == "auto":
-            merged = c.rollout.dtype == "fp32" or not engine_of(c).on_mesh
-            decide("lora.publish", "merged" if merged else "adapter", f"rollout.dtype {c.rollout.dtype}")
+            apart = c.rollout.dtype != "fp32" if engine_of(c).on_mesh else kind == "gpu" and serves_apart(c)
+            decide("lora.publish", "adapter" if apart else "merged", f"rollout.dtype {c.rollout.dtype}, {kind}")
         if c.lora.base_dtype == "auto":
             decide("lora.base_dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":
@@ -228,6 +229,14 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
     if c.model.remat == "auto":
         fits = platform.kind == "cpu" or _parameters(hf_config) < SMALL_MODEL
         decide("model.remat", "none" if fits else "full", "model")
+
+
+def serves_apart(c) -> bool:
+    """Whether vLLM servers of ours would serve the adapters of a config apart from their base."""
+    ranks = [c.lora.rank, *(int(entry.rpartition("=")[2]) for entry in c.lora.rank_pattern)]
+    twice = 2 if c.lora.init.startswith(("pissa", "olora")) else 1
+    plain = not (c.lora.path or c.lora.dora or c.lora.modules_to_save or c.rollout.partial or c.rollout.servers)
+    return engine_of(c).starts_servers and plain and bool(lora_rank(twice * max(ranks)))
 
 
 def lora_on(config) -> bool:

@@ -67,6 +67,7 @@ ALIASES = {
     "data/stream.py": {"d": "data"},
     "models/peft.py": {"options": "lora"},
     "models/selection.py": {"options": "lora"},
+    "rollout/vllm/apart.py": {"options": "lora"},
     "checkpoint.py": {"_options": "checkpoint"},
     "uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
     "telemetry/telemetry.py": {"_log": "log"},

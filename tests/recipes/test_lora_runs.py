@@ -265,7 +265,7 @@ def test_a_run_starts_from_an_adapter_that_another_one_exported(tmp_path, dora):
     ({"model__frozen": ("embed",)}, "adapters train and nothing else"),
     ({"lora__dropout": 0.1}, "would be another policy than the one that is updated"),
     ({"lora__path": "x"}, "lora.rank=4 has no effect with lora.path"),
-    ({"lora__publish": "adapter", "rollout__engine": "vllm"}, "is given whole models"),
+    ({"lora__publish": "adapter", "rollout__engine": "vllm", "lora__modules_to_save": ("norm",)}, "serves no modules that were trained whole"),
     ({"mesh__roles": {"reference": {"devices": "0"}}, "algorithm__kl__coef": 0.1}, "the reference is the policy's own base"),
     ({"run__mode": "plan", "plan__target": "h100:8"}, "plans do not count adapters"),
 ])
