@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import time
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout_helpers import HF, log_softmax, model, params, requests
+from safetensors.numpy import load_file
+from test_vllm import run_tiny
 from vllm_cases import on_url, own_servers
 
 from jaxrl import models
@@ -129,6 +132,24 @@ def test_a_server_that_was_not_started_for_adapters_is_refused():
     with pytest.raises(ConfigError, match="serves adapters up to rank 0, this run needs 8: start it with --enable-lora --max-lora-rank 8"):
         with on_url(of=(adapted(), values(1))):
             pass
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("placement", ["auto", pytest.param("colocated", marks=pytest.mark.slow)])
+def test_a_run_samples_from_the_adapters_that_it_trains(tmp_path, placement):
+    """Whole runs: at every step the server's log-probs are the trainer's, which have moved; the base goes once, and again to a server that
+    slept; no adapter of the run is left on the disk."""
+    run = tmp_path / "run"
+    done = run_tiny(run, "rollout.engine=vllm", "lora.rank=4", "lora.publish=adapter", "lora.export=adapter", "train.steps=5",
+                    "eval.every_steps=0", "eval.max_rows=4", f"rollout.placement={placement}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "reward/mean" in row]
+    assert len(rows) == 5 and max(r["gap/max"] for r in rows) < 1e-3 and max(r["publish/probe"] for r in rows) < 1e-3
+    moved = [np.abs(x).max() for name, x in load_file(run / "export" / peft.WEIGHTS).items() if "lora_B" in name]  # from 0
+    assert min(moved) > 0.02 and {r["rollout/absent_fraction"] for r in rows} == {0}
+    sizes = [1e9 * r["publish/gb_per_second"] * r["publish/seconds"] for r in rows]  # the base has 109,000 bytes, the adapters about 23,000
+    assert max(sizes) < 40_000 if placement == "auto" else min(sizes) > 110_000, sizes
+    assert not list((run / "vllm").rglob(peft.WEIGHTS))
 
 
 def test_adapters_that_vllm_does_not_serve_are_refused_before_a_server_starts():
