@@ -83,7 +83,7 @@ def test_episodes_of_two_processes_are_those_of_one(tmp_path):
     assert told[0] == told[1] and max(len(pieces) for pieces in told[0]) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reference_on_one_host_alone_changes_nothing(tmp_path):
     """mesh.roles.reference.processes: host 1 scores for both, and losses and tokens are those of a reference on all devices."""
     kl = ("--config.algorithm.kl.coef=0.1", "--config.reference.dtype=fp32", "--config.mesh.fsdp=4", "--config.train.steps=3")

@@ -102,7 +102,7 @@ def test_the_student_s_own_tokens_are_looked_up_in_the_teacher(folder, tmp_path)
     assert abs(clipped[0]["distill/divergence"] - lines[0]["distill/divergence"]) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_teacher_on_devices_of_its_own_changes_nothing(folder, tmp_path):
     """Four devices, the policy over two: mesh.roles puts the teacher on the same, or on the two others, split in another way and at
     rest in host memory. Loss and weights agree, over the whole vocabulary and its top."""
