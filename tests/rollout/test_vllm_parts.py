@@ -266,7 +266,7 @@ def test_a_server_that_does_not_start_is_a_config_only_where_vllm_says_so(interp
     python = Path(interpreter("vllm==0.33.0+cpu"))
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "OSError: no room" && exit {status}\n{python.read_text().partition(chr(10))[2]}')
     c = runnable(run__dir=str(tmp_path / "run"), rollout__engine="vllm", rollout__vllm__python=str(python))
-    engine = VllmEngine(EngineContext(c, SimpleNamespace(compute_dtype=np.float32), eos_ids=(1,), hf_config=HF))
+    engine = VllmEngine(EngineContext(c, SimpleNamespace(compute_dtype=np.float32, adapter=None), eos_ids=(1,), hf_config=HF))
     with pytest.raises((ConfigError, RunStopped), match=f"did not start: exited with status {status}: OSError: no room") as error:
         engine.publish({}, 0)
     assert type(error.value) is kind

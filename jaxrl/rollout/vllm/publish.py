@@ -143,9 +143,9 @@ class Publisher:
                     errors[r.index] = e
 
         whole = [r for r in replicas if self._lacks_base(r)]
-        each(self._open)
         if whole or not verify:
             self._digests = {} if verify else None
+        each(self._open)
         if whole and (failure := self._bring(whole, functools.partial(each, among=whole), errors, report, version)):
             return {r.index: errors.get(r.index, failure) for r in replicas}
         if self.apart is not None:
