@@ -95,7 +95,7 @@ def test_scores_follow_the_adapters_and_the_engine_samples_from_them(finished, t
     for folder in (finished, tmp_path / "run"):
         assert max(line["gap/max"] for line in lines(folder)) < 2e-5
         kl = [line["policy/kl"] for line in lines(folder)]
-        assert kl[0] == 0 and kl[2] > 1e-4
+        assert abs(kl[0]) < 1e-12 and kl[2] > 1e-4  # two programs: instructions decide on the last bit
 
 
 def started(c):
