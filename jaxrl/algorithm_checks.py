@@ -32,8 +32,8 @@ def algorithm(cfg) -> list[str]:
                        "path (module:function, ./file.py:function)")
         elif ":" in v[name]:
             out += import_path(f"algorithm.{name}", v[name])
-    return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_ratios(v), *_kl(cfg, v),
-                   *_mismatch(cfg, v), *_beside(cfg, v)]
+    return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_pairs(cfg, v),
+                   *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v), *_beside(cfg, v)]
 
 
 def of_samples(cfg, v) -> list[str]:
@@ -42,7 +42,7 @@ def of_samples(cfg, v) -> list[str]:
 
 
 MOST_SUPPORT = 128
-ESTIMATORS = ("outcome", "returns", "gae", "turn", "gigpo")
+ESTIMATORS = ("outcome", "returns", "gae", "turn", "gigpo", "dpo")
 
 
 def import_path(name, path, kind=Callable):
@@ -131,6 +131,23 @@ def _turns(cfg, v):
         scales = {"algorithm.advantage_std": v["advantage_std"], "reward.norm_std": cfg.reward.norm_std}
         out += [f"{n}={value} {kind}: the rewards of turns would not be divided, only their sum; set none"
                 for n, value in scales.items() if value != "none"]
+    return out
+
+
+def _pairs(cfg, v):
+    """Online DPO: its log-ratios are the KL, and nothing else may rescale what is made of them."""
+    if v["advantage"] != "dpo":
+        return []
+    wanted = {"kl.placement": "reward", "kl.estimator": "k1", "policy_loss": "pg", "aggregation": "sequence_sum",
+              "advantage_mean": "none", "advantage_std": "none", "whiten": False, "advantage_low": None,
+              "advantage_high": None, "positive_nll_coef": 0.0}
+    out = [f"algorithm.{n}={v[n]} with algorithm.advantage=dpo: it would be another loss than DPO's; set {value}"
+           for n, value in wanted.items() if v[n] != value]
+    if not v["kl.coef"]:
+        out.append("algorithm.kl.coef=0.0 with algorithm.advantage=dpo: it is DPO's beta; set 0.1")
+    if cfg.rollout.group_size < 2 and cfg.run.mode == "train":
+        out.append(f"rollout.group_size={cfg.rollout.group_size} with algorithm.advantage=dpo: a pair needs two "
+                   "answers to a prompt")
     return out
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: everything that resuming needs in one atomic Orbax commit.
 
-On disk, below `<run_dir>/checkpoints`:
+On disk, below `<run_dir>/checkpoints` or `checkpoint.dir`, which may be in a store (checkpoint_files):
 
     00000020/               one checkpoint, visible only when complete (Orbax renames the finished directory)
       arrays/               the array leaves, under their path in the tree ("trainable/layer_0/attn/q")
@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -37,19 +36,21 @@ import orbax.checkpoint as ocp
 
 import jaxrl
 from jaxrl.checkpoint_files import (
-    DELETING,
     LEFTOVER,
     MANIFEST,
-    SET_ASIDE,
     Damaged,
     checkpoints_in,
+    delete,
     disk_trouble,
     first_line,
+    folder_of,
+    in_store,
     is_checkpoint,
     manifest_of,
     not_orbax,
     not_tensorstore,
     remove_leftovers,
+    set_aside,
     size_text,
     verify,
 )
@@ -109,7 +110,7 @@ class Checkpointer:
 
     def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None,
                  uploads=None):
-        self.directory = Path(run_dir).absolute() / "checkpoints"
+        self.directory = folder_of(config.checkpoint.dir or Path(run_dir) / "checkpoints")
         self._options = config.checkpoint
         self._faults = faults or Faults()
         self._before_commit, self._uploads = before_commit, uploads
@@ -134,10 +135,13 @@ class Checkpointer:
     # ---- saving
 
     def require_space(self, arrays) -> None:
-        """Raises OSError(ENOSPC) unless the disk has room for twice the arrays (a tree of arrays or abstract ones).
+        """Raises OSError(ENOSPC) unless the disk has room for twice the arrays (a tree of arrays or abstract ones). A
+        store has.
 
         Twice, because the new checkpoint is written before the oldest is deleted and the file system needs slack.
         """
+        if in_store(self.directory):
+            return
         size = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(arrays))
         folder = next(p for p in (self.directory, *self.directory.parents) if p.exists())
         free = shutil.disk_usage(folder).free
@@ -259,20 +263,24 @@ class Checkpointer:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self._peers.first:
                 remove_leftovers(self.directory)
+            mode = ocp.options.AtomicityMode
+            mode = mode.COMMIT_FILE if in_store(self.directory) else mode.ATOMIC_RENAME
             # Always asynchronous inside (a synchronous save waits): only then has Orbax a documented hook between
             # the last tensor and the rename.
             self._manager = ocp.CheckpointManager(self.directory, options=ocp.CheckpointManagerOptions(
                 step_format_fixed_length=8, save_root_metadata=False, enable_async_checkpointing=True,
+                atomicity_options=ocp.options.AtomicityOptions(mode=mode),
                 async_options=ocp.options.AsyncOptions(post_finalization_callback=self._commit)))
         return self._manager
 
     def _commit(self) -> None:
         """Orbax calls this in process 0's thread when all items are written, just before it renames the directory."""
-        name = f"{self._saving:08d}"
-        (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(name + LEFTOVER)]
+        folder = self.path_of(self._saving)
+        if not in_store(folder):
+            (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(folder.name + LEFTOVER)]
         self._faults.fire("checkpoint", self._saving, "tensors")
         self._before_commit()
-        (folder / MANIFEST).write_text(json.dumps(manifest_of(folder), indent=1), "utf-8")
+        (folder / MANIFEST).write_text(json.dumps(manifest_of(folder), indent=1), encoding="utf-8")
         self._faults.fire("checkpoint", self._saving, "commit")
 
     def _finish(self, step: int) -> None:
@@ -332,25 +340,19 @@ class Checkpointer:
         return self.directory / f"{step:08d}"
 
     def prune(self) -> None:
-        """Deletes the oldest checkpoints. Renamed first: a killed deletion must not leave half a visible one."""
+        """Deletes the oldest checkpoints."""
         keep = self._options.keep
         old = checkpoints_in(self.directory)[:-keep] if keep > 0 else []
         unsent = [path for path in old if self._uploads is not None and self._uploads.holds(path)][-keep:]
         for path in old:
-            if path in unsent:
-                continue
-            doomed = path.with_name(path.name + DELETING)
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            if path not in unsent:
+                delete(path)
 
     def _set_aside_stale(self) -> None:
         """Once a run that went back writes again, the later checkpoints of the abandoned line lose their names."""
         for path in self._stale or ():
             if path.exists():
-                target = next(p for i in range(10_000)
-                              if not (p := path.with_name(path.name + SET_ASIDE + (f"-{i}" if i else ""))).exists())
-                os.rename(path, target)
-                log.warning("%s is not part of this run any more; it is now %s", path, target.name)
+                log.warning("%s is not part of this run any more; it is now %s", path, set_aside(path))
         self._stale = None
 
     # ---- restoring
@@ -376,12 +378,12 @@ class Checkpointer:
         if self._peers.first or path is None:
             return mine
         try:
-            envelope = _envelope(Path(path))
+            envelope = _envelope(folder_of(path))
         except OSError as e:
             raise CheckpointError(f"{self._peers.who(self._peers.index)} cannot see the checkpoint {path} that "
                                   f"process 0 found: {first_line(e)}; put run.dir on a file system that all "
                                   "hosts share") from None
-        return Chosen(envelope["step"], envelope["host"], Path(path))
+        return Chosen(envelope["step"], envelope["host"], folder_of(path))
 
     def _choose(self, resume: str) -> Chosen | None:
         paths, only = self._candidates(resume)
@@ -440,7 +442,7 @@ class Checkpointer:
             if resume == "must" and not own:
                 raise CheckpointError(f"run.resume=must: {self.directory} holds no checkpoint; auto would start afresh")
             return own, False
-        path = Path(resume).expanduser().absolute()
+        path = folder_of(resume)
         if not path.is_dir():
             raise CheckpointError(f"run.resume={resume!r} is neither auto, must or never nor an existing directory")
         if is_checkpoint(path):

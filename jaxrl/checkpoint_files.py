@@ -1,4 +1,9 @@
-"""The folders of checkpoints and what may be wrong with them: which there are, their manifests, what a disk says."""
+"""The folders of checkpoints and what may be wrong with them: which there are, their manifests, what a disk says.
+
+On a disk a checkpoint becomes visible by a rename. Stores (`in_store`) have none that is atomic: there it is visible by
+the file COMMITTED, which Orbax writes last, its files lie under their final name before, and their manifest has sizes
+only, since what was written would have to be fetched again.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,11 @@ import shutil
 import zlib
 from pathlib import Path
 
+from etils import epath
+
 MANIFEST = "manifest.json"
-LATE_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these after the manifest
+COMMITTED = "commit_success.txt"
+LATE_FILES = ("_CHECKPOINT_METADATA", COMMITTED)  # Orbax writes these after the manifest
 LEFTOVER, DELETING, SET_ASIDE = ".orbax-checkpoint-tmp", ".deleting", ".set-aside"
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -21,8 +29,21 @@ class Damaged(Exception):
     """A checkpoint whose files are not what its manifest says."""
 
 
+def folder_of(where: str | Path) -> Path:
+    """An address (gs://, s3://; file:// is a disk taken for a store) as a path of Orbax's own, anything else as one of
+    this machine."""
+    if "://" in str(where):
+        return epath.Path(str(where).removeprefix("file://"))
+    return Path(where).expanduser().absolute()
+
+
+def in_store(path) -> bool:
+    return not isinstance(path, Path)
+
+
 def is_checkpoint(path: Path) -> bool:
-    return bool(re.fullmatch(r"\d{8,}", path.name)) and path.is_dir()
+    named = bool(re.fullmatch(r"\d{8,}", path.name)) and path.is_dir()
+    return named and (not in_store(path) or (path / COMMITTED).exists())
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -32,14 +53,51 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if LEFTOVER in path.name or path.name.endswith(DELETING):
+    """Removes what killed saves and deletions left. Only while nothing is being saved."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if in_store(path):
+            if re.fullmatch(r"\d{8,}", path.name) and not is_checkpoint(path) and not (path / SET_ASIDE).exists():
+                path.rmtree()
+        elif LEFTOVER in path.name or path.name.endswith(DELETING):
             shutil.rmtree(path, ignore_errors=True)
 
 
+def delete(path: Path) -> None:
+    """Deletes a checkpoint, which stops being one first: a killed deletion must not leave half a visible one."""
+    if in_store(path):
+        (path / COMMITTED).unlink()
+        path.rmtree()
+        return
+    doomed = path.with_name(path.name + DELETING)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(path: Path) -> str:
+    """Takes a checkpoint its name (in a store: its mark) and nothing else. Returns what it is now."""
+    if in_store(path):
+        (path / SET_ASIDE).write_text("jaxrl")
+        (path / COMMITTED).unlink()
+        return f"without {COMMITTED}"
+    target = next(p for i in range(10_000)
+                  if not (p := path.with_name(path.name + SET_ASIDE + (f"-{i}" if i else ""))).exists())
+    os.rename(path, target)
+    return target.name
+
+
 def manifest_of(folder: Path) -> dict[str, list[int]]:
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (*LATE_FILES, MANIFEST))
-    return {str(p.relative_to(folder)): [p.stat().st_size, crc_of(p)] for p in files}
+    """File -> its size and CRC-32; in a store the CRC is None."""
+    files = (p for p in sorted(_files(folder)) if p.name not in (*LATE_FILES, MANIFEST))
+    return {p.relative_to(folder).as_posix(): [_bytes(p), None if in_store(p) else crc_of(p)] for p in files}
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for p in folder.iterdir() for file in (_files(p) if p.is_dir() else [p])]
+
+
+def _bytes(path: Path) -> int:
+    stat = path.stat()
+    return stat.length if in_store(path) else stat.st_size
 
 
 def crc_of(path: Path) -> int:
@@ -53,16 +111,16 @@ def crc_of(path: Path) -> int:
 def verify(path: Path) -> None:
     """Compares every file of a checkpoint with its manifest. Raises Damaged saying what is wrong."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise Damaged(f"{MANIFEST} cannot be read ({first_line(e)})") from None
     for name, (size, crc) in manifest.items():
         file = path / name
         if not file.is_file():
             raise Damaged(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise Damaged(f"{name} has {file.stat().st_size} bytes instead of {size}")
-        if crc_of(file) != crc:
+        if (there := _bytes(file)) != size:
+            raise Damaged(f"{name} has {there} bytes instead of {size}")
+        if crc is not None and crc_of(file) != crc:
             raise Damaged(f"{name} has other content than was written")
 
 

@@ -34,8 +34,8 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     reward_models, algorithm, lora, preference, distillation, _optimizer, _eval, _uploads, _launch,
-                     _misc):
+                     reward_models, algorithm, lora, preference, distillation, _optimizer, _eval, _checkpoints,
+                     _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -462,6 +462,27 @@ def _eval(cfg):
     return out
 
 
+def _checkpoints(cfg):
+    u, where = cfg.checkpoint.upload, cfg.checkpoint.dir
+    protocol, there, _ = where.partition("://")
+    if not there:
+        return []
+    out = []
+    if protocol not in ("gs", "s3", "file"):
+        out.append(f"checkpoint.dir={where!r}: checkpoints go to a folder, gs://bucket/folder or s3://bucket/folder")
+    else:
+        import fsspec  # not at every start
+
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ImportError as e:
+            out.append(f"checkpoint.dir={where!r}: {e}")
+    if u.to and u.checkpoints != "none":
+        out.append(f"checkpoint.upload.checkpoints={u.checkpoints} with checkpoint.dir={where!r}: they lie elsewhere "
+                   "already; leave one of them out")
+    return out
+
+
 def _uploads(cfg):
     u, out = cfg.checkpoint.upload, []
     for url in u.to:
@@ -521,6 +542,7 @@ def _misc(cfg):
         if cfg[name].revision and not cfg[name].path:
             out.append(no_effect(f"{name}.revision", cfg[name].revision, f"without {name}.path",
                                   f"set {name}.path, or model.revision"))
-    if cfg.run.resume not in ("auto", "must", "never") and not Path(cfg.run.resume).exists():
+    there = "://" in cfg.run.resume or Path(cfg.run.resume).exists()
+    if cfg.run.resume not in ("auto", "must", "never") and not there:
         out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")
     return out

@@ -283,4 +283,5 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
 
 def _start(job, optimizer):
     """(trainable, frozen) -> TrainState."""
-    return functools.partial(training.init_state, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16)
+    return functools.partial(training.init_state, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,
+                             router_load=training.router.even(job.model.config))

@@ -20,7 +20,8 @@ INTEGERS = ("lora.layers", "rollout.stop_token_ids", "rollout.prompt_lengths", "
 TRIGGER = "0 = never"
 CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference", "teacher")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
-                "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo", "gigpo")  # algorithms/presets.py, without jax
+                "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo", "gigpo",
+                "online_dpo")  # algorithms/presets.py, without jax
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
@@ -277,7 +278,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "preset": O("grpo", "row of algorithms/presets.py that fills the options left at None", choices=PRESET_NAMES),
         "advantage": O(None, "outcome: one advantage per completion; returns: reward to go per token; gae: with a critic; turn: reward to go"
                              " per turn less that of the group's others; gigpo: outcome and, per turn, that among turns of the same"
-                             " state; or an import path of your own, module:function or ./file.py:function", str),
+                             " state; dpo: DPO's weight on the best and the worst of a group, beta is kl.coef; or an import path of your own,"
+                             " module:function or ./file.py:function", str),
         "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
                             ("none", "group", "batch", "leave_one_out", "greedy")),
         "advantage_std": O(None, "scale of the score: standard deviation (ddof 1) of the group or of the batch, or none", str,
@@ -411,6 +413,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
+        "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/experts.md); the gradient that every router"
+                                 " gets is that of the mean over tokens", bound=">=0"),
+        "router_z": O(0.0, "coefficient of the loss that keeps the logits of routers small (arXiv 2202.08906)", bound=">=0"),
     },
     "eval": {
         "sets": O((), "held-out sets, each 'name=path', or 'name=path@split' for folders and hub ids (default split: test);"
@@ -433,6 +438,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
     },
     "checkpoint": {
+        "dir": O("", "where checkpoints are: a folder, gs://bucket/folder or s3://bucket/folder; empty = <run.dir>/checkpoints"),
         "every_steps": O(20, f"save every this many steps; {TRIGGER}", bound=">=0"),
         "every_minutes": O(30.0, f"save every this many minutes; {TRIGGER}", bound=">=0"),
         "every_epochs": O(0.0, f"save every this many epochs; {TRIGGER}", bound=">=0"),

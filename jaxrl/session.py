@@ -453,7 +453,7 @@ class Session:
         out = {
             "steps": self.step, "finished": not stopped, "error": None, "samples": self.progress.samples,
             "seconds": self.phase.totals(), "wall_seconds": time.monotonic() - self.started,
-            "run_dir": str(self.run_dir), "checkpoints": str(self.run_dir / "checkpoints"),
+            "run_dir": str(self.run_dir), "checkpoints": self.spec.checkpoint.dir or str(self.run_dir / "checkpoints"),
             "metrics": str(self.run_dir / "metrics.jsonl"),
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         }

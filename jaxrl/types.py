@@ -117,4 +117,4 @@ class TrainState:
     frozen: Any
     opt_state: Any
     step: Any  # [] int32: optimizer updates applied
-    stats: Any  # dict of scalars: skipped updates, non-finite streak, early stop of this step, entropy coefficients
+    stats: Any  # dict: skipped updates, non-finite streak, early stop of this step, entropy coefficients, routers' load

@@ -13,6 +13,7 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2, pad_token_id=0,
              bos_token_id=1, eos_token_id=2)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=5)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 BASE = {
     "llama": {},
     "mistral": {"sliding_window": 6, "head_dim": 8},
@@ -20,6 +21,10 @@ BASE = {
     "qwen3": {"head_dim": 8},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2},
+    "qwen3_moe": {**EXPERTS, "head_dim": 8},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 8},
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -85,6 +90,8 @@ ROPES_REFUSED = [
     (new({**LINEAR, "partial_rotary_factor": 0.5}), "partial_rotary_factor"), ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
     (layered({**LINEAR, **THETA}), FULL), ({"rope_parameters": [1]}, "rope_parameters"), ({"rope_scaling": "linear"}, "rope_scaling"),
 ]
+ROUTER = [{"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"num_experts": 4}, {"moe_intermediate_size": 12},
+          {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}, {"num_experts": 0}]
 MOVES = {
     "llama": [
         *ROPES, {"head_dim": 12}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": None}, {"num_key_value_heads": 1},
@@ -126,10 +133,25 @@ MOVES = {
         {"final_logit_softcapping": 2.0}, {"query_pre_attn_scalar": 40}, {"head_dim": 12}, {"attention_bias": True},
         {"hidden_activation": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": False},
     ],
+    "qwen3_moe": [
+        *ROPES[0::8], *ROUTER, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+        {"use_sliding_window": True, "sliding_window": 4}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4},
+    ],
+    "qwen2_moe": [
+        *ROPES[2::8], *ROUTER, {"shared_expert_intermediate_size": 12}, {"qkv_bias": False}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+        {"use_sliding_window": True, "sliding_window": 4}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": [SLIDING] * LAYERS}, {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+    ],
+    "olmoe": [*ROPES[4::8], {"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"num_experts": 4}, {"intermediate_size": 24},
+              {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
+    "mixtral": [*ROPES[6::8], {"num_experts_per_tok": 3}, {"num_local_experts": 4}, {"sliding_window": 3}, {"head_dim": 12},
+                {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
           {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
+TRAINING = [{"output_router_logits": False}, {"router_aux_loss_coef": 0.5}]
 IGNORED = {
     "llama": [*UNUSED, {"sliding_window": 4, "use_sliding_window": False}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
     "mistral": [*UNUSED, {"attention_bias": True}, {"layer_types": [SLIDING] * LAYERS}, {"max_window_layers": 1}],
@@ -137,6 +159,10 @@ IGNORED = {
     "qwen3": [*UNUSED, {"sliding_window": 0}, {"max_window_layers": 0}, {"use_qk_norm": True}],
     "gemma2": [*UNUSED, {"hidden_act": "silu"}, {"sliding_window_pattern": 2}, {"use_bidirectional_attention": False}],
     "gemma3_text": [*UNUSED, {"attn_logit_softcapping": None}, {"rope_parameters": {FULL: None, SLIDING: None}}],
+    "qwen3_moe": [*UNUSED[1:], *TRAINING, {"max_window_layers": 1}, {"sliding_window": 4}, {"use_qk_norm": True}, {"n_group": 1}],
+    "qwen2_moe": [*UNUSED[1:], *TRAINING, {"sliding_window": 4}, {"max_window_layers": 1}, {"layer_types": [FULL] * LAYERS}],
+    "olmoe": [*UNUSED[1:], *TRAINING, {"clip_qkv": None}],
+    "mixtral": [*UNUSED[1:], *TRAINING, {"router_jitter_noise": 0.0}],
 }
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
@@ -151,6 +177,7 @@ FOREIGN = [
     {"head_dim": 0}, {"num_key_value_heads": 0}, {"initializer_range": None},
 ]
 NO_CAPS = [{"attn_logit_softcapping": 50.0}, {"final_logit_softcapping": 30.0}, {"query_pre_attn_scalar": 100}]
+NO_EXPERTS = [entry for entry in FOREIGN if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(entry)]
 REFUSED = {
     "llama": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"hidden_act": "relu"}, {"mlp_bias": 1},
               {"attention_bias": "false"}, {"use_qk_norm": True}, {"hidden_size": 34, "head_dim": 8}],
@@ -165,6 +192,12 @@ REFUSED = {
                {"use_bidirectional_attention": True}],
     "gemma3_text": [*FOREIGN, NO_CAPS[0], {"sliding_window_pattern": 0}, {"sliding_window_pattern": None}, {"sliding_window": None},
                     {"final_logit_softcapping": 0}, {"rope_local_base_freq": None}, {"use_bidirectional_attention": True}],
+    "qwen3_moe": [*NO_EXPERTS, *NO_CAPS, {"num_experts_per_tok": 6}, {"norm_topk_prob": 1}, {"decoder_sparse_step": 0},
+                  {"mlp_only_layers": "0"}, {"sliding_window": 0, "use_sliding_window": True}, {"shared_expert_intermediate_size": 8}],
+    "qwen2_moe": [*NO_EXPERTS, *NO_CAPS, {"num_experts_per_tok": 6}, {"shared_expert_intermediate_size": 0}, {"use_qk_norm": True},
+                  {"layer_types": [SLIDING] * LAYERS}],
+    "olmoe": [*NO_EXPERTS, *NO_CAPS, {"num_experts": 0}, {"sliding_window": 4}, {"decoder_sparse_step": 2}],
+    "mixtral": [*NO_EXPERTS, *NO_CAPS, {"router_jitter_noise": 0.1}, {"norm_topk_prob": True}],
 }
 GEMMA3_ROPES_REFUSED = [
     ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),

@@ -105,7 +105,7 @@ def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
     (lambda: load_config("dapo"), "algorithm.preset=dapo"),
     (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
     (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),
-    (lambda: family_of({"model_type": "qwen3_moe"}), "experts"),
+    (lambda: family_of({"model_type": "deepseek_v3"}), "experts"),
 ])
 def test_jobs_presets_and_models_that_are_not_there_say_so(job, said):
     with pytest.raises(ConfigError, match=said):

@@ -189,6 +189,7 @@ def test_behaviours_are_documented_where_they_are(text):
 
 
 @pytest.mark.parametrize("table", ["coverage", "options"])
+@pytest.mark.slow
 def test_every_named_test_exists(table):
     missing = []
     for row in rows(table):

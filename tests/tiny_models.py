@@ -31,24 +31,36 @@ ARCHITECTURES = {
                                    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3000.0},
                                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
 }
+FEW = {"num_experts": 6, "num_experts_per_tok": 3}
+# The same of models with experts. Their router's flags have the value that the family's defaults have not.
+EXPERTS = {
+    "qwen3_moe": ("qwen3_moe", {**FEW, "head_dim": 12, "num_hidden_layers": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": ("qwen3_moe", {**FEW, "head_dim": 12, "num_hidden_layers": 5, "moe_intermediate_size": 24,
+                                      "decoder_sparse_step": 2, "mlp_only_layers": [4]}),
+    "qwen2_moe": ("qwen2_moe", {**FEW, "num_hidden_layers": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+                                "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {**FEW, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
+}
 
 
 def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32", tokenizer: bool = True,
-              **overrides) -> str:
+              fused: bool = False, **overrides) -> str:
     """Writes a random checkpoint that transformers made, and returns its path.
 
     Args:
-      architecture: a key of ARCHITECTURES.
+      architecture: a key of ARCHITECTURES or EXPERTS.
       directory: created if needed.
       seed: of the weights. Norms, biases and embeddings are random too, so that none of them can be dropped unseen.
       dtype: dtype of the stored tensors.
       tokenizer: also write the tiny tokenizer.
+      fused: experts as transformers holds them, not as checkpoints were published.
       overrides: entries of the HF config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, entries = ARCHITECTURES[architecture]
+    model_type, entries = (ARCHITECTURES | EXPERTS)[architecture]
     config = AutoConfig.for_model(model_type, **{**SIZES, **entries, **overrides})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
@@ -58,7 +70,7 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
                 weight.normal_(0.0, 0.3)
                 if "norm" in name and "gemma" not in model_type:
                     weight.add_(1.0)
-    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, save_original_format=not fused)
     if tokenizer:
         make_tokenizer(directory)
     return str(directory)

@@ -7,6 +7,7 @@ from jaxrl.algorithms.advantages import (
     clip_advantages,
     gae,
     group_advantages,
+    preferred_advantages,
     register_advantage,
     shared_prefix_mask,
     token_returns,

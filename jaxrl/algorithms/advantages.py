@@ -96,6 +96,37 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     return advantages, zero_signal
 
 
+def preferred_advantages(scores_N, groups_N, ratios_N, beta: float):
+    """What makes of REINFORCE the gradient of DPO on the best and the worst answer of each group, as they are sampled
+    (OAIF, arXiv 2402.04792; DPO: 2305.18290, eq. 7):
+
+        A_best = beta * sigmoid(-beta * (x_best - x_worst)) * N / P        A_worst = -A_best        else 0
+
+    so that (1/N) sum_i A_i * grad log pi(y_i) is minus the gradient of the mean over P pairs of -log sigmoid(beta z).
+
+    Args:
+      scores_N: one score per trajectory, NaN = absent: it is in no pair. Of equal ones the first counts; groups whose
+        scores are all equal (to 1e-8) have no pair.
+      ratios_N: x = log pi(y) - log pi_ref(y), sums over the sampled tokens, in nats; NaN = one that sampled nothing:
+        it is in no pair and not counted in N.
+
+    Returns:
+      (advantages [N] float64, [P, 2] indices of best and worst).
+    """
+    scores, ratios = np.asarray(scores_N, np.float64), np.asarray(ratios_N, np.float64)
+    pairs = []
+    for members in _members(groups_N):
+        known = members[np.isfinite(scores[members] + ratios[members])]
+        if not _flat(scores[known]):
+            pairs.append((known[np.argmax(scores[known])], known[np.argmin(scores[known])]))
+    pairs, out = np.asarray(pairs, np.int64).reshape(-1, 2), np.zeros(len(scores))
+    best, worst = pairs.T
+    size = beta * np.exp(-np.logaddexp(0.0, beta * (ratios[best] - ratios[worst])))
+    size *= np.count_nonzero(np.isfinite(ratios)) / max(len(pairs), 1)
+    out[best], out[worst] = size, -size
+    return out, pairs
+
+
 def _members(groups_N):
     """Indices of each group's members."""
     groups = np.asarray(groups_N)

@@ -71,8 +71,10 @@ def module_of(hf_name: str) -> str:
 
 def adaptable(entry) -> bool:
     """Whether an entry of the parameter table is a kernel of a layer, which can have an adapter. (The head and the
-    embedding are read whole by the log-probs and the lookup; they can be trained whole.)"""
-    return bool(entry.inputs) and entry.path[-1] == "kernel" and any("layers." in name for name in entry.hf_names)
+    embedding are read whole by the log-probs and the lookup, a router in full precision, experts by their kernel; they
+    can be trained whole.)"""
+    return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
+            and any("layers." in name for name in entry.hf_names))
 
 
 def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:

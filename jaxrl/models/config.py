@@ -50,6 +50,12 @@ class ModelConfig:
     max_positions: int      # context window of the checkpoint
     init_std: float
     prefix: int = 0         # first layers that do not repeat (dense ones before experts)
+    qk_norm_whole: bool = False   # RMS norm over all query heads together, and over all key heads
+    num_experts: int = 0          # of a layer whose feed_forward is "experts" or like it
+    experts_per_token: int = 0
+    expert_size: int = 0          # width of one expert, as mlp_size of a dense layer
+    shared_expert_size: int = 0   # width of the expert that every token has beside those; 0 = none
+    norm_topk: bool = False       # the weights of a token's experts are made to add up to 1
 
     @functools.cached_property
     def period(self) -> int:
@@ -57,6 +63,29 @@ class ModelConfig:
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
         return next(fits, len(layers))
+
+    @property
+    def num_expert_layers(self) -> int:
+        return sum(layer.feed_forward != "mlp" for layer in self.layers) if self.num_experts else 0
+
+    @property
+    def experts_share(self) -> float:
+        """Of an expert layer's experts, those that compute one token."""
+        return self.experts_per_token / self.num_experts
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def width(self, layer: Layer) -> int:
+        """Inner numbers that the feed-forward of a layer computes per token."""
+        if layer.feed_forward == "mlp" or not self.num_experts:
+            return self.mlp_size
+        return self.experts_per_token * self.expert_size + self.shared_expert_size
 
     @property
     def context(self) -> int:
@@ -93,10 +122,14 @@ class Family:
     query_scalar: str = ""               # scores scale by this key's value ** -0.5; empty = head_dim
     attention_softcap: str = ""
     final_softcap: str = ""
-    windows: str = "none"                # none | all | from_layer | pattern
+    windows: str = "none"                # none | all | switched | from_layer | alternate | pattern
     local_rope: bool = False             # windowed layers have a rotary embedding of their own
     divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
-    feed_forward: str = "mlp"            # a row of models.decoder.FEED_FORWARDS
+    feed_forward: str = "mlp"            # a row of models.feed_forward.FEED_FORWARDS, of layers that are not dense
+    qk_norm_whole: bool = False
+    expert_size: str = ""                # experts' width by this key
+    shared_expert_size: str = ""         # and that of the expert that every token has beside them; empty = there is none
+    norm_topk: bool | str = False
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
     @property
@@ -109,6 +142,8 @@ _SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "initializer_range": 0.02
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "initializer_range": 0.02,
           "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
           "attention_bias": False, "num_key_value_heads": 4}
+_QWEN_EXPERTS = {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None,
+                 "norm_topk_prob": False}
 
 FAMILIES = {
     "llama": Family(
@@ -139,6 +174,26 @@ FAMILIES = {
         activation="hidden_activation", query_scalar="query_pre_attn_scalar",
         final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
         divides=True, classifier_name="Gemma3TextForSequenceClassification"),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
+                                "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="switched", feed_forward="experts",
+        expert_size="moe_intermediate_size", norm_topk="norm_topk_prob"),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "qkv_bias": True, "num_key_value_heads": 16, "max_window_layers": 28,
+                                "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
+                                "num_experts": 60},
+        qkv_bias="qkv_bias", windows="alternate", feed_forward="experts", expert_size="moe_intermediate_size",
+        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob"),
+    "olmoe": Family(
+        "OlmoeForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False,
+                             "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm_whole=True, feed_forward="experts",
+        expert_size="intermediate_size", norm_topk="norm_topk_prob"),
+    "mixtral": Family(
+        "MixtralForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+                               "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
+        windows="all", feed_forward="mixtral_experts", expert_size="intermediate_size", norm_topk=True),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -147,7 +202,11 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
                 "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
-                "num_experts_per_tok", "num_experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block"),
+                "num_experts_per_tok", "num_experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block", "mlp_only_layers",
+                "shared_expert_intermediate_size", "norm_topk_prob", "moe_layer_freq", "expert_layer_period", "num_zero_experts"),
+    "another router": ("router_jitter_noise", "input_jitter_noise", "routed_scaling_factor", "n_group", "topk_group", "topk_method",
+                       "moe_router_enable_expert_bias", "router_bias", "router_logit_softcapping", "swiglu_limit", "capacity_factor",
+                       "expert_capacity", "moe_expert_capacity_factor"),
     "latent attention": ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     "another attention": ("attention_sinks", "attention_sink", "use_attention_sinks", "num_sink_tokens", "attention_chunk_size",
                           "use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm", "clip_qkv", "attn_scale",
@@ -169,7 +228,7 @@ FOREIGN = {
     "a soft-cap": ("logits_soft_cap", "attn_logit_softcap", "final_logit_softcap", "attn_logit_softcapping",
                    "final_logit_softcapping", "query_pre_attn_scalar"),
 }
-UNSCALED = ("rotary_pct", "rotary_percent", *FOREIGN["a factor"])  # 1 is as good as none
+UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", "topk_group", *FOREIGN["a factor"])  # 1 is as good as none
 
 
 def model_config(hf_config: dict) -> ModelConfig:
@@ -180,6 +239,8 @@ def model_config(hf_config: dict) -> ModelConfig:
     """
     family = family_of(hf_config)
     hf = {**family.defaults, **hf_config}
+    if family.expert_size:
+        hf["num_experts"] = _expert_count(hf_config, family)
     _check(hf, family)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     head_dim = hf.get("head_dim") or hidden // heads
@@ -190,12 +251,18 @@ def model_config(hf_config: dict) -> ModelConfig:
     def softcap(rule):
         return 0.0 if not rule or hf[rule] is None else float(_number(hf, rule, above=0))
 
+    layers = _layers(hf, family)
+    prefix = _prefix(layers)
+    experts = family.expert_size and any(layer.feed_forward != "mlp" for layer in layers)
+    routed = {} if not experts else dict(
+        num_experts=hf["num_experts"], experts_per_token=hf["num_experts_per_tok"], expert_size=hf[family.expert_size],
+        shared_expert_size=hf[family.shared_expert_size] if family.shared_expert_size else 0, norm_topk=flag(family.norm_topk))
     query = _number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
         mlp_size=hf["intermediate_size"], num_heads=heads, num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim, layers=_layers(hf, family), tied=hf["tie_word_embeddings"],
+        head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
         qk_norm=family.qk_norm, post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
         norm_eps=_number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
@@ -203,7 +270,7 @@ def model_config(hf_config: dict) -> ModelConfig:
         query_scale=float(query) ** -0.5,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=_number(hf, "max_position_embeddings", least=1, kind=int),
-        init_std=_number(hf, "initializer_range", least=0))
+        init_std=_number(hf, "initializer_range", least=0), qk_norm_whole=family.qk_norm_whole, **routed)
 
 
 def family_of(hf_config: dict) -> Family:
@@ -275,12 +342,17 @@ def _check_heads(hf, family):
 
 def _refuse_foreign(hf, family):
     own = {family.query_scalar, family.attention_softcap, family.final_softcap}
-    own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"} if family.qk_norm else set()
+    own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"} if family.qk_norm or family.qk_norm_whole else set()
+    own |= {"num_experts", "num_local_experts", *family.defaults} if family.expert_size else set()
     for what, keys in FOREIGN.items():
         for key in keys:
             if hf.get(key) and key not in own and not (key in UNSCALED and hf[key] == 1):
                 raise ConfigError(f"model config: {key}={hf[key]!r} ({what}) is not supported for model_type="
                                   f"{hf['model_type']}; leave it out if the checkpoint does not need it")
+    for key in ("scoring_func", "score_function", "scoring_function"):
+        if hf.get(key) not in (None, "softmax"):
+            raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; the routers here are softmax over all "
+                              "experts")
     if hf.get("position_embedding_type") not in (None, "rope", "rotary"):
         raise ConfigError(f"model config: position_embedding_type={hf['position_embedding_type']!r} is not supported; "
                           "the families here have rotary embeddings")
@@ -289,9 +361,49 @@ def _refuse_foreign(hf, family):
 def _layers(hf, family) -> tuple[Layer, ...]:
     sliding, window = _windows(hf, family)
     full, local = _ropes(hf, family)
-    kind = family.feed_forward
+    kinds = _feed_forwards(hf, family)
     return tuple(Layer(local, window, feed_forward=kind) if windowed else Layer(full, feed_forward=kind)
-                 for windowed in sliding)
+                 for windowed, kind in zip(sliding, kinds, strict=True))
+
+
+def _prefix(layers) -> int:
+    """First layers that do not repeat: the dense ones before the first of experts, where the rest then has a shorter
+    period."""
+    dense = next((i for i, layer in enumerate(layers) if layer.feed_forward != "mlp"), 0)
+    period = lambda rest: next((n for n in range(1, len(rest)) if all(  # noqa: E731
+        layer == rest[i % n] for i, layer in enumerate(rest))), len(rest))
+    return dense if period(layers[dense:]) < period(layers) else 0
+
+
+def _expert_count(given, family) -> int:
+    """Both names are in use, and transformers itself writes either."""
+    found = {key: given[key] for key in ("num_experts", "num_local_experts") if given.get(key) is not None}
+    if len(set(found.values())) > 1:
+        raise ConfigError(f"model config: num_experts={found['num_experts']!r} beside num_local_experts="
+                          f"{found['num_local_experts']!r}; leave one of them out")
+    return next(iter(found.values()), family.defaults["num_experts"])
+
+
+def _feed_forwards(hf, family) -> list[str]:
+    """Which layers are dense and which have experts, by `mlp_only_layers` and `decoder_sparse_step` where the family has
+    them."""
+    count = hf["num_hidden_layers"]
+    if not family.expert_size:
+        return [family.feed_forward] * count
+    _number(hf, family.expert_size, least=1, kind=int)
+    if family.shared_expert_size:
+        _number(hf, family.shared_expert_size, least=1, kind=int)
+    experts, chosen = (_number(hf, key, least=least, kind=int) for key, least in (("num_experts", 0), ("num_experts_per_tok", 1)))
+    step = _number(hf, "decoder_sparse_step", least=1, kind=int) if "decoder_sparse_step" in family.defaults else 1
+    dense = hf.get("mlp_only_layers") or [] if "mlp_only_layers" in family.defaults else []
+    if not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
+        raise ConfigError(f"model config: mlp_only_layers={dense!r}; give a list of layers' numbers from 0")
+    kinds = [family.feed_forward if experts and i not in dense and (i + 1) % step == 0 else "mlp" for i in range(count)]
+    if "decoder_sparse_step" not in family.defaults and not experts:
+        raise ConfigError(f"model config: num_experts=0, but a {hf['model_type']} model has nothing beside experts")
+    if experts and chosen > experts:
+        raise ConfigError(f"model config: num_experts_per_tok={chosen} is more than num_experts={experts}")
+    return kinds
 
 
 def _windows(hf, family) -> tuple[list[bool], int]:
@@ -304,10 +416,11 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     if family.windows == "none" and window is not None and hf.get("use_sliding_window") is not False:
         raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; "
                           "leave it out")
-    if family.windows == "none" or (family.windows == "from_layer" and not hf["use_sliding_window"]):
+    if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate")
+                                    and not hf["use_sliding_window"]):
         window = None
     given = kinds and [kind == "sliding_attention" for kind in kinds]
-    if family.windows in ("none", "all"):
+    if family.windows in ("none", "all", "switched"):
         sliding = [window is not None] * count
         if given and given != sliding:
             raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are "
@@ -317,6 +430,9 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     elif family.windows == "from_layer":
         first = _number(hf, "max_window_layers", kind=int)
         sliding = [window is not None and i >= first for i in range(count)]
+    elif family.windows == "alternate":
+        first = _number(hf, "max_window_layers", kind=int)
+        sliding = [window is not None and i % 2 == 0 and i < first for i in range(count)]
     else:
         sliding = [(i + 1) % _pattern(hf) != 0 for i in range(count)]
     if not any(sliding) and family.windows != "pattern":  # whose models ask for a window even where no layer uses it

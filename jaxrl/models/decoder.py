@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models import parameters
 from jaxrl.models.adapters import dropped, stretch
 from jaxrl.models.config import Layer, ModelConfig
+from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
 from jaxrl.models.placement import (
     attention_work,
     cached_attention_work,
@@ -40,17 +41,14 @@ from jaxrl.models.product import product
 from jaxrl.models.rope import rotate, rotations
 from jaxrl.sharding.memory import HOST
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
 KEPT = "layer_input"
-POLICIES = {  # what the backward pass finds; the rest it computes again
-    "full": jax.checkpoint_policies.nothing_saveable,  # the layers' inputs
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # and the outputs of matrix products
+_ROUTES = jax.checkpoint_policies.save_only_these_names(ROUTES)
+POLICIES = {  # what the backward pass finds, the tokens' experts always; the rest it computes again
+    "full": _ROUTES,  # the layers' inputs
+    "dots": jax.checkpoint_policies.save_from_both_policies(  # and the outputs of matrix products
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ROUTES),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the layers' inputs, in host memory
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT], offload_src="device", offload_dst=HOST),
+        names_which_can_be_saved=[ROUTES], names_which_can_be_offloaded=[KEPT], offload_src="device", offload_dst=HOST),
 }
 
 
@@ -60,11 +58,13 @@ def like(parameter, x):
 
 
 class Weights(NamedTuple):
-    """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with."""
+    """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with. real: [B, L],
+    which tokens are no padding; None = all."""
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
     values: dict[str, jax.Array]
+    real: jax.Array | None = None
 
     def linear(self, name: str, x):
         """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
@@ -141,6 +141,9 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     q, k, v = (own.linear(f"attention/{name}", x_BxLxD) for name in ("query", "key", "value"))
     if cfg.qk_norm:
         q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
+    elif cfg.qk_norm_whole:
+        q, k = (own.norm(f"attention/{name}_norm", x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+                for name, x in (("query", q), ("key", k)))
     rotation = shared.rotations[distinct_ropes(cfg).index(layer.rope)]
     q, k = rotate(q, rotation), rotate(k, rotation)
     options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
@@ -156,24 +159,7 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     return own.linear("attention/out", out), kv
 
 
-def mlp(own: Weights, x):
-    """down(activation(gate) * up); (output, nothing beside)."""
-    activation = ACTIVATIONS[own.config.activation]
-    gated = jax.checkpoint(lambda gate, up: activation(gate) * up)  # the backward pass keeps gate and up only
-    return own.linear("mlp/down", gated(own.linear("mlp/gate", x), own.linear("mlp/up", x))), {}
-
-
-class Part(NamedTuple):
-    """A mixer, `apply(weights, layer, implementation, x, shared, cache, index) -> (y, keys and values)`, or a
-    feed-forward, `apply(weights, x) -> (y, auxiliary)`: auxiliary is a dict of arrays for the loss, which are summed
-    over the layers."""
-
-    rows: tuple[parameters.Row, ...]
-    apply: Callable
-
-
 MIXERS = {"attention": Part(parameters.ATTENTION, attention)}
-FEED_FORWARDS = {"mlp": Part(parameters.MLP, mlp)}
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
@@ -221,11 +207,18 @@ def distinct_ropes(config: ModelConfig) -> list:
 
 
 def added_up(first: dict, *more: dict) -> dict:
-    """Sums by name."""
+    """Sums by name, and what is stacked one behind the other."""
+    join = lambda name, a, b: jnp.concatenate([a, b]) if name in STACKED else a + b  # noqa: E731
     out = dict(first)
     for each in more:
-        out |= {name: out[name] + x if name in out else x for name, x in each.items()}
+        out |= {name: join(name, out[name], x) if name in out else x for name, x in each.items()}
     return out
+
+
+def _over_repetitions(told: dict, axes: tuple[int, ...] = (0,)) -> dict:
+    """The same of what a scan says, with its repetitions along the first axes."""
+    return {name: x.reshape(-1, *x.shape[len(axes) + 1:]) if name in STACKED else x.sum(axes)
+            for name, x in told.items()}
 
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
@@ -272,7 +265,8 @@ def _layer(model, number: int, name: str, params, x, shared, cache, index):
     where the cache is that of all repetitions."""
     cfg, layer = model.config, model.config.layers[number]
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
-    own = Weights(cfg, table, flatten_dict(params, sep="/"))
+    real = None if shared.segments is None else shared.segments > 0
+    own = Weights(cfg, table, flatten_dict(params, sep="/"), real)
     x = checkpoint_name(x, KEPT)
 
     def added(x, name, y):
@@ -347,6 +341,6 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
     if every > 1:
         groups = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params)
         x, told = jax.lax.scan(_recomputed(model, group, scanned=True), x, groups)
-        return x, {}, jax.tree.map(lambda a: a.sum((0, 1)), told)
+        return x, {}, _over_repetitions(told, (0, 1))
     (x, cache), (kept, told) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
-    return x, kept if cache is None else cache, jax.tree.map(lambda a: a.sum(0), told)
+    return x, kept if cache is None else cache, _over_repetitions(told)

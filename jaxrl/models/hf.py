@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import tensorfile
+from jaxrl.models import fused, tensorfile
 from jaxrl.models.config import FAMILIES, family_of
 from jaxrl.models.tensorfile import shortened
 from jaxrl.models.value import ValueModel
@@ -78,6 +78,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
             source["head"] = HEAD in stored
+            source |= {"fused": True} if fused.is_fused(stored) else {}
     config = _override(config, overrides or {})
     family_of(config)
     return {**config, SOURCE: source}
@@ -149,7 +150,7 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
     """
     folder = folder_of(path, revision)
-    stored = tensorfile.list_folder(folder)
+    stored = fused.split(model, tensorfile.list_folder(folder))
     _match(model, stored, folder)
     return model.tree(_loader(stored, shardings or _one_device(model), dtype))
 
@@ -176,7 +177,7 @@ def check_critic(tree: ValueModel, path: str, revision: str | None = None, score
     """The tensors of a folder that are read; raises what `load_critic` would raise about them. scores: it must have the
     head."""
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
-    stored = tensorfile.list_folder(folder)
+    stored = fused.split(tree.model, tensorfile.list_folder(folder))
     head = stored.get(name)
     if head is None and scores and stored:
         raise ConfigError(f"{folder}: there is no {name}, the head that scores; name it if it is called otherwise, or "
@@ -212,7 +213,7 @@ def _loader(stored, shardings, dtype):
 def check_weights(model, path: str, revision: str | None = None) -> None:
     """Raises what `load_params` would raise about a folder's tensors, from the files' headers."""
     folder = folder_of(path, revision)
-    _match(model, tensorfile.list_folder(folder), folder)
+    _match(model, fused.split(model, tensorfile.list_folder(folder)), folder)
 
 
 def _place(entry, tensor, sharding, dtype):
@@ -314,6 +315,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
     if isinstance(dtype, str) and dtype == "auto":
         main = tensorfile.DTYPES[source.get("dtype", "F32")]
         own = {name: tensorfile.DTYPES[code] for name, code in source.get("other_dtypes", {}).items()}
+        own = fused.spread(model, own)
     else:
         main = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     if main not in tensorfile.CODES:
@@ -328,6 +330,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
+    planned = fused.fuse(model, planned) if source.get("fused") else planned
     return sorted(planned, key=lambda t: order(t.name)), main.name
 
 

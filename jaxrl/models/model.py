@@ -138,7 +138,8 @@ class Model:
 
     def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL):
         """(hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: what the layers say beside
-        them for the loss, by name and summed over the layers; empty for dense models).
+        them for the loss, by name and summed over the layers or, see models.feed_forward, stacked; empty for dense
+        models).
 
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
@@ -251,6 +252,11 @@ class Model:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(entry.shape) for entry in self.entries)
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that take part in computing one token: of experts, the chosen ones."""
+        return sum(entry.active for entry in self.entries)
 
     def flops_per_token(self, context: int) -> int:
         """Floating-point operations of the forward pass for one token that sees `context` tokens (itself included).

@@ -27,7 +27,8 @@ class Row:
     sizes: tuple[int | str, ...] = ()  # numbers, or fields of ModelConfig
     when: str = ""                # flag of ModelConfig that a model must have, or "not" and one it must not have
     stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
-    share: float = 1              # of the numbers, what one token is multiplied with (chosen experts / experts)
+    share: float | str = 1        # of the numbers, what one token is multiplied with; or the field that says it
+    adapts: bool = True           # whether a linear map can have an adapter
 
     def of(self, config) -> bool:
         """Whether a model has this parameter."""
@@ -69,6 +70,8 @@ ATTENTION = (
     Row("attention/out/bias", ("norm",), "self_attn.o_proj.bias", init="zero", when="out_bias"),
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
+    Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("query_width",), when="qk_norm_whole"),
+    Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("key_width",), when="qk_norm_whole"),
 )
 MLP = (
     Row("mlp/gate/kernel", ("embed", "mlp"), "mlp.gate_proj.weight", 1),
@@ -78,6 +81,32 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
+ROUTER = "mlp/router/kernel"
+
+
+def _experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """A layer of experts, by HF's name of the module and of an expert's three matrices. Those of all experts are one
+    array; the router stays whole over tp and, as vectors do, in full precision where it is used."""
+    def one(path, axes, sizes, name):
+        return Row(f"mlp/experts/{path}/kernel", ("expert", *axes), f"{module}.experts.{{}}.{name}.weight", 1,
+                   sizes=("num_experts", *sizes), stacked=1, share="experts_share", adapts=False)
+
+    into, out = (("embed", "mlp"), ("hidden_size", "expert_size")), (("mlp", "embed"), ("expert_size", "hidden_size"))
+    return (Row(ROUTER, ("embed", None), f"{module}.gate.weight", 1, sizes=("hidden_size", "num_experts"), adapts=False),
+            one("gate", *into, gate), one("up", *into, up), one("down", *out, down))
+
+
+_BESIDE = ("hidden_size", "shared_expert_size")
+EXPERTS = (
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    Row("mlp/shared/gate/kernel", ("embed", "mlp"), "mlp.shared_expert.gate_proj.weight", 1, sizes=_BESIDE, when="shared_expert_size"),
+    Row("mlp/shared/up/kernel", ("embed", "mlp"), "mlp.shared_expert.up_proj.weight", 1, sizes=_BESIDE, when="shared_expert_size"),
+    Row("mlp/shared/down/kernel", ("mlp", "embed"), "mlp.shared_expert.down_proj.weight", 1, sizes=_BESIDE[::-1],
+        when="shared_expert_size"),
+    Row("mlp/shared_gate/kernel", ("embed", None), "mlp.shared_expert_gate.weight", 1, sizes=("hidden_size", 1),
+        when="shared_expert_size"),
+)
+MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +142,14 @@ class Entry:
         return list(itertools.product(*map(range, self.shape[:self.stacked])))
 
     @property
+    def active(self) -> int:
+        """Numbers that take part in computing one token."""
+        return round(math.prod(self.shape) * self.row.share)
+
+    @property
     def multiplied(self) -> int:
         """Numbers that one token is multiplied with; 0 where it is no matrix product."""
-        return round(math.prod(self.shape) * self.row.share) if self.inputs else 0
+        return self.active if self.inputs else 0
 
     def of(self, tree):
         """This entry's leaf of a tree."""
@@ -152,6 +186,8 @@ def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int
     for row in rows:
         if not row.of(config):
             continue
+        if isinstance(row.share, str):
+            row = dataclasses.replace(row, share=getattr(config, row.share))
         shape, lead = row.shape(config), (repeats,) * bool(repeats)
         names = [row.hf] * bool(row.hf) if layers is None else [f"model.layers.{i}.{row.hf}" for i in layers]
         numbers = list(itertools.product(*map(range, shape[:row.stacked])))

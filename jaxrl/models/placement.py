@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import attention, cached_attention, cached_work_of, work_of
+from jaxrl.kernels.experts import experts
 from jaxrl.kernels.logprob import Split, held
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
@@ -164,6 +165,23 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     specs = [P(data), q_spec, kv_spec, kv_spec, *(None if x is None else P(data if x.shape[0] == batch else None)
                                                   for x in arguments[3:])]
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, *arguments)
+
+
+def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation):
+    """kernels.experts, each device on its own rows and, where tp divides their width, its share of every expert."""
+    def local(axis, *arguments):
+        flat = (a.reshape(-1, a.shape[-1]) for a in arguments[:3])
+        y = experts(*flat, *arguments[3:], activation=activation).reshape(arguments[0].shape)
+        return jax.lax.psum(y, axis) if axis else y
+
+    arguments = (x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down)
+    mesh = _mesh()
+    if mesh is None:
+        return local(None, *arguments)
+    tp = mesh.shape["tp"]
+    data, width = P(_data_axes(mesh, x_BxLxD.shape[0])), "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
+    specs = data, data, data, P(None, None, width), P(None, None, width), P(None, width)
+    return jax.shard_map(functools.partial(local, width), in_specs=specs, out_specs=data, check_vma=False)(*arguments)
 
 
 def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, **options):

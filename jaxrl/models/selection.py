@@ -41,6 +41,12 @@ def linears(model) -> dict[str, Place]:
     return {module_of(name): place for name, place in tensors(model).items() if adaptable(place.entry)}
 
 
+def without_adapters(model) -> list[str]:
+    """HF name of every linear map of the layers that cannot have one: experts and their routers."""
+    return [module_of(name) for name, place in tensors(model).items()
+            if place.entry.inputs and not place.entry.row.adapts]
+
+
 def modules_of(model) -> list[str]:
     """HF names of all modules that hold tensors, and of those around them: what a name in modules_to_save may mean."""
     return list(dict.fromkeys(name for tensor in tensors(model) for name in around(module_of(tensor))))
@@ -127,8 +133,9 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
     """strict: every entry has to fit something, as options of ours do; PEFT's own folders may name more."""
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for
+    _refuse_experts(chosen, without_adapters(model))
     if strict:
-        _check_entries(chosen, every, modules_of(model))
+        _check_entries(chosen, [*every, *without_adapters(model)], modules_of(model))
     names, save = chosen.target_modules, chosen.modules_to_save
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
         names, every = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules)), list(modules)
@@ -144,6 +151,20 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
                           f"{shown(chosen.exclude_modules)}, lora.layers={chosen.layers_to_transform} and "
                           f"lora.modules_to_save={save}; modules are {shortened(modules)}")
     return Adapter(tuple(_target(chosen, key) for key in kept), _saved(save, model, strict))
+
+
+def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
+    """all-linear leaves them out, as PEFT does on transformers' models, where they are no linear modules."""
+    names = chosen.target_modules
+    if isinstance(names, str) and names.lower() == ALL_LINEAR:
+        return
+    taken = [key for key in experts if _listed(names, key) and not _listed(chosen.exclude_modules, key)
+             and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
+    if taken:
+        raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on experts and their "
+                          "routers are not supported; leave them out (lora.exclude="
+                          "'.*\\.experts\\..*'), adapt attention alone (lora.targets="
+                          "q_proj,k_proj,v_proj,o_proj, or all-linear), or train them whole (lora.modules_to_save)")
 
 
 def _target(chosen: Selection, key: str) -> Target:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 
 from jaxrl.kernels.attention.packed import blockwise
+from jaxrl.kernels.experts import tuned
+from jaxrl.kernels.experts.layout import blocks_of
 from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
@@ -160,10 +162,11 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
     count, length = shape
     t = count * length / data_shards(mesh)
-    wide, narrow = cfg.mlp_size / tp, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
+    wide, narrow = max(map(cfg.width, cfg.layers)) / tp, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     learns = kind in ("update", "critic")
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
+    layer += dispatch(model, t, tp, learns)
     scores = blockwise.SCORES_CPU if targets.parse(config.plan.target).kind == "cpu" else blockwise.SCORES
     per_token = _kept_without_remat(model, tp, length)
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
@@ -198,7 +201,7 @@ def _saved(model, t: float, tp: int, act: int, length: int) -> float:
     if model.remat == "full":
         per_token = cfg.hidden_size / tp / model.remat_every
     elif model.remat == "dots":
-        per_token = 3 * cfg.hidden_size + narrow + 2 * cfg.mlp_size / tp
+        per_token = 3 * cfg.hidden_size + narrow + 2 * _mean_width(cfg) / tp
     else:
         per_token = _kept_without_remat(model, tp, length)
     return cfg.num_layers * t * per_token * act
@@ -209,8 +212,26 @@ def _kept_without_remat(model, tp: int, length: int) -> float:
     cfg = model.config
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     scores = model.attention in ("auto", "reference") and length < blockwise.WORTH_IT
-    return (8 * cfg.hidden_size + 3 * narrow + 4 * cfg.mlp_size / tp
+    return (8 * cfg.hidden_size + 3 * narrow + 4 * _mean_width(cfg) / tp
             + (2 * cfg.num_heads / tp * length * 4 / model.compute_dtype.itemsize if scores else 0))
+
+
+def _mean_width(cfg) -> float:
+    """Of the layers' feed-forwards. Of experts nothing is kept but their input, only what stands beside them."""
+    kept = [cfg.mlp_size if layer.feed_forward == "mlp" else cfg.shared_expert_size for layer in cfg.layers]
+    return sum(kept) / len(kept)
+
+
+def dispatch(model, t: float, tp: int, learns: bool) -> float:
+    """Bytes of the rows that a chunk of tokens is sorted into for its experts, which are computed in fp32, of the
+    router's probabilities, and of the experts' gradients in fp32."""
+    cfg = model.config
+    if not cfg.num_experts:
+        return 0.0
+    chunk = min(t, tuned.chunk(cfg.experts_per_token, cfg.num_experts))
+    rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts, tuned.BLOCK) * tuned.BLOCK
+    sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / tp * 4 * learns
+    return rows * cfg.hidden_size * 4 * (2 if learns else 1) + 4 * t * cfg.num_experts * 4 + sums
 
 
 def layer_weights(model) -> float:

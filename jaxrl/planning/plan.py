@@ -65,6 +65,7 @@ def make(config, search: bool = True) -> dict:
         "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind],
         "mesh": case.mesh,
         "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
+        **({"active_parameters": case.model.num_active} if case.model.num_active < case.model.num_parameters else {}),
         "per_device": {"memory_bytes": case.memory, "usable_bytes": case.usable, "peak_bytes": peaks[top],
                        "peak_in": top, **own,
                        "by_program": peaks, "by_phase": memory.by_phase(peaks),

@@ -10,8 +10,9 @@ MEANING = {"vllm": "vLLM's part", "publish": "rollout copy", "kv_cache": "KV cac
 def table(plan: dict) -> str:
     """All a person needs of a plan, in about forty lines."""
     d = plan["per_device"]
+    active = f" ({plan['active_parameters'] / 1e9:.2f} B for one token)" if "active_parameters" in plan else ""
     lines = [f"plan for {plan['target']}: mesh " + " x ".join(f"{a}={n}" for a, n in plan["mesh"].items())
-             + f", {plan['parameters'] / 1e9:.2f} B parameters", plan["basis"], "", "memory of one device"]
+             + f", {plan['parameters'] / 1e9:.2f} B parameters{active}", plan["basis"], "", "memory of one device"]
     lines += [f"  {MEANING.get(name, name):14s}{gib(d[name]):>13s}" for name in ORDER if d.get(name)]
     bound = plan.get("error", {}).get("peak_bytes")
     lines.append(f"  {'peak':14s}{gib(d['peak_bytes']):>13s}  in `{d['peak_in']}`, {gib(d['usable_bytes'])} usable "

@@ -23,6 +23,7 @@ from jaxrl.algorithms import (
     gae,
     group_advantages,
     kl_value,
+    preferred_advantages,
     token_returns,
     token_rewards,
     turn_advantages,
@@ -135,7 +136,8 @@ def precision(job) -> dict:
     """The options of every objective of a job."""
     c = job.config
     fp16 = job.compute_dtype == jnp.float16
-    return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=fp16)
+    return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=fp16,
+                router_balance=c.train.router_balance, router_z=c.train.router_z)
 
 
 class Reference(Role):
@@ -276,6 +278,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
         gae      the same rewards with a critic
         turn     the same rewards of the score itself, to go from each turn, less what the group's others have to go
         gigpo    outcome, plus anchor_coef times the same among the turns of a group that were decided in one state
+        dpo      of the best and the worst of a group, what makes it DPO's gradient; the KL (k1) is its log-ratios
 
     then whitened over all tokens of sequences with a score, then clipped.
 
@@ -379,6 +382,16 @@ def gigpo(given: Given) -> Advantages:
     return Advantages(tokens, None, without_signal(traj, tokens), {"advantage/anchored_fraction": share})
 
 
+def preferred(given: Given) -> Advantages:
+    traj, beta = given.traj, given.options.kl.coef
+    ratios = np.where(traj.total() > 0, traj.total(given.kl), np.nan)
+    numbers, pairs = preferred_advantages(given.scores, traj.group, ratios, beta)
+    tokens, margins = traj.spread(numbers), beta * (ratios[pairs[:, 0]] - ratios[pairs[:, 1]])
+    told = {"advantage/pairs_fraction": len(pairs) / len(np.unique(traj.group)),
+            "advantage/pairs_margin": float(margins.mean()) if len(pairs) else 0.0}
+    return Advantages(tokens, None, without_signal(traj, tokens), told)
+
+
 def users(given: Given) -> Advantages:
     """By a function of the user's, registered or by its path."""
     name, traj, scores = given.options.advantage, given.traj, given.less_kl()
@@ -389,7 +402,8 @@ def users(given: Given) -> Advantages:
     return Advantages(spread(name, function(inputs), traj), None, given.numbers(scores)[1])
 
 
-ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": critics, "turn": by_turn, "gigpo": gigpo}
+ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": critics, "turn": by_turn, "gigpo": gigpo,
+              "dpo": preferred}
 
 
 def without_signal(traj, tokens) -> np.ndarray:

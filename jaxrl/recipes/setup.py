@@ -296,6 +296,14 @@ def read_inputs(config, tokenizer=None) -> Inputs:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
     unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
     adapters.check(adapted(config, unrolled))
+    engine, experts = engine_of(config), table.config.num_expert_layers
+    if idle := [n for n in ("router_balance", "router_z") if config.train[n] and not experts]:
+        raise ConfigError(f"train.{idle[0]}={config.train[idle[0]]} has no effect: {hf_config['model_type']} has no "
+                          "experts; leave it out")
+    if experts and engine.servers and recipe_of(config).samples:
+        kind = hf_config["model_type"]
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with experts (model_type={kind}): weights of "
+                          f"experts cannot be brought to {engine.title} yet; set rollout.engine=jax")
     own = tokenizer is not None
     tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:
@@ -407,6 +415,11 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
     return ids
 
 
+def _size(model) -> str:
+    active = f" ({model.num_active / 1e6:.2f} M for one token)" if model.num_active < model.num_parameters else ""
+    return f"{model.num_parameters / 1e6:.2f} M parameters{active}"
+
+
 def describe(job: Job) -> str:
     """What a person should know before the first step."""
     c = job.config
@@ -417,7 +430,7 @@ def describe(job: Job) -> str:
         + " x ".join(f"{a}={n}" for a, n in job.mesh.shape.items()),
         *(f"          {role}: {own.size} devices, " + " x ".join(f"{a}={n}" for a, n in own.shape.items())
           for role, own in job.meshes.items()),
-        f"model     {job.hf_config.get('model_type')}, {job.model.base.num_parameters / 1e6:.2f} M parameters, compute "
+        f"model     {job.hf_config.get('model_type')}, {_size(job.model.base)}, compute "
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
         *adapter_lines(job),
     ]

@@ -18,6 +18,7 @@ TRAIN_RULES = {
     "kv_heads": "tp",
     "head_dim": None,
     "mlp": "tp",
+    "expert": None,
     "layers": None,
     "norm": None,
 }

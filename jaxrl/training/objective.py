@@ -75,10 +75,13 @@ class Objective:
     chunk: int = 1024          # scored tokens whose logits exist at once
     max_grad_norm: float = 1.0
     fp16: bool = False
+    router_balance: float = 0.0  # of training.router, for every objective of a model with experts
+    router_z: float = 0.0
 
     weights = ("policy", "token")
     columns = needs = ()
     entropy_target, may_stop = 0.0, False  # what only some adapt, and whether updates may be left out
+    routers = True  # whether those of the model are its business: terms of training.router, metrics
 
     def loss(self, outputs: Outputs, batch, entropy_coef=None):
         """(weighted sum of token losses, metrics) of one microbatch."""
@@ -116,6 +119,7 @@ class Value(Objective):
 
     weights = ("token",)
     columns = ("return", "old_value")
+    routers = False
 
     @jax.named_scope("critic")
     def loss(self, outputs, batch, entropy_coef=None):

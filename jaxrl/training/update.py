@@ -19,20 +19,28 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.platform import platform
 from jaxrl.sharding import memory
+from jaxrl.training import router
 from jaxrl.training.objective import Objective, Outputs
 from jaxrl.training.state import merge
 
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
 
 
-def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None):
+def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None, router_load=None):
     """(weighted sum of token losses, metrics) of one microbatch.
 
     Args:
       entropy_coef: [] coefficient of the policy's entropy bonus where it adapts; None = the objective's.
+      router_load: see training.router; None = even.
     """
-    outputs = Outputs(model, merge(trainable, frozen), batch, objective)
+    params = merge(trainable, frozen)
+    if objective.routers and objective.router_balance and model.config.num_expert_layers:
+        params = router.loaded(model, params, router.even(model.config) if router_load is None else router_load)
+    outputs = Outputs(model, params, batch, objective)
     loss, metrics = objective.loss(outputs, batch, entropy_coef)
+    if objective.routers and "routes" in outputs.auxiliary:
+        more, said = router.terms(outputs, batch, objective)
+        loss, metrics = loss + more, metrics | said
     return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
 
 
@@ -65,7 +73,7 @@ def make_accumulate(model, objective: Objective):
         coef = stats["entropy_applied"] if objective.entropy_target else None
 
         def scaled(t):
-            loss, m = loss_and_metrics(t, frozen, batch, model, objective, coef)
+            loss, m = loss_and_metrics(t, frozen, batch, model, objective, coef, stats.get("router_load"))
             return loss * scale, m
 
         (_, new), g = jax.value_and_grad(scaled, has_aux=True)(trainable)
@@ -117,9 +125,11 @@ def make_apply(optimizer, schedule, objective: Objective):
         if objective.entropy_target:
             moved_on = objective.entropy_coefs(state.stats, metrics["policy/entropy"])
             stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in moved_on.items()}
+        if "router/load" in metrics:
+            stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
         if objective.fp16:
             stats |= _rescale(state.stats, finite)
-        metrics = metrics | {
+        metrics = router.told(metrics) | {
             "optim/grad_norm": norm,
             "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
             "optim/skipped": 1.0 - good,

@@ -553,4 +553,4 @@ def test_every_preset_has_every_option_and_known_choices():
             alg.kl_value(0.0, 0.0, row["kl.estimator"])
         else:
             alg.kl_penalty(jnp.zeros(1), jnp.zeros(1), jnp.zeros(1), jnp.ones(1, bool), row["kl.estimator"])
-        assert row["advantage"] in ("outcome", "returns", "gae", "turn", "gigpo") and row["dynamic_sampling"] in ("off", "mask", "refill")
+        assert row["advantage"] in ("outcome", "returns", "gae", "turn", "gigpo", "dpo") and row["dynamic_sampling"] in ("off", "mask", "refill")

@@ -110,6 +110,7 @@ def test_a_teacher_that_is_the_student_has_no_gradient(kind, tail):
     assert (np.abs(grad).max() < 1e-13) == (tail or kind == "jsd")
 
 
+@pytest.mark.slow
 def test_unused_places_change_nothing():
     """Nor do they make a gradient that is not finite, in a token without any place at all too."""
     student, teacher = _logits(2, 3)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxrl.algorithms import preferred_advantages
 from jaxrl.algorithms.preference import LOSSES, Table, needs_reference, preference_loss, weighted
 from jaxrl.schema import SCHEMA
 
@@ -161,3 +162,22 @@ def test_the_losses_are_trls():
     for row in rows:
         bound = 1e-7 if row["loss"] == "exo" else 1e-10  # TRL takes the logarithm of label_smoothing in fp32
         assert row["loss_difference"] < bound and row["gradient_difference"] < bound, row
+
+
+def test_online_dpo_is_reinforce_with_dpos_derivative():
+    """sum_i A_i / N * grad s_i is minus DPO's gradient on (best, worst) of every group, as written out by `dpo`. Of equals the first
+    counts; absent scores, groups of equals and answers without tokens are in no pair."""
+    rng = np.random.default_rng(2)
+    groups = np.repeat([4, 9, 1, 7], 4)
+    scores = np.array([0.0, 1.0, 1.0, 0.5, 1.0, np.nan, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 1.0, 2.0, np.nan])
+    ratios = rng.normal(size=16) * 5
+    ratios[12] = np.nan  # the best answer of group 7 has no tokens
+    found, pairs = preferred_advantages(scores, groups, ratios, 0.3)
+    assert sorted(map(tuple, pairs)) == [(1, 0), (4, 6), (14, 13)]
+    known = np.nan_to_num(ratios)
+    table = Table(pairs[:, 0], pairs[:, 1], np.isin(np.arange(16), pairs[:, 0]))
+    _, derivative, _ = preference_loss(known, np.zeros(16), np.ones(16), table, options("dpo", beta=0.3))
+    np.testing.assert_allclose(-found / 15, derivative, rtol=0, atol=1e-15)
+    assert np.count_nonzero(found) == 6
+    nothing, none = preferred_advantages(np.ones(16), groups, ratios, 0.3)
+    assert not nothing.any() and none.shape == (0, 2)

@@ -69,6 +69,7 @@ def sensitivities(traj, columns, weights, layout, loss, logp_T, entropy_T):
 
 
 @pytest.mark.parametrize("preset", LOSSES)
+@pytest.mark.slow
 def test_the_loss_of_every_preset_does_not_depend_on_the_layout(preset):
     """Derivatives by log-probs and entropies: how those do not depend on the layout is tests/training/test_training.py's."""
     with jax.enable_x64(True):

@@ -146,6 +146,7 @@ def test_the_limit_holds_for_all_that_stands_behind_the_prompt(tokenizers, tmp_p
         load(tokenizers["hermes"], tmp_path, rows, rollout__max_new_tokens=3, data__overlong_prompt="error")
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_models_turns(tokenizers, tmp_path):
     """Value and gradient of a batch of conversations: the mean over their trained tokens alone, from full sequences."""
     rows = [{"prompt": TWO}, {"prompt": CALLED}, {"prompt": "2?", "completion": "Two."}]

@@ -457,6 +457,7 @@ def cut_twice(mixed, pair, passes):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gspo"])
+@pytest.mark.slow
 def test_cutting_a_trajectory_changes_neither_loss_nor_gradient(cut_twice, case):
     """Of any preset whose ratios are of tokens. 1e-12 are some thousand roundings in float64, as elsewhere."""
     (a, of_whole), (b, of_parts) = cut_twice(case)

@@ -51,6 +51,7 @@ def test_observations(observations, added):
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])
+@pytest.mark.slow
 def test_in_flight(in_flight):
     with playing("several", in_flight=in_flight) as engine:
         engine.submit(requests(groups=6, samples=1))

@@ -43,6 +43,7 @@ def rescored(traj, versions_params):
 
 
 @pytest.mark.parametrize("function, segments, keep", [("several", 1, False), ("several", 1, True), ("rewritten", 2, False)])
+@pytest.mark.slow
 def test_what_is_trained_is_what_was_sampled(function, segments, keep):
     """Over all turns: the trainer's log-probs of the recorded ids are the sampler's, each sampled token stands in the loss
     once, between turns stands what the template writes, and scores are the environment's."""
@@ -75,6 +76,7 @@ def spans(result):
 
 
 @pytest.mark.parametrize("publish", ["episode", "turn"])
+@pytest.mark.slow
 def test_a_publication_falls_between_episodes_or_between_turns(publish):
     """Held, the engine begins no episode (episode) or no turn (turn); tokens carry the version that drew them, and their
     log-probs are that version's."""
@@ -105,6 +107,7 @@ def test_a_publication_falls_between_episodes_or_between_turns(publish):
     assert any(mixed) if publish == "turn" else not any(mixed)
 
 
+@pytest.mark.slow
 def test_an_episode_goes_on_from_its_recorded_turns():
     """What `under_way` gives is not sampled again, and the end is bitwise that of an unbroken run."""
     asked = requests(groups=4)
@@ -161,6 +164,7 @@ def test_a_broken_environment_stops_the_run_and_names_the_cause():
 
 
 @pytest.mark.parametrize("limit, turns", [({"max_turns": 2}, 2), ({"max_sampled_tokens": 9}, None), ({"max_input_tokens": 20}, None)])
+@pytest.mark.slow
 def test_limits_end_an_episode_as_cut_and_it_is_scored(limit, turns):
     asked = requests(groups=4)
     with playing(**limit) as engine:

@@ -79,6 +79,7 @@ def test_implementations_equal_the_definition(options, monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow
 def test_one_row_of_positions_serves_all(packed):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(3, 200, heads, K)).astype(np.float32)) for heads in (H, G, G))
@@ -147,6 +148,7 @@ def marks(name, case):
 
 @pytest.mark.parametrize("name, case", [pytest.param(name, case, id=f"{name}-{case}", marks=marks(name, str(case)))
     for name in ("reference", "blockwise", "tpu") for case in CASES if name == "tpu" or str(case) in EVERY_DAY])
+@pytest.mark.slow
 def test_case(name, case):
     """Forward and all gradients against float64, finite, bitwise equal when run again; TPU kernels interpreted."""
     check(name, case)
@@ -155,6 +157,7 @@ def test_case(name, case):
 @pytest.mark.parametrize("case", [pytest.param(CASES[i], id=str(CASES[i]),
                                                marks=pytest.mark.slow if i in (5, 12) else pytest.mark.nightly)
                                   for i in (1, 5, 8, 12, 20)])
+@pytest.mark.slow
 def test_tpu_kernels_neither_race_nor_read_what_was_not_written(case):
     """Interpreted with buffers, copies and their races; memory starts as NaN."""
     mode = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
@@ -238,6 +241,7 @@ CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, g
 
 
 @pytest.mark.parametrize("case", CACHED_CASES, ids=str)
+@pytest.mark.slow
 def test_cached_implementations_agree(case, monkeypatch):
     """XLA's and the TPU kernel against the reference in float64, in one layer of three, twice; float64 too where it is
     taken. What lies behind a slot's position does not matter."""
@@ -306,6 +310,7 @@ def test_who_is_asked(monkeypatch):
         assert asked.pop() == want and not asked
 
 
+@pytest.mark.slow
 def test_who_is_asked_for_the_cache(monkeypatch):
     asked = spied(monkeypatch, cached.api.IMPLEMENTATIONS)
     q, k, v, positions = cached_inputs(length=20)

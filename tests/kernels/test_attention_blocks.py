@@ -10,6 +10,7 @@ from jaxrl.kernels.attention.packed.reference import visible
 
 @pytest.mark.parametrize("sizes", [(16, 32), (128, 128)])
 @pytest.mark.parametrize("case", [c for c in CASES if c.size == 64 and c.dtype == "float32"], ids=str)
+@pytest.mark.slow
 def test_lists_are_the_masks_own_blocks(case: Case, sizes):
     """Active is a block with a visible pair of a real query, and no other; lists ascend and repeat their last entry."""
     ids = inputs(case)[2]

@@ -61,6 +61,7 @@ def test_blocks_without_work_are_not_computed():
 @pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.nightly),
                                   pytest.param(128, marks=pytest.mark.slow),
                                   pytest.param(256, marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_work_of_sixteen_documents(size):
     """At the sizes in use: at most 1.3 times the causal areas of 16 documents in 16k, forward and backward, by parts of
     tiles."""

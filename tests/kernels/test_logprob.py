@@ -27,6 +27,7 @@ def _inputs(rows=3, scored=13, d=16, vocab=50, dtype=jnp.float32):
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("chunk", [1, 6, 1024])
+@pytest.mark.slow
 def test_chunked_equals_reference_with_gradients(softcap, chunk, blocks):
     hidden, head, targets, valid = _inputs()
 
@@ -185,6 +186,7 @@ def test_a_head_that_does_not_learn_costs_no_gradient(transposed, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.slow
 def test_log_probs_at_given_ids_and_their_gradient(implementation, softcap, blocks):
     """In float64 against a softmax: log-probs at ids, and scatter(g) - p sum g, beside the gradient of target and entropy."""
     with jax.enable_x64(True):
@@ -220,6 +222,7 @@ def test_ids_within_a_support_are_refused():
         logprob_and_entropy(hidden, head, targets, valid, targets[..., None], targets[..., None])
 
 
+@pytest.mark.slow
 def test_a_support_cuts_and_renormalises(blocks):
     """Against a softmax over the listed tokens alone; gradients of both implementations in float64."""
     with jax.enable_x64(True):

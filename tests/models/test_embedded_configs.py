@@ -47,6 +47,7 @@ def tiny(tmp_path_factory):
     return config, folder, jaxrl.train(config)
 
 
+@pytest.mark.slow
 def test_the_tiny_run_goes_from_warm_start_to_export(tiny):
     _, folder, summary = tiny
     first = json.loads((folder / "warm_start" / "summary.json").read_text())
@@ -58,6 +59,7 @@ def test_the_tiny_run_goes_from_warm_start_to_export(tiny):
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in place.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_warm_start_learns_the_demonstrations(tiny):
     _, folder, _ = tiny
     lines = (folder / "warm_start" / "metrics.jsonl").read_text().splitlines()

@@ -130,6 +130,7 @@ def test_shifted_adapters_subtract_their_start():
 
 
 @pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.slow
 def test_decomposed_adapters_have_the_lengths_that_they_train(scan):
     """DoRA in float64: the factored product is the merged one, whose columns are as long as m says; at the start, and where a
     repetition of a stack has no adapter, it is the base. The gradient takes the lengths for constants."""

@@ -31,6 +31,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow
 def test_logits_equal_transformers(checkpoints, architecture):
     """Plain, padded, packed, shared prompt, and prefill + decode; all beyond the windows.
 
@@ -119,6 +120,7 @@ def test_padding_content_does_not_matter():
 
 @pytest.mark.parametrize("scan_layers, policies", [
     (False, ("full", "full 2")), pytest.param(True, ("full", "dots", "offload", "full 3"), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
     """More operations for the same gradient; less memory where scanned (see build for the unrolled CPU). `full 3`: in groups of
     three layers. (The CPU counts what is offloaded as its own memory.)"""
@@ -256,6 +258,8 @@ def test_defaults_are_those_of_transformers(family):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
     if family in ("qwen3", "gemma2", "gemma3_text"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 4
+    if family == "qwen2_moe":
+        required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
     assert model_config({"model_type": family, **required}) == model_config(theirs)
 
 

@@ -99,6 +99,7 @@ def test_export_in_another_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.slow
 def test_exported_folder_opens_in_transformers(tmp_path, architecture):
     """A model that was changed here: sharded export with tokenizer, the same logits there as here."""
     from transformers import AutoTokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import FAMILIES, build, hf
+from jaxrl.models import FAMILIES, build, fused, hf
 from jaxrl.models.config import model_config
 
 pytestmark = pytest.mark.torch  # the models to compare with are transformers'
@@ -48,7 +48,15 @@ def ours(config, model):
 
 
 def converted(own, tensors):
-    return own.tree(lambda entry: jnp.asarray(entry.from_hf(tensors[entry.hf_names[0]])))
+    def array(entry):
+        parts = [entry.from_hf(tensors[name]) for name in entry.hf_names]
+        return jnp.asarray(np.stack(parts) if entry.stacked else parts[0])
+
+    for name, parts, whole in fused.tensors(own):  # as transformers holds experts
+        found = tensors[name] if whole else tensors[name].reshape(len(parts), len(parts[0]), -1, tensors[name].shape[-1])
+        named = {parts[0][0]: found} if whole else {n: found[i, j] for i, own_ in enumerate(parts) for j, n in enumerate(own_)}
+        tensors = {**tensors, **named}
+    return own.tree(array)
 
 
 def forward(own, params):

@@ -82,6 +82,7 @@ def test_the_table_has_every_tensor_once():
     assert dense.flops_per_token(1) - scanned.flops_per_token(1) == 2 * (LAYERS - 1) * per_layer
 
 
+@pytest.mark.slow
 def test_forward_decode_and_hf_tensors(tmp_path):
     """A folder of HF's tensors is written and read, stacked or not, bit by bit; the forward pass is that of the loop
     over experts."""

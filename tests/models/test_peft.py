@@ -69,6 +69,7 @@ SAME = [("rank and alpha patterns", "default", True), *(pytest.param(*case, mark
 
 
 @pytest.mark.parametrize("selection, init, scan", SAME)
+@pytest.mark.slow
 def test_outputs_and_a_step_are_pefts(path, selection, init, scan):
     """Both from the same numbers: float64 to 1e-12. Adam divides by the root of its second moment, so where a gradient is all but zero
     its step magnifies rounding; with it the adapters are within 1e-9 (evidence/peft_parity.py has all cases)."""
@@ -136,6 +137,7 @@ def test_drawn_starts_have_pefts_distributions(path):
             adapter_init.initial(model, jax.random.key(0), base, init)
 
 
+@pytest.mark.slow
 def test_eva_starts_along_the_principal_directions_of_the_inputs(path):
     """PEFT's, of one batch, up to sign; B is zero, so nothing changes yet; padding has no say."""
     given = cases.options(init="eva", rank_pattern=("k_proj=2",))
@@ -169,6 +171,7 @@ def test_eva_starts_along_the_principal_directions_of_the_inputs(path):
 
 @pytest.mark.parametrize("selection, dtype", [("rank and alpha patterns", "float32"), ("modules_to_save", "bfloat16"), ("rslora", "float16"),
                                               ("dora", "float32")])
+@pytest.mark.slow
 def test_a_folder_of_pefts_comes_back_byte_for_byte(path, tmp_path, selection, dtype):
     """With a field that nobody knows; into scanned and unrolled layers; and its numbers are those that PEFT computes with."""
     _, config = cases.SELECTIONS[selection]

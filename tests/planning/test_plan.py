@@ -326,6 +326,7 @@ def of_tiny(tmp_path_factory):
     return command.main(flags), json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_ends_with_0_and_is_written_as_json(of_tiny):
     status, found = of_tiny
     assert status == 0 and found["fits"]
@@ -334,6 +335,7 @@ def test_a_plan_that_fits_ends_with_0_and_is_written_as_json(of_tiny):
     assert all(p["ideal"] <= p["seconds"] <= p["serial"] for p in found["phases"].values())
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_collectives_of_the_mesh(of_tiny):
     """tp = 2: two all-reduces per layer and pass; fsdp = 4: each of the 7 matrices of 2 layers is gathered."""
     update = of_tiny[1]["collectives"]["update"]
@@ -356,6 +358,7 @@ def test_a_kernel_computes_what_is_seen_and_xla_the_whole_row():
     assert workload.seen(resolve(c), kernel, 64) == pytest.approx(workload.TILES * pairs / 16)
     assert workload.seen(resolve(c), plain, 64) == 64
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypatch):
     """What the refusal advises is planned in turn, and fits."""
     monkeypatch.setattr(cases, "device_memory", lambda config, target: (9e6, 9e6))

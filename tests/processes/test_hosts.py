@@ -371,6 +371,7 @@ def told(tmp_path_factory):
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
 
+@pytest.mark.slow
 def test_processes_meet_and_gather(told):
     host = told[0]["who"][2].removeprefix("process 1 on ")
     assert host and [t["who"] for t in told] == [[i, 2, f"process 1 on {host}", 2, 4] for i in range(2)]

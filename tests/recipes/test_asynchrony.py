@@ -68,6 +68,7 @@ class Waits(EmbeddedEngine):
             super().submit(ready)
 
 
+@pytest.mark.slow
 def test_answers_that_wait_for_their_step_are_the_synchronous_run(tmp_path):
     """All that lies between asking ahead and using changes nothing: parameters, samples and rewards are bitwise those of
     max_staleness=0."""
@@ -88,6 +89,7 @@ def test_answers_that_wait_for_their_step_are_the_synchronous_run(tmp_path):
 
 
 @pytest.mark.parametrize("k,n,partial", [(2, 1, True), pytest.param(1, 2, False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_sample_is_used_once_in_order_within_the_bound(tmp_path, k, n, partial):
     c = config(tmp_path / "run", rollout__max_staleness=k, rollout__sync_every=n, rollout__partial=partial)
     summary = jaxrl.train(c)

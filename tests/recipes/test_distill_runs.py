@@ -143,6 +143,7 @@ def test_a_local_teacher_is_held_as_asked(folder, tmp_path):
     assert 0 < np.abs(said["fp32"] - said["bf16"]).max() < 0.2
 
 
+@pytest.mark.slow
 def test_how_a_teacher_is_asked_does_not_change_what_it_says(folder, tmp_path):
     said = []
     for tokens in (128, 512):

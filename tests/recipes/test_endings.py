@@ -50,6 +50,7 @@ def test_a_save_that_failed_in_the_background_is_made_again_at_the_end(tmp_path)
 
 
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_no_finished_run(tmp_path, stopped):
     """The disk refuses the last step's save twice: in its turn (where it had one), and at the end."""
     plan = ("checkpoint.enospc@step=4,phase=tensors", "checkpoint.enospc@step=4,phase=commit") if not stopped else (
@@ -103,6 +104,7 @@ def fails(monkeypatch, room, name, error):
 
 
 @pytest.mark.parametrize("how", ["timeout", *(pytest.param(x, marks=pytest.mark.slow) for x in ("engine", "reward", "disk", "export"))])
+@pytest.mark.slow
 def test_the_state_is_saved_whatever_ends_the_run(tmp_path, monkeypatch, how, caplog):
     """The checkpoint of step 2 is written by the error alone; then the run goes on, and makes up the evaluation that it missed."""
     c = config(tmp_path, checkpoint__every_steps=0)

@@ -46,6 +46,7 @@ def tokenizer():
     return PreTrainedTokenizerFast.from_pretrained(resolve("jaxrl://arith/tokenizer"))
 
 
+@pytest.mark.slow
 def test_rows_tokenizer_rewards_and_callbacks_are_objects_and_the_run_goes_on(tmp_path):
     datasets = importlib.import_module("datasets")
     seen = []
@@ -71,6 +72,7 @@ def test_rows_tokenizer_rewards_and_callbacks_are_objects_and_the_run_goes_on(tm
     assert again["steps"] == 3 and [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()][-1] == 3
 
 
+@pytest.mark.slow
 def test_a_failing_callback_ends_the_run_with_the_step_saved(tmp_path):
     def careless(step):
         return step.metrics["loss/of_mine"]

@@ -144,6 +144,7 @@ def example(prompt):
     return Example(np.zeros(1, np.int32), "", prompt, None, {}, "")
 
 
+@pytest.mark.slow
 def test_another_tokenizer_reads_text(tmp_path):
     """With another vocabulary the prompt and the completion are rendered anew: by its chat template, or as text with its end token where
     the completion came to its end."""

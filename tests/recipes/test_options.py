@@ -317,6 +317,7 @@ MESHES = """
 """
 
 
+@pytest.mark.slow
 def test_mesh_splits_batch_parameters_and_width(tokenizer):
     """Four devices. Batch rows go over dp x fsdp, parameters over fsdp x tp; between layers rows over dp x fsdp and tokens over tp
     (sequence parallelism). (Also under run.deterministic.)"""
@@ -548,6 +549,7 @@ def quiet(columns):
     return {"advantage": 0 * columns["advantage"]}
 
 
+@pytest.mark.slow
 def test_each_coefficient_weighs_its_term(loss_of):
     assert loss_of(quiet)[0] == 0.0
     loss, m = loss_of(quiet, entropy_coef=0.5)
@@ -556,6 +558,7 @@ def test_each_coefficient_weighs_its_term(loss_of):
     assert loss == pytest.approx(0.5 * m["policy/kl"], rel=1e-6) and m["policy/kl"] > 0.01
 
 
+@pytest.mark.slow
 def test_clip_bounds_temperature_aggregation_and_cap_act(loss_of):
     keep = lambda columns: {}  # noqa: E731
     both = [loss_of(keep, old="column", clip_low=c, clip_high=c)[1] for c in (0.01, 0.2, 0.9)]

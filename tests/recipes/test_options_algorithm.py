@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -40,6 +41,7 @@ from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.rollout import Engine, Health, Result
 from jaxrl.schema import PRESET_NAMES, options
+from jaxrl.spec import resolve
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import loss_and_metrics, make_apply
@@ -91,6 +93,33 @@ def test_every_preset_has_a_name_and_passes_the_checks():
     for name in PRESET_NAMES:
         states = {"env.function": "guess", "rollout.prompt_lengths": ()} if name == "gigpo" else {}
         assert row({"algorithm.preset": name} | states) == dict(PRESETS[name])
+
+
+def test_pairs_of_online_dpo_are_the_reference_s_log_ratios():
+    """beta is kl.coef, the log-ratios are the KL's sums over the sampled tokens, of all turns."""
+    c = resolve(config({"algorithm.preset": "online_dpo", "algorithm.kl.coef": 0.5}), engine="jax").algorithm
+    traj = Trajectories(
+        tokens=np.arange(8, dtype=np.int32), offsets=np.array([0, 4, 8]), loss_mask=np.array([0, 1, 0, 1, 0, 1, 1, 1], bool),
+        logprobs=np.zeros(8, np.float32), versions=np.zeros(8, np.int32), prompt_lengths=np.ones(2, np.int32), group=np.zeros(2, int),
+        sample=np.arange(2, dtype=np.int32), seed=np.zeros(2, np.uint32), finish=np.zeros(2, np.int8))
+    kl = np.array([9.0, 0.2, 9.0, 0.3, 9.0, -0.1, -0.4, 0.3])
+    found = advantages(c, traj, np.array([0.0, 1.0]), kl=kl)
+    size = 0.5 * 2 / (1 + np.exp(0.5 * (-0.2 - 0.5)))
+    np.testing.assert_allclose(found.tokens, [0, -size, 0, -size, 0, size, size, size], rtol=1e-14)
+    assert found.metrics["advantage/pairs_fraction"] == 1 and found.metrics["advantage/pairs_margin"] == pytest.approx(-0.35)
+    assert not found.zero_signal.any() and advantages(c, traj, np.ones(2), kl=kl).zero_signal.all()
+
+
+@pytest.mark.parametrize("changes,message", [
+    ({"algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k2"}, "algorithm.kl.placement=loss with algorithm.advantage=dpo"),
+    ({"algorithm.advantage_std": "group"}, "algorithm.advantage_std=group with algorithm.advantage=dpo: it would be another loss than DPO's"),
+    ({"algorithm.advantage_high": 1.0}, "algorithm.advantage_high=1.0 with algorithm.advantage=dpo: it would be another loss than DPO's"),
+    ({"algorithm.kl.coef": 0.0}, "algorithm.kl.coef=0.0 with algorithm.advantage=dpo: it is DPO's beta; set 0.1"),
+    ({"rollout.group_size": 1}, "rollout.group_size=1 with algorithm.advantage=dpo: a pair needs two answers"),
+])
+def test_online_dpo_refuses_what_would_be_another_loss(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config({"algorithm.preset": "online_dpo"} | changes)
 
 
 # -- policy losses -----------------------------------------------------------------------------------------------------
@@ -676,6 +705,7 @@ def test_the_critic_has_its_own_number_of_updates(ppo):
     assert [step.after.updates for step in ppo.steps] == [0, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_in_the_warm_up_only_the_critic_learns(ppo):
     first, second = ppo.steps[:2]
     assert same(first.after.policy, first.before.policy) and same(first.after.optimizer, first.before.optimizer)
@@ -757,6 +787,7 @@ def shared(tmp_path_factory):
     return SimpleNamespace(folder=folder, summary=summary, steps=steps, published=published)
 
 
+@pytest.mark.slow
 def test_a_shared_value_head_stays_in_the_training_state(shared):
     """It learns there; what is published and exported is the language model."""
     before, after = shared.steps[0].before.policy, shared.steps[0].after.policy

@@ -220,6 +220,7 @@ def third(folder, first, evaluated):
     return SimpleNamespace(summary=summary, new=listing(run) - before, exported=written() != exported, metrics=lines(run / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_recipe_and_warm_start(first):
     """The SFT job ran first, into its own folder, and its export is the policy at the start."""
     sft = lines(first.run / "warm_start" / "metrics.jsonl")
@@ -233,6 +234,7 @@ def test_recipe_and_warm_start(first):
     assert config["model"]["path"] == str(first.run / "warm_start" / "export")
 
 
+@pytest.mark.slow
 def test_dir_steps_and_compile_cache(first, folder):
     assert first.summary["steps"] == 2 and first.summary["run_dir"] == str(first.run)
     assert [line["step"] for line in first.metrics] == [0, 1, 2]
@@ -370,6 +372,7 @@ def test_a_trace_names_the_step_the_parts_of_the_model_and_pythons_calls(third, 
         assert part in operations.read_bytes(), part
 
 
+@pytest.mark.slow
 def test_what_is_switched_off_is_not_there(third):
     """Resumed at step 2; max_samples ends it after one of seven more steps; nothing is evaluated, saved or exported.
 

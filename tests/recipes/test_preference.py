@@ -134,6 +134,7 @@ def test_the_reference_is_scored_once(trained):
     assert file.stat().st_size == 2 * (16 + 6) * sums.RECORD.itemsize and loads == 1  # eval.max_rows=6
 
 
+@pytest.mark.slow
 def test_a_file_cut_off_and_another_reference(trained, tmp_path):
     """The torn record is dropped, and scored anew; a reference of other weights has a file of its own."""
     folder, _, _ = trained
@@ -192,6 +193,7 @@ def test_prompts_are_rolled_over_the_rows_of_a_step():
     assert rows == [[6, 7, 8, 3, 4], [6, 7, 8, 5], [1, 2, 9]]
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_answered_and_pairs_compared(tmp_path):
     """And the checkpoint is evaluated alone."""
     c = config(tmp_path, train__steps=1)

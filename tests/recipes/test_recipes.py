@@ -140,6 +140,7 @@ def test_the_end_token_is_part_of_what_is_trained_on(finished):
     assert stopped and all(r["tokens"][-1] == eos and len(r["logprobs"]) == len(r["tokens"]) for r in stopped)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_can_be_extended(finished, capfd, tmp_path):
     folder, _ = finished
     status = main(command(folder, "log.tensorboard=false")[3:])
@@ -206,6 +207,7 @@ def unbroken(finished):
 
 
 @pytest.mark.parametrize("plan", ["update.kill9@step=5", pytest.param("checkpoint.kill9@step=4,phase=tensors", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(plan, tmp_path, unbroken):
     status, _ = run(tmp_path / "killed", f"faults.plan={plan!r},")
     assert status == -signal.SIGKILL
@@ -335,6 +337,7 @@ def test_sequences_beyond_the_models_window_are_mentioned(tmp_path, caplog):
         setup.open_run(s)
 
 
+@pytest.mark.slow
 def test_kl_to_the_reference_and_several_updates_per_batch(tmp_path):
     c = config(tmp_path, train__steps=3, eval__sets=())
     c.algorithm.kl.coef, c.algorithm.ppo_epochs, c.algorithm.num_minibatches, c.reference.dtype = 0.1, 2, 2, "fp32"

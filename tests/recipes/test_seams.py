@@ -46,6 +46,7 @@ def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
     del POLICY_LOSSES["hasty"]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_a_file_of_its_own(monkeypatch, tmp_path):
     """Weighted SFT as docs/extend.md prints it trains, resumes and is planned; jaxrl has no line about it. Its row may stand in RECIPES, too."""
     (block,) = (b for b in blocks_of(ROOT / "docs" / "extend.md") if b.saved_as == "weighted_sft.py")

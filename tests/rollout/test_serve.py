@@ -68,6 +68,7 @@ http.server.ThreadingHTTPServer((flag("--host"), int(flag("--port"))), Healthy).
 """
 
 
+@pytest.mark.slow
 def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch, caplog, interpreter):  # noqa: F811
     """A process that answers /health as vLLM does, stopped by SIGSTOP. By default it listens on loopback, and is announced so."""
     caplog.set_level("INFO")

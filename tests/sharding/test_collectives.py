@@ -16,6 +16,7 @@ RULES = ("the MLP is not split over tp", "weights are not gathered before use", 
 @pytest.mark.parametrize("case", [pytest.param(case,
                                                marks=pytest.mark.slow if case == "ppo mixed" else pytest.mark.nightly)
                                   for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
+@pytest.mark.slow
 def test_collectives_stay_within_their_budget(case):
     """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
     rows, rematerialised = collective_cases.found(case)

@@ -14,6 +14,7 @@ HERE = Path(__file__).parents[1]
 @pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=pytest.mark.slow),
                                     pytest.param("v5p:2x2x1", marks=pytest.mark.nightly),
                                     pytest.param("v6e:2x2", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_kernels_compile_alone_and_in_a_sharded_job(target):
     """Forward and backward at every head size, in both dtypes; the update, prefill and decode of a job over fsdp x tp
     take the kernels because their mesh is a TPU's, and decoding, with shared prompts and without, makes no second

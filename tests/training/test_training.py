@@ -85,6 +85,7 @@ def one_at_a_time(traj):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_layout_float64(aggregation):
     with jax.enable_x64(True):
         model = tiny_model(jnp.float64)
@@ -111,6 +112,7 @@ def test_gradients_do_not_depend_on_the_layout_float32():
             assert float(m[key]) == pytest.approx(float(metrics[key]), rel=1e-4, abs=1e-6), (name, key)
 
 
+@pytest.mark.slow
 def test_remat_does_not_change_the_gradient():
     traj, columns = batch_of_groups()
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
@@ -283,6 +285,7 @@ def _update(optimizer, loss, columns_patch=None, steps=1):
     return before, jax.tree.map(np.asarray, state), metrics
 
 
+@pytest.mark.slow
 def test_a_non_finite_update_changes_nothing_but_its_counters():
     bad = {"advantage": np.full(10_000, np.nan)}
     before, after, metrics = _update(optax.adamw(1e-2), LOSS, bad, steps=2)
@@ -296,6 +299,7 @@ def test_a_non_finite_update_changes_nothing_but_its_counters():
     assert metrics["optim/skipped"] == 1
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_every_microbatch_and_step(caplog):
     """Gradients lie on the mesh as their parameters do from the start; otherwise the second microbatch compiles again."""
     model, (traj, columns) = tiny_model(), batch_of_groups()
@@ -324,6 +328,7 @@ def test_neighbours_of_one_shape_go_together():
     assert found == [([0, 1], 2), ([2, 2], 1), ([3, 3], 1), ([4, 4], 1)]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_no_optimizer_state_and_do_not_move():
     before, after, _ = _update(optax.adamw(1e-2), LOSS)
     np.testing.assert_array_equal(before.frozen["embed/embedding"], after.frozen["embed/embedding"])
@@ -331,6 +336,7 @@ def test_frozen_parameters_have_no_optimizer_state_and_do_not_move():
     assert any((a != b).any() for a, b in zip(before.trainable.values(), after.trainable.values(), strict=True))
 
 
+@pytest.mark.slow
 def test_gradient_clipping_bounds_the_update():
     loss = policy_objective(old="column", max_grad_norm=1e-3, chunk=32)
     before, after, metrics = _update(optax.sgd(1.0), loss)
@@ -338,6 +344,7 @@ def test_gradient_clipping_bounds_the_update():
     assert float(metrics["optim/grad_norm"]) > 1e-3 and moved == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_fp16_loss_scale_halves_on_overflow_and_the_step_is_skipped():
     model = tiny_model(jnp.float16)
     traj, columns = batch_of_groups()
@@ -468,6 +475,7 @@ def test_patterns_that_match_nothing_are_errors():
         training.partition(params, (".*",), (".*",))
 
 
+@pytest.mark.slow
 def test_entropy_and_kl_metrics_are_those_of_the_distribution():
     model, (traj, columns) = tiny_model(), batch_of_groups()
     params = params_of(model)
@@ -484,6 +492,7 @@ def test_entropy_and_kl_metrics_are_those_of_the_distribution():
     assert float(metrics["policy/kl"]) == pytest.approx(float((w * (np.exp(-d) + d - 1)).sum()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_gradient_is_the_same_however_trajectories_are_cut_into_sequences():
     """With a mean over trajectories of their token means; each turn is a sequence, or all turns are one."""
     whole = collect(*conversation(rewrite=False))

@@ -1,0 +1,76 @@
+"""Public entry of the op.
+
+Legend: T tokens, K slots per token, E experts, D hidden size, F an expert's width.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxrl.kernels.experts import reference, tuned, walk
+from jaxrl.kernels.experts.blocks import BLOCKS
+from jaxrl.kernels.platform import platform
+
+IMPLEMENTATIONS = ("reference", "blocks")
+AUTO = {"cpu": "blocks", "gpu": "blocks", "tpu": "blocks"}
+
+
+def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto"):
+    """The output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @ up[e]) @
+    down[e] with e = ids[t, k].
+
+    Products are summed in fp32 (float64 where x is), the activation is computed in it and rounded to x's dtype, and
+    what experts return is weighted and added in it in the order of slots. No token is dropped, whatever the routing,
+    and memory does not depend on the routing. A token's output does not depend on the tokens beside it (on CPUs: to
+    the bit, within one program). Gradients flow to x, gates and weights (to weights only where they are asked for);
+    gate and up are computed again in the backward pass, and nothing but the arguments is kept for it. On a mesh, call
+    it within a shard_map: its loops follow the routing of the tokens that it is given.
+
+    Args:
+      x_TxD: fp32, bf16, fp16 or float64.
+      ids_TxK: integers, different within a token, in the order of slots. One outside 0 <= id < E is an empty slot (an
+        expert of another device, padding), which adds 0, is never computed, and whose gate gets gradient 0.
+      gates_TxK: fp32 or float64; the weight of each slot.
+      gate_ExDxF, up_ExDxF, down_ExFxD: in x's dtype; as are their gradients, summed in fp32 or better.
+      activation: (gate, up) -> hidden, elementwise; a function of a module, since it is compared by identity.
+      implementation: auto (the platform's), reference (every expert on every token), or blocks (sorted, in XLA).
+
+    Returns:
+      y_TxD in x's dtype; 0 for a token without a slot. NaN where ids repeat within tokens so that they need more rows
+      than distinct ones could (only where K > E; elsewhere repeated ids just add up).
+
+    Raises:
+      ValueError: unknown implementation; shapes or dtypes that do not fit.
+    """
+    weights = {"gate": gate_ExDxF, "up": up_ExDxF, "down": down_ExFxD}
+    check(x_TxD, ids_TxK, gates_TxK, weights)
+    name = AUTO[platform()] if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"experts: implementation={name!r}; choose auto, {', '.join(IMPLEMENTATIONS)}")
+    if not ids_TxK.size or not x_TxD.size:
+        return jnp.zeros_like(x_TxD)
+    arrays = x_TxD, ids_TxK.astype(jnp.int32), gates_TxK, *weights.values()
+    if name == "reference":
+        return reference.experts(*arrays, activation)
+    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF))),
+                        *arrays)
+
+
+def check(x, ids, gates, weights) -> None:
+    """ValueError where shapes or dtypes do not fit; names the argument."""
+    def refuse(name, value, remedy):
+        raise ValueError(f"experts: {name} is {value.dtype}{list(value.shape)}; {remedy}")
+
+    if x.ndim != 2 or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
+        refuse("x", x, "give floating-point tokens [T, D]")
+    if ids.ndim != 2 or len(ids) != len(x) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        refuse("ids", ids, f"give integers [T={len(x)}, K]")
+    if gates.shape != ids.shape or gates.dtype not in (jnp.float32, jnp.float64):
+        refuse("gates", gates, f"give float32 or float64 {list(ids.shape)}, one for each id")
+    count, width, size = weights["down"].shape if weights["down"].ndim == 3 else (0, 0, 0)
+    for name, w in weights.items():
+        want = (count, width, x.shape[1]) if name == "down" else (count, x.shape[1], width)
+        if w.ndim != 3 or w.shape != want or not count:
+            refuse(name, w, f"gate and up are [E, D={x.shape[1]}, F], down is [E, F, D={x.shape[1]}]")
+        if w.dtype != x.dtype:
+            refuse(name, w, f"cast it to x's {x.dtype}")

@@ -1,0 +1,89 @@
+"""`experts` in XLA: a loop over the experts that hold rows, and in it over their blocks of rows.
+
+An expert's weights are cut out once per chunk, not once per block (XLA for CPUs copies what it cuts out). All products
+have one fixed shape, so that a token's output does not depend on the tokens beside it.
+
+Legend: D hidden size, F an expert's width, R rows of a chunk's blocks, b rows of a block.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.experts.walk import Implementation, accumulator
+
+
+def product(a, b, over_a, over_b):
+    """Product of matrices in fp32 or better, summed over these axes."""
+    return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=accumulator(a.dtype))
+
+
+def forward(call, lay, x, gate_ExDxF, up_ExDxF, down_ExFxD):
+    """See walk.Implementation."""
+    def group(expert, blocks, out):
+        gate, up, down = (_of(w, expert) for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
+
+        def block(n, out):
+            own = x.at(n * call.block, call.block)
+            hidden = call.activation(product(own, gate, 1, 0), product(own, up, 1, 0)).astype(own.dtype)
+            return _put(out, product(hidden, down, 1, 0), n * call.block)
+
+        return jax.lax.fori_loop(*blocks, block, out)
+
+    dtype = accumulator(x.tokens.dtype)
+    return _each_expert(lay, group, jnp.zeros((lay.slots.size, x.tokens.shape[1]), dtype))
+
+
+def backward(call, lay, x, dy, gates_R, gate_ExDxF, up_ExDxF, down_ExFxD, sums):
+    """See walk.Implementation."""
+    acc, dtype = accumulator(x.tokens.dtype), x.tokens.dtype
+
+    def group(expert, blocks, state):
+        gate, up, down = (_of(w, expert) for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
+        dx, dgates, sums = state
+
+        def block(n, state):
+            dx, dgates, own = state
+            start = n * call.block
+            x_b, dy_b = x.at(start, call.block), dy.at(start, call.block)
+            gates = jax.lax.dynamic_slice(gates_R, (start,), (call.block,))[:, None]
+            hidden, back = jax.vjp(call.activation, product(x_b, gate, 1, 0), product(x_b, up, 1, 0))
+            hidden = hidden.astype(dtype).astype(acc)
+            d_hidden = product(dy_b, down, 1, 1)
+            d_gates = jnp.sum(d_hidden * hidden, axis=1)
+            da, db = (d.astype(dtype) for d in back(gates * d_hidden))
+            dx_b = product(da, gate, 1, 1) + product(db, up, 1, 1)
+            if own:
+                pairs = (x_b, da), (x_b, db), ((gates * hidden).astype(dtype), dy_b)
+                own = tuple(s + product(*pair, 0, 0) for s, pair in zip(own, pairs, strict=True))
+            return _put(dx, dx_b, start), jax.lax.dynamic_update_slice(dgates, d_gates, (start,)), own
+
+        own = tuple(_of(s, expert) for s in sums)
+        dx, dgates, own = jax.lax.fori_loop(*blocks, block, (dx, dgates, own))
+        return dx, dgates, tuple(_put(s, o[None], expert) for s, o in zip(sums, own, strict=True))
+
+    start = jnp.zeros((lay.slots.size, x.tokens.shape[1]), acc), jnp.zeros(lay.slots.shape, acc), sums
+    return _each_expert(lay, group, start)
+
+
+BLOCKS = Implementation(forward, backward)
+
+
+def _each_expert(lay, group, state):
+    """group(expert, (first block, the one behind its last), state) for every expert that holds rows."""
+    def one(carry):
+        n, state = carry
+        expert = lay.experts[n]
+        end = lay.ends[expert]
+        return end, group(expert, (n, end), state)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < lay.used, one, (jnp.int32(0), state))[1]
+
+
+def _of(w_ExAxB, expert):
+    return jax.lax.dynamic_index_in_dim(w_ExAxB, expert, keepdims=False)
+
+
+def _put(x, part, at):
+    return jax.lax.dynamic_update_slice_in_dim(x, part, at, 0)

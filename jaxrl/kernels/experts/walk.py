@@ -1,0 +1,157 @@
+"""`experts` over the blocks of layout.py, chunk after chunk of tokens: what implementations share, and the gradient.
+
+A chunk's buffers hold every routing of its tokens, so memory is static and nothing is dropped; only blocks that hold
+rows are computed. The backward pass is a second walk that computes gate and up again and sums the weights' gradients
+in fp32 (float64 where inputs are) in the order of chunks. What experts return is gathered and added slot by slot: no
+floating-point number is added to memory in an order that devices choose.
+
+With r a row, t its token, g its gate: h = act(x_t G, x_t U), y_t = sum g (h D). Hence dh = dy_t D^T, dg = sum dh h (the
+product h D is not needed), (da, db) = act'(g dh), dx_t = sum da G^T + db U^T, dG += x_t^T da, dU += x_t^T db,
+dD += (g h)^T dy_t.
+
+Legend: T tokens, K slots per token, E experts, D hidden size, F an expert's width, n chunks, t tokens of a chunk,
+R rows of a chunk's blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.experts.layout import Layout, layout
+
+
+class Implementation(NamedTuple):
+    """What computes on the rows of a chunk.
+
+    forward(call, layout, x_RxD, gate, up, down) -> out_RxD.
+    backward(call, layout, x_RxD, dy_RxD, gates_R, gate, up, down, sums) -> (dx_RxD, dgates_R, sums).
+
+    x and dy are Rows; results are fp32 or better, and rows without a slot mean nothing in them. sums: the weights'
+    gradients so far, fp32 or better, to which the chunk's are added, or () where nobody asks for them.
+    """
+
+    forward: Callable
+    backward: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call."""
+
+    run: Implementation
+    activation: Callable
+    block: int              # rows of a block
+    chunk: int              # tokens of a chunk, at most
+
+
+class Rows(NamedTuple):
+    """The numbers of tokens, one row per slot: row i is tokens[slots[i] // K], and 0 where it has no slot."""
+
+    tokens: jax.Array  # [t, D]
+    slots: jax.Array   # [R], see Layout
+    each: int          # K
+
+    def at(self, start, count: int):
+        return self._taken(jax.lax.dynamic_slice(self.slots, (start,), (count,)))
+
+    def all(self):
+        return self._taken(self.slots)
+
+    def _taken(self, slots):
+        token = slots // self.each  # past the last one where there is no slot
+        return self.tokens.at[token].get(mode="fill", fill_value=0)
+
+
+def accumulator(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def experts(call: Call, x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD):
+    """See api.experts."""
+    def one(_, xs):
+        x, ids, gates = xs
+        lay = layout(ids, len(gate_ExDxF), call.block)
+        out = call.run.forward(call, lay, Rows(x, lay.slots, ids.shape[1]), gate_ExDxF, up_ExDxF, down_ExFxD)
+        y = added(lay, gates.astype(out.dtype), out)
+        if ids.shape[1] > len(gate_ExDxF):  # ids that repeat within a token may need more rows than there are
+            y = jnp.where(lay.used <= lay.experts.size, y, jnp.nan)
+        return None, y.astype(x.dtype)
+
+    cut = _Cut(x_TxD.shape[0], call.chunk)
+    return cut.joined(cut.walk(one, None, (x_TxD, ids_TxK, gates_TxK))[1])
+
+
+def _forward(call, *arguments):
+    """With symbolic zeros: `perturbed` says which arguments are differentiated."""
+    values = tuple(x.value for x in arguments)
+    wanted = any(x.perturbed for x in arguments[3:])  # a pytree without leaves, since it is static
+    return experts(call, *values), (values, () if wanted else None)
+
+
+def _backward(call, saved, dy_TxD):
+    (x_TxD, ids_TxK, gates_TxK, *weights), wanted = saved
+    acc = accumulator(x_TxD.dtype)
+
+    def one(sums, xs):
+        x, ids, gates, dy = xs
+        lay, slots = layout(ids, len(weights[0]), call.block), ids.shape[1]
+        own = gates.astype(acc).reshape(-1).at[lay.slots].get(mode="fill", fill_value=0)
+        dx, dgates, sums = call.run.backward(call, lay, Rows(x, lay.slots, slots), Rows(dy, lay.slots, slots), own,
+                                             *weights, sums)
+        held = lay.rows < lay.slots.size
+        dgates = jnp.where(held, dgates.at[lay.rows].get(mode="clip"), 0).astype(gates.dtype)
+        return sums, (added(lay, None, dx).astype(x.dtype), dgates)
+
+    cut = _Cut(x_TxD.shape[0], call.chunk)
+    sums = () if wanted is None else tuple(jnp.zeros(w.shape, acc) for w in weights)
+    sums, (dx, dgates) = cut.walk(one, sums, (x_TxD, ids_TxK, gates_TxK, dy_TxD.astype(x_TxD.dtype)))
+    dweights = [s.astype(w.dtype) for s, w in zip(sums, weights, strict=True)] if sums else [None] * 3
+    return cut.joined(dx), None, cut.joined(dgates), *dweights
+
+
+experts.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def added(lay: Layout, gates_txK, out_RxD):
+    """[t, D]: of each token the rows of its slots, times its gates (None = 1), added in the order of slots."""
+    y = jnp.zeros((lay.rows.shape[0], out_RxD.shape[1]), out_RxD.dtype)
+    for k in range(lay.rows.shape[1]):
+        rows = lay.rows[:, k]
+        own = out_RxD.at[rows].get(mode="clip")
+        own = own if gates_txK is None else gates_txK[:, k, None] * own
+        y += jnp.where((rows < out_RxD.shape[0])[:, None], own, 0)
+    return y
+
+
+class _Cut(NamedTuple):
+    """How tokens are cut into chunks of equal size."""
+
+    tokens: int
+    most: int
+
+    @property
+    def count(self):
+        return -(-self.tokens // self.most)
+
+    @property
+    def chunk(self):
+        return -(-self.tokens // self.count)
+
+    def walk(self, one, carry, arrays):
+        """(carry, results [n, t, ...]) of one(carry, a chunk of each of x, ids, gates, ...), the last chunk filled up
+        with tokens whose slots are empty."""
+        full = self.count * self.chunk - self.tokens
+        fills = (-1 if jnp.issubdtype(a.dtype, jnp.integer) else 0 for a in arrays)
+        xs = tuple(jnp.pad(a, [(0, full), (0, 0)], constant_values=fill).reshape(self.count, self.chunk, a.shape[1])
+                   for a, fill in zip(arrays, fills, strict=True))
+        return jax.lax.scan(one, carry, xs)
+
+    def joined(self, results):
+        return results.reshape(-1, results.shape[2])[:self.tokens]

@@ -1,0 +1,82 @@
+"""Terms of a loss that a model's routers add, and what is told of them. Models without experts have none.
+
+With w the weight "token" of a scored token, 1 / (scored tokens of the optimizer step), and p the router's
+probabilities at the token whose hidden state predicts it,
+
+    balance = sum over layers of E * sum_t w_t sum_e load_e p_te        (Fedus et al., arXiv 2101.03961, eq. 4)
+    z       = sum over layers of sum_t w_t (log sum_e exp logit_te)^2   (Zoph et al., arXiv 2202.08906, eq. 5)
+
+Both are sums over tokens, so packing, microbatches, shared prompts and the mesh cannot change them: load, the share of
+the tokens' places that experts have, is a constant in the gradient in any case, and is that of the whole optimizer step
+before. At the first step all experts count alike, which has no gradient.
+
+Legend: R rows, L row length, S scored slots per row, n layers with experts, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxrl.models import decoder
+from jaxrl.models.feed_forward import LOAD
+
+
+def even(config):
+    """[n, E]: the load of routers that spread tokens evenly. None for a model without experts."""
+    layers = config.num_expert_layers
+    return np.full((layers, config.num_experts), 1 / config.num_experts, np.float32) if layers else None
+
+
+def loaded(model, params, load_nxE):
+    """The parameters, and beside each router the load that its balance term is taken with."""
+    config, flat = model.config, flatten_dict(params, sep="/")
+    number = {layer: i for i, layer in enumerate(
+        i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")}
+    before, repeats, behind = decoder.spans(config, model.scan_layers)
+    flat |= {f"layer_{i}/{LOAD}": load_nxE[number[i]] for i in (*before, *behind) if i in number}
+    for j in range(config.period if repeats else 0):
+        layers = [config.prefix + config.period * n + j for n in range(repeats)]
+        if layers[0] in number:
+            flat[f"layers/sub_{j}/{LOAD}"] = load_nxE[np.array([number[i] for i in layers])]
+    return unflatten_dict(flat, sep="/")
+
+
+def terms(outputs, batch, objective):
+    """(sum of the terms, metrics) of a microbatch; 0 and {} where no layer has a router.
+
+    Metrics: router/entropy, mean over tokens and layers; router/load [n, E], of which `told` makes what is shown;
+    router/balance and router/z, mean over layers, where they are in the loss.
+    """
+    said, token = outputs.auxiliary, batch.weights["token"]
+    if "routes" not in said:
+        return 0.0, {}
+    layers, experts = len(said["routes"]), outputs.model.config.num_experts
+    at = lambda x: jnp.sum(token * jnp.take_along_axis(x, batch.sources, axis=1))  # noqa: E731
+
+    def load(routes_RxLxK):
+        routes = jnp.take_along_axis(routes_RxLxK, batch.sources[..., None], axis=1)
+        chosen = routes[..., None] == jnp.arange(experts)[None, None, None]
+        return jnp.sum(jnp.where(chosen, token[..., None, None], 0), axis=(0, 1, 2)) / routes.shape[-1]
+
+    loss = jnp.zeros((), token.dtype)
+    metrics = {"router/entropy": jax.lax.stop_gradient(at(said["router_entropy"])) / layers,
+               "router/load": jax.lax.map(load, said["routes"])}
+    for name, coef in (("balance", objective.router_balance), ("z", objective.router_z)):
+        if coef:
+            term = at(said[f"router_{name}"])
+            loss += coef * term
+            metrics[f"router/{name}"] = jax.lax.stop_gradient(term) / layers
+    return loss, metrics
+
+
+def told(metrics: dict) -> dict:
+    """Metrics of a whole optimizer step: the load of the fullest expert over the mean, of the layer where it is
+    largest, and the share of experts without a token."""
+    if "router/load" not in metrics:
+        return metrics
+    load = metrics["router/load"]
+    rest = {name: x for name, x in metrics.items() if name != "router/load"}
+    return rest | {"router/load_max_over_mean": jnp.max(load) * load.shape[1], "router/idle": jnp.mean(load == 0)}

@@ -1,0 +1,330 @@
+"""Models with experts: against transformers, against themselves in other forms, in and out of both layouts."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import model_cases
+import numpy as np
+import pytest
+import tiny_job
+from tiny_models import EXPERTS, SIZES, edit_config, make_tiny
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import build, decoder, hf, placement
+from jaxrl.models.config import model_config
+from jaxrl.models.feed_forward import ROUTES
+from jaxrl.models.selection import Selection, resolved
+from jaxrl.recipes.setup import read_inputs
+
+SMALL = {**SIZES, **EXPERTS["qwen2_moe"][1], "model_type": "qwen2_moe", "num_hidden_layers": 5}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """(architecture, whether fused) -> folder, made once."""
+    @functools.cache
+    def get(architecture, fused=False):
+        folder = tmp_path_factory.mktemp(architecture)
+        return make_tiny(architecture, folder, tokenizer=False, fused=fused)
+
+    return get
+
+
+def logits_of(config, path, change=None):
+    """Of a row of model_cases; change(model) is computed instead of the model."""
+    arrays, _ = model_cases.batch()
+    model = build(config, compute_dtype=jnp.float32, scan_layers=False)
+    params = hf.load_params(model, path)
+    model = model if change is None else change(model)
+    return np.asarray(model_cases.forward(model, params, *(x[:1] for x in arrays)))[0]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("architecture", ["qwen3_moe_mixed", *(pytest.param(a, marks=pytest.mark.slow) for a in EXPERTS
+                                                               if a != "qwen3_moe_mixed")])
+def test_logits_equal_transformers(checkpoints, architecture):
+    """Plain, padded, packed, shared prompt, and prefill + decode. Scanned where a block of two layers repeats, and
+    behind a dense first one."""
+    path = checkpoints(architecture)
+    scan_layers = architecture in ("qwen3_moe_mixed", "qwen2_moe")
+    want = model_cases.reference(path)
+    worst = model_cases.differences(path, scan_layers, want)
+    assert set(worst) == set(model_cases.CASES)
+    assert max(worst.values()) < 1e-5 * np.abs(want(model_cases.batch()[0][0][0])).max(), worst
+    model, _ = model_cases.ours(path, scan_layers)
+    assert bool(decoder.spans(model.config, True)[1]) == (architecture != "qwen3_moe_mixed" or scan_layers)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("architecture, entry", [
+    ("qwen3_moe", {"norm_topk_prob": False}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen3_moe", {"num_experts_per_tok": 2}), ("qwen2_moe", {"norm_topk_prob": False}), ("olmoe", {"norm_topk_prob": False}),
+        ("mixtral", {"num_experts_per_tok": 3}))),
+])
+def test_every_flag_of_the_router_matters_and_agrees(checkpoints, tmp_path, architecture, entry):
+    """Changing one entry moves our logits, and moves them to where transformers' go."""
+    path = checkpoints(architecture)
+    config = hf.load_config(path, overrides=entry)
+    changed, row = logits_of(config, path), model_cases.batch()[0][0][0]
+    assert np.abs(changed - logits_of(hf.load_config(path), path)).max() > 1e-2
+    (tmp_path / "model.safetensors").symlink_to(f"{path}/model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    edit_config(tmp_path, **{k: v for k, v in config.items() if k != hf.SOURCE})
+    assert np.abs(changed - model_cases.reference(tmp_path)(row)).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_what_no_entry_says_is_seen_too(checkpoints):
+    """Mixtral always divides by the sum; OLMoE norms all heads together. The comparison would not pass without."""
+    for architecture, change in (("mixtral", {"norm_topk": False}), ("olmoe", {"norm_eps": 0.1})):
+        path = checkpoints(architecture)
+        other = lambda model, change=change: dataclasses.replace(  # noqa: E731
+            model, config=dataclasses.replace(model.config, **change))
+        config = hf.load_config(path)
+        assert np.abs(logits_of(config, path) - logits_of(config, path, other)).max() > 1e-2, architecture
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path, architecture):
+    """Per expert, and fused as transformers holds them: the same parameters, and each comes back byte by byte, scanned or
+    not; transformers opens what was written."""
+    from safetensors.numpy import load_file
+
+    params, names = {}, {}
+    for fused in (False, True):
+        source = Path(checkpoints(architecture, fused))
+        config, want = hf.load_config(str(source)), load_file(source / "model.safetensors")
+        for scan_layers in (False, True):
+            model = build(config, compute_dtype=jnp.float32, scan_layers=scan_layers)
+            params[fused, scan_layers] = hf.load_params(model, str(source))
+            hf.check_weights(model, str(source))
+            hf.export(model, params[fused, scan_layers], tmp_path / "out", config)
+            got = load_file(tmp_path / "out" / "model.safetensors")
+            assert set(got) == set(want)
+            for name, tensor in want.items():
+                np.testing.assert_array_equal(got[name], tensor, err_msg=name)
+        names[fused] = set(want)
+        row = model_cases.batch()[0][0][0]
+        np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
+    assert any("experts.gate_up_proj" in name for name in names[True]) and not names[True] & {
+        name for name in names[False] if "experts" in name}
+    for scan_layers in (False, True):
+        jax.tree.map(np.testing.assert_array_equal, params[False, scan_layers], params[True, scan_layers])
+
+
+@pytest.mark.torch
+def test_a_wrong_fused_tensor_is_refused(checkpoints, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    source = Path(checkpoints("qwen3_moe", True))
+    tensors, name = load_file(source / "model.safetensors"), "model.layers.1.mlp.experts.gate_up_proj"
+    model = build(hf.load_config(str(source)), compute_dtype=jnp.float32, scan_layers=False)
+    one = "model.layers.1.mlp.experts.2.up_proj.weight"
+    for change, said in (({name: tensors[name][:-1]}, r"gate_up_proj has shape \(5, 48, 32\), the config needs \(6, 48, 32\)"),
+                         ({one: np.zeros((24, 32), np.float32)}, f"{name} stands beside {one}")):
+        save_file({**tensors, **change}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=said):
+            hf.load_params(model, str(tmp_path))
+
+
+@pytest.mark.parametrize("entry, said", [
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_experts=6"),
+    ({"num_experts": 6, "num_local_experts": 8}, "num_local_experts=8"), ({"mlp_only_layers": [0.5]}, "mlp_only_layers"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"), ({"moe_intermediate_size": 0}, "moe_intermediate_size=0"),
+    ({"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"), ({"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5"),
+    ({"n_shared_experts": 1}, "n_shared_experts=1"), ({"norm_topk_prob": 1}, "norm_topk_prob=1"), ({"n_group": 8}, "n_group=8"),
+    ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0"), ({"model_type": "olmoe", "num_experts": 0}, "num_experts=0"),
+    ({"model_type": "qwen3", "norm_topk_prob": True}, "norm_topk_prob=True"), ({"model_type": "deepseek_v3"}, "Qwen3-MoE"),
+])
+def test_what_is_not_computed_is_refused_by_name(entry, said):
+    base = SMALL if entry.get("model_type", "qwen2_moe") == "qwen2_moe" else SIZES
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        model_config({**base, **entry})
+
+
+def test_servers_that_experts_cannot_be_brought_to_are_refused():
+    c = tiny_job.get_config()
+    c.train.router_z = 0.1
+    with pytest.raises(ConfigError, match="train.router_z=0.1 has no effect"):
+        read_inputs(c)
+    c.model.config = {**c.model.config.to_dict(), **SIZES, "model_type": "mixtral"}
+    c.rollout.engine = "vllm"
+    with pytest.raises(ConfigError, match="rollout.engine=vllm with experts .model_type=mixtral.*set rollout.engine=jax"):
+        read_inputs(c)
+
+
+def test_both_names_of_the_count_and_models_without_experts():
+    """transformers writes num_local_experts where the published files have num_experts; 0 experts are a dense model."""
+    count = SMALL["num_experts"]
+    other = {k: v for k, v in SMALL.items() if k != "num_experts"} | {"num_local_experts": count}
+    assert model_config(other) == model_config(SMALL) and model_config(SMALL).num_experts == count
+    dense = build({**SMALL, "num_experts": 0}, compute_dtype=jnp.float32, scan_layers=True)
+    assert dense.num_active == dense.num_parameters and not any("expert" in "/".join(e.path) for e in dense.entries)
+
+
+def test_counts_of_the_real_models():
+    """By hand, and as their authors give them: 30.5 B parameters of which 3.3 B are active; 46.7 and 12.9; 6.9 and 1.3;
+    14.3 and 2.7."""
+    def model(**entries):
+        return build({"max_position_embeddings": 4096, "tie_word_embeddings": False, **entries}, compute_dtype=jnp.float32,
+                     scan_layers=True)
+
+    qwen3 = model(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+                  num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+                  moe_intermediate_size=768, norm_topk_prob=True)
+    attention, expert, table = 2048 * 128 * (32 + 4 + 4 + 32), 3 * 2048 * 768, 151936 * 2048
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert qwen3.num_parameters == 48 * (attention + 2048 * 128 + 128 * expert) + 2 * table + norms == 30_532_122_624
+    assert qwen3.num_active == 48 * (attention + 2048 * 128 + 8 * expert) + 2 * table + norms
+    matrices = 48 * (attention + 2048 * 128 + 8 * expert) + table
+    assert qwen3.flops_per_token(100) == 2 * matrices + 48 * 4 * 32 * 128 * 100
+    mixtral = model(model_type="mixtral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                    num_attention_heads=32, num_key_value_heads=8)
+    olmoe = model(model_type="olmoe", vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16,
+                  num_attention_heads=16)
+    qwen2 = model(model_type="qwen2_moe", vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24,
+                  num_attention_heads=16, num_key_value_heads=16)
+    found = [(round(m.num_parameters / 1e9, 1), round(m.num_active / 1e9, 1)) for m in (qwen3, mixtral, olmoe, qwen2)]
+    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7)]
+
+
+def init(model, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), jax.jit(model.init, compiler_options=model_cases.QUICK)(jax.random.key(1)))
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_every_expert_on_every_token(monkeypatch):
+    """Sorted blocks against the reference through the whole model, packed rows with padding: 1e-12 per tensor, float64."""
+    with jax.enable_x64(True):
+        model = build({**SMALL, "num_hidden_layers": 3}, compute_dtype=jnp.float64, scan_layers=True, remat="full")
+        params, (arrays, _) = init(model, jnp.float64), model_cases.batch()
+        real = (arrays[2] > 0)[..., None]
+
+        def loss(params):
+            logits = model.logits(params, jnp.where(real, model.hidden(params, *arrays), 0))
+            return jnp.sum(jax.nn.log_softmax(logits)[..., 7])
+
+        found = {}
+        for name in ("reference", "blocks"):
+            monkeypatch.setattr(placement, "experts", functools.partial(placement.experts, implementation=name))
+            found[name] = jax.jit(jax.grad(lambda p: loss(p)))(params)
+        apart = jax.tree.map(lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b)), found["blocks"], found["reference"])
+        assert max(jax.tree.leaves(apart)) < 1e-12 and jax.tree.leaves(found["blocks"])[0].dtype == np.float64
+        router = found["blocks"]["layers"]["sub_0"]["mlp"]["router"]["kernel"]
+        assert np.abs(router).max() > 0
+
+
+def primitives(jaxpr, name):
+    """How often a primitive stands in a jaxpr and in those within it."""
+    inner = (x for eqn in jaxpr.eqns for p in eqn.params.values() for x in (p if isinstance(p, tuple | list) else (p,)))
+    within = (getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns"))
+    return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(primitives(x, name) for x in within)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_routes_are_never_computed_twice(remat):
+    """A tie that falls otherwise in the backward pass would differentiate another function."""
+    model = build(SMALL, compute_dtype=jnp.float32, scan_layers=False, remat=remat)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    arrays, _ = model_cases.batch()
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: jnp.sum(model.hidden(p, *arrays))))(params).jaxpr
+    assert primitives(jaxpr, "top_k") == model.config.num_expert_layers == 4
+    assert ROUTES in str(jaxpr)
+
+
+@pytest.mark.slow
+def test_routes_are_told_in_the_order_of_layers():
+    """[layers, B, L, K], scanned and unrolled alike, recomputed alone and in groups; entropies and z are sums over layers."""
+    arrays, _ = model_cases.batch()
+    base = build(SMALL, compute_dtype=jnp.float32, scan_layers=False)
+    flat, real = init(base, jnp.float32), arrays[2] > 0
+    want = base.forward(flat, *arrays)[1]
+    assert want["routes"].shape == (4, *arrays[0].shape, 3) and want["router_z"].shape == arrays[0].shape
+    assert len(np.unique(np.sort(np.asarray(want["routes"])[:, real], axis=-1), axis=0)) > 1
+    for remat, every in (("none", 1), ("full", 2)):
+        model = dataclasses.replace(base, scan_layers=True, remat=remat, remat_every=every)
+        got = jax.jit(model.forward)(init(model, jnp.float32), *arrays)[1]
+        np.testing.assert_array_equal(np.asarray(got["routes"])[:, real], np.asarray(want["routes"])[:, real])
+        for name in ("router_z", "router_entropy"):
+            np.testing.assert_allclose(np.where(real, got[name], 0), np.where(real, want[name], 0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_padding_reaches_no_expert():
+    """Other padding tokens: the same hidden states and gradients, bit by bit."""
+    model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
+    params, (tokens, positions, segments, prefixes) = init(model, jnp.float32), model_cases.batch()[0]
+    real = (segments > 0)[..., None]
+
+    def loss(params, tokens):
+        hidden = model.hidden(params, tokens, positions, segments, prefixes)
+        return jnp.sum(jnp.where(real, hidden, 0) ** 2), hidden
+
+    run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=model_cases.QUICK)
+    (grads, hidden), (others, other) = run(params, tokens), run(params, np.where(segments > 0, tokens, (tokens + 11) % 90))
+    assert np.isfinite(hidden).all() and not np.array_equal(hidden, other)
+    np.testing.assert_array_equal(np.where(real, hidden, 0), np.where(real, other, 0))
+    jax.tree.map(np.testing.assert_array_equal, grads, others)
+
+
+@pytest.mark.parametrize("names", [
+    ("gate_proj", "q_proj"), ".*experts.*up_proj", ("mlp.gate",),
+])
+def test_adapters_on_experts_are_refused(names):
+    model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
+    with pytest.raises(ConfigError, match="adapters on experts and their routers are not supported"):
+        resolved(Selection(2, 4.0, target_modules=names), model, strict=True)
+
+
+def test_adapters_beside_experts():
+    """all-linear: attention, dense layers and the shared expert; as do names with the experts left out."""
+    model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
+    every = {t.name for t in resolved(Selection(2, 4.0), model, strict=True).targets}
+    assert "model.layers.1.mlp.shared_expert.up_proj" in every and "model.layers.0.mlp.up_proj" in every
+    assert not any(".experts." in name or name.endswith("mlp.gate") for name in every)
+    some = Selection(2, 4.0, target_modules=("up_proj",), exclude_modules=r".*\.experts\..*")
+    assert {t.name for t in resolved(some, model, strict=True).targets} == {n for n in every if n.endswith("up_proj")}
+
+
+def test_decay_spares_the_vectors_of_experts_models():
+    from jaxrl import training
+    from jaxrl.config import default_config, editable
+
+    config = editable(default_config()).optimizer
+    config.lr, config.weight_decay, config.warmup_steps, config.warmup_fraction = 1.0, 0.5, 0, 0.0
+    model = build({**SIZES, **EXPERTS["olmoe"][1], "model_type": "olmoe"}, compute_dtype=jnp.float32, scan_layers=True)
+    axes = {"/".join(e.path): e.axes for e in model.entries}
+    params = {"/".join(e.path): np.ones(e.shape, np.float32) for e in model.entries}
+    optimizer, _ = training.make_optimizer(config, 10, axes)
+    steps, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p),
+                       compiler_options=model_cases.QUICK)(params)
+    still = {name for name, step in steps.items() if not np.any(step)}
+    assert still == {name for name in params if name.endswith("scale")} and len(still) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_sharded_as_on_one_device(checkpoints, tmp_path):
+    """Eight simulated devices, dp x fsdp x tp: forward, gradients, decode and export."""
+    from safetensors.numpy import load_file
+
+    source = make_tiny("qwen2_moe", tmp_path / "source", tokenizer=False, num_attention_heads=4, num_key_value_heads=2)
+    script = Path(__file__).parent.parent / "sharded_models.py"
+    done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["devices"] == 8 and said["logits"] < 1e-4 and said["gradient"] < 1e-5 and said["decode"] < 1e-4
+    want, got = (load_file(f"{folder}/model.safetensors") for folder in (source, tmp_path / "out"))
+    assert {k: v.tobytes() for k, v in got.items()} == {k: v.tobytes() for k, v in want.items()}
+    assert math.isclose(said["largest_share"], 0.25) or said["largest_share"] <= 0.5
