@@ -7,7 +7,7 @@ an engine's own environment is enough. It
 - has the middleware that asks for a key at every door of the server (`Guard`),
 - adds worker methods that tell what is loaded (`jaxrl_info`), its checksums per HF tensor (`jaxrl_digests`) and those
   of an adapter's files (`jaxrl_adapter`),
-- keeps vLLM from packing linear weights on the CPU, after which no reload would reach them,
+- keeps vLLM from packing weights of linear layers and experts on the CPU, after which no reload would reach them,
 - ends the process when the trainer that started it is gone.
 """
 
@@ -87,6 +87,34 @@ def _keep_cpu_weights() -> None:
     for module in (linear, vocab_parallel_embedding):
         if hasattr(module, "dispatch_cpu_unquantized_gemm"):
             module.dispatch_cpu_unquantized_gemm = unpacked
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
+    CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    CPUUnquantizedExperts.apply = _cpu_experts
+
+
+def _cpu_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
+                 expert_map, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta,
+                 apply_router_weight_on_input):
+    """vLLM's CPUUnquantizedExperts.apply on weights as they were loaded: an expert at a time, added up in fp32."""
+    import torch
+    from torch.nn import functional
+
+    activations = {"silu": functional.silu, "gelu": functional.gelu,
+                   "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+    total = torch.zeros(output.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        own = expert if expert_map is None else int(expert_map[expert])
+        if own < 0:  # another worker's
+            continue
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        inner = functional.linear(hidden_states[token], w1[own], None if self.w1_bias is None else self.w1_bias[own])
+        gate, up = inner.chunk(2, dim=-1)
+        out = functional.linear(activations[activation.value](gate) * up, w2[own],
+                                None if self.w2_bias is None else self.w2_bias[own]).float()
+        total.index_add_(0, token, out if apply_router_weight_on_input else out * topk_weights[token, slot, None].float())
+    output.copy_(total)
 
 
 def _add_worker_methods() -> None:
@@ -420,6 +448,9 @@ def pieces(model) -> Iterator[tuple]:
         module, path = modules[path], path.removesuffix(".base_layer")  # what vLLM wraps for adapters
         full, (parent, _, own) = f"{path}.{leaf}", path.rpartition(".")
         data = parameter.data
+        if hasattr(module, "expert_map_manager"):
+            yield from _expert_pieces(path.removesuffix(".routed_experts"), module, leaf, data)
+            continue
         if hasattr(module, "total_num_kv_heads"):  # QKVParallelLinear
             size, rank = module.head_size, module.tp_rank
             kv_rank = rank // module.num_kv_head_replicas
@@ -447,3 +478,27 @@ def pieces(model) -> Iterator[tuple]:
             whole = ".".join(filter(None, (parent, name, leaf)))
             yield whole, data[at:at + count], (0, rank * count, (rank + 1) * count)
             at += count
+
+
+def _expert_pieces(path: str, module, leaf: str, data) -> Iterator[tuple]:
+    """`pieces` of a layer of experts: w13_weight [experts, 2 x inner, hidden] holds gate and up, w2_weight
+    [experts, hidden, inner] down; of the experts that this worker has, and of their inner size its share."""
+    config, inner_of = module.moe_config, {"w13_weight": 1, "w2_weight": 2}
+    if leaf not in inner_of:
+        raise ValueError(f"jaxrl: {path}.{leaf}: only the weights of experts can be told, not this")
+    parallel, hidden = config.moe_parallel_config, config.hidden_dim_unpadded
+    count = config.intermediate_size_per_partition_unpadded
+    span = (parallel.tp_rank * count, (parallel.tp_rank + 1) * count) if parallel.tp_size > 1 else None
+    for expert in range(module.global_num_experts):
+        own = expert if module.expert_map is None else int(module.expert_map[expert])
+        if own < 0:
+            continue
+        held = data[own]
+        if leaf == "w2_weight":
+            parts = {module.ckpt_down_proj_name: held[:hidden, :count]}
+        else:
+            half = held.shape[0] // 2
+            parts = {module.ckpt_gate_proj_name: held[:count, :hidden],
+                     module.ckpt_up_proj_name: held[half:half + count, :hidden]}
+        for name, piece in parts.items():
+            yield f"{path}.{expert}.{name}.weight", piece, (inner_of[leaf] - 1, *span) if span else (-1, 0, 0)

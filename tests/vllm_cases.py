@@ -73,9 +73,9 @@ class Said(logging.Handler):
 
 
 @contextlib.contextmanager
-def own_servers(replicas=1, eos=(END,), publish=True, of=None, **options):
+def own_servers(replicas=1, eos=(END,), publish=True, of=None, hf_config=HF, **options):
     """An engine with servers of its own; options are of rollout.vllm, or of rollout after 'rollout_'. of: (model, parameters) in the place
-    of rollout_helpers'."""
+    of rollout_helpers', hf_config: that model's."""
     folder = tempfile.mkdtemp(prefix="vllm-case-")
     cfg = config(engine="vllm", seeded="true")
     cfg.run.dir = folder
@@ -84,7 +84,7 @@ def own_servers(replicas=1, eos=(END,), publish=True, of=None, **options):
         group, key = (cfg.rollout, name.removeprefix("rollout_")) if name.startswith("rollout_") else (cfg.rollout.vllm, name)
         group[key] = value
     served, values = of or (model(), params())
-    made = VllmEngine(EngineContext(cfg, served, tokenizer(), None, eos, HF))
+    made = VllmEngine(EngineContext(cfg, served, tokenizer(), None, eos, hf_config))
     try:
         if publish:
             made.publish(values, 0)

@@ -296,14 +296,13 @@ def read_inputs(config, tokenizer=None) -> Inputs:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
     unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
     adapters.check(adapted(config, unrolled))
-    engine, experts = engine_of(config), table.config.num_expert_layers
+    experts = table.config.num_expert_layers
     if idle := [n for n in ("router_balance", "router_z") if config.train[n] and not experts]:
         raise ConfigError(f"train.{idle[0]}={config.train[idle[0]]} has no effect: {hf_config['model_type']} has no "
                           "experts; leave it out")
-    if experts and engine.servers and recipe_of(config).samples:
-        kind = hf_config["model_type"]
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with experts (model_type={kind}): weights of "
-                          f"experts cannot be brought to {engine.title} yet; set rollout.engine=jax")
+    if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
+        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
+                          f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
     own = tokenizer is not None
     tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:

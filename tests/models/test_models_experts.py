@@ -153,14 +153,14 @@ def test_what_is_not_computed_is_refused_by_name(entry, said):
         model_config({**base, **entry})
 
 
-def test_servers_that_experts_cannot_be_brought_to_are_refused():
+def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
     c = tiny_job.get_config()
     c.train.router_z = 0.1
     with pytest.raises(ConfigError, match="train.router_z=0.1 has no effect"):
         read_inputs(c)
     c.model.config = {**c.model.config.to_dict(), **SIZES, "model_type": "mixtral"}
-    c.rollout.engine = "vllm"
-    with pytest.raises(ConfigError, match="rollout.engine=vllm with experts .model_type=mixtral.*set rollout.engine=jax"):
+    c.rollout.engine, c.lora.rank, c.lora.publish = "vllm", 4, "adapter"
+    with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
         read_inputs(c)
 
 
