@@ -467,7 +467,7 @@ def pieces(model) -> Iterator[tuple]:
             axis = None
             if hasattr(module, "input_is_parallel"):  # RowParallelLinear; its bias is whole
                 axis = 1 if leaf == "weight" else None
-            elif hasattr(module, "output_partition_sizes"):  # ColumnParallelLinear
+            elif hasattr(module, "gather_output"):  # ColumnParallelLinear; routers are replicated
                 axis = 0
             split = axis is not None and getattr(module, "tp_size", 1) > 1
             start = module.tp_rank * data.shape[axis] if split else 0

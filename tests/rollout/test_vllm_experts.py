@@ -16,7 +16,7 @@ FEW = {"num_experts": 6, "num_experts_per_tok": 3}
 FAMILIES = {
     "qwen3_moe": {**FEW, "head_dim": 32, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3},
     "qwen2_moe": {**FEW, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "norm_topk_prob": False},
-    "olmoe": {**FEW, "norm_topk_prob": False},
+    "olmoe": {**FEW, "norm_topk_prob": False, "rms_norm_eps": 1e-5},  # as its checkpoints have; vLLM takes it for granted
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
 }
 
