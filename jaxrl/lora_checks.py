@@ -89,6 +89,9 @@ def _apart(cfg) -> list[str]:
                    "modules that were trained whole; set lora.publish=merged")
     if cfg.lora.dora:
         out.append(f"lora.publish=adapter with lora.dora=True: {row.title} serves no DoRA; set lora.publish=merged")
+    if cfg.lora.base != "none":
+        out.append(f"lora.publish=adapter with lora.base={cfg.lora.base}: {row.title} would hold another base than the "
+                   "one that the adapter is trained on; set lora.publish=merged")
     try:
         rank = asked_rank(cfg.lora)
     except ConfigError as e:

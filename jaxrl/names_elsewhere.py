@@ -40,7 +40,7 @@ ELSEWHERE = {
 # Pattern of one part of a name -> what is not there, and what there is instead.
 NOT_YET = (
     (r"qlora(_.*)?|ia3|prefix_tuning|prompt_tuning|adalora|lo?ha|lokr",
-     "of adapters there is LoRA, lora.rank, on a base in bf16 or fp32; model.trainable trains a part of the model"),
+     "of adapters there is LoRA, lora.rank, on a base in fp32, bf16 or as lora.base says; model.trainable trains a part of the model"),
     (r"dpo|ipo|kto|orpo|simpo|cpo|preferences|preference_.*|dpo_.*",
      "DPO and its kin are run.recipe=preference with preference.loss=dpo, ipo, kto, orpo ..."),
     (r"online_dpo|nash_md|xpo",
@@ -56,7 +56,8 @@ NOT_YET = (
     (r"pp|pp_size|pipeline.*|num_stages",
      "pipelines of layers are not supported; large models are split by mesh.fsdp and mesh.tp"),
     (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",
-     "quantised weights are not supported yet; train.compute_dtype and rollout.dtype choose among bf16, fp16 and fp32"),
+     "of quantised weights there is the frozen base of adapters, lora.base=int8 or nf4; train.compute_dtype and "
+     "rollout.dtype choose among bf16, fp16 and fp32"),
     (r"images?|image_.*|videos?|audios?|vision.*|vlm|multimodal|pixel_.*",
      "only text is supported"),
 )

@@ -7,7 +7,8 @@ to: the model's forward pass takes all of them (`training.merge`), engine and ex
 (`policy_params`, `published`), both as one tree.
 
 With adapters (config.lora, models.adapters) these and what lora.modules_to_save names train, and the base is frozen: it
-is never written, rests in lora.base_dtype, and a checkpoint holds its digest instead of it (`kept`, `restored`).
+is never written, rests in lora.base_dtype (its linear maps as lora.base says), and a checkpoint holds its digest
+instead of it (`kept`, `restored`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxrl import data as data_room
 from jaxrl import sharding, training
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapter_init, adapters, decoder, hf, peft
+from jaxrl.models import adapter_init, adapters, decoder, hf, peft, quantized
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 from jaxrl.sharding import memory
@@ -39,8 +40,9 @@ def adapted(config, model):
     """The model with the adapter that config.lora describes, if any. Raises ConfigError as peft.resolve does."""
     if not lora_on(config):
         return model
-    found = peft.resolve(config.lora, model)
-    return dataclasses.replace(model, adapter=dataclasses.replace(found, dropout=config.lora.dropout))
+    bits = config.lora.base if config.lora.base != "none" else ""
+    found = dataclasses.replace(peft.resolve(config.lora, model), dropout=config.lora.dropout, quantized=bits)
+    return dataclasses.replace(model, adapter=found)
 
 
 def policy_tree(model, shares_trunk: bool):
@@ -84,15 +86,21 @@ def policy_params(trainable, frozen):
 def dtypes(job, everything=False):
     """Entry of the parameter table -> its dtype: train.param_dtype, but lora.base_dtype for the base of adapters.
 
-    Adapters are fp32: their steps are small beside their values.
+    Adapters are fp32: their steps are small beside their values. So are kernels that become codes (lora.base), and the
+    codes' scales.
     """
     master = DTYPES[job.config.train.param_dtype]
     if job.model.adapter is None or everything:
         return lambda entry: master
-    own, base = trained(job), DTYPES[job.config.lora.base_dtype]
+    own, base, adapter = trained(job), DTYPES[job.config.lora.base_dtype], job.model.adapter
+    exact = {entry.path for entry in adapters.in_few_bits(adapter, job.model.base.entries)}
 
     def of(entry):
         name = "/".join(entry.path)
+        if entry.row.init == quantized.INIT:
+            return quantized.dtype_of(entry, adapter.quantized)
+        if entry.path in exact:
+            return jnp.float32
         return jnp.float32 if adapters.is_adapter(name) else master if name in own else base
 
     return of
@@ -103,28 +111,49 @@ def trained(job) -> frozenset[str]:
     return adapters.trains(job.model) | {"/".join(e.path) for e in job.tree.entries if e.path[0] == "value"}
 
 
-def initial_params(job, path: str = "", dtype=None, role="policy", revision=None):
+def initial_params(job, path: str = "", dtype=None, role="policy", revision=None, as_codes=False):
     """The language model the run starts from, without adapters (nested tree, sharded): from `path` (at its hub
-    `revision`) or model.path, or random from run.seed. dtype: one, or a tree of them; None = train.param_dtype."""
+    `revision`) or model.path, or random from run.seed. dtype: one, or a tree of them; None = train.param_dtype.
+    as_codes: kernels as lora.base has them."""
     c, model = job.config.model, job.model.base
     dtype = DTYPES[job.config.train.param_dtype] if dtype is None else dtype
     shardings = param_shardings(job, tree=model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
-        return hf.load_params(model, source_of(source), revision if path else c.revision, shardings, dtype)
+        then = _to_codes(job) if as_codes else None
+        return hf.load_params(model, source_of(source), revision if path else c.revision, shardings, dtype, then)
 
     def init(key):
         params = model.init(key)
-        if isinstance(dtype, dict):
-            return jax.tree.map(lambda x, kind: x.astype(kind), params, dtype)
-        return jax.tree.map(lambda x: x.astype(dtype), params)
+        if not isinstance(dtype, dict):
+            return jax.tree.map(lambda x: x.astype(dtype), params)
+        params = jax.tree.map(lambda x, kind: x.astype(kind), params, dtype)
+        return adapters.base_in_few_bits(job.model, params) if as_codes else params
 
+    if as_codes:
+        shardings = adapters.without(param_shardings(job, tree=job.model, role=role))
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 
 
+def _to_codes(job):
+    """(row of the base, array) -> codes and scale where lora.base asks for them."""
+    few = {entry.path for entry in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
+    places = param_shardings(job, tree=job.model)
+
+    def then(entry, array):
+        if entry.path not in few:
+            return array
+        work = functools.partial(quantized.quantized, kind=job.model.adapter.quantized, inputs=entry.inputs,
+                                 stacked=entry.stacked)
+        return jax.block_until_ready(jax.jit(work, out_shardings=entry.of(places))(array))
+
+    return then
+
+
 def base_params(job):
-    """The base of a policy with adapters, as it lies in its TrainState."""
-    return initial_params(job, dtype=job.model.base.tree(dtypes(job)))
+    """The base of a policy with adapters, as it lies in its TrainState. Arrays that become codes do so one by one where
+    they are read from files."""
+    return initial_params(job, dtype=job.model.base.tree(dtypes(job)), as_codes=bool(job.model.adapter.quantized))
 
 
 def policy_start(job):
@@ -190,9 +219,13 @@ def merged(job, params):
     flat = flatten_dict(params, sep="/")
     module = lambda name: name.rpartition(f"/{adapters.NODE}/")[0]  # noqa: E731
     kernels = {f"{module(name)}/kernel" for name in flat if adapters.is_adapter(name)}
-    read = {name: x for name, x in flat.items() if name in kernels or adapters.is_adapter(name)}
-    where = tuple((name, flat[name].sharding) for name in sorted(kernels))
-    return adapters.joined(adapters.without(params), _merge(job.model, where)(read))
+    codes = {"/".join(e.path) for e in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
+    kernels, parts = kernels | codes, {f"{name}/{leaf}" for name in codes for leaf in quantized.LEAVES}
+    read = {name: x for name, x in flat.items() if name in kernels | parts or adapters.is_adapter(name)}
+    places = flatten_dict(param_shardings(job, tree=job.model.base), sep="/")
+    where = tuple((name, flat[name].sharding if name in flat else places[name]) for name in sorted(kernels))
+    rest = {name: x for name, x in flat.items() if name not in read}
+    return unflatten_dict({**rest, **_merge(job.model, where)(read)}, sep="/")
 
 
 @functools.lru_cache(maxsize=8)
@@ -231,9 +264,9 @@ def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
     """Raises ConfigError where a base that was read again is not the one that its adapter was trained on."""
     if not np.array_equal(found, wanted):
         raise ConfigError(
-            "model.path, lora.base_dtype: the base model is not, bit for bit, the one that the checkpoint's adapters "
-            f"were trained on (digest {bytes(found).hex()[:16]}, then {bytes(wanted).hex()[:16]}); bring its files "
-            "back, and give the dtype that it was held in (another kind of device may compute in another one)")
+            "model.path, lora.base_dtype, lora.base: the base model is not, bit for bit, the one that the checkpoint's "
+            f"adapters were trained on (digest {bytes(found).hex()[:16]}, then {bytes(wanted).hex()[:16]}); bring its "
+            "files back, and give the dtype that it was held in (another kind of device may compute in another one)")
 
 
 # ---- the state of an update

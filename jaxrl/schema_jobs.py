@@ -25,6 +25,9 @@ LORA = {
                          " computes below fp32, or vLLM servers of ours are on GPUs and serve it", choices=("auto", "adapter", "merged")),
     "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
     "base_dtype": O("auto", "dtype the frozen base is held in; auto = train.compute_dtype", choices=("auto", "fp32", "bf16")),
+    "base": O("none", "QLoRA: the frozen kernels of the layers in few bits. int8: a scale per output; nf4: 4 bits, a scale per 64 inputs of"
+                      " an output (arXiv 2305.14314); none: in lora.base_dtype, as the rest of the base always",
+              choices=("none", "int8", "nf4")),
 }
 
 REWARD_MODEL = {

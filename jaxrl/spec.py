@@ -235,7 +235,8 @@ def serves_apart(c) -> bool:
     """Whether vLLM servers of ours would serve the adapters of a config apart from their base."""
     ranks = [c.lora.rank, *(int(entry.rpartition("=")[2]) for entry in c.lora.rank_pattern)]
     twice = 2 if c.lora.init.startswith(("pissa", "olora")) else 1
-    plain = not (c.lora.path or c.lora.dora or c.lora.modules_to_save or c.rollout.partial or c.rollout.servers)
+    plain = not (c.lora.path or c.lora.dora or c.lora.modules_to_save or c.rollout.partial or c.rollout.servers
+                 or c.lora.base != "none")
     return engine_of(c).starts_servers and plain and bool(lora_rank(twice * max(ranks)))
 
 

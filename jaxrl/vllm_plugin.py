@@ -113,7 +113,8 @@ def _cpu_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, ac
         gate, up = inner.chunk(2, dim=-1)
         out = functional.linear(activations[activation.value](gate) * up, w2[own],
                                 None if self.w2_bias is None else self.w2_bias[own]).float()
-        total.index_add_(0, token, out if apply_router_weight_on_input else out * topk_weights[token, slot, None].float())
+        weight = 1.0 if apply_router_weight_on_input else topk_weights[token, slot, None].float()
+        total.index_add_(0, token, out * weight)
     output.copy_(total)
 
 

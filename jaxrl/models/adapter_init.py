@@ -11,7 +11,8 @@ Per module, W [outputs, inputs] as Hugging Face has it, s the scale of the adapt
 - eva (Paischer et al., arXiv 2410.07170): A = the r leading principal directions of the module's inputs, B = 0.
 
 PEFT subtracts s B A of pissa and olora from W. Here W stays as it is, and a frozen copy (A0, B0) is subtracted in the
-product instead (`Adapter.shifted`): the base is the reference, and nothing is rounded into it.
+product instead (`Adapter.shifted`): the base is the reference, and nothing is rounded into it. Of a quantised base
+W is what its codes stand for.
 
 Legend: I inputs, O outputs (each flat), m modules of one kernel and rank.
 """
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder
+from jaxrl.models import adapters, decoder, quantized
 from jaxrl.models.adapters import NODE, adaptable, module_of
 
 NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
@@ -70,7 +71,8 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
         names = [module_of(n) for n in entry.hf_names]
         if adaptable(entry) and any(n in targets for n in names):
             leaves = "/".join((*entry.path[:-1], NODE)) + "/"
-            a, b = _of_kernel(entry, entry.of(base_params), names, targets, key, name, directions)
+            kernel = quantized.whole(entry.of(base_params), entry)
+            a, b = _of_kernel(entry, kernel, names, targets, key, name, directions)
             a, b = (x.reshape(out[leaves + leaf].shape) for x, leaf in ((a, "a"), (b, "b")))
             out |= {leaves + "a": a, leaves + "b": b}
             if model.adapter.shifted:
@@ -170,7 +172,7 @@ def _unrolled(model, plain, params):
 
     def leaf(entry):
         source, index = where[entry.hf_names[0]]
-        return source.of(params)[index]
+        return jax.tree.map(lambda x: x[index], source.of(params))
 
     return plain.tree(leaf)
 

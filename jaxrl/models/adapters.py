@@ -17,6 +17,9 @@ their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
 `decomposed` adapters (DoRA, Liu et al., arXiv 2402.09353) train the length m of every output's column beside its
 direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a constant in the gradient, as PEFT has it.
 
+The kernels of a `quantized` base are kept in few bits (models.quantized): those of the layers' linear maps that do not
+train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
+
 Legend: r rank, N repetitions of the repeating block.
 """
 
@@ -35,7 +38,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import parameters
+from jaxrl.models import parameters, quantized
 from jaxrl.models.placement import stored
 from jaxrl.processes.exchange import to_host
 
@@ -55,13 +58,15 @@ class Target:
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """What of a model adapts: its targets; HF names of modules that train whole beside them; see the module on
-    `shifted` and `decomposed`. dropout: of the numbers that A reads, where `noisy` parameters are given."""
+    `shifted` and `decomposed`. dropout: of the numbers that A reads, where `noisy` parameters are given. quantized: one
+    of quantized.KINDS, or ""."""
 
     targets: tuple[Target, ...]
     saved: tuple[str, ...] = ()
     shifted: bool = False
     dropout: float = 0.0
     decomposed: bool = False
+    quantized: str = ""
 
 
 def module_of(hf_name: str) -> str:
@@ -78,18 +83,27 @@ def adaptable(entry) -> bool:
 
 
 def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
-    """The rows of the adapter's leaves, of the rows of its base.
+    """The rows of the base with those of the adapter's leaves, of the base's own.
 
     Raises ConfigError for targets and saved modules that the base does not have or that cannot be such.
     """
     ranks = {target.name: target for target in adapter.targets}
     _check(adapter, base)
-    out = []
+    few, out = {e.path for e in in_few_bits(adapter, base)}, []
     for entry in base:
+        out += quantized.entries_of(entry, adapter.quantized) if entry.path in few else [entry]
         modules = [ranks.get(module_of(name)) for name in entry.hf_names]
         if adaptable(entry) and any(modules):
             out += _entries_of(entry, max(t.rank for t in modules if t), adapter)
-    return tuple(out)
+    return tuple(sorted(out, key=lambda entry: entry.path))
+
+
+def in_few_bits(adapter: Adapter, base) -> list[parameters.Entry]:
+    """Rows of the base whose kernels are kept as codes."""
+    if not adapter.quantized:
+        return []
+    own = saved_paths(adapter, base)
+    return [entry for entry in base if adaptable(entry) and "/".join(entry.path) not in own]
 
 
 def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
@@ -133,6 +147,18 @@ def _check(adapter: Adapter, base) -> None:
         if name in names:
             raise ConfigError(f"lora.modules_to_save: {name} is a target, too; leave it out of one of the two")
     saved_paths(adapter, base)
+    _check_bits(adapter, base)
+
+
+def _check_bits(adapter: Adapter, base) -> None:
+    kind = adapter.quantized
+    if kind and any(entry.row.stacked for entry in base):
+        raise ConfigError(f"lora.base={kind}: the experts of this model, most of its numbers, cannot be quantised; set "
+                          "lora.base=none")
+    for entry in in_few_bits(adapter, base) if kind == "nf4" else ():
+        if (inputs := entry.hf_shape[1]) % quantized.BLOCK:
+            raise ConfigError(f"lora.base=nf4: {module_of(entry.hf_names[0])} has {inputs} inputs, which blocks of "
+                              f"{quantized.BLOCK} do not divide; set lora.base=int8")
 
 
 def saved_paths(adapter: Adapter, base) -> frozenset[str]:
@@ -174,7 +200,7 @@ def trains(model) -> frozenset[str]:
 
 
 def without(params):
-    """The base's parameters: the tree without `lora` nodes. No array is copied."""
+    """The base's parameters: the tree without `lora` nodes, codes as codes. No array is copied."""
     return {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
 
 
@@ -183,12 +209,29 @@ def joined(params, flat: dict):
     return unflatten_dict({**flatten_dict(params, sep="/"), **flat}, sep="/")
 
 
+def base_in_few_bits(model, params):
+    """The parameters of `model` without its adapter, of those of `model.base`."""
+    flat = flatten_dict(params, sep="/")
+    for entry in in_few_bits(model.adapter, model.base.entries):
+        name = "/".join(entry.path)
+        node = quantized.quantized(flat.pop(name), model.adapter.quantized, entry.inputs, entry.stacked)
+        flat |= {f"{name}/{leaf}": value for leaf, value in node.items()}
+    return unflatten_dict(flat, sep="/")
+
+
 def merged(model, params):
     """The parameters of `model.base` that compute what `model` does: W + scale * A B, each column made as long as m
-    says where the adapter is decomposed, in fp32 or better and cast back to W's dtype. Pure and jittable; the base's
-    own arrays are read only."""
+    says where the adapter is decomposed, in fp32 or better and cast back to W's dtype (fp32 or better where W is kept
+    as codes). Pure and jittable; the base's own arrays are read only. Kernels that `params` lack are left out."""
     flat = flatten_dict(params, sep="/")
     out = {name: value for name, value in flat.items() if not is_adapter(name)}
+    for entry in in_few_bits(model.adapter, model.base.entries):
+        name = "/".join(entry.path)
+        if f"{name}/codes" in out:
+            node = {leaf: out.pop(f"{name}/{leaf}") for leaf in quantized.LEAVES}
+            out[name] = quantized.whole(node, entry)
+            if (a := flat.get(f"{name.rpartition('/')[0]}/{NODE}/a")) is not None:
+                out[name] = out[name].astype(jnp.promote_types(a.dtype, jnp.float32))
     lead = {"/".join(entry.path): entry.stacked for entry in model.base.entries}
     inner = {"/".join(e.path): tuple(range(e.stacked, e.stacked + e.inputs)) for e in model.base.entries}
     for name in out:
@@ -300,7 +343,7 @@ def magnitudes(model, base_params) -> dict[str, jax.Array]:
     for entry in model.entries:
         if entry.row.init == "adapter" and entry.path[-1] == "m":
             base = rows[(*entry.path[:-2], "kernel")]
-            kernel = base.of(base_params)
+            kernel = quantized.whole(base.of(base_params), base)
             kernel = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
             axes = tuple(range(base.stacked, base.stacked + base.inputs))
             out["/".join(entry.path)] = jnp.sqrt(jnp.sum(jnp.square(kernel), axes))

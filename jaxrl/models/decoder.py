@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models import parameters
+from jaxrl.models import parameters, quantized
 from jaxrl.models.adapters import dropped, stretch
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
@@ -72,7 +72,10 @@ class Weights(NamedTuple):
         if (see := WATCH.get()) is not None:
             see(name, x)
         row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
-        y = product(x, gathered(self.values[f"{name}/kernel"], row.axes, x.dtype), row.inputs)
+        if isinstance(kernel := self.kernel(name), dict):
+            y = quantized.product(x, kernel, row.axes, row.inputs)
+        else:
+            y = product(x, gathered(kernel, row.axes, x.dtype), row.inputs)
         if f"{name}/lora/a" in self.values:
             more = self.low_rank(name, x, "")
             if f"{name}/lora/a0" in self.values:  # at the start this is zero to the bit
@@ -81,6 +84,12 @@ class Weights(NamedTuple):
             if f"{name}/lora/m" in self.values:
                 y = y * like(self.stretch(name).astype(x.dtype), y)
         return y if bias is None else y + like(bias.astype(x.dtype), y)
+
+    def kernel(self, name: str):
+        """The kernel's array, or {codes, scale} in its place (models.quantized)."""
+        if (array := self.values.get(f"{name}/kernel")) is not None:
+            return array
+        return {leaf: self.values[f"{name}/kernel/{leaf}"] for leaf in quantized.LEAVES}
 
     def low_rank(self, name: str, x, which: str):
         """scale * (x A) B of an adapter (models.adapters); the few columns in between are scaled in fp32 or better."""
@@ -97,7 +106,11 @@ class Weights(NamedTuple):
     def stretch(self, name: str):
         """[*outputs] in fp32 or better: what a decomposed adapter multiplies the outputs with."""
         leaves = {leaf: self.values[f"{name}/lora/{leaf}"] for leaf in ("a", "b", "scale", "m")}
-        return stretch(self.values[f"{name}/kernel"], leaves, self.rows[f"{name}/kernel"].inputs)
+        kernel, inputs = self.kernel(name), self.rows[f"{name}/kernel"].inputs
+        if isinstance(kernel, dict):
+            acc = jnp.promote_types(leaves["a"].dtype, jnp.float32)
+            kernel = quantized.dequantized(kernel, leaves["a"].shape[:inputs]).astype(acc)
+        return stretch(kernel, leaves, inputs)
 
     def norm(self, name: str, x):
         """RMS norm over the last axis, times offset + scale."""

@@ -135,7 +135,8 @@ def eos_token_ids(hf_config: dict, tokenizer=None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in ids))
 
 
-def load_params(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
+def load_params(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32,
+                then=None):
     """The weights of a folder or hub id as a parameter tree.
 
     Tensors are mapped, not read whole: each device's slice is copied out, converted and sent, one tensor at a time.
@@ -146,13 +147,15 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
       path, revision: folder or hub id.
       shardings: tree of shardings (None: the default device).
       dtype: of the result, or a tree of dtypes as the model's.
+      then: (row, array) -> what is kept of an array, before the next one is read.
 
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
     """
     folder = folder_of(path, revision)
     stored = fused.split(model, tensorfile.list_folder(folder))
     _match(model, stored, folder)
-    return model.tree(_loader(stored, shardings or _one_device(model), dtype))
+    load = _loader(stored, shardings or _one_device(model), dtype)
+    return model.tree(load if then is None else lambda entry: then(entry, load(entry)))
 
 
 def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):

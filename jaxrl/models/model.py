@@ -99,8 +99,7 @@ class Model:
     def entries(self) -> tuple[parameters.Entry, ...]:
         """The parameter table: our path, shape, logical axes and HF names (an adapter has none) of every array."""
         base = decoder.entries(self.config, self.scan_layers)
-        more = () if self.adapter is None else adapters.entries(self.adapter, base)
-        return tuple(sorted(base + more, key=lambda entry: entry.path)) if more else base
+        return base if self.adapter is None else adapters.entries(self.adapter, base)
 
     @functools.cached_property
     def base(self) -> Model:
@@ -118,7 +117,7 @@ class Model:
         Pure. The values do not depend on mesh, scan or compute dtype, those of the base on no adapter.
         """
         if self.adapter is not None:
-            base = self.base.init(key)
+            base = adapters.base_in_few_bits(self, self.base.init(key))
             return adapters.joined(base, adapters.initial(self, key) | adapters.magnitudes(self, base))
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 

@@ -244,6 +244,9 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
     rslora alpha times sqrt(2)), which is PEFT's own conversion. ConfigError where PEFT refuses it.
     """
     adapter, folder = model.adapter, Path(folder)
+    if adapter.quantized:
+        log.warning("%s: this adapter was trained on its base in %s (lora.base); on another base it computes something"
+                    " else, lora.export=merged writes the model that was trained", folder, adapter.quantized)
     src = source(options.path) if options.path else None
     arrays = hf_tensors(model, params, np.dtype("float32" if dtype == "auto" else hf.DTYPE_NAMES.get(dtype, dtype)),
                           {} if src is None else {n: tensorfile.DTYPES[t.dtype] for n, t in src.stored.items()})

@@ -24,7 +24,7 @@ from jaxrl.fingerprints import compared
 from jaxrl.limits import ends
 from jaxrl.models import adapters, hf
 from jaxrl.models.value import ValueModel
-from jaxrl.parameters import DTYPES, adapted, engine_model, policy_tree, source_of, trained
+from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.judge import Judge, described
@@ -451,9 +451,13 @@ def adapter_lines(job: Job) -> list[str]:
         return []
     own, ranks = trained(job), sorted({target.rank for target in adapter.targets})
     size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
+    kind, held = dtypes(job), [e for e in job.model.entries if "/".join(e.path) not in own]
+    weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
+    bits = (job.config.lora.base != "none") * f"{job.config.lora.base}, the rest of it in "
     ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "
-            f"is frozen in {job.config.lora.base_dtype}, the engine is given {job.config.lora.publish} weights"]
+            f"is frozen in {bits}{job.config.lora.base_dtype} ({weight / 1e6:.2f} MB), the engine is given "
+            f"{job.config.lora.publish} weights"]
 
 
 ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high",

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import share, shares_prompts
+from jaxrl.models import quantized
 from jaxrl.processes.exchange import localised
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
@@ -183,8 +184,7 @@ class Programs:
 
         Where `params` are spread over processes all of them take part, and each keeps what its own devices hold."""
         def cast(params):
-            return jax.tree.map(
-                lambda a: jnp.copy(a).astype(self.dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype), params)
+            return quantized.cast(params, self.dtype)
 
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))

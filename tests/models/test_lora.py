@@ -219,4 +219,9 @@ def test_sharded_adapters_are_those_of_one_device():
     assert out["specs"] == {"attention/query/lora/a": [None, "fsdp", None], "attention/query/lora/b": [None, None, "tp", None],
                             "attention/out/lora/a": [None, "tp", None, None], "attention/out/lora/b": [None, None, "fsdp"],
                             "mlp/down/lora/a": [None, "tp", None], "mlp/down/lora/b": [None, None, "fsdp"]}
+    assert max(worst for worst, _ in out["few"].values()) < 5e-6
+    assert out["few"]["nf4"][1] == {"down/kernel/codes": [None, "tp", None, "fsdp"], "down/kernel/scale": [None, "tp", "fsdp"],
+                                    "up/kernel/codes": [None, "fsdp", None, "tp"]}
+    assert out["few"]["int8"][1] == {"down/kernel/codes": [None, "tp", "fsdp"], "down/kernel/scale": [None, "fsdp"],
+                                     "up/kernel/codes": [None, "fsdp", "tp"]}
     assert out["hidden"] < 2e-6 and out["gradient"] < 2e-6 and out["merged"] < 1e-6

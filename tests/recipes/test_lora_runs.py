@@ -267,6 +267,8 @@ def test_a_run_starts_from_an_adapter_that_another_one_exported(tmp_path, dora):
     ({"lora__path": "x"}, "lora.rank=4 has no effect with lora.path"),
     ({"lora__publish": "adapter", "rollout__engine": "vllm", "lora__modules_to_save": ("norm",)}, "serves no modules that were trained whole"),
     ({"mesh__roles": {"reference": {"devices": "0"}}, "algorithm__kl__coef": 0.1}, "the reference is the policy's own base"),
+    ({"lora__rank": 0, "lora__base": "nf4"}, "lora.base='nf4' has no effect with lora.rank=0"),
+    ({"lora__publish": "adapter", "rollout__engine": "vllm", "lora__base": "nf4"}, "would hold another base"),
     ({"run__mode": "plan", "plan__target": "h100:8"}, "plans do not count adapters"),
 ])
 def test_what_cannot_go_with_adapters_is_refused(tmp_path, options, said):
@@ -278,6 +280,56 @@ def test_what_cannot_go_with_adapters_is_refused(tmp_path, options, said):
 def test_unknown_modules_are_refused_before_any_device_work(tmp_path):
     with pytest.raises(ConfigError, match="lora.targets"):
         setup.check_inputs(config(tmp_path, lora__targets=("no_such_proj",)))
+
+
+WIDE = tiny_job.MODEL | {"hidden_size": 64, "intermediate_size": 64}
+
+
+def test_blocks_that_do_not_divide_are_refused_before_any_device_work(tmp_path):
+    with pytest.raises(ConfigError, match="lora.base=nf4: model.layers.0.self_attn.[a-z]_proj has 32 inputs"):
+        setup.check_inputs(config(tmp_path, lora__base="nf4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, publish", [("nf4", "merged"), ("int8", "adapter")])
+def test_a_run_on_a_quantised_base_moves_resumes_bitwise_and_exports_what_it_trained(tmp_path, kind, publish):
+    """From a folder, whose arrays become codes: the base is the codes' model (reference, digest), engine and export compute what the
+    update does, transformers with the exported weights says the trainer's log-probs."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    jaxrl.train(config(tmp_path / "base", lora__rank=0, model__config=WIDE, optimizer__lr=1e-3, train__steps=1))
+    own = dict(lora__base=kind, lora__publish=publish, model__init="pretrained", model__path=str(tmp_path / "base" / "export"), model__config={},
+               algorithm__kl__coef=0.01)
+    jaxrl.train(config(tmp_path / "run", **own))
+    said = lines(tmp_path / "run")
+    assert max(line["gap/max"] for line in said) < 2e-5 and abs(said[0]["policy/kl"]) < 1e-12 and said[2]["policy/kl"] > 1e-4
+    held = arrays(tmp_path / "run", 3)
+    assert {name.rpartition("/")[2] for name in held if name.startswith("frozen/")} == {"scale"} and not any("/codes" in name for name in held)
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "00000003")
+    jaxrl.train(config(tmp_path / "again", **own))
+    assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "run")
+    job, algorithm, policy = started(config(tmp_path / "new", **own))
+    kernel = policy.state.frozen["layer_0/mlp/up/kernel/codes"]
+    assert kernel.dtype == (np.uint8 if kind == "nf4" else np.int8) and "layer_0/mlp/up/kernel" not in policy.state.frozen
+    assert any(f"frozen in {kind}, the rest of it in fp32" in line for line in setup.adapter_lines(job))
+    moved(policy)
+    policy.export(tmp_path / "whole")
+    traj, _ = batch_of_groups(vocab=190)
+    scores = policy.score(traj, training.make_layout(traj.sizes, job.row_shapes))
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32, attn_implementation="eager")
+    checked = 0
+    for i in range(len(traj.sizes)):
+        at = slice(traj.offsets[i], traj.offsets[i + 1])
+        ids, mask = traj.tokens[at], np.asarray(traj.loss_mask[at], bool)
+        with torch.no_grad():
+            logp = torch.log_softmax(other(torch.tensor(ids[None].astype(np.int64))).logits[0], -1).numpy()
+        want = logp[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(scores[at][1:][mask[1:]], want[mask[1:]], rtol=0, atol=1e-4)
+        checked += mask[1:].sum()
+    assert checked > 20
+    plain = started(config(tmp_path / "plain", **own | {"lora__base": "none"}))[2]
+    assert np.abs(plain.score(traj, training.make_layout(traj.sizes, job.row_shapes)) - algorithm.reference.score(
+        traj, training.make_layout(traj.sizes, job.row_shapes))).max() > 1e-5
 
 
 def test_frozen_arrays_cost_no_memory_in_the_update(tmp_path):

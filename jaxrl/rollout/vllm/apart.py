@@ -31,6 +31,9 @@ def needed_rank(found) -> int:
                           "lora.modules_to_save); set lora.publish=merged")
     if found.decomposed:
         raise ConfigError("lora.publish=adapter: vLLM serves no DoRA (lora.dora); set lora.publish=merged")
+    if found.quantized:
+        raise ConfigError(f"lora.publish=adapter: vLLM would hold another base than lora.base={found.quantized}; set "
+                          "lora.publish=merged")
     rank = max(t.rank for t in found.targets) * (2 if found.shifted else 1)
     if not lora_rank(rank):
         twice = ", twice that of training since it began as a part of the base" * found.shifted

@@ -1,0 +1,154 @@
+"""Kernels of frozen linear maps in few bits (QLoRA, Dettmers et al., arXiv 2305.14314, section 3). In the place of the
+kernel [*I, *O] of a module stand two leaves, `kernel/{codes, scale}`:
+
+    int8    codes [*I, *O] int8, -127 to 127;  scale [*O] = max |W| over the inputs / 127;     W = codes * scale
+    nf4     codes [I/64, 32, *O] uint8, two inputs a byte, the first in its upper four bits;
+            scale [I/64, *O] = max |W| of 64 inputs of one output;                             W = NF4[code] * scale
+
+with the inputs flat in I. Scales are fp32 and are not quantised again, so that nf4 takes 4.5 bits a number. A byte and
+its block lie along the inputs as bitsandbytes has them where 64 divides I. Codes and scales have a block's axis in
+common, which a mesh splits by whole blocks or leaves whole: no block is cut.
+
+W is computed in fp32 where it is used, cast to the compute dtype, and not kept for the backward pass. (Unrolled
+layers on CPUs save nothing by that: XLA's scheduler there computes every W before it is needed. Scanned ones do.)
+
+Legend: I, O numbers of inputs and of outputs; *I, *O the axes of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models import parameters
+from jaxrl.models.placement import gathered
+
+KINDS = ("int8", "nf4")
+BLOCK = 64
+INIT = "quantized"  # of the rows of codes and scales
+LEAVES = ("codes", "scale")
+NF4 = np.array([  # quantiles of a normal distribution over the largest; arXiv 2305.14314, appendix E
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+_BETWEEN = (NF4[1:] + NF4[:-1]) / 2
+
+
+def _axes(kind: str, axes, inputs: int) -> tuple[tuple, tuple]:
+    """Logical axes of codes and scale, of those of a kernel."""
+    if kind == "int8":
+        return tuple(axes), tuple(axes[inputs:])
+    return (axes[0], None, *axes[inputs:]), (axes[0], *axes[inputs:])
+
+
+def entries_of(entry: parameters.Entry, kind: str) -> tuple[parameters.Entry, ...]:
+    """The rows of codes and scale in the place of a kernel's row."""
+    shape, axes = entry.kind
+    lead, outputs, blocks = entry.stacked, shape[entry.inputs:], math.prod(shape[:entry.inputs]) // BLOCK
+    shapes = (shape, outputs) if kind == "int8" else ((blocks, BLOCK // 2, *outputs), (blocks, *outputs))
+    out = []
+    for leaf, own, names in zip(LEAVES, shapes, _axes(kind, axes, entry.inputs), strict=True):
+        codes = leaf == "codes"
+        row = parameters.Row(f"{entry.row.path}/{leaf}", names, "", entry.inputs if codes else 0, init=INIT,
+                             share=2 if codes and kind == "nf4" else 1, adapts=False)
+        out.append(parameters.Entry(row, (*entry.path, leaf), entry.shape[:lead] + own, entry.axes[:lead] + names, (),
+                                    lead))
+    return tuple(out)
+
+
+def dtype_of(entry: parameters.Entry, kind: str):
+    """Of a row of `entries_of`."""
+    return jnp.float32 if entry.path[-1] == "scale" else jnp.int8 if kind == "int8" else jnp.uint8
+
+
+def quantized(kernel, kind: str, inputs: int, stacked: int = 0) -> dict[str, jax.Array]:
+    """{codes, scale} of a kernel [*stacked, *I, *O]; nearest codes, computed in fp32. Pure, jittable."""
+    work = functools.partial(_int8 if kind == "int8" else _nf4, inputs=inputs)
+    for _ in range(stacked):
+        work = jax.vmap(work)
+    return work(kernel)
+
+
+def _over(x, scale):
+    return x / jnp.where(scale == 0, 1, scale)
+
+
+def _int8(kernel, inputs):
+    w = kernel.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(w), axis=tuple(range(inputs)), keepdims=True) / 127
+    codes = jnp.clip(jnp.round(_over(w, scale)), -127, 127).astype(jnp.int8)
+    return {"codes": codes, "scale": scale.reshape(kernel.shape[inputs:])}
+
+
+def _nf4(kernel, inputs):
+    outputs = kernel.shape[inputs:]
+    w = kernel.astype(jnp.float32).reshape(-1, BLOCK, *outputs)
+    scale = jnp.max(jnp.abs(w), axis=1)
+    w = _over(w, scale[:, None])
+    codes = sum((w > x).astype(jnp.uint8) for x in _BETWEEN).reshape(-1, BLOCK // 2, 2, *outputs)
+    return {"codes": codes[:, :, 0] << 4 | codes[:, :, 1], "scale": scale}
+
+
+def dequantized(node, sizes: tuple[int, ...], stacked: int = 0) -> jax.Array:
+    """The kernel [*stacked, *I, *O] in fp32 that {codes, scale} stand for. sizes: of the axes *I."""
+    def one(codes, scale):
+        if codes.dtype == jnp.int8:
+            return codes.astype(jnp.float32) * jax.lax.broadcast_to_rank(scale, codes.ndim)
+        both = jnp.stack([codes >> 4, codes & 15], axis=2)
+        w = jnp.asarray(NF4)[both.reshape(codes.shape[0], BLOCK, *codes.shape[2:])] * scale[:, None]
+        return w.reshape(*sizes, *codes.shape[2:])
+
+    for _ in range(stacked):
+        one = jax.vmap(one)
+    return one(*(node[leaf] for leaf in LEAVES))
+
+
+def whole(value, entry) -> jax.Array:
+    """A kernel of a row of the base, of what stands in its place."""
+    sizes = entry.kind[0][:entry.inputs]
+    return dequantized(value, sizes, entry.stacked) if isinstance(value, dict) else value
+
+
+def cast(params, dtype):
+    """Floating-point leaves in `dtype`, but for the scales of codes: with others W would be another one."""
+    def one(path, a):
+        own = [getattr(key, "key", None) for key in path[-2:]] == ["kernel", "scale"]
+        return jnp.copy(a).astype(a.dtype if own or not jnp.issubdtype(a.dtype, jnp.floating) else dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(x, node, axes, inputs: int):
+    """Contracts the last `inputs` axes of x with the first of the kernel that `node` {codes, scale} stands for, in x's
+    dtype. axes: logical axes of the kernel. Only x has a gradient; the kernel is computed again for it."""
+    w = placed(node, axes, x.shape[x.ndim - inputs:], x.dtype)
+    return jax.lax.dot_general(x, w, ((tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))), ((), ())))
+
+
+def placed(node, axes, sizes, dtype):
+    """The kernel in `dtype` as every rank uses it (placement.gathered); codes travel, not numbers."""
+    kind = "int8" if node["codes"].dtype == jnp.int8 else "nf4"
+    named = zip(LEAVES, _axes(kind, axes, len(sizes)), strict=True)
+    node = {leaf: gathered(node[leaf], own, node[leaf].dtype) for leaf, own in named}
+    return gathered(dequantized(node, sizes).astype(dtype), axes, dtype)
+
+
+def _forward(x, node, axes, inputs):
+    return product(x, node, axes, inputs), (node, x.shape[x.ndim - inputs:])
+
+
+def _backward(axes, inputs, saved, g):
+    node, sizes = saved
+    node, g = jax.lax.optimization_barrier((node, g))  # else the forward pass' kernel would be kept for this
+    w = placed(node, axes, sizes, g.dtype)
+    outputs = w.ndim - inputs
+    over = tuple(range(g.ndim - outputs, g.ndim)), tuple(range(inputs, w.ndim))
+    return jax.lax.dot_general(g, w, (over, ((), ()))), None
+
+
+product.defvjp(_forward, _backward)
