@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.algorithm_checks import no_effect
+from jaxrl.algorithms.preference import needs_reference
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.models import peft
@@ -18,7 +19,7 @@ from jaxrl.spec import lora_on
 
 OF_FOLDER = ("rank", "alpha", "targets", "exclude", "layers", "rslora", "dora", "rank_pattern", "alpha_pattern",
              "modules_to_save", "init")  # what a folder of lora.path says itself
-SERVED = ("rl", "sft")
+SERVED = ("rl", "sft", "preference", "distill")
 DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier score
 
 
@@ -52,9 +53,13 @@ def lora(cfg) -> list[str]:
     if cfg.reference.path and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
         out.append(f"reference.path={cfg.reference.path!r} with reference.reset_steps or reset_epochs and adapters: "
                    "what it is reset to lies on the policy's base; leave one of them out")
+    begins = [name for name in ("path", "modules_to_save") if _given(cfg, name)]
+    if cfg.run.recipe == "preference" and needs_reference(cfg.preference) and begins and not cfg.reference.path:
+        out.append(f"lora.{begins[0]}={get(cfg.lora, begins[0])!r} with run.recipe=preference: the reference would be "
+                   "the base, from which the policy then differs; name one with reference.path, or leave it out")
     if cfg.run.recipe not in SERVED and ":" not in cfg.run.recipe:
         out.append(f"lora.rank={cfg.lora.rank} with run.recipe={cfg.run.recipe}: adapters train in "
-                   f"{' and '.join(SERVED)}; leave lora.* out")
+                   f"{', '.join(SERVED)}; leave lora.* out")
     if cfg.run.mode == "plan":
         out.append("run.mode=plan with lora.rank: plans do not count adapters; plan the full training, whose memory is "
                    "an upper bound")

@@ -134,9 +134,10 @@ class Losses:
         self.reference = None
         if needs_reference(self.options):
             apart = job.mesh_of("reference") is not job.mesh
-            put = functools.partial(job.put, role="reference")
-            own = make_score(job.model, temperature=1.0, chunk=job.config.train.logprob_chunk, put=put)
-            self.reference = ReferenceSums(s, job, own if apart else score)
+            if apart or job.model.adapter is not None:
+                score = make_score(job.model.base, temperature=1.0, chunk=job.config.train.logprob_chunk,
+                                   put=functools.partial(job.put, role="reference"))
+            self.reference = ReferenceSums(s, job, score)
         self.with_z0 = "kto" in self.options.loss
         self.passes = 1 + self.with_z0
 
@@ -151,7 +152,7 @@ class Losses:
         return loss, derivative, {"loss": loss} | metrics | more
 
     def _sums(self, role, traj, layout):
-        return sums_of(role, traj, layout), None if self.reference is None else self.reference(traj, layout)
+        return sums_of(role, traj, layout), None if self.reference is None else self.reference(traj, layout, role)
 
 
 def one_update(policy: Policy, step: Step, derivative) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import numpy as np
 
 from jaxrl.fingerprints import reference_print
+from jaxrl.models import adapters
 from jaxrl.processes.exchange import gather
 from jaxrl.recipes.algorithm import Reference
 
@@ -30,8 +31,27 @@ def keys_of(traj) -> list[bytes]:
     return out
 
 
+class OwnBase(Reference):
+    """The reference of a policy that begins as its frozen base and trains adapters: that base, with no second copy."""
+
+    policy = None  # a Role; ReferenceSums sets it
+
+    def __init__(self, job, score):
+        super().__init__(job, score)
+        self.place = "policy"
+
+    def start(self, arrays, host) -> None:
+        """There is nothing to load."""
+
+    def rest(self) -> None:
+        """Nor to move."""
+
+    def params(self):
+        return adapters.without(self.policy.params())
+
+
 class ReferenceSums:
-    """Sums under the frozen reference: `sums(traj, layout)` is [N] in nats, float64, at temperature 1.
+    """Sums under the frozen reference: `sums(traj, layout, policy)` is [N] in nats, float64, at temperature 1.
 
     Every sum is kept in <run.dir>/reference/<digest>.bin, records of an answer's key and its sum. The digest is of
     the reference: its weights, model config and dtypes; sums of another one lie in another file. The model is
@@ -39,14 +59,18 @@ class ReferenceSums:
     """
 
     def __init__(self, s, job, score):
-        self.s, self.role = s, Reference(job, score)
         c = job.config
+        self.own = job.model.adapter is not None and not c.reference.path
+        self.s, self.role = s, (OwnBase if self.own else Reference)(job, score)
         said = [reference_print(c), job.hf_config, c.reference.dtype, c.train.compute_dtype]
+        said += [c.lora.base, c.lora.base_dtype] if self.own else []
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.path = s.run_dir / "reference" / f"{digest}.bin"
         self.known = None
 
-    def __call__(self, traj, layout) -> np.ndarray:
+    def __call__(self, traj, layout, policy) -> np.ndarray:
+        """policy: the role that trains, of which the reference may be the base."""
+        self.role.policy = policy
         if self.known is None:
             self.known = self._read()
         keys = keys_of(traj)

@@ -74,6 +74,16 @@ def test_a_mixed_run_resumes_bitwise(folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_learn_from_a_teacher(folder, tmp_path):
+    """The loss falls, and the export is the student with kernels moved by at most rank 4."""
+    lines, weights = trained(job(folder, tmp_path / "run", lora__rank=4, train__steps=4, optimizer__lr=3e-2, **FROM_ROWS))
+    assert lines[-1]["distill/divergence"] < 0.9 * lines[0]["distill/divergence"]
+    start = {name: np.asarray(t.read()) for name, t in list_folder(folder / "student").items()}
+    moved = [name for name in start if not np.array_equal(start[name], weights[name])]
+    assert moved and all("_proj" in name and np.linalg.matrix_rank(weights[name] - start[name], tol=1e-5) <= 4 for name in moved)
+
+
+@pytest.mark.slow
 def test_a_student_that_is_its_teacher_stays_bitwise_where_it_is(folder, tmp_path):
     """Sampled: in fp32 its advantages are rounding errors, and without rewards nothing else moves it. Of another teacher they
     are not."""

@@ -151,6 +151,23 @@ def test_a_file_cut_off_and_another_reference(trained, tmp_path):
     assert file2.name != file.name and summary["eval_before"]["preference_accuracy"] < 0.1  # its order is the other's, turned round
 
 
+@pytest.mark.slow
+def test_adapters_learn_beside_their_own_base(tmp_path, monkeypatch):
+    """The run begins at its reference exactly, the frozen base without a second copy; resumed half-way its weights are bitwise the same."""
+    monkeypatch.setattr(sums.Reference, "start", lambda *a: 1 / 0)
+    changes = dict(lora__rank=4, reference__dtype="bf16", optimizer__lr=3e-2)
+    whole = jaxrl.train(config(tmp_path, **changes))
+    first, *_, last = (x for x in lines(tmp_path) if "loss" in x)
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-12) and first["reward/margin"] == 0
+    assert last["reward/margin"] > 0 and whole["eval_after"]["preference_accuracy"] > 0.6
+    (tmp_path / "b").mkdir()
+    for steps in (2, 4):
+        jaxrl.train(config(tmp_path / "b", **changes, train__steps=steps))
+    ours, theirs = (fingerprint(folder) for folder in (tmp_path / "b" / "run", tmp_path / "run"))
+    weights = [name for name in theirs if name.startswith("export/")]
+    assert weights and all(ours[name] == theirs[name] for name in weights)
+
+
 def test_keys_are_of_prompt_and_answer():
     batch = [preference.Answer(np.array(p, np.int32), np.array(a, np.int32)) for p, a in (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))]
     keys = sums.keys_of(preference.demonstrations(batch, [0, 1, 2, 3], False))
@@ -224,6 +241,8 @@ def test_a_held_out_set_is_of_one_kind(tmp_path):
     ({"preference.loss": ("orpo",), "mesh.roles": {"reference": {"rest": "host"}}}, "mesh.roles.reference: there is none"),
     ({"preference.loss": ("kto",), "data.prompts_per_step": 1}, "kto compares with answers to other prompts"),
     ({"train.loss_on_prompt": True}, "train.loss_on_prompt=True has no effect"), ({"data.train_turns": "all"}, "data.train_turns=all"),
+    ({"lora.path": "x"}, "lora.path='x' with run.recipe=preference: the reference would be the base"),
+    ({"lora.rank": 2, "lora.modules_to_save": ("lm_head",)}, "name one with reference.path"),
     ({"run.recipe": "sft", "preference.beta": 0.2}, "preference.beta: run.recipe=sft learns from no preferences"),
 ])
 def test_what_cannot_work_is_refused(changes, why, tmp_path):
