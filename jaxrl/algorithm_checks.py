@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
 from jaxrl.algorithms.presets import IMPLIED
-from jaxrl.config import get
+from jaxrl.config import editable, get
+from jaxrl.data.mixture import ALGORITHM
+from jaxrl.data_checks import entry
 from jaxrl.imports import imported
 from jaxrl.lengths import episodes
 from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import ENGINES, OWN, engine_of
-from jaxrl.schema import options
+from jaxrl.schema import SCHEMA, options
 from jaxrl.spec import algorithm_row
 
 
@@ -33,7 +35,40 @@ def algorithm(cfg) -> list[str]:
         elif ":" in v[name]:
             out += import_path(f"algorithm.{name}", v[name])
     return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_pairs(cfg, v),
-                   *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v), *_beside(cfg, v)]
+                   *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v), *_beside(cfg, v), *_of_sources(cfg, v)]
+
+
+def _of_sources(cfg, v):
+    """The tables `algorithm` of data.sources: known entries, and each source's estimator as if it were the run's."""
+    out, tables = [], {name: given["algorithm"] for name, given in cfg.data.sources.items() if "algorithm" in given}
+    for name, table in tables.items():
+        where = f"data.sources.{name}.algorithm"
+        if not hasattr(table, "keys"):
+            return [f"{where}={table!r}: must be a table such as {{'advantage_std': 'none'}}"]
+        unknown = [key for key in table if key not in ALGORITHM]
+        if unknown:
+            return [f"{where}.{unknown[0]}: not among what a source may have of its own: {', '.join(ALGORITHM)}"]
+        wrong = [m for key in table for m in entry(f"{where}.{key}", SCHEMA["algorithm"][key], table[key])]
+        if wrong:
+            return wrong
+        own = editable(cfg)
+        own.algorithm.update(table)
+        v_own = resolved_algorithm(own)
+        if "gae" in (v["advantage"], v_own["advantage"]) or (v_own["advantage"] == "dpo") != (v["advantage"] == "dpo"):
+            return [f"{where} with algorithm.advantage={v['advantage']}: a critic, or pairs, are of all sources or of"
+                    " none; choose among outcome, returns, turn, gigpo and functions of your own"]
+        if v_own["advantage_mean"] == "greedy" != v["advantage_mean"]:
+            return [f"{where}.advantage_mean=greedy: greedy completions are drawn for all sources or for none; set"
+                    " algorithm.advantage_mean"]
+        kind = v_own["advantage"]
+        if kind not in (*ESTIMATORS, *ADVANTAGES):
+            if ":" not in kind:
+                return [f"{where}.advantage={kind!r}: {', '.join((*ESTIMATORS, *ADVANTAGES))}, or an import path"]
+            out += import_path(f"{where}.advantage", kind)
+        known = (*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v))
+        out += [f"{where}: {m}" for m in (*_batch_division(own, v_own), *_estimators(own, v_own), *_turns(own, v_own))
+                if m not in known]
+    return out
 
 
 def of_samples(cfg, v) -> list[str]:

@@ -86,7 +86,7 @@ def _source(cfg, name, given):
             hint = f"did you mean {near[0]}? " if near else ""
             out.append(f"{where}.{key}: unknown; {hint}a source has {', '.join((*FURTHER, *OWN))}")
         elif key in OWN:
-            out += _own(where, key, given[key])
+            out += entry(f"{where}.{key}", SCHEMA["data"][key], given[key])
     if "path" not in given and not cfg.data.path:
         out.append(f"{where} has no path, and data.path is empty: name at least one file, folder or hub id")
     if not _is_weight(given.get("weight", 1.0)):
@@ -99,6 +99,11 @@ def _source(cfg, name, given):
     if given.get("rewards") and cfg.reward.column:
         out.append(f"{where}.rewards with reward.column={cfg.reward.column!r}: both say which functions judge a row; "
                    "leave one of them out")
+    if not _is_number(given.get("coef", 1.0)):
+        out.append(f"{where}.coef={given['coef']!r}: must be a number that is not negative; 1 leaves its advantages as"
+                   " they are")
+    if "coef" in given and not (recipe_of(cfg).samples and recipe_of(cfg).judged):
+        out.append(f"{where}.coef: run.recipe={cfg.run.recipe} has no advantages; leave it out")
     rendered = [key for key in RENDERED if key in given]
     if rendered and episodes(cfg):
         out.append(f"{where}.{rendered[0]}: the turns of an episode are rendered alike for all sources; set "
@@ -106,18 +111,17 @@ def _source(cfg, name, given):
     return out
 
 
-def _own(where, key, value):
-    """An entry of a source that is an option of `data`: its kind, choices and bound."""
-    opt = SCHEMA["data"][key]
+def entry(name, opt, value):
+    """An entry of a source's that is an option: its kind, choices and bound."""
     kind = opt.kind or type(opt.default)
-    name = f"{where}.{key}"
+    value = float(value) if kind is float and type(value) is int else value
     if kind is tuple:
         texts = (value,) if isinstance(value, str) else value
         fits = isinstance(texts, list | tuple) and texts and all(isinstance(v, str) for v in texts)
         return [] if fits else [f"{name}={value!r}: must be text, or several"]
     if kind is dict:
         return [] if hasattr(value, "keys") else [f"{name}={value!r}: must be a table"]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    if not isinstance(value, kind) or (kind in (int, float) and isinstance(value, bool)):
         return [f"{name}={value!r}: must be of type {kind.__name__}"]
     if opt.choices and value not in opt.choices:
         return [f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}"]

@@ -78,7 +78,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "split": O(("train",), "hub split, or several to be concatenated"),
         "revision": O(None, "hub revision", str),
         "sources": O({}, "several data sets, mixed: name -> {weight: a number, or (step, weight) points with straight lines between them;"
-                         " where: {column: values} of the rows it takes; rewards: names of reward.functions that judge it; and options"
+                         " where: {column: values} of the rows it takes; rewards: names of reward.functions that judge it;"
+                         " algorithm: {advantage, advantage_mean, ...} over those of `algorithm`; coef: factor on its advantages; and options"
                          " of `data` of its own, such as path, prompt_column, system_prompt}; empty = data.path is the only one"),
         "exhausted": O("repeat", "with data.sources, after data.epochs passes over one of them: repeat it, stop the run, or give its weight"
                                  " to the others", choices=("repeat", "stop", "others")),

@@ -53,6 +53,8 @@ def config_of(args, folder: str):
     c.eval.every_steps = c.checkpoint.every_steps = 0
     c.checkpoint.at_end, c.checkpoint.export_at_end = False, bool(args.save)
     c.log.console, c.log.level = "off", "warning"
+    if shape.lora:
+        c.lora.path, c.lora.export = str(work.folder / "adapter"), "adapter"
     return c
 
 

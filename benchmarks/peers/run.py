@@ -32,7 +32,7 @@ from shapes import SHAPES, make  # noqa: E402
 
 CPU_TORCH = "torch==2.13.0"
 ENVIRONMENTS = {  # name -> packages; "jaxrl" is the interpreter that runs this file
-    "trl": (CPU_TORCH, "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"),
+    "trl": (CPU_TORCH, "trl==1.16.0", "peft==0.21.2", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"),
     "tunix": ("google-tunix==0.1.7", "jax==0.12.0.1", "flax==0.12.12", "qwix==0.1.8", "transformers==5.12.1"),
     "trl_vllm": ("trl==1.16.0",),  # after launch/install_vllm_cpu.sh
 }
@@ -55,6 +55,7 @@ SYSTEMS = {
     "vllm_alone": System("vllm_alone.py", "trl_vllm", trains=False),
 }
 PARTS_ONLY = ("torch_loop", "vllm_alone")  # half a step each
+WITH_ADAPTERS = ("jaxrl", "torch_loop")  # scripts that know shapes with `lora`
 PARTS = ("generation", "scoring", "update", "rest")
 
 
@@ -185,7 +186,7 @@ def main(argv=None) -> int:
     args.ours, at = argv[cut + 1:], commit()
     shape = SHAPES[args.shape]
     names = args.systems.split(",") if args.systems else [
-        n for n, s in SYSTEMS.items() if shape.generates or (s.trains and n != "trl_vllm")]
+        n for n, s in SYSTEMS.items() if (shape.generates or (s.trains and n != "trl_vllm")) and (not shape.lora or n in WITH_ADAPTERS)]
     work = make(shape, args.envs / "work" / args.shape)
     pythons = {name: interpreter(SYSTEMS[name].environment, args.envs) for name in names}
     runs: dict[str, list] = {name: [] for name in names}

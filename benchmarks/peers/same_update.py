@@ -1,6 +1,6 @@
 """The first AdamW update of jaxrl, TRL, Tunix and the torch loop from one checkpoint and one recorded batch, compared.
 
-    python benchmarks/peers/same_update.py [--shape tiny_tail] [--systems jaxrl,trl] [--envs DIR] [--json FILE]
+    python benchmarks/peers/same_update.py [--shape tiny_tail|tiny_lora] [--systems jaxrl,trl] [--envs DIR] [--json FILE]
 
 Matched by configuration: fp32, the loss as a mean over all answer tokens, no KL, clip 0.2 (ratios are 1), gradients clipped to norm
 1, AdamW with decay 0.01 on matrices only. The batch is tokens and rewards (from the answers' text); the sampler's
@@ -39,9 +39,11 @@ CASES = {  # case -> options of every script, bound on the distance, {system: wh
 
 
 def checkpoint(work: Work) -> dict[str, np.ndarray]:
+    """What trains, before it does."""
     from safetensors.numpy import load_file
 
-    return {k: v.astype(np.float32) for k, v in load_file(work.folder / "model.safetensors").items()}
+    file = "adapter/adapter_model.safetensors" if work.shape.lora else "model.safetensors"
+    return {k: v.astype(np.float32) for k, v in load_file(work.folder / file).items()}
 
 
 def update_of(name: str, python: str, work: Work, options: list[str]) -> dict[str, np.ndarray]:

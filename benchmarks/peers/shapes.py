@@ -14,7 +14,7 @@ How all systems are brought to the same lengths:
               (max_new_tokens, max_tokens) and use the place for others. transformers' generate and Tunix's sampler decode a batch
               until its last answer ends, whichever row ended before, and one answer always has the longest length; so their
               rows are cut afterwards, at no cost and no gain to them.
-  recorded    (W2, and --replay) The tokens of prompts and answers are given and only training runs.
+  recorded    (W2, W4, and --replay) The tokens of prompts and answers are given and only training runs.
 
 Legend: P prompts, G answers to each, N = P x G.
 """
@@ -51,6 +51,7 @@ class Shape:
     lengths: str = "full"  # or "long_tail"
     generates: bool = True  # False: answers are recorded, only training runs
     dtype: str = "float32"
+    lora: int = 0  # rank of adapters on all linear maps of the layers, which train instead of the model; alpha is the rank
 
     @property
     def sequences(self) -> int:
@@ -76,14 +77,25 @@ class Shape:
 
     def flops(self) -> dict[str, float]:
         """Floating-point operations that a step cannot do without: each prompt once per group, the head where a token is
-        predicted, attention to earlier positions only, backward twice the forward; nothing recomputed, nothing padded."""
+        predicted, attention to earlier positions only, backward twice the forward; nothing recomputed, nothing padded. A matrix that
+        does not train has no gradient: its backward is once the forward."""
         d, p, lengths = self.hidden, self.prompt_tokens, self.answer_lengths().astype(np.float64)
         head_size = d // self.heads
         weights = self.layers * (2 * d * d + 2 * d * self.kv_heads * head_size + 3 * d * self.intermediate)
         positions = self.prompts * p + lengths.sum()
         pairs = self.prompts * p * (p + 1) / 2 + (lengths * p + lengths * (lengths + 1) / 2).sum()
         forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * lengths.sum()
-        return {"generation": forward if self.generates else 0.0, "update": 3 * forward}
+        if not self.lora:
+            return {"generation": forward if self.generates else 0.0, "update": 3 * forward}
+        adapters = 2 * positions * sum(self.lora * (rows + columns) for rows, columns in self.linear().values()) * self.layers
+        attention = 4 * d * self.layers * pairs
+        return {"generation": forward + adapters if self.generates else 0.0, "update": 2 * forward + attention + 3 * adapters}
+
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's linear maps by their HF names."""
+        d, kv, wide = self.hidden, self.kv_heads * self.hidden // self.heads, self.intermediate
+        return {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
+                "mlp.gate_proj": (wide, d), "mlp.up_proj": (wide, d), "mlp.down_proj": (d, wide)}
 
     def traffic(self) -> float:
         """Bytes that decoding one token after the other cannot do without: all weights once per token of the longest answer, and the
@@ -114,8 +126,11 @@ SHAPES = {
     "W1": W1,  # equal lengths
     "W2": W2,  # training only
     "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
+    "W4": dataclasses.replace(W2, lora=16),  # W2 with adapters
     "tiny": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=8, microbatch=4),
     "tiny_tail": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail"),
+    "tiny_lora": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
+                       lora=4),
     "learning": Shape(64, 2, 2, 1, 128, 256, prompts=8, group=8, prompt_tokens=8, new_tokens=16, microbatch=64),
     # For accelerators, by tokens that are trained on at once.
     "0.5B_2k": GPU_05,
@@ -163,6 +178,8 @@ def make(shape: Shape, folder) -> Path:
     (part / "shape.json").write_text(json.dumps(dataclasses.asdict(shape)))
     for place in (part, part / "tokenizer"):
         _write_tokenizer(shape, place)
+    if shape.lora:
+        _write_adapter(shape, part / "adapter")
     draw, lengths = np.random.default_rng([SEED, 1]), shape.answer_lengths()
     prompts = draw.integers(FIRST, shape.vocab, (shape.prompts, shape.prompt_tokens), np.int32)
     answers = draw.integers(FIRST, shape.vocab, lengths.sum(), np.int32)
@@ -198,6 +215,27 @@ def _weights(shape: Shape) -> dict[str, np.ndarray]:
         out[f"{name}mlp.down_proj.weight"] = normal(d, shape.intermediate, closed=True)
         out[f"{name}input_layernorm.weight"], out[f"{name}post_attention_layernorm.weight"] = (np.ones(d, dtype) for _ in range(2))
     return out
+
+
+def _write_adapter(shape: Shape, folder: Path) -> None:
+    """A PEFT folder: A as PEFT draws it, B normal(0, 0.02), so that every gradient is there at the first update; of what closes
+    a block the row of channel 0, which nothing may write to, is 0."""
+    from safetensors.numpy import save_file
+
+    draw, out = np.random.default_rng([SEED, 2]), {}
+    for i in range(shape.layers):
+        for name, (outputs, inputs) in shape.linear().items():
+            a = draw.uniform(-1, 1, (shape.lora, inputs)) / inputs**0.5
+            b = draw.standard_normal((outputs, shape.lora)) * 0.02
+            b[0] = 0 if name.endswith(("o_proj", "down_proj")) else b[0]
+            for letter, x in (("A", a), ("B", b)):
+                out[f"base_model.model.model.layers.{i}.{name}.lora_{letter}.weight"] = x.astype(np.float32)
+    folder.mkdir()
+    save_file(out, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = sorted(name.rsplit(".")[-1] for name in shape.linear())
+    (folder / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": shape.lora, "lora_alpha": shape.lora, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": modules, "inference_mode": False}))
 
 
 def _write_tokenizer(shape: Shape, folder: Path) -> None:

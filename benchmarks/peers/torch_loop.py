@@ -1,4 +1,5 @@
-"""The update alone in a minimal torch loop: transformers' model, its head at the answers' positions only, AdamW.
+"""The update alone in a minimal torch loop: transformers' model, its head at the answers' positions only, AdamW; with adapters
+where the shape has them, by PEFT.
 
     python benchmarks/peers/torch_loop.py --work FOLDER --steps 2
 
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 def decayed(model) -> list[dict]:
     """Weight decay on matrices only."""
     groups = {True: [], False: []}
-    for parameter in model.parameters():
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         groups[parameter.ndim > 1].append(parameter)
     return [{"params": groups[True], "weight_decay": measure.WEIGHT_DECAY}, {"params": groups[False], "weight_decay": 0.0}]
 
@@ -45,6 +46,27 @@ def microbatches(work, size: int):
         yield torch.from_numpy(ids), torch.from_numpy(mask), list(rows)
 
 
+def load(work):
+    """(the model whose `model` and `lm_head` are called, all that is trained or saved)."""
+    model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, work.shape.dtype)).train()
+    if not work.shape.lora:
+        return model, model
+    from peft import PeftModel
+
+    whole = PeftModel.from_pretrained(model, str(work.folder / "adapter"), is_trainable=True).train()
+    return whole.get_base_model(), whole
+
+
+def parameters_of(whole) -> dict[str, np.ndarray]:
+    """What trains, as its folder names it."""
+    named = dict(whole.named_parameters())
+    if hasattr(whole, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        named = get_peft_model_state_dict(whole)
+    return {name: p.detach().float().numpy() for name, p in named.items()}
+
+
 def update(model, optimizer, work, args) -> None:
     weights, total = torch.tensor(advantages(work, args.unscaled), dtype=torch.float32), float(work.lengths.sum())
     for ids, mask, rows in microbatches(work, args.microbatch):
@@ -64,7 +86,7 @@ def update(model, optimizer, work, args) -> None:
 def main() -> None:
     args = measure.arguments()
     gflops = measure.torch_ceiling()
-    model = AutoModelForCausalLM.from_pretrained(args.work.folder, dtype=getattr(torch, args.work.shape.dtype)).train()
+    model, whole = load(args.work)
     optimizer = torch.optim.AdamW(decayed(model), lr=args.lr, eps=args.eps)
     clock = measure.Clock()
     for _ in range(1 + args.steps):
@@ -72,8 +94,9 @@ def main() -> None:
             update(model, optimizer, args.work, args)
         clock.step()
     if args.save:
-        np.savez(args.save, **{name: p.detach().float().numpy() for name, p in model.named_parameters()})
-    measure.report("torch_loop", args, clock, ("torch", "transformers"), gflops)
+        np.savez(args.save, **parameters_of(whole))
+    packages = ("torch", "transformers", *["peft"] * bool(args.work.shape.lora))
+    measure.report("torch_loop", args, clock, packages, gflops)
 
 
 if __name__ == "__main__":

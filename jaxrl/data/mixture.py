@@ -17,7 +17,10 @@ OWN = ("path", "subset", "split", "revision", "prompt_column", "answer_column", 
        "chosen_column", "rejected_column", "label_column", "margin_column", "train_turns", "assistant_mask",
        "system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs", "max_rows", "overlong_prompt",
        "overlong_completion", "bad_rows")
-FURTHER = ("weight", "where", "rewards")
+FURTHER = ("weight", "where", "rewards", "algorithm", "coef")
+# Options of `algorithm` that a source's table `algorithm` may hold: all that make scores to advantages, on the host.
+ALGORITHM = ("advantage", "advantage_mean", "advantage_std", "whiten", "advantage_low", "advantage_high", "gamma",
+             "turn_gamma", "anchor_coef")
 
 
 class Mixture:

@@ -300,6 +300,32 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
     return found._replace(tokens=np.where(present, tokens, 0.0))
 
 
+def advantages_by_source(options, sources, of_N, traj, scores, **given) -> Advantages:
+    """`advantages`, where sources of data have entries of their own over `options`.
+
+    Trajectories of a source with a table `algorithm` have their statistics (of group, batch and whitening) among
+    themselves, all others among theirs; to an estimator the scores of the rest are absent. Advantages are multiplied
+    with the source's `coef` in the end, after whitening and bounds.
+
+    Args:
+      options: the group `algorithm` of a Spec. sources: data.sources. of_N: [N] names of the trajectories' sources.
+      given: as for `advantages`. Metrics of an estimator are those of the last source, by name, that has any.
+    """
+    names = np.asarray(of_N, str)
+    tables = {name: own["algorithm"] for name, own in sources.items() if own.get("algorithm")}
+    found = None if tables else advantages(options, traj, scores, **given)
+    told = np.where(np.isin(names, list(tables)), names, "")
+    for name in np.unique(told) if tables else ():
+        mine = told == name
+        own = FrozenConfigDict({**options, **tables.get(name, {})})
+        new = advantages(own, traj, np.where(mine, scores, np.nan), **given)
+        found = found or new
+        found = Advantages(np.where(traj.spread(mine), new.tokens, found.tokens), None,
+                           np.where(mine, new.zero_signal, found.zero_signal), {**found.metrics, **new.metrics})
+    coefs = np.array([sources[name].get("coef", 1.0) if name in sources else 1.0 for name in names])
+    return found if (coefs == 1).all() else found._replace(tokens=found.tokens * traj.spread(coefs))
+
+
 class Given(NamedTuple):
     """The arguments of `advantages`."""
 

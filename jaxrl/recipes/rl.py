@@ -27,7 +27,7 @@ from jaxrl import training
 from jaxrl.algorithms import explained_variance, shared_prefix_mask
 from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
-from jaxrl.recipes.algorithm import Algorithm, advantages, start_of_step
+from jaxrl.recipes.algorithm import Algorithm, advantages_by_source, start_of_step
 from jaxrl.recipes.episodes import conversations
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.rollouts import Rollouts
@@ -119,8 +119,10 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         if batch.staleness is not None:
             columns["staleness"] = batch.staleness
         kl = algorithm.kl(columns)
-        found = advantages(c.algorithm, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
-                           rewards=batch.result.parts, columns=columns, user=c.user, scale=c.reward.scale)
+        found = advantages_by_source(
+            c.algorithm, c.data.sources, [getattr(g.example, "source", "") for g in batch.groups], traj, batch.scores,
+            baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts, columns=columns, user=c.user,
+            scale=c.reward.scale)
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)

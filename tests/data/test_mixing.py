@@ -9,6 +9,8 @@ import pytest
 import tiny_job
 from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
 from run_tools import fingerprint
+from test_options_algorithm import config as algorithm_config
+from test_options_algorithm import decided, trajectories
 
 import jaxrl
 from jaxrl.config import put, redacted
@@ -16,6 +18,7 @@ from jaxrl.config_checks import check
 from jaxrl.data import DataError, Stream, check_paths, load_tokenizer, load_train
 from jaxrl.data.mixing import Mix, shares, weight_at
 from jaxrl.errors import ConfigError
+from jaxrl.recipes.algorithm import advantages, advantages_by_source
 from jaxrl.resume import config_changes
 from jaxrl.rewards import RewardItem, RewardPool
 
@@ -195,7 +198,31 @@ def test_the_functions_of_a_source_judge_its_rows():
             pool.score([RewardItem("?", "4", {"answer": "4"}, functions=("other",))])
 
 
+def test_advantages_of_a_source_are_those_of_a_run_with_its_options_alone():
+    """Two sources of two groups each: plain and whitened as rloo, each bitwise as if the other were not there; a factor comes last."""
+    scores = np.array([1.0, 0, 0, 1, 3, 0, 1, 1, 1, 0, np.nan, 5])
+    groups, names = np.repeat([3, 5, 8, 9], 3), np.array(["a"] * 6 + ["b"] * 6)
+    of = lambda changes: decided(algorithm_config(changes)).algorithm  # noqa: E731
+    own = {"advantage_mean": "leave_one_out", "advantage_std": "batch", "whiten": True, "advantage_high": 0.5}
+    whole = trajectories([2, 1, 3] * 4, groups)
+    got = advantages_by_source(of({}), {"a": {}, "b": {"algorithm": own, "coef": 0.5}}, names, whole, scores)
+    for name, changes, factor in (("a", {}, 1.0), ("b", {f"algorithm.{k}": v for k, v in own.items()}, 0.5)):
+        mine = names == name
+        alone = advantages(of(changes), trajectories([2, 1, 3] * 2, groups[mine]), scores[mine])
+        np.testing.assert_array_equal(got.tokens[whole.spread(mine)], factor * alone.tokens)
+        np.testing.assert_array_equal(got.zero_signal[mine], alone.zero_signal)
+    plain = advantages_by_source(of({}), {"a": {}, "b": {}}, names, whole, scores)
+    np.testing.assert_array_equal(plain.tokens, advantages(of({}), whole, scores).tokens)
+
+
 WRONG = [  # sources, further options, what is said
+    ({"a": {"algorithm": {"advantage_std": "some"}}}, {}, "a.algorithm.advantage_std='some': choose one of none, group, batch"),
+    ({"a": {"algorithm": {"clip_high": 0.3}}}, {}, "a.algorithm.clip_high: not among what a source may have"),
+    ({"a": {"algorithm": {"advantage": "gae"}}}, {}, "a.algorithm with algorithm.advantage=outcome: a critic"),
+    ({"a": {"algorithm": {"gamma": 0.9}}}, {}, "a.algorithm: algorithm.gamma=0.9 has no effect with algorithm.advantage=outcome"),
+    ({"a": {"algorithm": {"advantage": "somehow"}}}, {}, "a.algorithm.advantage='somehow'"),
+    ({"a": {"coef": -1}}, {}, "a.coef=-1: must be a number that is not negative"),
+    ({"a": {"coef": 2}}, {"run.recipe": "sft"}, "a.coef: run.recipe=sft has no advantages"),
     ({"a": {"weigth": 1}}, {}, "a.weigth: unknown; did you mean weight"),
     ({"a": {"weight": -1}}, {}, "a.weight=-1: must be a number that is not negative"),
     ({"a": {"weight": ((0, 1), (0, 2))}}, {}, "steps rising from 0"),
@@ -244,6 +271,8 @@ def test_a_run_of_two_sources_goes_on_bitwise(tmp_path, recipe):
         for n in steps:
             c = tiny_job.get_config(recipe)
             sources = {"a": {"weight": ((0, 0.75), (4, 0.25))}, "b": {"weight": 0.5, "max_rows": 3, "bad_rows": "skip"}}
+            if recipe == "rl":
+                sources["b"] |= {"algorithm": {"advantage_std": "none"}, "coef": 0.5}
             c.data.sources, c.data.exhausted, c.data.epochs = sources, "others", 2
             c.eval.sets, c.train.steps, c.run.dir, c.checkpoint.every_steps = (), n, str(tmp_path / name), 1
             done = jaxrl.train(c)
