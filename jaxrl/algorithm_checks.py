@@ -35,7 +35,8 @@ def algorithm(cfg) -> list[str]:
         elif ":" in v[name]:
             out += import_path(f"algorithm.{name}", v[name])
     return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_pairs(cfg, v),
-                   *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v), *_beside(cfg, v), *_of_sources(cfg, v)]
+                   *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v), *_beside(cfg, v), *_routes(cfg, v),
+                   *_of_sources(cfg, v)]
 
 
 def _of_sources(cfg, v):
@@ -249,6 +250,35 @@ def _mismatch(cfg, v):
             f"algorithm.mismatch.correction={choice} with algorithm.old_logprobs=rollout: the ratio is already taken "
             "to the sampler's log-probs; use one of them"
         )
+    return out
+
+
+def _routes(cfg, v):
+    """Experts that the update replays: who says which."""
+    routes, name = cfg.algorithm.routes, f"algorithm.routes={cfg.algorithm.routes}"
+    if routes == "own" or cfg.run.mode == "eval":
+        return []
+    out, several = [], v["ppo_epochs"] * v["num_minibatches"] > 1
+    in_reward = v["kl.coef"] and v["kl.placement"] == "reward"
+    scores = v["old_logprobs"] == "recompute" or v["old_logprobs"] == "auto" and (several or in_reward)
+    if routes == "scored" and not scores:
+        out.append(f"{name} with algorithm.old_logprobs={v['old_logprobs']}: no pass scores old log-probs, whose "
+                   "experts would be replayed; set algorithm.old_logprobs=recompute")
+    if cfg.critic.shared and v["advantage"] == "gae":
+        out.append(f"{name} with critic.shared: values are scored on experts of their own, and the shared trunk would "
+                   "be updated on others; set critic.shared=False")
+    engine = engine_of(cfg, here=False)
+    if routes == "sampled" and engine is not OWN and not engine.info.routes:
+        other = next(n for n, row in ENGINES.items() if row.info.routes)
+        out.append(f"{name} with rollout.engine={cfg.rollout.engine}: {engine.title} does not tell the experts of its "
+                   f"tokens; set {other}")
+    if routes == "sampled" and engine.starts_servers:
+        if cfg.rollout.stop:
+            out.append(f"{name} with rollout.stop={tuple(cfg.rollout.stop)}: {engine.title} tells experts when a "
+                       "completion has ended, and a stop string ends it from here; set rollout.stop_token_ids")
+        if not cfg.rollout.vllm.prefix_caching:
+            out.append(f"{name} with rollout.vllm.prefix_caching=False: vLLM keeps the experts of its tokens with the "
+                       "prefix cache; set it to True")
     return out
 
 

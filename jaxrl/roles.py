@@ -63,13 +63,13 @@ class Role:
             return memory.to_devices(training.merge(held.trainable, held.frozen))
         return memory.to_devices(held)
 
-    def score(self, traj, layout) -> np.ndarray:
+    def score(self, traj, layout, columns=None) -> np.ndarray:
         """[T] numbers of the scored tokens under these parameters: log-probs, or values. A role on some processes tells
-        the others; all of them call this."""
+        the others; all of them call this. columns: what is packed beside the tokens; None = what scoring takes."""
         where, scored = self.scored_by, None
         if where is None or jax.process_index() in where:
             with self.on():
-                scored = self._score(self.params(), traj, layout)
+                scored = self._score(self.params(), traj, layout, *([] if columns is None else [columns]))
         if where is None:
             return scored
         told = scored.tobytes() if jax.process_index() == where[0] else b""

@@ -329,6 +329,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "shared_prefix_tokens": O(0, "no loss on openings of this many tokens that answers of different score share; 0 = off", bound=">=0"),
         "sampled_support": O(False, "log-probs over the tokens that rollout.top_k (at most 128), top_p and min_p left, as the answer"
                                     " was drawn (DeepSeek-V3.2's keep sampling mask); embedded sampler only"),
+        "routes": O("own", "a token's experts in the update: its router's own choice; scored: that of the scoring of old log-probs; sampled:"
+                           " that of the sampler; gates are the trainer's own in any case (docs/experts.md)", choices=("own", "scored", "sampled")),
         "early_stop_ratio": O(0.0, "a step's further updates are left out once an update's mean ratio is above; 0 = off", bound=">=0"),
         "early_stop_kl": O(0.0, "the same for policy/approx_kl, in nats per token; 0 = off", bound=">=0"),
         "ppo_epochs": O(None, "passes over one batch", int, bound=">=1"),

@@ -43,7 +43,7 @@ class Trajectories:
     sample: np.ndarray  # [N] int32: index within the group
     seed: np.ndarray  # [N] uint32, of the first turn
     finish: np.ndarray  # [N] int8, index into FINISH
-    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: kept, support, turn ...
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: kept, routes, turn ...
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
     # made of these:
@@ -107,6 +107,7 @@ class PackedBatch:
     sequences: Any  # [R, S] int32, the slot's sequence: 1, 2, ... within the row, 0 = unused slot
     columns: dict[str, Any]  # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...)
     weights: dict[str, Any]  # loss term -> [R, S] float32, 1/denominator where the token counts, else 0
+    routes: Any = None  # [R, L, n * K] int16: experts of each token that are replayed (training.router), -1 = its own
 
 
 @flax.struct.dataclass

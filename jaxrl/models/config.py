@@ -65,6 +65,11 @@ class ModelConfig:
         return next(fits, len(layers))
 
     @property
+    def routes(self) -> int:
+        """Expert ids of a token in all layers."""
+        return self.num_expert_layers * self.experts_per_token
+
+    @property
     def num_expert_layers(self) -> int:
         return sum(layer.feed_forward != "mlp" for layer in self.layers) if self.num_experts else 0
 

@@ -3,15 +3,18 @@
 Every function takes (weights, x [B, L, D]), weights being models.decoder.Weights, and returns (y, auxiliary). Experts
 say beside y, for the loss (training.router) and for those who replay routes:
 
-    "routes"          [1, B, L, K] int32: the experts of each token, in the order of their probabilities; stacked over
-                      the layers that have experts, in their order
+    "routes"          [1, B, L, K] int32: the experts of each token, in the order of their probabilities, or as they
+                      were given; stacked over the layers that have experts, in their order
     "router_entropy"  [B, L]: of the router's distribution, in nats
     "router_z"        [B, L]: the square of the log of the sum of the exponentials of its logits
     "router_balance"  [B, L], where the layer is given `mlp/router/load` [E], which does not learn: E * sum over experts
                       of load * probability
+    "router_replayed" [B, L], where the layer is given `mlp/router/routes` [B, L, K], experts of each token that are to
+                      be replayed (-1: it chooses by itself): 1 where they were
+    "router_mismatch" [B, L], there: share of the replayed experts that the router would not have chosen
 
-The last three are summed over layers. Sources: Shazeer et al., arXiv 1701.06538; Fedus et al., arXiv 2101.03961, eq. 4
-(balance); Zoph et al., arXiv 2202.08906, eq. 5 (z).
+All but the routes are summed over layers. Sources: Shazeer et al., arXiv 1701.06538; Fedus et al., arXiv 2101.03961,
+eq. 4 (balance); Zoph et al., arXiv 2202.08906, eq. 5 (z).
 
 Legend: B rows, L tokens per row, D hidden size, E experts, K experts of a token.
 """
@@ -35,6 +38,7 @@ ACTIVATIONS = {
 }
 ROUTES = "expert_ids"  # never computed again in the backward pass: a tie that falls otherwise is another function
 LOAD = "mlp/router/load"
+REPLAYED = "mlp/router/routes"
 STACKED = ("routes",)  # of what layers say, that which is stacked instead of summed
 
 
@@ -65,33 +69,38 @@ def _dense(own, module, x):
 
 
 class Routing(NamedTuple):
-    """What a router says of tokens: their experts and these experts' weights, [B, L, K], and log-probabilities [B, L,
-    E]."""
+    """What a router says of tokens: their experts, these experts' weights and the experts that it would choose by
+    itself, [B, L, K], and logits [B, L, E]."""
 
     ids: jax.Array
     gates: jax.Array
+    chosen: jax.Array
     logits: jax.Array
 
 
 def route(own, x) -> Routing:
-    """The K most probable of a softmax over all experts, in fp32 or better; of equal ones the first. Their weights are
-    their probabilities, divided by their sum where config.norm_topk."""
+    """The K most probable of a softmax over all experts, in fp32 or better; of equal ones the first; or those that are
+    replayed. Their weights are their probabilities, divided by their sum where config.norm_topk: also of replayed ones
+    they are the router's own, so that it learns."""
     cfg, acc = own.config, jnp.promote_types(x.dtype, jnp.float32)
     kernel = gathered(own.values[parameters.ROUTER], own.rows[parameters.ROUTER].axes, acc)
     logits = jax.lax.dot_general(x.astype(acc), kernel, (((x.ndim - 1,), (0,)), ((), ())),
                                  precision=jax.lax.Precision.HIGHEST)
     probs = jax.nn.softmax(logits)
-    ids = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probs), cfg.experts_per_token)[1], ROUTES)
+    ids = chosen = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probs), cfg.experts_per_token)[1], ROUTES)
+    if REPLAYED in own.values:
+        given = own.values[REPLAYED].astype(chosen.dtype)
+        ids = jnp.where(jnp.all(given >= 0, axis=-1, keepdims=True), given, chosen)
     gates = jnp.take_along_axis(probs, ids, axis=-1)
     if cfg.norm_topk:
         gates /= jnp.sum(gates, axis=-1, keepdims=True)
-    return Routing(ids, gates, logits)
+    return Routing(ids, gates, chosen, logits)
 
 
 def experts(own, x):
     """sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output times a
     sigmoid of its own, where there is one. Padding reaches no expert."""
-    cfg, (ids, gates, logits) = own.config, route(own, x)
+    cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
     weights = (gathered(own.values[f"mlp/experts/{name}/kernel"], own.rows[f"mlp/experts/{name}/kernel"].axes, x.dtype)
                for name in ("gate", "up", "down"))
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
@@ -104,7 +113,18 @@ def experts(own, x):
     if LOAD in own.values:
         load = jax.lax.broadcast_to_rank(own.values[LOAD].astype(probs.dtype), probs.ndim)
         said["router_balance"] = cfg.num_experts * jnp.sum(load * probs, axis=-1)
+    if REPLAYED in own.values:
+        same = jnp.any(ids[..., None] == chosen[..., None, :], axis=-1)
+        said["router_replayed"] = jnp.all(own.values[REPLAYED] >= 0, axis=-1).astype(probs.dtype)
+        said["router_mismatch"] = 1 - jnp.mean(same, axis=-1, dtype=probs.dtype)
     return y, said
+
+
+def by_token(auxiliary):
+    """[B, L, n * K] int16: the experts of a token in all n layers that have some, as they are kept beside tokens (-1
+    where they are not known)."""
+    routes = jnp.moveaxis(auxiliary["routes"], 0, 2)
+    return routes.reshape(*routes.shape[:2], -1).astype(jnp.int16)
 
 
 FEED_FORWARDS = {

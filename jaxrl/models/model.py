@@ -178,17 +178,18 @@ class Model:
             cache["layers"] = {f"sub_{j}": layer(repeats) for j in range(cfg.period)}
         return cache
 
-    def prefill(self, params, tokens_BxP, lengths_B):
+    def prefill(self, params, tokens_BxP, lengths_B, told: bool = False):
         """Runs right-padded prompts at positions 0...
 
         Returns:
-          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer.
+          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer; where `told`,
+          also the auxiliary of `forward`.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
-        hidden, _, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True)
+        hidden, auxiliary, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True)
         last = jnp.take_along_axis(hidden, (lengths_B - 1)[:, None, None], axis=1)
-        return last[:, 0], kv
+        return (last[:, 0], kv, auxiliary) if told else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
         """Copies prefilled rows into slots, at positions 0..P-1; slots outside the cache are dropped.
@@ -213,19 +214,19 @@ class Model:
 
         return jax.tree_util.tree_map_with_path(rows, cache)
 
-    def decode(self, params, tokens_S, positions_S, cache, shared=None):
+    def decode(self, params, tokens_S, positions_S, cache, shared=None, told: bool = False):
         """One token per slot: writes its key and value at its position, attends to cache positions up to it.
 
         Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache is updated
         in place. shared: kernels.attention.Shared, which slots hold one prompt, or None.
 
-        Returns (hidden_SxD, cache).
+        Returns (hidden_SxD, cache); where `told`, also the auxiliary of `forward`.
         """
         rows = tokens_S[:, None], positions_S[:, None]
-        hidden, _, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared)
-        return hidden[:, 0], cache
+        hidden, auxiliary, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared)
+        return (hidden[:, 0], cache, auxiliary) if told else (hidden[:, 0], cache)
 
-    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K):
+    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, told: bool = False):
         """Up to L tokens, which is at least 2 and at most C, in each of K slots: writes their keys and values at their
         positions, and each attends to cache positions up to its own, those written with it included.
 
@@ -233,12 +234,13 @@ class Model:
         outside the cache are dropped, no other is there twice. On a mesh the K are split over the data axes as the
         cache's slots are, and each device's name its own slots.
 
-        Returns the cache.
+        Returns the cache; where `told`, (cache, auxiliary of `forward`).
         """
         length, groups = tokens_KxL.shape[1], self.config.num_kv_heads
         part = jax.tree.map(lambda x: take_slots(x, slots_K, groups), cache)
-        _, _, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part)
-        return jax.tree.map(lambda x, y: put_slots(x, y, slots_K, positions_KxL[:, 0], length, groups), cache, part)
+        _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part)
+        cache = jax.tree.map(lambda x, y: put_slots(x, y, slots_K, positions_KxL[:, 0], length, groups), cache, part)
+        return (cache, auxiliary) if told else cache
 
     def check_length(self, tokens: int) -> None:
         """ConfigError where a sequence of this many tokens needs a rotary scaling that depends on its length."""

@@ -86,11 +86,11 @@ def _reinforcement(out: Lowering, job, keep):
         reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, dtype, sharding=w), tree,
                                  parameters.param_shardings(job, tree=job.model))
         out.live["reference"] = reference
-    batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",))
+    batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",), _routes(c, job, "sampled"))
     if "old" in algorithm.loss.needs and keep("score"):
         out.programs["score"] = algorithm.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
-        out.programs["score_reference"] = algorithm.score.program.lower(reference, batch)
+        out.programs["score_reference"] = algorithm.score.program.lower(reference, batch.replace(routes=None))
     critic = algorithm.critic
     if critic is not None and not critic.shared:
         critic_state = critic.abstract()
@@ -99,7 +99,7 @@ def _reinforcement(out: Lowering, job, keep):
     else:
         params_of_critic = params
     if critic is not None and keep("value"):
-        out.programs["value"] = critic._score.program.lower(params_of_critic, batch)
+        out.programs["value"] = critic._score.program.lower(params_of_critic, batch.replace(routes=None))
     return parameters.policy_params(state.trainable, state.frozen)
 
 
@@ -124,20 +124,26 @@ def _support(c):
     return {"support": (jnp.int32, (c.rollout.top_k,))} if c.algorithm.sampled_support else {}
 
 
+def _routes(c, job, *where) -> int:
+    """Expert ids per token of a batch that replays routes of one of these kinds."""
+    return job.model.config.routes if c.algorithm.routes in where else 0
+
+
 def max_rows(shapes) -> tuple[int, int]:
     """(rows, row length) of the microbatch with the most tokens."""
     return max(((counts[0], length) for length, counts in zip(shapes.lengths, shapes.counts, strict=True)),
                key=lambda shape: shape[0] * shape[1])
 
 
-def _batch(job, shape, columns, weights) -> PackedBatch:
+def _batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
     rows, length = shape
     where = sharding.batch_sharding(job.mesh)
     array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731
     integers = ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
     return PackedBatch(**{name: array(jnp.int32) for name in integers},
                        columns={name: array(*kind) for name, kind in columns.items()},
-                       weights={name: array(jnp.float32) for name in weights})
+                       weights={name: array(jnp.float32) for name in weights},
+                       routes=array(jnp.int16, (routes,)) if routes else None)
 
 
 def _update(out: Lowering, job, name, update, state, objective, keep):
@@ -149,7 +155,8 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
     state = state.replace(opt_state=_shaped(state.opt_state, on_devices))
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     empty, accumulate, apply = update.compiled(state)
-    batch = _batch(job, max_rows(job.row_shapes), _columns(job.config, objective), objective.weights)
+    routes = objective.routers and _routes(job.config, job, "sampled", "scored")
+    batch = _batch(job, max_rows(job.row_shapes), _columns(job.config, objective), objective.weights, routes)
     everywhere = sharding.replicated(job.mesh)
     grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, batch)
     grads = _shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable))
@@ -188,7 +195,7 @@ def _sampler_of(job, mesh):
     dtype = jnp.dtype(DTYPES[c.rollout.dtype])
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
     return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size),
-                              not shares_prompts(model.attention, mesh))
+                              not shares_prompts(model.attention, mesh), model.config.routes)
 
 
 def _publish(out: Lowering, job, params, mesh, keep):

@@ -51,6 +51,8 @@ class Algorithm:
         vocab = job.model.config.vocab_size
         if c.algorithm.sampled_support and c.rollout.top_k > vocab:
             raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")
+        if c.algorithm.routes != "own" and not job.model.config.routes:
+            raise ConfigError(f"algorithm.routes={c.algorithm.routes}: the model has no experts; leave it out")
         self.updates_per_step = math.prod(c.updates)
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
@@ -68,10 +70,11 @@ class Algorithm:
         """score(params, traj, layout) -> [T] log-probs, on a role's devices: of the policy with its adapters, of others
         without."""
         model = job.model if role == "policy" else job.model.base
-        if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model:
+        scored = job.config.algorithm.routes == "scored"
+        if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
             return self.score
         return make_score(model, temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk,
-                          put=functools.partial(job.put, role=role))
+                          put=functools.partial(job.put, role=role), routes=scored and role == "policy")
 
     def meet(self, policy) -> None:
         """Tells the parts whom they stand beside, before they start."""
@@ -100,12 +103,20 @@ class Algorithm:
             s.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
 
     def columns(self, policy, traj, layout) -> dict[str, np.ndarray]:
-        """Token columns [T] of log-probs that the loss or the reward reads."""
+        """Token columns [T] of log-probs that the loss or the reward reads; and `routes` [T, n * K], where the update
+        is to replay them: sampled ones are replayed by the scoring of old log-probs, too, scored ones are its own."""
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}
-        if self.old_source == "recompute":
-            out["old"] = policy.score(traj, layout)
+        routes = self.config.algorithm.routes
+        if routes == "sampled":
+            nothing = np.full((len(traj.tokens), policy.job.model.config.routes), -1, np.int16)
+            out["routes"] = traj.columns.get("routes", nothing)
+        if self.old_source == "recompute" and routes == "scored":
+            found = policy.score(traj, layout)
+            out |= {"old": found["logprob"], "routes": found["routes"]}
+        elif self.old_source == "recompute":
+            out["old"] = policy.score(traj, layout, {n: out[n] for n in ("support", "routes") if n in out} or None)
         elif self.old_source == "rollout":
             out["old"] = out["behaviour"]
         if self.reference is not None:

@@ -92,6 +92,9 @@ class Rollouts:
         if spec.algorithm.sampled_support and not engine.info.support:
             raise ConfigError(f"algorithm.sampled_support: the engine {rollout.engine} does not tell its support "
                               "(EngineInfo.support); set rollout.engine=jax")
+        if spec.algorithm.routes == "sampled" and not engine.info.routes:
+            raise ConfigError(f"algorithm.routes=sampled: the engine {rollout.engine} does not tell the experts of its "
+                              "tokens (EngineInfo.routes); set scored or own, or rollout.engine=jax")
         self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(
             engine, per_step=per_step or spec.data.prompts_per_step, max_staleness=rollout.max_staleness,

@@ -44,8 +44,9 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Trajectories of answered requests, in request order.
 
     A completion is one sequence. An episode goes on in one sequence, in which what was put between its turns is masked,
-    until a turn opens another. Further columns: kept; support where engines tell it; where there are episodes turn (-1
-    where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
+    until a turn opens another. Further columns: kept; support and routes where engines tell them; where there are
+    episodes turn (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 =
+    none).
 
     With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length");
     episodes are within it.
@@ -75,6 +76,8 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     if width:
         none = np.zeros((0, width), np.int32)  # what was aborted may have no token
         columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
+    if told := [r.routes for r in results if r.routes is not None]:
+        columns["routes"] = _routes(results, sizes, turns, told[0].shape[1])
     if several:
         columns |= _turn_columns(turns, pieces, mask)
     opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
@@ -96,6 +99,16 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         trajectory=np.array([i for i, _ in opens]) if several else None,
         prefix=np.array(prefixes) if several else None,
     )
+
+
+def _routes(results, sizes, turns, width: int) -> np.ndarray:
+    """[T, W] int16, the experts of every token, -1 where an engine did not tell them."""
+    added, out = np.zeros(len(results), int), []
+    np.add.at(added, [i for i, *_ in turns], [len(turn.added) for *_, turn in turns])
+    for result, rest, size in zip(results, added, sizes, strict=True):
+        known = result.routes if result.routes is not None else np.full((rest + size, width), -1, np.int16)
+        out.append(known[:rest + size])
+    return np.concatenate(out)
 
 
 def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
@@ -184,6 +197,9 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
     flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
     if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
         flat["support"] = np.concatenate(support)
+    if routes := [r.routes for r in results if r.routes is not None]:
+        flat["routes"] = np.concatenate(routes)
+        flat["routes_of"] = np.array([-1 if r.routes is None else len(r.routes) for r in results], np.int64)
     rows = [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]
     if any(r.turns or r.outcome for r in results):
         flat["added"] = np.concatenate([np.zeros(0, np.int32), *(t.added for r in results for t in r.turns)])
@@ -195,17 +211,19 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
     """(results, meta) of `results_to_bytes`."""
     (meta, rows), flat = decode(data)
-    out, at, told = [], 0, 0
-    for name, finish, seed, size, *episode in rows:
+    out, at, told, routed = [], 0, 0, 0
+    routes_of = flat["routes_of"].tolist() if "routes_of" in flat else [-1] * len(rows)
+    for (name, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
         part = slice(at, at + size)
         support = flat["support"][part] if "support" in flat else None
-        turns = []
-        for count, *rest in episode[0] if episode else ():
-            turns.append(Turn(flat["added"][told:told + count], *rest))
-            told += count
+        routes = None if count < 0 else flat["routes"][routed:routed + count]
+        routed, turns = routed + max(count, 0), []
+        for more, *rest in episode[0] if episode else ():
+            turns.append(Turn(flat["added"][told:told + more], *rest))
+            told += more
         outcome = Outcome(**episode[1]) if episode and episode[1] else None
-        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support, tuple(turns),
-                          outcome))
+        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support, routes,
+                          tuple(turns), outcome))
         at += size
     return out, meta
 

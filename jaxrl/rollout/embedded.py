@@ -50,7 +50,7 @@ def make_engine(*given):
     joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else context.mesh
     mesh = local_mesh(joint)
     shapes = from_config(config, data_shards(mesh), len(eos_ids), joint.size // mesh.size,
-                         not shares_prompts(model.attention, mesh))
+                         not shares_prompts(model.attention, mesh), model.config.routes)
     model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none")
     return EmbeddedEngine(model, shapes, mesh, context.tokenizer, eos_ids, joint)
 
@@ -66,7 +66,8 @@ class Sample:
     slot: int = -1
     weights: int = -1  # how many weights had been published when its prompt was put into the slot
     continued: bool = False  # its prompt is a conversation that was in the slot, no copy of a prefilled one
-    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, versions) per chunk
+    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, routes, versions) each
+    known: np.ndarray | None = None  # [P - 1, W] int16, experts of its prompt's tokens but the last
 
     @property
     def produced(self) -> int:
@@ -95,6 +96,7 @@ class EmbeddedEngine(Engine):
         self._params, self._version, self._published = None, -1, 0
         self._cache, self._stash = self._programs.new_caches()
         self._stashed: list[dict[bytes, int]] = [{} for _ in shapes.prompt_lengths]
+        self._routes = [np.zeros((0, 0, 0), np.int16) for _ in shapes.prompt_lengths]  # of the prompts there
         self._waiting: deque[Sample] = deque()
         self._running: dict[int, Sample] = {}
         self._parked: dict[str, Parked] = {}  # by request id, the least recently parked first
@@ -227,6 +229,9 @@ class EmbeddedEngine(Engine):
                 sample = self._waiting.popleft()
                 sample.slot, sample.weights = free.popleft(), self._published
                 rows.append(self._stashed[sample.bucket][sample.key])
+                if self.shapes.routes:
+                    prompt = rows[-1] - sample.bucket * self.shapes.prefill_rows
+                    sample.known = self._routes[sample.bucket][prompt, :len(sample.request.prompt) - 1]
                 slots.append(sample.slot)
                 self._running[sample.slot] = sample
                 self._write_table(sample)
@@ -257,6 +262,7 @@ class EmbeddedEngine(Engine):
             self._running[sample.slot] = sample
             self._write_table(sample)
             new = sample.request.prompt[known - 1:-1]
+            sample.known = np.full((len(sample.request.prompt) - 1, self.shapes.routes), -1, np.int16)
             self._counts.update(extended_prompts=1, extended_tokens=len(new))
             if len(new):
                 work.append((sample.slot, known - 1, new))
@@ -267,8 +273,13 @@ class EmbeddedEngine(Engine):
         while work:
             call, work = self._call_of(work)
             with self._preparing():
-                self._cache = self._programs.extend(self._params, self._cache, *call)
+                self._cache, routes = self._programs.extend(self._params, self._cache, *call)
             self._counts["extend_calls"] += 1
+            if routes is not None:
+                for own, positions, slot in zip(jax.device_get(routes), *call[1:], strict=True):
+                    if slot in self._running:
+                        real = positions < self.shapes.cache_lengths[-1]
+                        self._running[slot].known[positions[real]] = own[real]
 
     def _call_of(self, work):
         """((tokens, positions, slots) of one call, what is left): in order, of every data shard as many as it has rows
@@ -302,7 +313,9 @@ class EmbeddedEngine(Engine):
             tokens[i, :len(prompt)], lengths[i] = prompt, len(prompt)
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
         with self._preparing():
-            self._stash = self._programs.prefill(self._params, self._stash, tokens, lengths, rows)
+            self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows)
+        if routes is not None:
+            self._routes[bucket] = jax.device_get(routes)
         self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
         self._counts.update(prefill_calls=1, prefilled_prompts=len(prompts),
                             prefilled_tokens=sum(map(len, prompts.values())))
@@ -348,7 +361,7 @@ class EmbeddedEngine(Engine):
         for column, slot in enumerate(rows.tolist()):
             if slot in self._running:
                 n = int(emitted[column])
-                tokens += self._take(self._running[slot], *(a[:n, column].copy() for a in chunk[:4]))
+                tokens += self._take(self._running[slot], *(a[:n, column].copy() for a in chunk[:5]))
         steps = int(chunk.steps)
         self._counts.update(decode_steps=steps, slot_steps=steps * count, chunks=1, tokens=tokens)
         if queued:
@@ -421,10 +434,11 @@ class EmbeddedEngine(Engine):
                 history[i, :len(tokens)] = tokens
         return self._programs.put(history, sharding)
 
-    def _take(self, sample: Sample, tokens, logprobs, kept, support) -> int:
+    def _take(self, sample: Sample, tokens, logprobs, kept, support, routes) -> int:
         """Adds sampled tokens to a sample and ends it where it has ended. Returns how many tokens were of use."""
         before = sample.produced
-        sample.parts.append((tokens, logprobs, kept, support, np.full(len(tokens), self._version, np.int32)))
+        versions = np.full(len(tokens), self._version, np.int32)
+        sample.parts.append((tokens, logprobs, kept, support, routes, versions))
         progress = self._table[0]
         progress.token[sample.slot] = tokens[-1]
         progress.position[sample.slot] += len(tokens)
@@ -443,10 +457,11 @@ class EmbeddedEngine(Engine):
         return len(tokens)
 
     def _finish(self, sample: Sample, reason: str, length: int | None = None):
-        *columns, support, versions = [sample.column(i, t)[:length] for i, t in enumerate(
-            (np.int32, np.float32, np.float32, np.int32, np.int32))]
+        *columns, support, routes, versions = [sample.column(i, t)[:length] for i, t in enumerate(
+            (np.int32, np.float32, np.float32, np.int32, np.int16, np.int32))]
         support = support.reshape(len(versions), self.shapes.support)
-        self._done.append(Result(sample.request.id, *columns, versions, reason, sample.request.seed, support))
+        routes = self._all_routes(sample, routes) if self.shapes.routes else None
+        self._done.append(Result(sample.request.id, *columns, versions, reason, sample.request.seed, support, routes))
         self._ids.discard(sample.request.id)
         if len(self._ended_at) < 2:
             self._ended_at.add(len(versions))
@@ -459,6 +474,15 @@ class EmbeddedEngine(Engine):
                 self._parked.pop(sample.request.id, None)  # of a request of the same id before: the newest comes last
                 self._parked[sample.request.id] = Parked(sample.slot, tokens)
                 self._counts["parked"] += 1
+
+
+    def _all_routes(self, sample: Sample, routes) -> np.ndarray:
+        """[P + n, W]: those of the prompt, of its last token and of the completion, whose last one was never run."""
+        count = len(sample.request.prompt) + len(routes)
+        out = np.full((count, self.shapes.routes), -1, np.int16)
+        if len(routes):
+            out[:count - 1] = np.concatenate([sample.known, routes])
+        return out
 
 
 def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:

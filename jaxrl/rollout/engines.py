@@ -80,9 +80,10 @@ def _server_slots(rollout, batch: int) -> int:
 OWN = EngineRow()
 ENGINES = {
     "jax": EngineRow("jaxrl.rollout.embedded:make_engine", "the embedded sampler",
-                     EngineInfo(holds=True, sleeps=True, support=True, exact=True), on_mesh=True, servers=False),
+                     EngineInfo(holds=True, sleeps=True, support=True, routes=True, exact=True),
+                     on_mesh=True, servers=False),
     "vllm": EngineRow("jaxrl.rollout.vllm.engine:make_engine", "vLLM",
-                      EngineInfo(concurrent=True, holds=True, sleeps=True),
+                      EngineInfo(concurrent=True, holds=True, sleeps=True, routes=True),
                       starts_servers=True, beyond_context=False, slots=_server_slots,
                       ignores={"slots": "set rollout.vllm.max_running", "decode_steps": "leave it out",
                                "cache_lengths": "set rollout.vllm.max_model_len", "prompt_lengths": "leave it out",

@@ -465,16 +465,32 @@ def _joined(request: Request, parts: list[Result], turns, finish: str, outcome: 
                for name, dtype in blank.items()}
     support = [p.support for p in parts if p.support is not None]
     return Result(request.id, **columns, finish=finish, seed=request.seed,
-                  support=np.concatenate(support) if support else None, turns=tuple(turns), outcome=outcome)
+                  support=np.concatenate(support) if support else None, routes=_joined_routes(parts, turns),
+                  turns=tuple(turns), outcome=outcome)
+
+
+def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
+    """Experts of what turns added and sampled. A turn's last token is run as part of the next one's prompt."""
+    if not parts or any(p.routes is None for p in parts):
+        return None
+    out = []
+    for turn, part in zip(turns, parts, strict=True):
+        own = len(turn.added) + turn.size
+        out.append(part.routes[len(part.routes) - own:].copy())
+        if len(out) > 1 and not turn.opens and len(part.routes) > own and (out[-2][-1] < 0).all():
+            out[-2][-1] = part.routes[-own - 1]
+    return np.concatenate(out)
 
 
 def _record_of(result: Result | None) -> deque:
     """(Turn, its part of the result) of what an episode has so far."""
-    record, at = deque(), 0
+    record, at, routed = deque(), 0, 0
     for turn in () if result is None else result.turns:
         part = slice(at, at + turn.size)
         support = None if result.support is None else result.support[part]
+        own = len(turn.added) + turn.size
+        routes = None if result.routes is None else result.routes[routed:routed + own]
         record.append((turn, Result(result.id, result.tokens[part], result.logprobs[part], result.kept[part],
-                                    result.versions[part], turn.finish, result.seed, support)))
-        at += turn.size
+                                    result.versions[part], turn.finish, result.seed, support, routes)))
+        at, routed = at + turn.size, routed + own
     return record

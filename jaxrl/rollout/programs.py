@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import share, shares_prompts
 from jaxrl.models import quantized
+from jaxrl.models.feed_forward import by_token
 from jaxrl.processes.exchange import localised
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
@@ -47,11 +48,12 @@ class Chunk(NamedTuple):
     logprobs: Any  # [T, S] float32
     kept: Any      # [T, S] float32
     support: Any   # [T, S, K] int32, -1 = unused; K is Shapes.support
+    routes: Any    # [T, S, W] int16, experts of the token that came before; W is Shapes.routes
     steps: Any     # [] int32, steps run
 
 
 def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL,
-                 leave_at, shared=None):
+                 leave_at, shared=None, routes: int = 0):
     """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
@@ -71,14 +73,15 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     def one_token(carry):
         step, now, cache, history_SxL, out = carry
         where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
-        hidden_SxD, cache = model.decode(params, now.token, where_S, cache, shared)
+        hidden_SxD, cache, told = model.decode(params, now.token, where_S, cache, shared, told=True)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
         token_S, logprob_S, kept_S, support_SxK = sample(
             logits_SxV, now.produced, now.position, history_SxL, controls, support)
         on = now.active
         out = Chunk(out.tokens.at[step].set(jnp.where(on, token_S, -1)),
                     out.logprobs.at[step].set(jnp.where(on, logprob_S, 0.0)),
-                    out.kept.at[step].set(jnp.where(on, kept_S, 0.0)), out.support.at[step].set(support_SxK), step + 1)
+                    out.kept.at[step].set(jnp.where(on, kept_S, 0.0)), out.support.at[step].set(support_SxK),
+                    out.routes.at[step].set(by_token(told)[:, 0]) if routes else out.routes, step + 1)
         position_S, produced_S = now.position + on, now.produced + on
         ended_S = jnp.any(token_S[:, None] == controls.end_ids, axis=-1) | (produced_S >= now.limit)
         history_SxL = history_SxL.at[slot_S, jnp.where(on, position_S, room)].set(token_S, mode="drop")
@@ -87,20 +90,21 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
 
     zero = jnp.int32(0)
     blank = Chunk(jnp.full((steps, slots), -1, jnp.int32), jnp.zeros((steps, slots), jnp.float32),
-                  jnp.zeros((steps, slots), jnp.float32), jnp.zeros((steps, slots, support), jnp.int32), zero)
+                  jnp.zeros((steps, slots), jnp.float32), jnp.zeros((steps, slots, support), jnp.int32),
+                  jnp.zeros((steps, slots, routes), jnp.int16), zero)
     _, _, cache, _, out = jax.lax.while_loop(keep_on, one_token, (zero, progress, cache, history_SxL, blank))
     return cache, out
 
 
-def decode_part(model, steps: int, support: int, length: int, whole: bool, constrain, params, cache, progress, controls,
+def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, params, cache, progress, controls,
                 history_SxL, leave_at, rows_S, shared=None):
     """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = jax.tree.leaves(cache)[0].shape[-2]
     if length < full_length:
         part = jax.tree.map(lambda a: a[..., :length, :], part)
-    part, out = decode_chunk(model, steps, support, params, constrain(part), progress, controls, history_SxL, leave_at,
-                             shared)
+    part, out = decode_chunk(model, shapes.decode_steps, shapes.support, params, constrain(part), progress, controls,
+                             history_SxL, leave_at, shared, shapes.routes)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
@@ -197,17 +201,25 @@ class Programs:
         return localised(memory.moved(copied, layout), self.mesh)
 
     def prefill(self, *args):
-        """Calls `prefill_call`. Returns the stash (donated)."""
-        return self.run(*self.prefill_call(*args))
+        """Calls `prefill_call`. Returns the stash (donated) and, where they are kept, the tokens' experts [B, P, W]."""
+        return self._with_routes(self.run(*self.prefill_call(*args)))
+
+    def _with_routes(self, found):
+        return found if self.shapes.routes else (found, None)
+
+    def _and_routes(self, sharding):
+        return (sharding, self.by_slot) if self.shapes.routes else sharding
 
     def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B) -> tuple:
         """Arguments of `run`: keys and values of B prompts into rows of the stash."""
         def prefill(params, stash, tokens_BxP, lengths_B, rows_B):
-            _, kv = self.model.prefill(params, tokens_BxP, lengths_B)
-            return self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
+            _, kv, told = self.model.prefill(params, tokens_BxP, lengths_B, told=True)
+            stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
+            return (stash, by_token(told)) if self.shapes.routes else stash
 
         args = self.put((tokens_BxP, lengths_B), self.by_slot) + (self.put(rows_B, self.whole),)
-        return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), self.cache_shardings(stash)
+        out = self._and_routes(self.cache_shardings(stash))
+        return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
         """Prompts from stash rows into slots. Returns the cache (donated)."""
@@ -216,17 +228,19 @@ class Programs:
                         out_shardings=self.cache_shardings(cache))
 
     def extend(self, *args):
-        """Calls `extend_call`. Returns the cache (donated)."""
-        return self.run(*self.extend_call(*args))
+        """Calls `extend_call`. Returns the cache (donated) and, where they are kept, the tokens' experts [K, L, W]."""
+        return self._with_routes(self.run(*self.extend_call(*args)))
 
     def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K) -> tuple:
         """Arguments of `run`: keys and values of new tokens into the slots they continue; see Model.extend."""
         tokens, positions, slots = self.put((tokens_KxL, positions_KxL, slots_K), self.by_slot)
 
         def extend(params, cache, *new):
-            return self.model.extend(params, *new[:2], cache, new[2])
+            cache, told = self.model.extend(params, *new[:2], cache, new[2], told=True)
+            return (cache, by_token(told)) if self.shapes.routes else cache
 
-        return ("extend",), extend, (params, cache, tokens, positions, slots), (1,), self.cache_shardings(cache)
+        out = self._and_routes(self.cache_shardings(cache))
+        return ("extend",), extend, (params, cache, tokens, positions, slots), (1,), out
 
     def shared(self, prompts, lengths):
         """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
@@ -242,11 +256,10 @@ class Programs:
 
         shared: of `shared` for these rows."""
         whole = len(rows_S) == self.shapes.slots
-        part = functools.partial(decode_part, self.model, self.shapes.decode_steps, self.shapes.support, length, whole,
-                                 self._constrain)
+        part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
         progress, controls, shared = self.put((progress, controls, shared), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
-        out = Chunk(self.by_step, self.by_step, self.by_step, self.by_step, self.whole)
+        out = Chunk(*[self.by_step] * 5, self.whole)
         args = (params, cache, progress, controls, history, leave_at, rows_S, shared)
         return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 

@@ -204,6 +204,8 @@ class Result:
     seed: int
     support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
                           # K = 0 or None where the engine was not asked for it
+    routes: np.ndarray | None = None  # [P + n, W] int16: experts of the prompt's (of an episode: what its turns added)
+                          # and the completion's tokens, in their order, in all layers that have experts; -1 = not known
     turns: tuple[Turn, ...] = ()
     outcome: Outcome | None = None
 
@@ -216,6 +218,7 @@ class EngineInfo:
     holds: bool = False       # `hold` keeps it from beginning
     sleeps: bool = False      # `rest` frees its devices until the next `publish`
     support: bool = False     # `Result.support` and `Result.kept` tell what each token was drawn from
+    routes: bool = False      # `Result.routes` tells the experts of each token, where algorithm.routes=sampled
     exact: bool = False       # in fp32 its log-probs are the trainer's, but for rounding
     quantized: bool = False   # it samples from other numbers than the weights it was given; known after a publish
 

@@ -24,6 +24,7 @@ class Shapes:
       program looks at while every active sequence fits.
     prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
     support: token ids of the sampler's support kept per token; 0 = none.
+    routes: expert ids kept per token; 0 = none.
     insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while requests
       wait.
     extend: slots of a call that extends conversations in their slots, as many of every data shard, and most new tokens
@@ -40,6 +41,7 @@ class Shapes:
     max_total: int
     support: int = 0
     extend: tuple[int, int] = EXTEND
+    routes: int = 0
 
     @property
     def slots(self) -> int:
@@ -50,12 +52,14 @@ class Shapes:
         return self.prefill_rows * len(self.prompt_lengths)
 
 
-def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False) -> Shapes:
+def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False,
+                routes: int = 0) -> Shapes:
     """Reads `config.rollout`, `config.data`, `config.eval`, `config.env` and `config.train.max_sequence_tokens`.
 
     data_shards: of this process, which has its share of the slots that are asked for. By itself it takes its share of
     the batch, DEFAULT_SLOTS at most: what a step of decoding reads is mostly weights, however many sequences there are.
     reads_all: decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
+    routes: of the model: the expert ids of a token in all layers.
 
     Raises ConfigError for lengths that cannot hold what the config asks for.
     """
@@ -76,6 +80,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
         insert_width=max(1, slots // 16), decode_steps=max(1, roll.decode_steps),
         end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]),
         support=roll.top_k if config.algorithm.sampled_support else 0,
+        routes=routes if config.algorithm.routes == "sampled" else 0,
         extend=(data_shards * max(1, min(EXTEND[0], slots // data_shards // 8)), min(EXTEND[1], caches[-1])))
 
 

@@ -79,6 +79,8 @@ METRICS: tuple[Metric, ...] = (
            " where all tokens have the same experts", "load", "fixed", 1),
     Metric("router/entropy", "mean entropy of the routers' distributions per scored token, in nats"),
     Metric("router/idle", "share of experts without a scored token in an update"),
+    Metric("router/replayed", "algorithm.routes: share of the scored tokens whose experts were replayed, mean over layers"),
+    Metric("router/mismatch", "of them, the share of replayed experts that the router would not have chosen by itself, mean over layers"),
     Metric("router/<name>", "terms of the loss, mean over layers: balance (1 where tokens spread evenly), z"),
     Metric("optim/grad_norm", "global norm of the gradient before clipping", "grad", "small"),
     Metric("optim/lr", "learning rate of the last update"),
@@ -143,7 +145,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/tokens_per_second", "rollout/tokens per second of the step less its eval, checkpoint and export",
            "tok/s", "count"),
     Metric("engine/<name>", "vLLM, summed over servers: running, waiting, kv_cache_use, preemptions, prefix_queries, "
-           "prefix_hits as its engines count them; restarts, reissued requests, servers_lost, given_up requests of this run"),
+           "prefix_hits as its engines count them; restarts, reissued requests, servers_lost, given_up requests of this run, "
+           "unrouted completions, whose experts were not told whole"),
     Metric("publish/seconds", "vLLM: seconds until every server confirmed the new weights"),
     Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds"),
     Metric("publish/probe", "vLLM: mean difference in nats between the probe's log-probs and the trainer's"),

@@ -24,7 +24,8 @@ def pack(
     Args:
       traj: the ragged batch.
       micro: where its sequences go.
-      columns: name -> [T] or [T, K] per token; integers stay integers, bfloat16 stays bfloat16.
+      columns: name -> [T] or [T, K] per token; integers stay integers, bfloat16 stays bfloat16. The column `routes`
+        [T, n * K] goes by tokens of the rows, not by scored ones: into PackedBatch.routes, -1 where there is none.
       weights: loss term -> [T]; 0 where a token does not count.
       dtype: of columns and weights.
 
@@ -34,10 +35,12 @@ def pack(
     """
     (row, at, token, *held), (scored_row, slot, scored_token, *scored) = _places(traj, micro)
 
-    def filled(rows, places, values, kind=np.int32):
-        out = np.zeros((len(micro.rows), micro.row_length, *values.shape[1:]), kind)
+    def filled(rows, places, values, kind=np.int32, blank=0):
+        out = np.full((len(micro.rows), micro.row_length, *values.shape[1:]), blank, kind)
         out[rows, places] = values
         return out
+
+    routes, columns = columns.get("routes"), {name: c for name, c in columns.items() if name != "routes"}
 
     held = dict(zip(("positions", "segments", "prefixes"), held, strict=True), tokens=traj.tokens[token])
     scored = dict(zip(("sources", "sequences"), scored, strict=True), targets=traj.tokens[scored_token])
@@ -46,6 +49,7 @@ def pack(
         **{name: filled(scored_row, slot, values) for name, values in scored.items()},
         columns={name: filled(scored_row, slot, c[scored_token], _kind(c, dtype)) for name, c in columns.items()},
         weights={name: filled(scored_row, slot, w[scored_token], dtype) for name, w in weights.items()},
+        routes=None if routes is None else filled(row, at, routes[token], np.int16, -1),
     )
 
 
@@ -59,6 +63,17 @@ def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T:
     """Writes scored values back to their tokens in `out_T`, the inverse of `pack`'s column layout."""
     _, (row, slot, token, *_) = _places(traj, micro)
     out_T[token] = values_RxS[row, slot]
+
+
+def unpack_tokens(traj: Trajectories, micro: Microbatch, values_RxL: np.ndarray, out_T: np.ndarray) -> None:
+    """Writes values of the packed tokens back to theirs in `out_T`; of a shared prompt to that of each sequence."""
+    (row, at, token, *_), _ = _places(traj, micro)
+    out_T[token] = values_RxL[row, at]
+    for block in (block for blocks in micro.rows for block in blocks):
+        first, *others = traj.offsets[list(block.sequences)]
+        prompt = int(traj.prompt_lengths[block.sequences[0]])
+        for other in others:
+            out_T[other:other + prompt] = out_T[first:first + prompt]
 
 
 def _places(traj: Trajectories, micro: Microbatch):

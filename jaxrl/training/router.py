@@ -21,7 +21,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl.models import decoder
-from jaxrl.models.feed_forward import LOAD
+from jaxrl.models.feed_forward import LOAD, REPLAYED
 
 
 def even(config):
@@ -32,15 +32,27 @@ def even(config):
 
 def loaded(model, params, load_nxE):
     """The parameters, and beside each router the load that its balance term is taken with."""
+    return _beside(model, params, LOAD, load_nxE)
+
+
+def replayed(model, params, routes_RxLxnK):
+    """The parameters, and beside each router the experts that tokens are to have; see feed_forward.by_token."""
+    rows, length, _ = routes_RxLxnK.shape
+    routes = routes_RxLxnK.reshape(rows, length, model.config.num_expert_layers, -1)
+    return _beside(model, params, REPLAYED, jnp.moveaxis(routes, 2, 0))
+
+
+def _beside(model, params, name, values_nx):
+    """The parameters with one more array in every layer that has experts."""
     config, flat = model.config, flatten_dict(params, sep="/")
     number = {layer: i for i, layer in enumerate(
         i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")}
     before, repeats, behind = decoder.spans(config, model.scan_layers)
-    flat |= {f"layer_{i}/{LOAD}": load_nxE[number[i]] for i in (*before, *behind) if i in number}
+    flat |= {f"layer_{i}/{name}": values_nx[number[i]] for i in (*before, *behind) if i in number}
     for j in range(config.period if repeats else 0):
         layers = [config.prefix + config.period * n + j for n in range(repeats)]
         if layers[0] in number:
-            flat[f"layers/sub_{j}/{LOAD}"] = load_nxE[np.array([number[i] for i in layers])]
+            flat[f"layers/sub_{j}/{name}"] = values_nx[np.array([number[i] for i in layers])]
     return unflatten_dict(flat, sep="/")
 
 
@@ -48,7 +60,8 @@ def terms(outputs, batch, objective):
     """(sum of the terms, metrics) of a microbatch; 0 and {} where no layer has a router.
 
     Metrics: router/entropy, mean over tokens and layers; router/load [n, E], of which `told` makes what is shown;
-    router/balance and router/z, mean over layers, where they are in the loss.
+    router/balance and router/z, mean over layers, where they are in the loss; router/replayed and router/mismatch,
+    mean over tokens and layers, where routes are replayed.
     """
     said, token = outputs.auxiliary, batch.weights["token"]
     if "routes" not in said:
@@ -69,14 +82,19 @@ def terms(outputs, batch, objective):
             term = at(said[f"router_{name}"])
             loss += coef * term
             metrics[f"router/{name}"] = jax.lax.stop_gradient(term) / layers
+    for name in ("replayed", "mismatch"):
+        if f"router_{name}" in said:
+            metrics[f"router/{name}"] = at(said[f"router_{name}"]) / layers
     return loss, metrics
 
 
 def told(metrics: dict) -> dict:
     """Metrics of a whole optimizer step: the load of the fullest expert over the mean, of the layer where it is
-    largest, and the share of experts without a token."""
+    largest, and the share of experts without a token; the mismatch over the tokens that were replayed."""
     if "router/load" not in metrics:
         return metrics
     load = metrics["router/load"]
     rest = {name: x for name, x in metrics.items() if name != "router/load"}
+    if "router/mismatch" in rest:
+        rest["router/mismatch"] /= jnp.maximum(rest["router/replayed"], 1e-12)
     return rest | {"router/load_max_over_mean": jnp.max(load) * load.shape[1], "router/idle": jnp.mean(load == 0)}

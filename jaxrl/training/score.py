@@ -12,15 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.kernels.logprob import logprob_and_entropy
+from jaxrl.models.feed_forward import by_token
 from jaxrl.models.placement import split_of
 from jaxrl.models.value import values
 from jaxrl.processes.exchange import to_host
-from jaxrl.training.pack import pack, unpack
+from jaxrl.training import router
+from jaxrl.training.pack import pack, unpack, unpack_tokens
 
 
 def forward_hidden(model, params, batch):
     """([R, S, D], the hidden state that predicts each scored slot; auxiliary, see Model.forward). The one forward pass
-    of scoring and update: on the same layout both give bitwise equal results on the CPU."""
+    of scoring and update: on the same layout both give bitwise equal results on the CPU. Routes that the batch has are
+    replayed."""
+    if batch.routes is not None:
+        params = router.replayed(model, params, batch.routes)
     hidden_RxLxD, auxiliary = model.forward(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
     return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1), auxiliary
 
@@ -51,7 +56,7 @@ def forward_logprobs(model, params, batch, **options):
     return logprobs_of(model, params, forward_hidden(model, params, batch)[0], batch, **options)
 
 
-def make_score(model, *, temperature: float, chunk: int, put):
+def make_score(model, *, temperature: float, chunk: int, put, routes: bool = False):
     """A function `score(params, traj, layout) -> [T] float32` of the log-probs of all scored tokens.
 
     Args:
@@ -59,12 +64,14 @@ def make_score(model, *, temperature: float, chunk: int, put):
       temperature: of the sampling distribution (1 for greedy sampling).
       chunk: scored tokens whose logits exist at once.
       put: host PackedBatch -> device PackedBatch.
+      routes: return {"logprob": [T], "routes": [T, n * K] int16, the experts of every token (training.router)} instead.
     """
 
     def program(params, batch):
-        return forward_logprobs(
-            model, params, batch, temperature=temperature, chunk=chunk, valid_RxS=batch.weights["scored"] > 0
-        )[0]
+        hidden, told = forward_hidden(model, params, batch)
+        logprob = logprobs_of(model, params, hidden, batch, temperature=temperature, chunk=chunk,
+                              valid_RxS=batch.weights["scored"] > 0)[0]
+        return {"logprob": logprob, "routes": by_token(told)} if routes else logprob
 
     return _over_layout(program, put)
 
@@ -113,10 +120,12 @@ def _over_layout(program, put):
         micros = [m for mini in layout.minibatches for m in mini.microbatches]
         pending = [program(params, put(pack(traj, m, columns or kept, ones))) for m in micros]
         kind = lambda x: np.float32 if x.dtype == np.float64 else x.dtype  # noqa: E731
-        out = jax.tree.map(lambda x: np.zeros((len(traj.tokens), *x.shape[2:]), kind(x)), pending[0])
+        named = lambda x: x if isinstance(x, dict) else {"": x}  # noqa: E731
+        out = {name: np.zeros((len(traj.tokens), *x.shape[2:]), kind(x)) for name, x in named(pending[0]).items()}
         for micro, scored in zip(micros, pending, strict=True):
-            jax.tree.map(lambda x, into, micro=micro: unpack(traj, micro, to_host(x), into), scored, out)
-        return out
+            for name, x in named(scored).items():
+                (unpack_tokens if name == "routes" else unpack)(traj, micro, to_host(x), out[name])
+        return out.get("", out)
 
     score.program = program
     return score

@@ -7,6 +7,8 @@ its router files vllm/entrypoints/rl/online/api_router.py and serve/dev of 0.32.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import logging
 import os
@@ -118,6 +120,11 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
         "enable-sleep-mode": config.rollout.placement == "colocated" or None,
     }
+    if routes := config.algorithm.routes == "sampled":
+        flags["enable-return-routed-experts"] = True
+    if cpu and routes and str(v.env.to_dict().get("VLLM_USE_V2_MODEL_RUNNER", "0")) != "1":
+        raise ConfigError("algorithm.routes=sampled: vLLM's build for CPUs does not tell the experts of tokens (its "
+                          "model runner V2 does); set scored or own, or rollout.engine=jax")
     if cpu:  # compiling a tiny model takes longer than it saves; this build wants its cache size from the environment,
         flags |= {"enforce-eager": True, "block-size": 32}  # and refuses sleep mode; asked to sleep, it frees nothing
         flags.pop("gpu-memory-utilization")
@@ -171,6 +178,40 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
     ids = np.asarray(request.prompt).tolist()
     payload = {"request_id": request.id, "token_ids": ids, "sampling_params": params, "stream": stream}
     return payload | ({"model": model} if model else {})
+
+
+class Routed(NamedTuple):
+    """What a server's routed experts have to look like."""
+
+    layers: tuple[int, ...]  # numbers of those that have experts
+    count: int               # layers in all
+    experts: int
+    each: int                # experts of a token
+
+    @classmethod
+    def of(cls, config):
+        """Of a models.config.ModelConfig."""
+        layers = tuple(i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")
+        return cls(layers, config.num_layers, config.num_experts, config.experts_per_token)
+
+    def parse(self, text: str | None, tokens: int) -> np.ndarray:
+        """[tokens, n * K] int16 (protocol.Result.routes) of `routed_experts` as vLLM documents it: base64 of a .npy
+        file, [tokens - 1, layers, K], since the last token was not run. All -1 where rows are missing, so that nobody
+        could say whose the others are. Raises Refused for what is not of this model, or is not told."""
+        if not text:
+            raise Refused("algorithm.routes=sampled: the server does not tell the experts of tokens; start it with "
+                          "--enable-return-routed-experts, or set algorithm.routes=scored or own")
+        told = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        if told.ndim != 3 or told.shape[1:] != (self.count, self.each) or told.dtype.kind not in "iu":
+            raise Refused(f"algorithm.routes=sampled: the server told experts as {told.dtype}{list(told.shape)}, the "
+                          f"model's are integers [tokens - 1, {self.count}, {self.each}]; it serves another model")
+        out = np.full((tokens, len(self.layers) * self.each), -1, np.int16)
+        if len(told) >= tokens - 1:  # a stop string may have cut tokens off
+            out[:tokens - 1] = told[:tokens - 1][:, list(self.layers)].reshape(tokens - 1, -1)
+        if out.max(initial=-1) >= self.experts:
+            raise Refused(f"algorithm.routes=sampled: the server told expert {out.max()} of {self.experts}; it serves "
+                          "another model")
+        return out
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:

@@ -69,6 +69,8 @@ class VllmEngine(Engine):
         seconds = options.request_seconds or config.rollout.timeout_seconds / 2
         ends = tuple(int(i) for i in context.eos_ids)
         self.router = Router(urls, self.key, options, seconds, seeded, ends, decode, self._parse_version)
+        if config.algorithm.routes == "sampled":
+            self.router.routed = adapter.Routed.of(context.model.config)
         self.fleet = Fleet(context, self.key, self.group, started, known, self.router)
         self.publisher = Publisher(context, folder, self.fleet, self.run_id)
         self._trace_file = self._traced() if config.log.trace_requests else None
@@ -239,7 +241,8 @@ class VllmEngine(Engine):
     def metrics(self) -> dict[str, float]:
         """What happened to servers and requests since the start, the servers' own counters, and the last publish."""
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
-        found.update({name: self.router.counts[name] for name in ("reissued", "given_up", "servers_lost")})
+        counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))
+        found.update({name: self.router.counts[name] for name in counted})
         for replica in self.router.replicas:
             if replica.state == "ready":
                 with contextlib.suppress(adapter.ServerError):

@@ -255,13 +255,14 @@ class Router:
     async def _ask(self, request: Request, replica: Replica) -> Result:
         stops = request.sampling.stop
         payload = adapter.generate_payload(request, self.end_ids, self.seeded, bool(stops), self.model)
-        url = replica.url + adapter.GENERATE
+        url, told = replica.url + adapter.GENERATE, None
         if stops:
             tokens, logprobs, finish, spans = await self._streamed(url, payload, request)
         else:
             answer = await self._http.post(url, json=payload)
             _raise_for(answer.status_code, answer.text, url)
-            tokens, logprobs, finish, spans = adapter.parse_choice(answer.json()["choices"][0])
+            told = answer.json()["choices"][0]
+            tokens, logprobs, finish, spans = adapter.parse_choice(told)
         if finish not in ("stop", "length"):
             raise adapter.ServerError(f"{url}: the completion ended with {finish!r}")
         versions = np.full(len(tokens), -1, np.int32)
@@ -273,10 +274,15 @@ class Router:
             versions[versions < 0] = self.current_version
         if not np.isfinite(logprobs).all() or (len(logprobs) and max(logprobs) > 1e-3):
             raise adapter.ServerError(f"{url}: a log-prob that is not finite or positive")
+        routes = None
+        if self.routed is not None and told is not None:
+            routes = self.routed.parse(told.get("routed_experts"), len(request.prompt) + len(tokens))
+            self.counts["unrouted"] += bool((routes < 0).all())
         return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32),
-                      np.zeros(len(tokens), np.float32), versions, finish, request.seed)
+                      np.zeros(len(tokens), np.float32), versions, finish, request.seed, routes=routes)
 
     current_version, model = -1, ""  # of the weights that were given last; the adapter that answers, "" = the base
+    routed: adapter.Routed | None = None  # how experts of tokens are told, where they are asked for
 
     async def _streamed(self, url, payload, request):
         """Tokens piece by piece; leaving the stream at a stop string ends the request in the server."""
