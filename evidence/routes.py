@@ -1,7 +1,7 @@
 """Showing of replayed experts: GRPO on configs/grpo_moe.py with the update's own experts, those of the scoring pass (R2) and
 those of the sampler (R3), beside a sampler whose routers are noisy.
 
-    python evidence/routes.py [seeds]      # default: 0; about ten quiet minutes a seed
+    python evidence/routes.py [seeds]      # default: 0; about ten quiet minutes a seed; KEEP=folder keeps the runs
 
 Each run begins from the same warm start (configs/grpo_moe.py:sft), takes four optimizer steps per batch, so that old
 log-probs are scored and the router moves within a step, and corrects for no mismatch: what the sampler does otherwise meets
@@ -35,6 +35,9 @@ QUIET = {"log.console": "off", "log.rollouts": False, "log.tensorboard": False, 
 
 
 def run(name: str, folder: Path, options: dict) -> list[dict]:
+    """The lines of its metrics; of a run that is there already ($KEEP), as it was."""
+    if (folder / "summary.json").exists():
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     c = load_config(name)
     for option, value in (QUIET | {"run.dir": str(folder)} | options).items():
         put(c, option, value)

@@ -48,7 +48,7 @@ NOT_YET = (
      "that were made before, and run.recipe=rl with a reward"),
     (r"ep|ep_size|expert_.*",
      "a mesh axis of experts is not there yet; they are split over mesh.fsdp and, each by its width, mesh.tp"),
-    (r".*experts?|moe|moe_.*|.*_moe|router_(?!balance$|z$).*|deepseek.*|gpt_oss|kimi.*",
+    (r".*experts?|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
      "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE and Mixtral, split over mesh.fsdp and mesh.tp"),
     (r"cp|cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
      "splitting a sequence over devices is not supported yet; long ones fit with mesh.fsdp, mesh.tp, model.remat and a "

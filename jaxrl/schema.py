@@ -418,6 +418,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
         "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/experts.md); the gradient that every router"
                                  " gets is that of the mean over tokens", bound=">=0"),
+        "router_bias_rate": O(0.0, "per update, up or down, of the bias by which routers choose experts, towards an even load (arXiv 2408.15664);"
+                                   " for families whose routers have one (docs/experts.md)", bound=">=0"),
         "router_z": O(0.0, "coefficient of the loss that keeps the logits of routers small (arXiv 2202.08906)", bound=">=0"),
     },
     "eval": {

@@ -40,6 +40,7 @@ from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
 from jaxrl.spec import here, resolve
 from jaxrl.telemetry import find_sink
+from jaxrl.training import router
 
 log = logging.getLogger("jaxrl")
 
@@ -283,6 +284,22 @@ class Inputs(NamedTuple):
     table: Any
 
 
+def check_experts(config, model) -> None:
+    """ConfigError for options of routers that the model does not have."""
+    t, kind = config.train, "a model without experts"
+    given = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
+    given |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
+    if given and not model.config.num_expert_layers:
+        name, value = next(iter(given.items()))
+        raise ConfigError(f"{name}={value} has no effect on {kind}; leave it out")
+    if t.router_bias_rate and not router.has_correction(model):
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate}: the routers of this family choose by their "
+                          "probabilities alone, without a bias; set train.router_balance")
+    if t.router_bias_rate and config.lora.rank:
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
+                          "adapters does not change; leave it out")
+
+
 def read_inputs(config, tokenizer=None) -> Inputs:
     """Reads tokenizer (None: as the config says) and model description. Touches no device, loads no weights.
 
@@ -297,9 +314,7 @@ def read_inputs(config, tokenizer=None) -> Inputs:
     unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
     adapters.check(adapted(config, unrolled))
     experts = table.config.num_expert_layers
-    if idle := [n for n in ("router_balance", "router_z") if config.train[n] and not experts]:
-        raise ConfigError(f"train.{idle[0]}={config.train[idle[0]]} has no effect: {hf_config['model_type']} has no "
-                          "experts; leave it out")
+    check_experts(config, unrolled)
     if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
         raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
                           f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")

@@ -77,6 +77,7 @@ class Objective:
     fp16: bool = False
     router_balance: float = 0.0  # of training.router, for every objective of a model with experts
     router_z: float = 0.0
+    router_bias_rate: float = 0.0
 
     weights = ("policy", "token")
     columns = needs = ()

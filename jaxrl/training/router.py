@@ -23,6 +23,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxrl.models import decoder
 from jaxrl.models.feed_forward import LOAD, REPLAYED
 
+CORRECTION = "mlp/router/correction"  # added to what routers choose by; no gradient of it
+
 
 def even(config):
     """[n, E]: the load of routers that spread tokens evenly. None for a model without experts."""
@@ -42,9 +44,28 @@ def replayed(model, params, routes_RxLxnK):
     return _beside(model, params, REPLAYED, jnp.moveaxis(routes, 2, 0))
 
 
+def corrected(model, frozen, load_nxE, rate: float):
+    """The parameters that do not train, with the bias by which routers choose (not weigh) moved towards an even load:
+    by `rate` up where an expert had less than the mean, down where it had more, less the mean of these steps, which no
+    choice depends on (Wang et al., arXiv 2408.15664, algorithm 1)."""
+    step = rate * jnp.sign(jnp.mean(load_nxE, axis=-1, keepdims=True) - load_nxE)
+    steps = _placed(model, CORRECTION, step - jnp.mean(step, axis=-1, keepdims=True))
+    return {name: x + steps[name].astype(x.dtype) if name in steps else x for name, x in frozen.items()}
+
+
+def has_correction(model) -> bool:
+    """Whether its routers have such a bias."""
+    return any("/".join(entry.path).endswith(CORRECTION) for entry in model.entries)
+
+
 def _beside(model, params, name, values_nx):
     """The parameters with one more array in every layer that has experts."""
-    config, flat = model.config, flatten_dict(params, sep="/")
+    return unflatten_dict(flatten_dict(params, sep="/") | _placed(model, name, values_nx), sep="/")
+
+
+def _placed(model, name, values_nx) -> dict:
+    """Path of `name` in every layer that has experts -> its array, stacked where layers are."""
+    config, flat = model.config, {}
     number = {layer: i for i, layer in enumerate(
         i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")}
     before, repeats, behind = decoder.spans(config, model.scan_layers)
@@ -53,7 +74,7 @@ def _beside(model, params, name, values_nx):
         layers = [config.prefix + config.period * n + j for n in range(repeats)]
         if layers[0] in number:
             flat[f"layers/sub_{j}/{name}"] = values_nx[np.array([number[i] for i in layers])]
-    return unflatten_dict(flat, sep="/")
+    return flat
 
 
 def terms(outputs, batch, objective):

@@ -92,8 +92,8 @@ def make_accumulate(model, objective: Objective):
     return accumulate
 
 
-def make_apply(optimizer, schedule, objective: Objective):
-    """apply(state, grads, metrics) -> (state, metrics).
+def make_apply(optimizer, schedule, objective: Objective, model=None):
+    """apply(state, grads, metrics) -> (state, metrics). model: whose routers' bias is moved, where it is.
 
     Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted.
     Nor does an update whose mean ratio or approximate KL is above the objective's limit, and no other one until
@@ -127,6 +127,9 @@ def make_apply(optimizer, schedule, objective: Objective):
             stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in moved_on.items()}
         if "router/load" in metrics:
             stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
+        frozen = state.frozen
+        if objective.router_bias_rate and "router/load" in metrics:
+            frozen = keep(router.corrected(model, frozen, metrics["router/load"], objective.router_bias_rate), frozen)
         if objective.fp16:
             stats |= _rescale(state.stats, finite)
         metrics = router.told(metrics) | {
@@ -138,6 +141,7 @@ def make_apply(optimizer, schedule, objective: Objective):
             metrics["policy/early_stopped"] = stopped.astype(norm.dtype)
         state = state.replace(
             trainable=keep(trainable, state.trainable),
+            frozen=frozen,
             opt_state=keep(opt_state, state.opt_state),
             step=state.step + moved,
             stats=stats,
@@ -182,7 +186,7 @@ def make_update(model, optimizer, schedule, objective: Objective):
             programs[key] = (
                 jax.jit(functools.partial(_empty, model=model, objective=objective), out_shardings=(grads, everywhere)),
                 jax.jit(make_accumulate(model, objective), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
-                jax.jit(make_apply(optimizer, schedule, objective), donate_argnums=0,
+                jax.jit(make_apply(optimizer, schedule, objective, model), donate_argnums=0,
                         out_shardings=(where, everywhere)),
             )
         return programs[key]

@@ -11,10 +11,13 @@ import pytest
 from training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
+from jaxrl.config import default_config, put
+from jaxrl.errors import ConfigError
 from jaxrl.models import build
+from jaxrl.recipes.setup import check_experts
 from jaxrl.training import router
 from jaxrl.training.layout import RowShapes
-from jaxrl.training.update import loss_and_metrics
+from jaxrl.training.update import loss_and_metrics, make_apply
 
 MOE = {**HF, "model_type": "qwen2_moe", "num_hidden_layers": 3, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0],
        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
@@ -53,6 +56,53 @@ def test_no_layout_changes_the_gradient():
                 assert np.linalg.norm(grads[key] - want) < 1e-12 * np.linalg.norm(want), (name, key)
             np.testing.assert_allclose(own["router/load"], metrics["router/load"], atol=1e-12)
         np.testing.assert_allclose(metrics["router/load"].sum(1), 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("scan", (False, True))
+def test_the_bias_of_routers_follows_the_load(scan):
+    """Up where an expert had less than the mean, down where it had more, by the rate, less their mean; in the layers that
+    have experts, of updates that count."""
+    model = build(MOE, compute_dtype=jnp.float32, scan_layers=scan)
+    names = ["layers/sub_0/mlp/router/correction"] if scan else [f"layer_{i}/mlp/router/correction" for i in (1, 2)]
+    shape = (2, 5) if scan else (5,)
+    frozen = {"layer_0/x": jnp.ones(3)} | {name: jnp.full(shape, 0.5) for name in names}
+    state = training.init_state({"w": jnp.ones(2)}, frozen, optax.sgd(1.0), router_load=router.even(model.config))
+    load = np.array([[0.6, 0.2, 0.1, 0.1, 0.0], [0.2] * 5])
+    apply = make_apply(optax.sgd(1.0), lambda i: 1.0, dataclasses.replace(LOSS, router_bias_rate=0.1), model)
+    metrics = {"loss": jnp.float32(0), "router/load": jnp.asarray(load, jnp.float32)}
+    moved = apply(state, {"w": jnp.zeros(2)}, metrics)[0].frozen
+    found = np.asarray(moved[names[0]]) if scan else np.stack([moved[name] for name in names])
+    sign = np.array([-1, 0, 1, 1, 1])
+    np.testing.assert_allclose(found, 0.5 + 0.1 * np.stack([sign - sign.mean(), np.zeros(5)]), atol=1e-6)
+    assert (moved["layer_0/x"] == 1).all()
+    still = apply(state, {"w": jnp.full(2, jnp.nan)}, metrics)[0].frozen  # an update that is skipped
+    own = make_apply(optax.sgd(1.0), lambda i: 1.0, LOSS, model)(state, {"w": jnp.zeros(2)}, metrics)[0].frozen
+    for name in frozen:
+        assert (still[name] == frozen[name]).all() and (own[name] == frozen[name]).all()
+
+
+def test_the_bias_evens_a_load():
+    """Tokens whose logits favour two experts of eight: the bias spreads them over all, and what is added to all experts alike
+    is never moved."""
+    model = build({**MOE, "num_hidden_layers": 1, "mlp_only_layers": [], "num_experts": 8}, compute_dtype=jnp.float32, scan_layers=False)
+    rng, name = np.random.default_rng(0), "layer_0/mlp/router/correction"
+    logits, bias, worst = rng.normal(size=(4096, 8)) + [2, 2, 0, 0, 0, 0, 0, -1], {name: jnp.zeros(8)}, []
+    for _ in range(400):
+        chosen = np.argsort(-(logits + np.asarray(bias[name])), axis=1)[:, :2]
+        load = np.bincount(chosen.ravel(), minlength=8)[None] / chosen.size
+        worst.append(load.max() * 8)
+        bias = router.corrected(model, bias, jnp.asarray(load), 0.02)
+    assert worst[0] > 3 and max(worst[-20:]) < 1.1 and abs(float(bias[name].sum())) < 1e-4
+
+
+def test_a_router_without_a_bias_is_told():
+    model = build(MOE, compute_dtype=jnp.float32, scan_layers=False)
+    for options, text in (({"train.router_bias_rate": 0.1}, "without a bias"), ({"algorithm.routes": "sampled"}, "without experts")):
+        c = default_config()
+        for key, value in options.items():
+            put(c, key, value)
+        with pytest.raises(ConfigError, match=text):
+            check_experts(c, model if "bias" in text else build(HF, compute_dtype=jnp.float32, scan_layers=False))
 
 
 def case():
