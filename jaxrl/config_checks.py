@@ -23,6 +23,7 @@ from jaxrl.registry import Recipe, recipe_of
 from jaxrl.reward_model_checks import PART, reward_models
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
+from jaxrl.sandbox_checks import sandbox
 from jaxrl.schema import CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
@@ -34,7 +35,7 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     reward_models, algorithm, lora, preference, distillation, _optimizer, _eval, _checkpoints,
+                     sandbox, reward_models, algorithm, lora, preference, distillation, _optimizer, _eval, _checkpoints,
                      _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:

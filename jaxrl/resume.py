@@ -24,7 +24,7 @@ FUTURE: tuple[str, ...] = (
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.cache", "data.bad_rows",
     # sampling, scoring and learning from here on
-    "rollout.*", "env.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*", "distill.*",
+    "rollout.*", "env.*", "sandbox.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*", "distill.*",
     "teacher.*", "lora.dropout", "lora.publish", "lora.export",
     "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
     "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",

@@ -45,7 +45,7 @@ def _now(coroutine):
 
 
 def find(setup: dict) -> Play:
-    """The Play that a worker's setup names. Raises LoadError."""
+    """The Play that a worker's setup names; a function `prepare` that it has is called first. Raises LoadError."""
     if setup["tools"]:
         return Driver(setup)
     spec, options = setup["function"], setup["options"]
@@ -54,6 +54,8 @@ def find(setup: dict) -> Play:
         from jaxrl.envs import libraries
         return Stepped(libraries.find(kind, name, options), spec, {}, setup["max_turns"])
     found = load(spec)
+    if hasattr(found, "prepare"):
+        found.prepare()
     if inspect.isclass(found):
         _check_class(found, spec)
         _check_options(found, (), options, spec)

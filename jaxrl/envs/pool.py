@@ -77,7 +77,7 @@ class Worker:
         self.seats = Seats(self._table.fileno())
         env, fd = pool.env, self._table.fileno()
         self.process = WorkerProcess(
-            "jaxrl.envs.worker", pool.printed, environment(env.variables, env.python), env.memory_gb, group="env",
+            "jaxrl.envs.worker", pool.printed, environment(pool.variables, env.python), env.memory_gb, group="env",
             who="an environment", python=pool.python, inherit=(fd,), arguments=(str(fd),))
         self.into, self.out_of = self.process.descriptors
         self.deadline = time.monotonic() + START_SECONDS
@@ -130,7 +130,7 @@ class EpisodePool:
     Args:
       env: config.env. Beside specs, env.function may be a function or class and env.tools may hold functions; those of
         a notebook are written to a file as reward functions are. user: config.user, `task.user` of episodes. run_dir:
-        where those files go; "" or a URL: a temporary folder.
+        where those files go; "" or a URL: a temporary folder. sandbox: config.sandbox.
 
     tools: JSON schemas of env.tools, [] before `ready()`.
 
@@ -138,13 +138,15 @@ class EpisodePool:
       ConfigError: what can be seen without a worker.
     """
 
-    def __init__(self, env, user=None, run_dir: str = ""):
+    def __init__(self, env, user=None, run_dir: str = "", sandbox=None):
         self.env, self.tools, self.python = env, [], _interpreter(env.python)
         self._folder = FunctionFolder(run_dir, "env_functions")
         function, tools = _specs(env, self._folder)
         setup = {"function": function, "tools": tools, "options": _plain(env.options), "threads": bool(env.threads),
                  "max_turns": env.max_turns, "max_parallel_calls": env.max_parallel_calls, "user": _plain(user or {}),
+                 "sandbox": _plain(sandbox or {}),
                  "limits": {"step_seconds": env.step_seconds, "episode_seconds": env.episode_seconds}}
+        self.variables = (*env.variables, setup["sandbox"].get("key_env", ""))
         try:
             self.setup = json.dumps(setup)
         except (TypeError, ValueError) as e:

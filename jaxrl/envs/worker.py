@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 
+from jaxrl import sandbox
 from jaxrl.envs.api import BadEnvironment, MissingColumn, Row, Task
 from jaxrl.workers import streams
 from jaxrl.workers.loading import LoadError, shown
@@ -472,6 +473,7 @@ def main() -> None:
     to_read, to_write = streams.private_descriptors()
     setup = json.loads(_first_line(to_read))
     before = set(sys.modules)
+    sandbox.configure(setup["sandbox"])
     try:
         play = adapters.find(setup)
         first = ["ready", {"tools": play.tools, "sources": digest(play.functions, before)}]

@@ -24,7 +24,7 @@ def open_pool(s) -> EpisodePool | None:
         return None
     env = SimpleNamespace(**{name: c.env[name] for name in c.env})
     env.function, env.tools = given.env or env.function, given.tools or env.tools
-    return s.own(EpisodePool(env, c.user, c.run.dir))
+    return s.own(EpisodePool(env, c.user, c.run.dir, c.sandbox))
 
 
 def in_episodes(engine, pool: EpisodePool, spec, tokenizer):

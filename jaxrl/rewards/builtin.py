@@ -1,5 +1,5 @@
-"""Names of reward functions, and the built-in ones: math, exact, boxed, choice, format. Each of these gives 1.0 or 0.0,
-or None without a reference answer.
+"""Names of reward functions, and the built-in ones: math, exact, boxed, choice, format, code. Each of these gives 1.0
+or 0.0 (code also shares), or None without a reference answer.
 
 Standard library only, but for `math`, which loads math-verify (and sympy) in the workers that need it. Endless
 computations (sympy, a catastrophic pattern) are ended by the pool, which kills the worker.
@@ -11,6 +11,8 @@ import functools
 import re
 from collections.abc import Callable
 from fractions import Fraction
+
+from jaxrl.workers.loading import LoadError
 
 _FUNCTIONS: dict[str, Callable] = {}
 
@@ -149,3 +151,39 @@ def _chosen(completion: str) -> str | None:
 def format_reward(prompt, completion, format_pattern):
     """The whole completion matches `reward.format_pattern` ('.' matches line ends too)."""
     return float(re.fullmatch(format_pattern, completion, re.DOTALL) is not None)
+
+
+@register_reward("code")
+def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_point=None):
+    """The program in the completion passes the row's unit tests, in the sandbox (docs/rewards.md has their forms).
+
+    The program is the last block between ``` fences, else the whole completion. The tests stand in the column `tests`,
+    else in `answer`. code_score: "all" = 1.0 for all of them, else 0.0; "fraction" = the share that is passed. A limit
+    that the program runs into fails its tests; where the sandbox fails, there is no score.
+    """
+    tests = answer if tests is None else tests
+    if tests is None:
+        return None
+    from jaxrl.sandbox.grading import grade
+    found = grade(code_block(completion), tests, str(entry_point or ""), stop=code_score == "all")
+    share = sum(found.passed) / len(found.passed)
+    metrics = {"passed": share, "opaque": float(bool(found.opaque)), "limited": float(bool(found.limit))}
+    return (float(share == 1.0) if code_score == "all" else share), metrics
+
+
+def ready_sandbox():
+    """Tries the sandbox; workers that serve `code` do it before they report ready."""
+    from jaxrl import sandbox
+    try:
+        sandbox.probe()
+    except sandbox.SandboxError as e:
+        raise LoadError(str(e)) from None
+
+
+code_reward.prepare = ready_sandbox
+
+
+def code_block(text: str) -> str:
+    """The last block between lines of ```, one that is not closed included; the whole text where there is none."""
+    blocks = re.findall(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", text, re.DOTALL | re.MULTILINE)
+    return blocks[-1] if blocks else text

@@ -12,7 +12,7 @@ import os
 from jaxrl.workers.loading import LoadError, describe, load, number, plain, shown
 
 EXTRAS = ("token_ids", "finish", "group", "sample")     # of the item, for functions that name them
-SHARED = ("user", "format_pattern")                      # of the run, for functions that name them
+SHARED = ("user", "format_pattern", "code_score")  # of the run, for functions that name them
 OWN = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))  # whose lines say nothing of an error
 
 

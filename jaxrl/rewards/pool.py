@@ -56,9 +56,10 @@ class RewardPool:
         self.specs = [to_spec(f, self._folder) for f in given]
         self.names = short_names(given, self.specs)
         self.weights = check_specs(config, self.specs, self.names, replaced=names is not None)
-        shared = {"user": json.loads(config.user.to_json_best_effort()), "format_pattern": reward.format_pattern}
+        shared = {"user": json.loads(config.user.to_json_best_effort()), "format_pattern": reward.format_pattern,
+                  "code_score": reward.code_score}
         setup = {"functions": list(zip(self.specs, self.names, strict=True)), "limit": reward.timeout_seconds,
-                 "shared": shared}
+                 "shared": shared, "sandbox": config.sandbox.to_dict()}
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
         decides = {**setup, "functions": named, "column": reward.column, "env": sorted(reward.env),
                    "memory_gb": reward.memory_gb}

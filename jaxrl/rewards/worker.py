@@ -1,7 +1,7 @@
 """A reward worker: reads JSON lines, calls reward functions, writes JSON lines. Standard library only, never jax.
 
 Protocol (one JSON value per line):
-  in   {functions: [[spec, name]], shared: {...}, limit: seconds}                    once
+  in   {functions: [[spec, name]], shared: {...}, sandbox: {...}, limit: seconds}     once
   out  {ready: [{batched, asynchronous}], sources: digest} or {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
   out  each, async: {task, job: k, value, outcome, metrics}, one per job as it is done (each: in order)
@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 
+from jaxrl import sandbox
 from jaxrl.rewards.calling import Call, failure, outcome
 from jaxrl.workers.loading import LoadError
 from jaxrl.workers.streams import CHANNEL_LOST, Replies, begin, private_descriptors
@@ -31,6 +32,7 @@ def main() -> None:
     setup = json.loads(next(lines))
     try:
         before = set(sys.modules)
+        sandbox.configure(setup["sandbox"])
         calls = []
         for spec, name in setup["functions"]:
             try:

@@ -70,6 +70,7 @@ class Workers:
     def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict):
         self._reward, self._limit = reward, reward.timeout_seconds
         self._specs, self._names, self._setup, self._decides = specs, names, json.dumps(setup), decides
+        self._variables = (*reward.env, setup["sandbox"]["key_env"])
         self.kinds: list[dict] | None = None
         self.sources = self.key = ""
         self._state = threading.Condition()
@@ -190,7 +191,7 @@ class Workers:
 
     def _start(self, k: int) -> WorkerProcess:
         try:
-            worker = WorkerProcess("jaxrl.rewards.worker", self.printed, environment(self._reward.env),
+            worker = WorkerProcess("jaxrl.rewards.worker", self.printed, environment(self._variables),
                                    self._reward.memory_gb)
         except OSError as e:
             raise RunStopped(f"a reward worker cannot be started: {e}") from None

@@ -55,15 +55,22 @@ def _watch(worker: int, memory: int) -> int:
                     return ended[1]
         if time.monotonic() >= look:
             look = time.monotonic() + WATCH_SECONDS
-            if memory and _held(worker) > memory:
+            if memory and held(tree(worker)) > memory:
                 return TOO_LARGE << 8
 
 
-def _held(worker: int) -> int:
-    """Bytes of memory that the worker and its descendants hold; what they share counts once."""
-    pids = [worker]
-    for pid in pids:
-        pids += children(pid)
+def tree(pid: int, most: int = 1 << 20) -> list[int]:
+    """A process and its descendants; the search ends beyond `most` of them."""
+    pids = [pid]
+    for one in pids:
+        pids += children(one)
+        if len(pids) > most:
+            break
+    return pids
+
+
+def held(pids: list[int]) -> int:
+    """Bytes of memory that processes hold; what they share counts once."""
     resident = sum(_resident(pid) for pid in pids)
     return resident if len(pids) == 1 else min(resident, sum(map(_share, pids)))
 

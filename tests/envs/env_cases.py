@@ -12,8 +12,8 @@ def options(**changes):
     return SimpleNamespace(**default_config().env.to_dict() | changes)
 
 
-def pool(function="", user=None, run_dir="", **changes) -> EpisodePool:
-    return EpisodePool(options(function=function, **changes), user, run_dir)
+def pool(function="", user=None, run_dir="", sandbox=None, **changes) -> EpisodePool:
+    return EpisodePool(options(function=function, **changes), user, run_dir, sandbox)
 
 
 def turn(text="", *calls, finish="stop", thinking="") -> dict:

@@ -1,0 +1,205 @@
+"""The sandbox of this machine: bubblewrap, which needs user namespaces and no privileges."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import resource
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import PurePosixPath
+
+from jaxrl.sandbox import seccomp
+from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
+from jaxrl.sandbox.watch import watch
+from jaxrl.workers.supervisor import children
+
+WORK = "/tmp/work"     # where a program starts and its files lie
+OWN = 2                # bubblewrap's own processes, outside and inside
+DESCRIPTORS = 256      # open files of a process
+CAP_SYS_ADMIN = 21
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8",
+               "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+REMEDY = ("install it (apt-get install bubblewrap); in Docker run the container with --security-opt seccomp=unconfined "
+          "--security-opt systempaths=unconfined or a profile that lets user namespaces through; on Ubuntu 24.04 "
+          "give /usr/bin/bwrap an AppArmor profile with userns (docs/sandbox.md); or use a sandbox elsewhere "
+          "(sandbox.backend=remote), or, against accidents only, sandbox.backend=rlimits")
+
+
+def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
+    """One program. Raises SandboxError."""
+    deadline = time.monotonic() + limits.seconds
+    with contextlib.ExitStack() as stack:
+        def memory(data: bytes) -> int:
+            fd = os.memfd_create("sandbox")
+            stack.callback(os.close, fd)
+            os.write(fd, data)
+            os.lseek(fd, 0, os.SEEK_SET)
+            return fd
+
+        placed = [(memory(data), name) for name, data in files.items()]
+        status, status_in = os.pipe()
+        stack.callback(os.close, status)
+        writer = stack.enter_context(os.fdopen(status_in, "wb"))
+        fds = [status_in, *(fd for fd, _ in placed)]
+        options = [*_place(limits.disk_mb, tuple(settings.paths)), *_files(placed), "--remount-ro", "/",
+                   "--json-status-fd", str(status_in)]
+        if (filtered := seccomp.program()) is not None:
+            fds.append(memory(filtered))
+            options += ["--seccomp", str(fds[-1])]
+        user, way = _fresh_user(), _way()
+        program = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
+        try:
+            process = subprocess.Popen(
+                [_program("bwrap"), *options, "--", *_become(user, way), *_limited(limits), *program],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pass_fds=fds, env={},
+                start_new_session=True,
+                **({"user": user, "group": user, "extra_groups": ()} if way == "other user" else {}))
+        except (OSError, subprocess.SubprocessError) as e:
+            raise SandboxError(f"bubblewrap cannot be started: {e}; {REMEDY}") from None
+        try:
+            out, err, limit = watch(process, stdin, limits, deadline, lambda: _kill(process), OWN)
+        except BaseException:
+            _kill(process)
+            process.wait()
+            raise
+        writer.close()
+        told = [json.loads(line) for line in os.read(status, 1 << 16).splitlines()]  # a few short ones
+    exit = next((one["exit-code"] for one in told if "exit-code" in one), None)
+    return _ran(process.returncode, exit, out, err, limit)
+
+
+def _ran(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> Ran:
+    text, said = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    if limit:
+        return Ran(None, text, said, limit)
+    if exit is None:
+        raise SandboxError(f"bubblewrap ended with {code} and ran nothing: {said[-300:].strip()}; {REMEDY}")
+    return Ran(exit, text, said, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
+
+
+@functools.cache
+def _way() -> str:
+    """How a program becomes a user who is nobody else. An ordinary user makes a namespace of users, in which
+    processes are counted apart; root, whom no count stops and who owns much, another user: inside, or where it may not
+    mount, before.
+    """
+    if os.geteuid():
+        return "namespace"
+    with open("/proc/self/status") as file:
+        capable = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return "root" if capable >> CAP_SYS_ADMIN & 1 else "other user"
+
+
+def _fresh_user() -> int:
+    """The number of a user that nobody is, so that the limit of its processes counts this program's alone."""
+    with open("/proc/self/uid_map") as file:
+        end = min(2**31, max(int(first) + int(count) for first, _, count in map(str.split, file)))
+    return end - 2 - secrets.randbelow(min(2**20, end // 4))
+
+
+def _become(user: int, way: str) -> list[str]:
+    return [_program("setpriv"), f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"
+            ] if way == "root" else []
+
+
+def _limited(limits: Limits) -> list[str]:
+    """The program that sets what the kernel limits."""
+    cpu, disk = max(1, math.ceil(limits.cpu_seconds)), limits.disk_mb << 20
+    wanted = {"cpu": (cpu, cpu + 1), "as": limits.memory_mb << 20, "fsize": disk, "core": 0, "memlock": 0,
+              "nofile": DESCRIPTORS}
+    if _way() != "namespace" or _counted_apart():
+        wanted["nproc"] = limits.processes + (_way() != "root")  # the first one of a namespace is bubblewrap's
+    return [_program("prlimit"), *(f"--{name}={_at_most(name, value)}" for name, value in wanted.items())]
+
+
+def _at_most(name: str, value) -> str:
+    """soft:hard, within what this process may set."""
+    top = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+    pair = value if isinstance(value, tuple) else (value, value)
+    return ":".join(str(v if top == resource.RLIM_INFINITY else min(v, top)) for v in pair)
+
+
+@functools.cache
+def _counted_apart() -> bool:
+    """Whether processes of a user are counted in each user namespace by themselves (Linux 5.14)."""
+    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2]]
+    return numbers >= [5, 14]
+
+
+def _kill(process) -> None:
+    """The program's process namespace goes with its first process, bubblewrap's child, and that ends bubblewrap."""
+    if process.poll() is None:
+        for pid in children(process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@functools.cache
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise SandboxError(f"{name} is not installed: {REMEDY}")
+    return found
+
+
+@functools.cache
+def _help() -> str:
+    return subprocess.run([_program("bwrap"), "--help"], capture_output=True, text=True).stdout
+
+
+def _files(placed: list[tuple[int, str]]) -> list[str]:
+    """Options that make files of descriptors, and the folders they lie in."""
+    folders = {f"{WORK}/{parent}" for _, name in placed for parent in PurePosixPath(name).parents if parent.name}
+    return [*(x for folder in sorted(folders) for x in ("--perms", "0777", "--dir", folder)),
+            *(x for fd, name in placed for x in ("--perms", "0666", "--file", str(fd), f"{WORK}/{name}"))]
+
+
+@functools.cache
+def _place(disk_mb: int, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """What a program finds: a read-only system, files of its own in memory, nothing else."""
+    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname",
+               "sandbox", "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
+    if _way() == "root":
+        options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        options += ["--disable-userns"] * ("--disable-userns" in _help())
+    options += ["--perms", "1777", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]  # first: the others may lie in it
+    for path in SYSTEM:
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        else:
+            options += ["--ro-bind-try", path, path]
+    shown = (*SETTINGS, *_interpreter(), *paths)
+    for folder in sorted({str(folder) for path in shown for folder in PurePosixPath(path).parents if folder.name}):
+        options += ["--perms", "0755", "--dir", folder] if folder != "/tmp" else []
+    for path in shown:
+        options += ["--ro-bind-try", path, path]
+    options += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--perms", "1777", "--size",
+                str(16 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--perms", "0777", "--dir", WORK,
+                "--chdir", WORK]
+    for name, value in ENVIRONMENT.items():
+        options += ["--setenv", name, value]
+    return tuple(options)
+
+
+def _interpreter() -> list[str]:
+    """Where this Python and its packages lie, as far as it is not the system's."""
+    program = os.path.realpath(sys.executable)
+    places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), os.path.dirname(os.path.dirname(program))}
+    hidden = {"/", "/usr", os.path.expanduser("~")}
+    return sorted(place for place in places if place not in hidden and not place.startswith("/usr/"))

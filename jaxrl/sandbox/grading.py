@@ -1,0 +1,289 @@
+"""Unit tests of programs: the program runs in the sandbox and is told the inputs alone; what comes out is compared
+here.
+
+Tests written in Python (asserts) run in a sandbox of their own, from which the program is absent: its functions stand
+there as a table of what it answered. So a program cannot pass by leaving early, by printing what a passing one prints,
+by patching built-ins, or by looking at what is expected: none of it is in its process.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import json
+import math
+import secrets
+import time
+from pathlib import Path
+
+from jaxrl.sandbox import api
+from jaxrl.sandbox.codec import Opaque, decode, encode
+from jaxrl.sandbox.types import Ran, SandboxError
+
+ROUNDS = 64         # calls that depend on each other's answers within a row's tests
+JUDGE_SHARE = 0.8   # of the program's seconds, for the tests written in Python
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One test of a program as a whole (name ""): standard input and output; or of one of its functions: arguments and
+    value."""
+
+    given: object
+    wanted: object
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tests:
+    """cases, and asserts with what stands around them."""
+
+    cases: list[Case]
+    asserts: list[str]
+    setup: str = ""
+
+    def __len__(self):
+        return len(self.cases) + len(self.asserts)
+
+
+@dataclasses.dataclass
+class Grade:
+    """passed: per test. opaque: answers that were no plain data, with which no test is passed. limit: the one that the
+    program ran into, "" = none."""
+
+    passed: list[bool]
+    opaque: int = 0
+    limit: str = ""
+
+
+def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Grade:
+    """Runs the tests of a program in Python. All its runs together take at most sandbox.seconds.
+
+    Args:
+      program: its source. tests: see `parse`. entry_point: the function that a `check(candidate)` is for. stop: at the
+        first test that fails; later ones count as failed.
+
+    Raises:
+      SandboxError: the sandbox failed. ValueError: the tests cannot be read, or need what is not carried.
+    """
+    tests = parse(tests, entry_point)
+    out, program_ = Grade([]), _Program(program)
+    whole = [case for case in tests.cases if not case.name]
+    calls = [case for case in tests.cases if case.name]
+    for case in whole:
+        passed = not (stop and False in out.passed) and _same_output(program_.whole(case.given), case.wanted)
+        out.passed.append(passed)
+    if calls and not (stop and False in out.passed):
+        answers = program_.answers([[case.name, encode(tuple(case.given)), encode({})] for case in calls])
+        out.passed += [kind == "value" and same(_decoded(value), case.wanted)
+                       for case, (kind, value) in zip(calls, answers, strict=True)]
+    if tests.asserts and not (stop and False in out.passed):
+        out.passed += _judged(program_, tests)
+    out.passed += [False] * (len(tests) - len(out.passed))
+    out.opaque, out.limit = program_.opaque, program_.limit
+    return out
+
+
+class _Program:
+    """A program under test, with the seconds that it has left."""
+
+    def __init__(self, source: str):
+        self._source, self._left = source, api.limits().seconds
+        self.opaque, self.limit = 0, ""
+
+    def _run(self, argv, stdin: str, files) -> Ran | None:
+        """None where its time is used up."""
+        if self._left <= 0:
+            self.limit = self.limit or "seconds"
+            return None
+        began = time.monotonic()
+        ran = api.run(argv, stdin, files, seconds=self._left)
+        self._left -= time.monotonic() - began
+        self.limit = self.limit or ran.limit
+        return ran
+
+    def whole(self, stdin: str) -> str | None:
+        """What it prints; None where it failed."""
+        ran = self._run(["python", "-I", "solution.py"], stdin, {"solution.py": self._source})
+        return ran.stdout if ran is not None and ran.exit == 0 else None
+
+    def answers(self, calls: list) -> list[tuple[str, object]]:
+        """(kind, value) of each call, in one process; ("none", None) where none came."""
+        nonce, found = secrets.token_hex(16), {}
+        told = json.dumps({"program": self._source, "calls": calls, "nonce": nonce})
+        ran = self._run(["python", "-I", "inside.py"], told, _files("inside.py"))
+        for line in _lines(ran, nonce):
+            match line:
+                case [int(n), ("value" | "raised" | "opaque") as kind, value]:
+                    found.setdefault(n, (kind, value))
+        out = [found.get(n, ("none", None)) for n in range(len(calls))]
+        self.opaque += sum(kind == "opaque" for kind, _ in out)
+        return out
+
+
+def _judged(program: _Program, tests: Tests) -> list[bool]:
+    told = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_unbound(tests)), "table": []}
+    left = JUDGE_SHARE * api.limits().seconds
+    for _ in range(ROUNDS):
+        nonce, began = secrets.token_hex(16), time.monotonic()
+        ran = api.run(["python", "-I", "judge.py"], json.dumps(told | {"nonce": nonce}), _files("judge.py"),
+                      seconds=max(left, 0.1))
+        left -= time.monotonic() - began
+        found = next(iter(_lines(ran, nonce)), None)
+        if found is None and ran.limit:
+            raise SandboxError(f"the row's tests ran into the limit {ran.limit}")
+        if found is None or "error" in found:
+            raise ValueError(f"the row's tests cannot be run: {found['error'] if found else ran.stderr[-300:].strip()}")
+        if not (asked := [list(call) for call in {json.dumps(call): call for call in found["asked"]}.values()]):
+            return [bool(v) for v in found["verdicts"]]
+        answers = program.answers(asked)
+        told["table"] += [[*call, *answer] for call, answer in zip(asked, answers, strict=True)]
+    raise ValueError(f"the row's tests call the program in more than {ROUNDS} rounds")
+
+
+def _lines(ran: Ran | None, nonce: str) -> list:
+    """What was said under a nonce, as far as it is JSON."""
+    out = []
+    for line in ran.stdout.splitlines() if ran is not None else ():
+        if line.startswith(nonce):
+            try:
+                out.append(json.loads(line.removeprefix(nonce)))
+            except (ValueError, RecursionError):  # cut off, or not ours
+                pass
+    return out
+
+
+def _files(*names: str) -> dict[str, str]:
+    return {name: (HERE / name).read_text("utf-8") for name in ("codec.py", *names)}
+
+
+def _decoded(value):
+    try:
+        return decode(value)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Opaque  # equal to nothing
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+def same(found, wanted) -> bool:
+    """Equal as data of JSON: tuples are lists, keys of tables are text, floats are equal to 1e-6."""
+    if isinstance(wanted, bool) or isinstance(found, bool):
+        return found is wanted
+    if isinstance(wanted, (int, float)) and isinstance(found, (int, float)):
+        exact = isinstance(wanted, int) and isinstance(found, int)
+        return found == wanted if exact else math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        found, wanted = ({str(k): v for k, v in d.items()} for d in (found, wanted))
+        return found.keys() == wanted.keys() and all(same(found[k], wanted[k]) for k in wanted)
+    return type(found) is type(wanted) and found == wanted
+
+
+def _same_output(found: str | None, wanted) -> bool:
+    """Line by line, spaces at ends and empty lines at the end aside; else word by word, numbers with a point to
+    1e-6."""
+    if found is None:
+        return False
+    a, b = ([line.strip() for line in str(text).rstrip().splitlines()] for text in (found, wanted))
+    return len(a) == len(b) and all(x == y or _same_words(x.split(), y.split()) for x, y in zip(a, b, strict=True))
+
+
+def _same_words(a: list[str], b: list[str]) -> bool:
+    return len(a) == len(b) and all(x == y or _close(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _close(a: str, b: str) -> bool:
+    if "." not in a + b:
+        return False
+    try:
+        return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+def parse(tests, entry_point: str = "") -> Tests:
+    """Tests as data sets have them, also as JSON text of it:
+
+      {"inputs": [...], "outputs": [...]}                    standard input and output of each run
+      {"inputs": [[args], ...], "outputs": [...], "fn_name": "f"}     arguments and values of a function
+      [{"input": ..., "output": ...}, ...]                   the same, one by one; with "fn_name" of a function
+      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, all else is in front of each
+      a text with def check(candidate)                       called with `entry_point`
+
+    Raises ValueError.
+    """
+    if isinstance(tests, str):
+        try:
+            return parse(json.loads(tests), entry_point)
+        except json.JSONDecodeError:
+            return _python(tests, entry_point)
+    if isinstance(tests, dict) and "inputs" in tests:
+        name = tests.get("fn_name") or ""
+        given, wanted = tests["inputs"], tests["outputs"]
+        if len(given) != len(wanted):
+            raise ValueError(f"the row's tests have {len(given)} inputs and {len(wanted)} outputs")
+        return _some(Tests([_case(g, w, name) for g, w in zip(given, wanted, strict=True)], []))
+    if isinstance(tests, dict):
+        tests = [tests]
+    if not isinstance(tests, list):
+        raise ValueError(f"the row's tests are of type {type(tests).__name__}; see docs/rewards.md")
+    if all(isinstance(one, str) for one in tests):
+        return _python("\n".join(tests), entry_point)
+    if not all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in tests):
+        raise ValueError("the row's tests are neither asserts nor tables with input and output; see docs/rewards.md")
+    return _some(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))
+
+
+def _case(given, wanted, name: str) -> Case:
+    if name and not isinstance(given, (list, tuple)):
+        raise ValueError(f"the arguments of {name} are a list, the row's tests have {type(given).__name__}")
+    if not name:
+        given, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, wanted))
+    return Case(given, wanted, name)
+
+
+def _some(tests: Tests) -> Tests:
+    if not len(tests):
+        raise ValueError("the row has no tests")
+    return tests
+
+
+def _python(text: str, entry_point: str) -> Tests:
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError) as e:
+        raise ValueError(f"the row's tests are no Python: {e}") from None
+    asserts = [node for node in body if isinstance(node, ast.Assert)]
+    around = [node for node in body if not isinstance(node, ast.Assert)]
+    checks = [node for node in around if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    found = [ast.unparse(node) for node in asserts]
+    if checks and not asserts:
+        calls = [n for n in around if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+        if not calls and not entry_point:
+            raise ValueError("the row's tests define check(candidate); a column entry_point must name the function")
+        around = [node for node in around if node not in calls]
+        found = [ast.unparse(node) for node in calls] or [f"check({entry_point})"]
+    return _some(Tests([], found, "\n".join(map(ast.unparse, around))))
+
+
+def _unbound(tests: Tests) -> set[str]:
+    """Names that the tests use and nobody there defines: the program's."""
+    used, bound = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse("\n".join((tests.setup, *tests.asserts)))):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return used - bound

@@ -1,0 +1,55 @@
+"""Inside of the sandbox, in the process of a program under test: calls its functions and tells what they return.
+
+It is not told what is expected, so that nothing in this process, whatever the program makes of it, can say "right".
+In: {program, calls: [[name, args, kwargs]], nonce} as JSON. Out, for each call, a line of the nonce and
+[n, "value", plain data] or [n, "raised", name of the built-in exception] or [n, "opaque", type].
+"""
+
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from codec import Opaque, decode, encode  # noqa: E402
+
+
+def kind(error):
+    """The nearest built-in exception."""
+    return next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+
+
+def function(namespace, name):
+    """A function of the program, or the method of its class Solution."""
+    if name not in namespace and hasattr(namespace.get("Solution"), name):
+        return getattr(namespace["Solution"](), name)
+    if name not in namespace:
+        raise NameError(name)
+    return namespace[name]
+
+
+def outcome(namespace, name, args, kwargs):
+    try:
+        value = function(namespace, name)(*decode(args), **decode(kwargs))
+    except BaseException as error:
+        return ["raised", kind(error)]
+    try:
+        return ["value", encode(value)]
+    except Opaque:
+        return ["opaque", type(value).__name__]
+
+
+def main():
+    told = json.load(sys.stdin)
+    out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)  # what the program prints is no answer
+    os.dup2(nothing, 1)
+    sys.stdin = open(0)
+    namespace = {"__name__": "solution"}
+    exec(compile(told["program"], "solution.py", "exec"), namespace)
+    for n, (name, args, kwargs) in enumerate(told["calls"]):
+        line = f"{told['nonce']} {json.dumps([n, *outcome(namespace, name, args, kwargs)])}\n".encode()
+        while line:
+            line = line[os.write(out, line):]
+
+
+main()

@@ -1,0 +1,91 @@
+"""The trial of a sandbox before anything depends on it: what must not work is tried, and must not have worked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import socket
+import tempfile
+
+from jaxrl.sandbox.types import Limits, SandboxError, Settings
+
+log = logging.getLogger("jaxrl.sandbox")
+SECONDS = 20.0  # of the probe's run, on a machine that does other things, too
+
+PROGRAM = """
+import json, os, socket, sys, time
+told, found = json.load(sys.stdin), {}
+def tries(name, what):
+    try:
+        found[name] = what() or ""
+    except BaseException as e:
+        found[name] = type(e).__name__
+def canary():
+    return open(told["canary"]).read()
+def connects():
+    socket.create_connection(("127.0.0.1", told["port"]), 2.0).close()
+    return "connected"
+def writes():
+    open(told["canary"] + ".new", "w").close()
+    return "written"
+def holds():
+    block = bytearray(told["memory"])
+    for at in range(0, len(block), 4096):
+        block[at] = 1
+    return "held"
+def sees():
+    return told["variable"] if os.environ.get("JAXRL_SANDBOX_CANARY") else ""
+for name, what in (("file", canary), ("network", connects), ("write", writes), ("memory", holds),
+                   ("environment", sees)):
+    tries(name, what)
+print(told["nonce"], json.dumps(found), flush=True)
+for _ in range(told["forks"]):
+    if os.fork() == 0:
+        time.sleep(30)
+        os._exit(0)
+if told["forks"]:
+    time.sleep(2)
+    print(told["nonce"], "forked", flush=True)
+"""
+TOLD = {"file": "reads a file that it was not given", "network": "reaches a port of this machine",
+        "write": "writes beside its own files", "memory": "holds more memory than sandbox.memory_mb",
+        "environment": "sees this process's environment", "forks": "runs more processes than sandbox.processes"}
+OF_ACCIDENTS = ("memory", "forks")  # what rlimits promises
+ELSEWHERE = ("file", "network")      # what can be seen of a remote sandbox from here
+
+
+def check(settings: Settings, limits: Limits, run) -> None:
+    """Raises SandboxError, with a remedy, where the backend does not hold what it promises."""
+    nonce = secrets.token_hex(8)
+    limits = dataclasses.replace(limits, seconds=SECONDS, cpu_seconds=SECONDS, output_bytes=1 << 16)
+    forks = 0 if settings.backend == "remote" else limits.processes + 50
+    home = os.path.expanduser("~")  # which is nearer to what is at stake than a temporary folder
+    with tempfile.TemporaryDirectory(prefix=".canary", dir=home if os.access(home, os.W_OK) else None) as folder, \
+            socket.create_server(("127.0.0.1", 0)) as server:
+        os.chmod(folder, 0o777)  # it must be the sandbox that keeps it, also where programs are another user
+        canary = os.path.join(folder, "canary")
+        with open(canary, "w") as file:
+            file.write(nonce)
+        told = {"nonce": nonce, "canary": canary, "port": server.getsockname()[1], "forks": forks, "variable": "seen",
+                "memory": (limits.memory_mb + 64) << 20}
+        ran = run(["python", "-I", "-S", "probe.py"], json.dumps(told).encode(), {"probe.py": PROGRAM.encode()},
+                  limits, settings)
+    lines = [line.removeprefix(nonce).strip() for line in ran.stdout.splitlines() if line.startswith(nonce)]
+    if not lines:
+        raise SandboxError(f"sandbox.backend={settings.backend}: a first program did not run (exit {ran.exit}, limit "
+                           f"{ran.limit or 'none'}): {ran.stderr[-300:].strip()}")
+    found = json.loads(lines[0])
+    worked = {"file": found["file"] == nonce, "network": found["network"] == "connected",
+              "write": found["write"] == "written", "memory": found["memory"] == "held",
+              "environment": found["environment"] == "seen", "forks": bool(forks) and lines[-1] == "forked"}
+    promised = {"bwrap": tuple(worked), "rlimits": OF_ACCIDENTS, "remote": ELSEWHERE}[settings.backend]
+    broken = [TOLD[name] for name in promised if worked[name]]
+    if broken:
+        raise SandboxError(f"sandbox.backend={settings.backend} does not hold: a program {', and '.join(broken)}; "
+                           "nothing was run in it. Use another machine's sandbox (sandbox.backend=remote), or see "
+                           "docs/sandbox.md")
+    if settings.backend == "rlimits":
+        log.warning("sandbox.backend=rlimits is no sandbox: programs can do all that you can, but for the limits")

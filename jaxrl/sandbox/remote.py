@@ -1,0 +1,119 @@
+"""A sandbox elsewhere, over HTTP: our own service (jaxrl/sandbox/serve.py) or SandboxFusion's run_code.
+
+What the service does not answer, in time and in form, is tried again `sandbox.retries` times and then a SandboxError:
+nobody's score.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import random
+import shlex
+import time
+import urllib.error
+import urllib.request
+
+from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
+
+GRACE_SECONDS = 10.0   # for the way there and back and for the service's queue
+AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP status of what may be tried once more
+LONGEST = 1 << 26      # bytes of an answer
+
+
+def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
+    """One program. Raises SandboxError."""
+    message, read = {"jaxrl": (_ours, _read_ours), "fusion": (_fusion, _read_fusion)}[settings.api]
+    place, body = message(argv, stdin, files, limits)
+    url = settings.url.rstrip("/")
+    url = url if url.endswith(place) else url + place
+    headers = {"Content-Type": "application/json"}
+    if settings.key_env:
+        if not os.environ.get(settings.key_env):
+            raise SandboxError(f"sandbox.key_env={settings.key_env}: there is no such environment variable here")
+        headers["Authorization"] = f"Bearer {os.environ[settings.key_env]}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    for left in range(settings.retries, -1, -1):
+        try:
+            ran = read(_answer(request, limits.seconds + GRACE_SECONDS))
+            break
+        except _Again as e:
+            if not left:
+                raise SandboxError(f"{settings.url}: {e} (after {settings.retries + 1} tries)") from None
+            time.sleep(0.2 * 2 ** (settings.retries - left) * (1.0 + random.random()))
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise SandboxError(f"{settings.url}: no answer of the API sandbox.api={settings.api}: "
+                               f"{type(e).__name__}: {e}"[:300]) from None
+    if len(ran.stdout) + len(ran.stderr) > limits.output_bytes:
+        return Ran(None, ran.stdout[:limits.output_bytes], ran.stderr[:limits.output_bytes], "output_bytes")
+    return ran
+
+
+class _Again(Exception):
+    """What may be otherwise the next time."""
+
+
+def _answer(request, seconds: float):
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as reply:
+            data = reply.read(LONGEST)
+    except urllib.error.HTTPError as e:
+        text = f"HTTP {e.code}: {e.read(300).decode('utf-8', 'replace')}"
+        if e.code in AGAIN:
+            raise _Again(text) from None
+        raise SandboxError(f"{request.full_url}: {text}") from None
+    except (OSError, EOFError) as e:  # refused, reset, late, TLS
+        raise _Again(str(getattr(e, "reason", e)) or type(e).__name__) from None
+    except Exception as e:  # http.client's
+        raise _Again(f"{type(e).__name__}: {e}") from None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise _Again(f"an answer that is no JSON: {data[:80]!r}") from None
+
+
+def _packed(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(data).decode() for name, data in files.items()}
+
+
+def _ours(argv, stdin, files, limits):
+    return "/run", {"argv": argv, "stdin": base64.b64encode(stdin).decode(), "files": _packed(files),
+                    "limits": dataclasses.asdict(limits)}
+
+
+def _read_ours(answer) -> Ran:
+    if "error" in answer:
+        raise SandboxError(f"the service: {str(answer['error'])[:500]}")
+    exit, limit = answer["exit"], answer["limit"]
+    if not (exit is None and limit or type(exit) is int) or not isinstance(limit, str):
+        raise ValueError(f"exit {exit!r}, limit {limit!r}")
+    return Ran(exit, _text(answer["stdout"]), _text(answer["stderr"]), limit)
+
+
+def _fusion(argv, stdin, files, limits):
+    """Any program is a line of bash there, in the folder that has the files."""
+    argv = ["python3" if argv[0] == "python" else argv[0], *argv[1:]]
+    return "/run_code", {"language": "bash", "code": shlex.join(argv), "stdin": stdin.decode("utf-8", "replace"),
+                         "files": _packed(files), "fetch_files": [], "compile_timeout": limits.seconds,
+                         "run_timeout": limits.seconds, "memory_limit_MB": limits.memory_mb}
+
+
+def _read_fusion(answer) -> Ran:
+    ran = answer.get("run_result")
+    if answer["status"] == "SandboxError" or not ran or ran["status"] not in ("Finished", "TimeLimitExceeded"):
+        raise _Again(f"SandboxFusion says {answer['status']}: {str(answer.get('message'))[:300]}")
+    out, err = (_text(ran.get(name) or "") for name in ("stdout", "stderr"))
+    if ran["status"] == "TimeLimitExceeded":
+        return Ran(None, out, err, "seconds")
+    code = ran["return_code"]
+    if type(code) is not int:
+        raise ValueError(f"return_code {code!r}")
+    return Ran(code if code >= 0 else 128 - code, out, err)
+
+
+def _text(value) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"text expected, got {type(value).__name__}")
+    return value

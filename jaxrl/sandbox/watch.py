@@ -1,0 +1,100 @@
+"""Watches over one program: its streams, its limits, its end. Linux (and, without memory and processes, others)."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable
+
+from jaxrl.sandbox.types import Limits
+from jaxrl.workers.supervisor import held, tree
+
+LOOK_SECONDS = 0.02   # between two looks at its processes
+DRAIN_SECONDS = 1.0   # for what is still in its streams after its end
+
+
+def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: float, kill: Callable[[], None],
+          own: int = 0) -> tuple[bytes, bytes, str]:
+    """Until the program ended or was killed: (stdout, stderr, the limit it ran into).
+
+    process: with pipes for its three streams. deadline: time.monotonic(). kill: ends it and what it started. own: so
+    many of its processes are not the program's.
+    """
+    streams = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    out, err = streams.values()
+    limit, unsent = "", memoryview(stdin)
+    with selectors.DefaultSelector() as selector:
+        for fd in streams:
+            os.set_blocking(fd, False)
+            selector.register(fd, selectors.EVENT_READ)
+        os.set_blocking(process.stdin.fileno(), False)
+        selector.register(process.stdin.fileno(), selectors.EVENT_WRITE)
+        look = time.monotonic() + LOOK_SECONDS
+        while not limit and process.poll() is None:
+            now = time.monotonic()
+            for key, _ in selector.select(max(0.0, min(look, deadline) - now)):
+                if key.fd not in streams:
+                    unsent = _fed(process, selector, unsent)
+                elif not _read(key.fd, streams[key.fd]):
+                    selector.unregister(key.fd)
+            now = time.monotonic()
+            if len(out) + len(err) > limits.output_bytes:
+                limit = "output_bytes"
+            elif now >= deadline:
+                limit = "seconds"
+            elif now >= look:
+                limit, look = _over(process.pid, limits, own), now + LOOK_SECONDS
+        kill()
+        if not limit:
+            limit = _drain(selector, streams, limits.output_bytes)
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        try:
+            stream.close()
+        except OSError:  # what it did not read
+            pass
+    return bytes(out[:limits.output_bytes]), bytes(err[:limits.output_bytes]), limit
+
+
+def _fed(process, selector, unsent):
+    """What is left to be written."""
+    try:
+        unsent = unsent[os.write(process.stdin.fileno(), unsent[:1 << 16]):] if unsent else unsent
+    except BlockingIOError:
+        return unsent
+    except OSError:
+        unsent = unsent[:0]
+    if not unsent:
+        selector.unregister(process.stdin.fileno())
+        process.stdin.close()
+    return unsent
+
+
+def _read(fd: int, into: bytearray) -> bool:
+    """False at the end."""
+    try:
+        data = os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return True
+    into += data
+    return bool(data)
+
+
+def _drain(selector, streams: dict, most: int) -> str:
+    deadline = time.monotonic() + DRAIN_SECONDS
+    while any(fd in streams for fd in selector.get_map()) and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            if key.fd not in streams or not _read(key.fd, streams[key.fd]):
+                selector.unregister(key.fd)
+        if sum(map(len, streams.values())) > most:
+            return "output_bytes"
+    return ""
+
+
+def _over(pid: int, limits: Limits, own: int) -> str:
+    pids = tree(pid, most=limits.processes + own + 1)
+    if len(pids) > limits.processes + own:
+        return "processes"
+    return "memory_mb" if held(pids) > limits.memory_mb << 20 else ""

@@ -1,0 +1,432 @@
+"""What of the sandbox needs no bubblewrap: the filter of system calls, limits alone and what they do not stop, services, and
+unit tests of programs, which no program passes but one that computes what is asked."""
+
+import base64
+import json
+import logging
+import struct
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import env_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sandbox_cases import ESCAPES, NOT_STOPPED, surroundings
+
+from jaxrl import sandbox
+from jaxrl.config import default_config
+from jaxrl.config_checks import check
+from jaxrl.errors import ConfigError
+from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rewards.builtin import code_block
+from jaxrl.sandbox import Limits, Ran, SandboxError, bwrap, seccomp, serve
+from jaxrl.sandbox import types as sandbox_types
+from jaxrl.sandbox.codec import Opaque, decode, encode
+from jaxrl.sandbox.grading import grade, parse, same
+from jaxrl.schema import SCHEMA
+
+
+@pytest.fixture
+def limits_alone():
+    """configure(**options) of a sandbox of limits."""
+    def configure(**options):
+        sandbox.configure({"backend": "rlimits", "seconds": 20.0, "cpu_seconds": 20.0} | options)
+
+    configure()
+    yield configure
+    sandbox.configure({})
+
+
+def python(program, **limits):
+    return sandbox.run(["python", "-I", "-S", "-c", program], **limits)
+
+
+# -- the filter of system calls ------------------------------------------------------------------------------------------
+
+def verdict(program, arch, number, *arguments):
+    """What a BPF program says of a call, by the rules of the machine that runs it."""
+    data = struct.pack("=iIQ6Q", number, arch, 0, *[a % 2**64 for a in arguments], *[0] * (6 - len(arguments)))
+    steps, at, held = list(struct.iter_unpack("=HBBI", program)), 0, 0
+    while True:
+        code, yes, no, value = steps[at]
+        at += 1
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            held, = struct.unpack_from("=I", data, value)
+        else:
+            at += yes if {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[code] else no
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_refuses_what_it_lists_and_nothing_that_programs_need(machine):
+    column, arch = seccomp.ARCHITECTURES[machine]
+    program = seccomp.program(machine)
+    assert len(program) % 8 == 0 and len(program) // 8 < 4096
+    refused = {pair[column] for pair in seccomp.REFUSED.values()} - {None}
+    special = {pair[column] for pair in (seccomp.CLONE, seccomp.CLONE3, seccomp.SOCKET)}
+    for number in range(470):
+        want = seccomp.ERRNO | 1 if number in refused else seccomp.ALLOW
+        assert number in special or verdict(program, arch, number) == want, number
+    clone, ioctl, opens = seccomp.CLONE[column], seccomp.IOCTL[column], seccomp.SOCKET[column]
+    assert verdict(program, arch, seccomp.CLONE3[column]) == seccomp.ERRNO | 38
+    assert verdict(program, arch, clone, 0x3D0F00) == verdict(program, arch, clone, 17) == seccomp.ALLOW  # a thread, a fork
+    for flag in (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert verdict(program, arch, clone, flag | 17) == seccomp.ERRNO | 1
+    assert verdict(program, arch, ioctl, 0, 0x5401) == seccomp.ALLOW
+    for request in (0x5412, 0x541C, 0x5412 | 1 << 32):  # the kernel looks at the lower half alone
+        assert verdict(program, arch, ioctl, 0, request) == seccomp.ERRNO | 1
+    assert [verdict(program, arch, opens, f) == seccomp.ALLOW for f in (1, 2, 10, 16, 17, 38, 40)] == [True] * 3 + [False] * 4
+    assert verdict(program, 0x40000003, 0) == seccomp.KILL  # i386
+    assert machine != "x86_64" or verdict(program, arch, seccomp.X32 | 101) == seccomp.ERRNO | 38
+    assert seccomp.program("riscv64") is None
+
+
+# -- limits alone --------------------------------------------------------------------------------------------------------
+
+def test_limits_alone_do_not_keep_a_program_in(limits_alone, tmp_path):
+    """The list of test_sandbox.py: these get what they want, whoever runs them."""
+    with surroundings(tmp_path) as around:
+        stopped = []
+        for name in NOT_STOPPED:
+            ran = sandbox.run(["python", "program.py"], files={"program.py": around.program(ESCAPES[name], "rlimits")})
+            if not ("ESCAPED" in ran.stdout or name == "leaves a process" and around.left()):
+                stopped.append((name, ran))
+        assert stopped == []
+
+
+def test_limits_alone_say_so(caplog, limits_alone):
+    with caplog.at_level(logging.WARNING, "jaxrl.sandbox"):
+        assert python("print(1)") == Ran(0, "1\n", "")
+        python("print(1)")
+    assert len(caplog.records) == 1 and "is no sandbox" in caplog.text
+
+
+def test_each_limit_is_told(limits_alone):
+    limits_alone(seconds=1.0)
+    assert python("import time; time.sleep(100)").limit == "seconds"
+    limits_alone(cpu_seconds=1.0)
+    assert python("while True: pass").limit == "cpu_seconds"
+    limits_alone(output_bytes=1000)
+    ran = python("while True: print('x' * 100)")
+    assert ran.limit == "output_bytes" and len(ran.stdout) == 1000
+    assert python("print('x' * 998)").limit == "" and python("print('x' * 1100)").limit == "output_bytes"
+    limits_alone(memory_mb=200)
+    assert "MemoryError" in python("bytearray(220 << 20)").stderr and python("bytearray(100 << 20)").exit == 0
+    forks = "import os, time\nfor _ in range({}):\n    if not os.fork():\n        {}time.sleep(100)\ntime.sleep(100)"
+    assert python(forks.format(4, "x = b'x' * (80 << 20); ")).limit == "memory_mb"
+    limits_alone(processes=10)
+    assert python(forks.format(20, "")).limit == "processes"
+    limits_alone(disk_mb=1)
+    write = "open('f', 'wb').write(bytes({} << 10))"
+    assert "File too large" in python(write.format(1100)).stderr and python(write.format(1000)).exit == 0
+
+
+def test_streams_and_ends(limits_alone):
+    big = "x" * 300_000
+    ran = sandbox.run(["python", "a/main.py"], big, {"a/main.py": "import sys; t = sys.stdin.read(); print(t, end=''); sys.exit(len(t) % 7)"})
+    assert (ran.exit, ran.stdout, ran.limit) == (300_000 % 7, big, "")
+    assert sandbox.run(["true"], big).exit == 0  # which reads nothing
+    assert python("import os; os.kill(os.getpid(), 11)").exit == 128 + 11
+    assert python("import sys; sys.stdout.buffer.write(bytes([255]))").stdout == "�"
+    assert sandbox.run(["no_such_program"]).exit not in (0, None)
+    assert python("import os; print(sorted(os.environ))").stdout.count("JAX") == 0
+    for name in ("/etc/x", "../x", "a/../x", "", "a//b", "./x"):
+        with pytest.raises(ValueError, match="relative path"):
+            sandbox.run(["true"], files={name: ""})
+    for argv in ([], ["a\0b"], [1]):
+        with pytest.raises(TypeError, match="argv"):
+            sandbox.run(argv)
+
+
+# -- a sandbox that fails is nobody's score ---------------------------------------------------------------------------------
+
+def test_bubblewrap_that_is_missing_or_fails_stops_with_a_remedy(monkeypatch, tmp_path):
+    sandbox.configure({})
+    monkeypatch.setattr(bwrap, "_program", bwrap._program.__wrapped__)
+    monkeypatch.setattr(bwrap, "_help", lambda: "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="bwrap is not installed: .*apt-get install bubblewrap.*remote"):
+        sandbox.run(["true"])
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    for name in ("setpriv", "prlimit"):
+        (tmp_path / name).symlink_to(fake)
+    with pytest.raises(SandboxError, match="ended with 1 and ran nothing: bwrap: No permissions.*AppArmor"):
+        sandbox.run(["true"])
+    with pytest.raises(ConfigError, match="(?s)reward 'code' .* cannot be used: .*not installed"):
+        config = default_config()
+        config.reward.functions, config.reward.workers = ("code",), 1
+        monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+        with RewardPool(config) as pool:
+            pool.wait()
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, dict(self.headers), body))
+        status, answer = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def service():
+    """service(*answers) -> (its address, what it was asked); the last answer is given again and again."""
+    opened = []
+
+    def start(*answers, handler=Answers):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler) if handler is Answers else handler
+        server.answers, server.asked = list(answers), []
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        opened.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}", server.asked
+
+    yield start
+    for server in opened:
+        server.shutdown()
+        server.server_close()
+    sandbox.configure({})
+
+
+def remote(url, argv=("python", "-c", "x"), stdin="", files=None, **options):
+    """One call, without the probe."""
+    from jaxrl.sandbox import remote as module
+    limits = Limits(**{k: options.pop(k) for k in list(options) if k in ("seconds", "output_bytes", "memory_mb")})
+    set_ = sandbox_types.Settings(backend="remote", url=url, **options)
+    return module.run(list(argv), stdin.encode(), {k: v.encode() for k, v in (files or {}).items()}, limits, set_)
+
+
+def test_our_own_service_runs_programs_for_others(service, limits_alone, monkeypatch):
+    url, _ = service(handler=serve.server("127.0.0.1", 0, 2, key="open"))
+    monkeypatch.setenv("SANDBOX_TEST_KEY", "open")
+    ask = dict(key_env="SANDBOX_TEST_KEY", retries=0)
+    ran = remote(url, ("python", "main.py"), "3 4", {"main.py": "print(sum(map(int, input().split())))"}, **ask)
+    assert ran == Ran(0, "7\n", "")
+    assert remote(url, ("python", "-c", "while True: pass"), seconds=0.5, **ask).limit == "seconds"
+    for wrong, options, words in ((("python", "a\0"), {}, "HTTP 400: .*argv"), (("true",), {"key_env": ""}, "HTTP 401"),
+                                  (("true",), {"key_env": "NO_SUCH_KEY"}, "no such environment variable")):
+        with pytest.raises(SandboxError, match=words):
+            remote(url, wrong, **ask | options)
+
+
+def test_faults_of_a_service_are_tried_again_and_then_nobodys_score(service, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda s: None)
+    fine = {"exit": 3, "stdout": "out", "stderr": "", "limit": ""}
+    for first in ((500, "x"), (429, "x"), (200, b'{"exit": 3, "std')):
+        url, asked = service(first, (200, fine))
+        assert remote(url, retries=1) == Ran(3, "out", "") and len(asked) == 2
+        with pytest.raises(SandboxError, match="after 1 tries"):
+            remote(service(first)[0], retries=0)
+    for answer, words in (((400, "no"), "HTTP 400"), ((200, {}), "no answer of the API"), ((200, []), "no answer of the API"),
+                          ((200, fine | {"exit": None}), "exit None"), ((200, fine | {"exit": "0"}), "exit '0'"),
+                          ((200, fine | {"stdout": 3}), "text expected"), ((200, {"error": "no room"}), "no room")):
+        url, asked = service(answer)
+        with pytest.raises(SandboxError, match=words):
+            remote(url, retries=3)
+        assert len(asked) == 1
+    with pytest.raises(SandboxError, match="refused"):
+        remote("http://127.0.0.1:9", retries=1)
+    assert remote(service((200, fine))[0], output_bytes=2).limit == "output_bytes"
+
+
+def test_sandboxfusion_is_spoken_to_in_its_words(service, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda s: None)
+
+    def fusion(verdict_, **result):
+        return 200, {"status": verdict_, "message": "m", "run_result": result or None, "compile_result": None, "files": {}}
+
+    finished = dict(status="Finished", execution_time=0.1, stdout="o", stderr="e")
+    url, asked = service(fusion("Failed", **finished, return_code=2))
+    ran = remote(url, ("python", "-c", "print('a b')"), "in", {"f.py": "data"}, api="fusion", seconds=7.0, memory_mb=99)
+    (path, _, body), = asked
+    assert ran == Ran(2, "o", "e") and path == "/run_code"
+    assert body | {"compile_timeout": 0} == {
+        "language": "bash", "code": "python3 -c 'print('\"'\"'a b'\"'\"')'", "stdin": "in", "fetch_files": [], "compile_timeout": 0,
+        "files": {"f.py": base64.b64encode(b"data").decode()}, "run_timeout": 7.0, "memory_limit_MB": 99}
+    late = fusion("Failed", **finished | {"status": "TimeLimitExceeded"}, return_code=None)
+    assert remote(service(late)[0], api="fusion") == Ran(None, "o", "e", "seconds")
+    url, asked = service(fusion("SandboxError"), fusion("Success", **finished, return_code=0))
+    assert remote(url, api="fusion", retries=1).exit == 0 and len(asked) == 2
+    with pytest.raises(SandboxError, match="SandboxFusion says SandboxError: m"):
+        remote(service(fusion("SandboxError"))[0], api="fusion", retries=0)
+
+
+# -- unit tests of programs ----------------------------------------------------------------------------------------------
+
+PLAIN = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+                     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.frozensets(st.integers()),
+                     max_leaves=8)
+
+
+@settings(deadline=None, max_examples=30)
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_was(value):
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value and type(back) is type(value)
+
+
+def test_what_is_no_plain_data_is_not_carried():
+    class AllEqual(int):
+        def __eq__(self, other):
+            return True
+
+    assert decode(encode(AllEqual(3))) != 4 and type(decode(encode(AllEqual(3)))) is int
+    deep = []
+    for _ in range(100):
+        deep = [deep]
+    for value in (object(), lambda: 0, iter([]), AllEqual, deep):
+        with pytest.raises(Opaque):
+            encode(value)
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(add(1, 1), 1) == 3"]
+CALLS = {"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}
+LINES = {"inputs": ["1 2", "3\n4\n"], "outputs": ["3\n", "7"]}
+SUM = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
+CHEATS = {
+    "says that all passed": "print('all tests passed')\nprint('OK')",
+    "leaves early": "import os, sys\nprint('3')\nsys.stdout.flush()\nos._exit(0)",
+    "leaves with success": "import sys\nprint('passed')\nsys.exit(0)",
+    "is equal to everything": "class E:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef add(a, b): return E()",
+    "patches what compares": "import builtins, json, ast\nbuiltins.AssertionError = SystemExit\nbuiltins.all = lambda x: True\n"
+                             "json.dumps = lambda *a, **k: '[0, \"value\", true]'\nbuiltins.isinstance = lambda *a: True\ndef add(a, b): return True",
+    "says what the judge says": "import sys, os\nnonce = sys._getframe(1).f_locals['told']['nonce']\n"
+                                "said = nonce + ' {\"verdicts\": [true, true, true], \"asked\": []}\\n'\n"
+                                "for fd in range(1, 9):\n    try: os.write(fd, said.encode())\n"
+                                "    except OSError: pass\nos._exit(0)",
+    "looks for what is expected": "import sys, gc\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and 'told' in o]\n"
+                                  "def add(a, b):\n    told = sys._getframe(2).f_locals['told']\n"
+                                  "    return told.get('outputs', told.get('tests', told.get('wanted')))",
+    "raises what ends tests": "def add(a, b): raise SystemExit(0)",
+    "raises what counts as passed": "import unittest\ndef add(a, b): raise unittest.SkipTest('skipped')",
+    "writes the reports of test tools": "open('report.xml', 'w').write('<testsuite failures=\"0\"/>')\n"
+                                          "import atexit, os\natexit.register(os._exit, 0)",
+}
+
+
+def test_a_program_that_does_what_is_asked_passes(limits_alone):
+    assert grade(ADD, ASSERTS).passed == [True] * 3
+    assert grade(ADD, json.dumps(CALLS)).passed == grade(SUM, LINES).passed == [True] * 2
+    assert grade(f"class Solution:\n    @staticmethod\n    {ADD.replace(chr(10), chr(10) + '    ')}", CALLS).passed == [True] * 2
+    check_ = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert abs(candidate(0.1, 0.2) - 0.3) < 1e-9\n"
+    assert grade(ADD, check_, "add").passed == [True] and grade(ADD.replace("+", "-"), check_, "add").passed == [False]
+    raises = "try:\n    add(1, 'x')\n    found = False\nexcept TypeError:\n    found = True\nassert found"
+    assert grade(ADD, raises).passed == [True] and grade("def add(a, b): return 3", raises).passed == [False]
+
+
+@pytest.mark.parametrize("tests", [ASSERTS, CALLS, LINES], ids=["asserts", "calls", "lines"])
+def test_no_cheat_scores(limits_alone, tests):
+    for name, program in CHEATS.items():
+        found = grade(program, tests).passed
+        assert found[1:] == [False] * (len(found) - 1), name
+        assert found[0] is False or name == "leaves early", name  # it printed one right answer, by luck
+
+
+def test_a_part_of_the_tests(limits_alone):
+    half = "def add(a, b):\n    if isinstance(a, str): raise ValueError\n    return a + b"
+    assert grade(half, ASSERTS).passed == [True, False, True] and grade(half, CALLS).passed == [True, False]
+    assert grade("def add(a, b): return iter([a, b])", CALLS).opaque == 2
+    slow = "def add(a, b):\n    while isinstance(a, str): pass\n    return a + b"
+    limits_alone(seconds=1.5)
+    found = grade(slow, CALLS)
+    assert found.passed == [True, False] and found.limit == "seconds"
+    limits_alone(seconds=0.5)
+    loops = grade("while True: pass", LINES)  # all runs of a program together have these seconds
+    assert loops.passed == [False, False] and loops.limit == "seconds"
+    assert grade("syntax error", CALLS).passed == [False, False] and grade("", ASSERTS).passed == [False] * 3
+
+
+@pytest.mark.parametrize("tests, words", [
+    ([], "has no tests"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ("x = (", "no Python"), (3, "type int"),
+    ([{"input": 1}], "neither asserts nor"), ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "arguments of f are a list"),
+    ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor")])
+def test_tests_that_cannot_be_read_are_no_score(tests, words):
+    with pytest.raises(ValueError, match=words):
+        parse(tests)
+
+
+def test_tests_that_fail_by_themselves_are_no_score(limits_alone):
+    with pytest.raises(ValueError, match="called with a value of type function"):
+        grade(ADD, "assert add(len.__class__ and (lambda: 0), 1) == 3")
+    with pytest.raises(ValueError, match="cannot be run"):
+        grade(ADD, "import os\nassert os._exit(0)")
+    limits_alone(seconds=1.0)
+    with pytest.raises(SandboxError, match="the row's tests ran into the limit seconds"):
+        grade(ADD, "while True: pass\nassert add(1, 2) == 3")
+
+
+def test_values_are_compared_as_data():
+    assert same((1, [2.0000000001, "x"]), [1, [2.0, "x"]]) and same({1: 2}, {"1": 2}) and same(2.0, 2)
+    for found, wanted in ((True, 1), (1, True), ([1], [1, 2]), ("1", 1), (None, 0), (10**20 + 1, 10**20), (Opaque, None), ({}, [])):
+        assert not same(found, wanted)
+
+
+@pytest.mark.parametrize("text, code", [
+    ("no fence", "no fence"), ("a\n```python\nx = 1\n```\nb", "x = 1\n"), ("```\na\n```\n```py\nb\n```", "b\n"),
+    ("```python\nx = '```'\n```", "x = '```'\n"), ("```python\nnever closed", "never closed"), ("  ```python\n  x\n  ```", "  x\n")])
+def test_the_program_is_the_last_block(text, code):
+    assert code_block(text) == code
+
+
+@pytest.mark.parametrize("code_score, scores", [
+    ("all", [1.0, 0.0, 0.0]), pytest.param("fraction", [1.0, 2 / 3, 0.0], marks=pytest.mark.slow)])
+def test_code_rewards(code_score, scores):
+    config = default_config()
+    config.reward.functions, config.reward.workers, config.reward.code_score = ("code",), 1, code_score
+    config.sandbox.backend, config.sandbox.seconds, config.reward.timeout_seconds = "rlimits", 15.0, 60.0
+    half = "```python\ndef add(a, b):\n    return a + b if a != 'a' else ''\n```"
+    items = [RewardItem("q", f"```python\n{ADD}```", {"tests": ASSERTS}), RewardItem("q", half, {"answer": json.dumps(ASSERTS)}),
+             RewardItem("q", "print('all tests passed')", {"tests": ASSERTS}), RewardItem("q", ADD, {"tests": None})]
+    with RewardPool(config) as pool:
+        result = pool.score(items)
+        broken = pool.score([RewardItem("q", ADD, {"tests": "assert ("})], part=True)
+    assert result.parts["code"][:3].tolist() == pytest.approx(scores) and [o["code"] for o in result.outcomes] == ["ok"] * 3 + ["none"]
+    assert "no Python" in broken.outcomes[0]["code"]  # the row's fault: absent, not 0
+
+
+def test_rewards_and_environments_have_the_configs_sandbox(tmp_path, monkeypatch):
+    (tmp_path / "uses.py").write_text(
+        "import os\nfrom jaxrl import sandbox\n"
+        "async def plays(task, chat):\n    await chat.send('go')\n    ran = await sandbox.run_async(['echo', 'x' * 50])\n"
+        "    return {'env': float(ran.limit == 'output_bytes'), 'key': float('KEY_OF_TEST' in os.environ)}\n")
+    monkeypatch.setenv("KEY_OF_TEST", "x")
+    options = default_config().sandbox
+    options.backend, options.output_bytes, options.key_env = "rlimits", 20, "KEY_OF_TEST"
+    with env_cases.pool(f"{tmp_path}/uses.py:plays", workers=1, sandbox=options) as pool:
+        ends, _ = env_cases.play(pool, {"a": {}})
+    assert ends["a"].kind == "done" and ends["a"].data["value"] == ends["a"].data["rewards"]["key"] == 1.0
+
+
+# -- the options ---------------------------------------------------------------------------------------------------------
+
+def test_the_defaults_of_the_package_are_the_configs():
+    known = {**vars(Limits()), **vars(sandbox_types.Settings())}
+    assert known == {name: option.default for name, option in SCHEMA["sandbox"].items()}
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"sandbox.backend": "remote"}, "needs the service's address"), ({"sandbox.backend": "remote", "sandbox.url": "host:1"}, "http://"),
+    ({"sandbox.url": "http://h"}, "no effect with sandbox.backend=bwrap"), ({"sandbox.paths": ("/no/such",)}, "no absolute path"),
+    ({"sandbox.backend": "remote", "sandbox.url": "http://h", "sandbox.key_env": "sk-123"}, "name only"),
+    ({"sandbox.backend": "docker"}, "choose one of bwrap"), ({"sandbox.memory_mb": 0}, "must be above 0"),
+    ({"reward.functions": ("code",), "sandbox.seconds": 6.0}, "may take twice sandbox.seconds=6")])
+def test_options_that_cannot_be_are_told(changes, words):
+    config = default_config()
+    config.model.path, config.data.path = "x", ("x",)
+    for name, value in changes.items():
+        group, _, option = name.partition(".")
+        config[group][option] = value
+    with pytest.raises(ConfigError) as e:
+        check(config)
+    assert words in str(e.value) and "sk-123" not in str(e.value)
