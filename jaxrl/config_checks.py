@@ -25,6 +25,7 @@ from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.sandbox_checks import sandbox
 from jaxrl.schema import CHANGEABLE, SCHEMA, element_kind, options
+from jaxrl.service_checks import services
 from jaxrl.sharding import targets
 from jaxrl.training import optimizer
 from jaxrl.uploads import place_of
@@ -35,8 +36,8 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
-                     sandbox, reward_models, algorithm, lora, preference, distillation, _optimizer, _eval, _checkpoints,
-                     _uploads, _launch, _misc):
+                     sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
+                     _eval, _checkpoints, _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))

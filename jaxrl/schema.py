@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl import schema_jobs as jobs
+from jaxrl import schema_rewards
 from jaxrl.option import Option
 from jaxrl.registry import RECIPES
 
 O = Option
 # Lists of numbers and of integers; the entries of all others are text.
-NUMBERS = ("reward.weights", "preference.loss_weights")
+NUMBERS = ("reward.weights", "reward.remote.weights", "preference.loss_weights")
 INTEGERS = ("lora.layers", "rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths",
             "plan.lengths", "profile.steps", "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
@@ -253,7 +254,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "processes": O(64, "processes of a program at once (bwrap, rlimits)", bound=">0"),
     },
     "reward": {
-        "functions": O(("math",), "names (math exact boxed choice format code), package.module:function or ./file.py:function"),
+        "functions": O(("math",), "names (math exact boxed choice format code remote judge), package.module:function or ./file.py:function"),
         "weights": O((), "one weight per function; empty = all 1"),
         "column": O("", "data column that names the function per row; empty = all functions for all rows"),
         "format_pattern": O("", "regex the whole completion must match (reward `format`)"),
@@ -289,6 +290,10 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "max_sequence_tokens": O(0, "longest sequence that it scores; longer ones have no score, which is a failure; 0 = the policy's longest,"
                                " in other tokens twice that", bound=">=0"),
         },
+        "remote": schema_rewards.REMOTE,
+        "remotes": O({}, "further services by the names of their rewards: {'safe': {'urls': ...}} has what it does not say from reward.remote"),
+        "judge": schema_rewards.JUDGE,
+        "judges": O({}, "further judges likewise, on top of reward.judge"),
     },
     "reward_model": jobs.REWARD_MODEL,
     "algorithm": {

@@ -79,6 +79,12 @@ ALIASES = {
     "sandbox/bwrap.py": {"settings": "sandbox", "limits": "sandbox"},
     "sandbox/remote.py": {"settings": "sandbox"},
     "sandbox/watch.py": {"limits": "sandbox"},
+    "rewards/http.py": {"o": "reward.remote reward.judge"},
+    "rewards/remote.py": {"o": "reward.remote"},
+    "rewards/judge.py": {"o": "reward.judge"},
+    "rewards/agreement.py": {"o": "reward.judge"},
+    "rewards/services.py": {"o": "reward.remote reward.judge"},
+    "recipes/judge_server.py": {"o": "reward.judge"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
     "processes/group.py": {"options": "launch"},
     "rollout/vllm/adapter.py": {"v": "rollout.vllm", "options": "rollout.vllm"},
@@ -226,7 +232,7 @@ def test_every_option_is_read_where_it_acts():
     root, seen = Path(jaxrl.__file__).parent, set()
     for path in root.rglob("*.py"):
         file = str(path.relative_to(root))
-        if file not in ("config.py", "config_checks.py", "algorithm_checks.py", "distill_checks.py", "resume.py"):
+        if file not in ("config.py", "config_checks.py", "algorithm_checks.py", "distill_checks.py", "service_checks.py", "resume.py"):
             tree = ast.parse(path.read_text("utf-8"))
             seen |= _reads(tree, ALIASES.get(file, {}))
     assert sorted(set(options()) - seen - CHECKED_ONLY) == []

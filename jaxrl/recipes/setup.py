@@ -28,6 +28,7 @@ from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree,
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.judge import Judge, described
+from jaxrl.recipes.judge_server import JudgeServers
 from jaxrl.recipes.trajectories import trial_items
 from jaxrl.registry import recipe_of, sequences
 from jaxrl.rewards import RewardPool
@@ -183,11 +184,11 @@ class Read(NamedTuple):
 def read_all(s, with_rewards: bool = True) -> Read:
     """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError.
     with_rewards: also rewards, but in a job of pairs none of whose held-out sets is to be answered."""
-    c, given, pool, rewards, eval_rewards = s.spec, s.given, None, None, None
+    c, given, pool, rewards, eval_rewards, servers = s.spec, s.given, None, None, None, None
     for sink in c.log.sinks:
         find_sink(sink)
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
-        pool, rewards, eval_rewards = _workers(s)
+        pool, rewards, eval_rewards, servers = _workers(s)
     inputs = read_inputs(c, given.tokenizer)
     if s.resumed is None:
         check_weights(c, inputs)
@@ -203,7 +204,8 @@ def read_all(s, with_rewards: bool = True) -> Read:
     with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))
     if with_rewards:
         if rewards is None:
-            pool, rewards, eval_rewards = _workers(s)
+            pool, rewards, eval_rewards, servers = _workers(s)
+        servers.wait()
         first = next(iter(answered(c, eval_sets).values()), None)
         scored = train_set if c.recipe.samples and train_set is not None else first
         for scorer, dataset in {eval_rewards: first, rewards: scored}.items():
@@ -211,16 +213,22 @@ def read_all(s, with_rewards: bool = True) -> Read:
             # a reward that fails on the first rows of what it is for stops the run here
             if c.reward.trial and dataset is not None:
                 scorer.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
+            if s.peers.first:
+                for found in scorer.agreements():
+                    log.info(found.text())
     return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool, judge)
 
 
 def _workers(s):
-    """(pool of episodes or None, rewards of training, of evaluation), whose workers begin to start."""
+    """(pool of episodes or None, rewards of training, of evaluation, servers of judges), which begin to start."""
     pool = open_pool(s)
-    rewards = eval_rewards = s.own(RewardPool(s.spec, functions=s.given.rewards))
+    given = s.given.rewards if s.given.rewards is not None else s.spec.reward.functions
+    named = {f for f in (*given, *s.spec.eval.rewards) if isinstance(f, str)}
+    servers = s.own(JudgeServers(s.spec, named, s.peers.count))
+    rewards = eval_rewards = s.own(RewardPool(s.spec, functions=s.given.rewards, servers=servers.found))
     if s.spec.eval.rewards:
-        eval_rewards = s.own(RewardPool(s.spec, names=s.spec.eval.rewards))
-    return pool, rewards, eval_rewards
+        eval_rewards = s.own(RewardPool(s.spec, names=s.spec.eval.rewards, servers=servers.found))
+    return pool, rewards, eval_rewards, servers
 
 
 def answered(c, eval_sets: dict) -> dict:

@@ -132,12 +132,22 @@ def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", text
     turn = traj.columns.get("turn")
     ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if texts is None else texts
-    rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, strict=True)
+    rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, contexts(traj, turn), strict=True)
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
-                   sample=int(sample), token_ids=tokens.tolist(), columns={"answer": example.answer, **example.columns},
-                   functions=getattr(example, "rewards", None))
-        for example, text, finish, group, sample, tokens in rows]
+                   sample=int(sample), token_ids=tokens.tolist(), context_ids=before,
+                   columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None))
+        for example, text, finish, group, sample, tokens, before in rows]
+
+
+def contexts(traj: Trajectories, turn) -> list[np.ndarray]:
+    """Token ids before the last turn of each trajectory, in its last sequence. turn: the column, if there is one."""
+    out = []
+    for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
+        own = at if turn is None else at[turn[at] == turn[at].max(initial=0)]
+        start, stop = traj.offsets[last], traj.offsets[last + 1]
+        out.append(traj.tokens[start:own[0] if len(own) else stop])
+    return out
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
@@ -150,7 +160,7 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
         text = prefix + ("" if example.answer is None else str(example.answer))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids,
-                                functions=example.rewards))
+                                context_ids=np.asarray(example.prompt_ids).tolist(), functions=example.rewards))
     return items
 
 

@@ -1,23 +1,36 @@
 """Worker side: finding a reward function, handing it its arguments, reading what it returns.
 
-Standard library only. A spec is a registered name, 'package.module:function' or '/path/file.py:function'.
+Standard library only. A spec is a registered name, 'package.module:function' or '/path/file.py:function', or the name
+of a service (see services.py).
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import os
 
 from jaxrl.workers.loading import LoadError, describe, load, number, plain, shown
 
-EXTRAS = ("token_ids", "finish", "group", "sample")     # of the item, for functions that name them
+EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample")  # of the item, for functions that name them
 SHARED = ("user", "format_pattern", "code_score")  # of the run, for functions that name them
 OWN = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))  # whose lines say nothing of an error
 
 
-def load_function(spec: str):
-    """The function behind a spec. Raises LoadError with the reason."""
+class ServiceError(Exception):
+    """A service gave no score. cause: one word, which is counted. again: another try may do; after: so many seconds."""
+
+    def __init__(self, cause: str, text: str, again: bool = False, after: float | None = None):
+        super().__init__(text)
+        self.cause, self.again, self.after = cause, again, after
+
+
+def load_function(spec: str, setup: dict):
+    """The function behind a spec. setup: of the worker. Raises LoadError with the reason."""
+    if spec in setup.get("services", ()):
+        options = setup["services"][spec]
+        return importlib.import_module(f"jaxrl.rewards.{options['kind']}").make(options, setup["places"][spec])
     if ":" in spec:
         return load(spec)
     from jaxrl.rewards.builtin import registered
@@ -32,10 +45,12 @@ class Call:
     batched: a parameter is named `completions`; asynchronous: a coroutine function. Prompt and completion go by name
     where the signature has `completion(s)`, else as the first two positional arguments. Columns go by name: all of
     them to `**columns`, else only those that are named. EXTRAS and SHARED are passed only to functions naming them.
+    size: completions of one call of a batched function, 0 = all there are; seconds: its time limit, 0 = the run's.
     """
 
-    def __init__(self, spec: str, name: str):
-        self.fn, self.name = load_function(spec), name
+    def __init__(self, spec: str, name: str, setup: dict):
+        self.fn, self.name = load_function(spec, setup), name
+        self.size, self.seconds = getattr(self.fn, "size", 0), getattr(self.fn, "seconds", 0.0)
         if hasattr(self.fn, "prepare"):
             self.fn.prepare()
         try:
@@ -54,6 +69,11 @@ class Call:
             plain = [p for p in plain if p not in parameters[:2]]
         self.named = {p.name: p.default is p.empty for p in plain if p.name not in self.first}
         self.wants_prompt = self.first[0] in names or self.takes_all
+
+    def kind(self) -> dict:
+        """What the trainer's side knows of it."""
+        return {"batched": self.batched, "asynchronous": self.asynchronous, "size": self.size, "seconds": self.seconds,
+                "context": "context_ids" in self.named}
 
     def arguments(self, prompt, completion, columns: dict, extras: dict, shared: dict):
         """(args, kwargs). Raises TypeError naming an argument that is nowhere to be found."""
@@ -75,7 +95,7 @@ class Call:
 
     def one(self, item: dict, shared: dict):
         """Calls for one item; a coroutine if asynchronous."""
-        extras = {k: item[k] for k in EXTRAS}
+        extras = {k: item[k] for k in EXTRAS if k in item}
         args, kwargs = self.arguments(item["prompt"], item["completion"], item["columns"], extras, shared)
         return self.fn(*args, **kwargs)
 
@@ -83,7 +103,7 @@ class Call:
         """Calls for a batch; a column that some items lack is None there."""
         names = dict.fromkeys(name for item in items for name in item["columns"])
         columns = {n: [item["columns"].get(n) for item in items] for n in names}
-        extras = {k: [item[k] for item in items] for k in EXTRAS}
+        extras = {k: [item[k] for item in items] for k in EXTRAS if k in items[0]}
         args, kwargs = self.arguments([i["prompt"] for i in items], [i["completion"] for i in items], columns, extras,
                                       shared)
         return self.fn(*args, **kwargs)
@@ -94,6 +114,8 @@ def outcome(value) -> dict:
 
     None -> 'none'; NaN and infinities -> 'nan'; anything that is no number -> 'error: ...'. Never raises.
     """
+    if isinstance(value, ServiceError):
+        return failure(value)
     try:
         return _outcome(value)
     except Exception as e:  # an integer beyond every float, an object that cannot be shown
@@ -120,4 +142,6 @@ def _outcome(value) -> dict:
 
 
 def failure(error: BaseException) -> dict:
+    if isinstance(error, ServiceError):
+        return {"value": None, "outcome": f"error: {error.cause}: {plain(str(error))}", "metrics": {}}
     return {"value": None, "outcome": f"error: {describe(error, OWN)}", "metrics": {}}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ class RewardItem:
     """One completion to be scored. All values must have a JSON form (numpy scalars and arrays are converted).
 
     prompt: text or messages as the data has them. completion: text. columns: the row's columns, `answer` among them.
-    finish: 'stop', 'length' or 'abort'. token_ids: of the completion. functions: names of those that judge it; None:
-    all, or those of reward.column.
+    finish: 'stop', 'length' or 'abort'. token_ids: of the completion; context_ids: of all before it. functions: names
+    of those that judge it; None: all, or those of reward.column.
     """
 
     prompt: Any
@@ -30,6 +32,7 @@ class RewardItem:
     group: int = 0
     sample: int = 0
     token_ids: Any = ()
+    context_ids: Any = ()
     functions: tuple[str, ...] | None = None
 
 
@@ -57,6 +60,7 @@ class RewardResult:
 
 
 FINE = ("ok", "none")  # outcomes that are no failures
+CAUSE = re.compile(r"error: ([a-z]\w*): ")  # of a service's failure; those of functions begin with an exception's name
 
 
 def failed_items(results: dict) -> set[int]:
@@ -72,9 +76,10 @@ def is_result(reply) -> bool:
     return isinstance(reply.get("value"), float) if outcome == "ok" else isinstance(outcome, str)
 
 
-def as_json(item: RewardItem, i: int) -> str:
+def as_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
+    """What workers are told of the i-th item. without: what none of their functions asks for."""
     try:
-        told = {name: value for name, value in vars(item).items() if name != "functions"}
+        told = {name: value for name, value in vars(item).items() if name not in ("functions", *without)}
         return json.dumps(told, default=_to_json)
     except (TypeError, ValueError, RecursionError) as e:
         raise ConfigError(f"item {i}: a value has no JSON form and cannot be handed to reward functions: {e}; columns: "
@@ -102,6 +107,10 @@ def metrics_of(total, outcomes, item_metrics) -> dict[str, float]:
         "reward/timeout_fraction": flat.count("timeout") / pairs,
         "reward/error_fraction": sum(o.startswith("error") for o in flat) / pairs,
     }
+    asked: Counter = Counter(name for per_item in outcomes for name in per_item)
+    causes: Counter = Counter((name, cause[1]) for per_item in outcomes for name, o in per_item.items()
+                              if (cause := CAUSE.match(o)))
+    out |= {f"reward/{name}/failed_{cause}": k / asked[name] for (name, cause), k in causes.items()}
     sums: dict[str, list[float]] = {}
     for per_item in item_metrics:
         for name, metrics in per_item.items():

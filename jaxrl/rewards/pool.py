@@ -28,6 +28,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl.errors import ConfigError
+from jaxrl.rewards import services
+from jaxrl.rewards.agreement import Agreement, labelled
 from jaxrl.rewards.items import FINE, RewardItem, RewardResult, as_json, failed_items, metrics_of, weighted_sum
 from jaxrl.rewards.specs import FunctionFolder, check_specs, short_names, to_spec
 from jaxrl.rewards.workers import RewardFailure, Workers
@@ -46,20 +48,24 @@ class RewardPool:
       config: `reward.*` is read; `user` and the folder `run.dir` (for functions written in a notebook) too.
       functions: specs or Python callables that replace `reward.functions`.
       names: specs that replace `reward.functions` (`eval.rewards`, say).
+      servers: services.Server of the run's own, by the name of their judge.
     """
 
-    def __init__(self, config, functions=None, names=None):
+    def __init__(self, config, functions=None, names=None, servers=None):
         self._reward, self._own = config.reward, names is None
         reward = config.reward
         given = functions if functions is not None else names if names is not None else reward.functions
         self._folder = FunctionFolder(config.run.dir)
-        self.specs = [to_spec(f, self._folder) for f in given]
+        named = {f for f in given if isinstance(f, str)}
+        self._services = services.find(config, named, servers or {})
+        told, places, env = self._services
+        self.specs = [to_spec(f, self._folder, told) for f in given]
         self.names = short_names(given, self.specs)
-        self.weights = check_specs(config, self.specs, self.names, replaced=names is not None)
+        self.weights = check_specs(config, self.specs, self.names, names is not None, told)
         shared = {"user": json.loads(config.user.to_json_best_effort()), "format_pattern": reward.format_pattern,
                   "code_score": reward.code_score}
         setup = {"functions": list(zip(self.specs, self.names, strict=True)), "limit": reward.timeout_seconds,
-                 "shared": shared, "sandbox": config.sandbox.to_dict()}
+                 "shared": shared, "sandbox": config.sandbox.to_dict(), "services": told}
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
         decides = {**setup, "functions": named, "column": reward.column, "env": sorted(reward.env),
                    "memory_gb": reward.memory_gb}
@@ -68,7 +74,7 @@ class RewardPool:
         missing = [name for name in reward.env if name not in os.environ]
         if missing:
             log.warning("reward.env names variables that are not set here: %s", ", ".join(missing))
-        self._workers = Workers(reward, self.specs, self.names, setup, decides)
+        self._workers = Workers(reward, self.specs, self.names, setup | {"places": places}, decides, env)
         atexit.register(self.close)
 
     def wait(self) -> None:
@@ -111,8 +117,7 @@ class RewardPool:
         jobs = [(i, f) for i, functions in enumerate(applied) for f in functions if (i, f) not in known]
         most_failed = len(items) if part else self._reward.max_failed_fraction * len(items)
         with self._busy if jobs else contextlib.nullcontext():
-            wanted = {i for i, _ in jobs}
-            texts = [as_json(item, i) if i in wanted else "" for i, item in enumerate(items)]
+            texts = self._texts(items, {i for i, _ in jobs})
             done = not jobs or self._workers.run(texts, jobs, known, most_failed, stop)
             if done and len(failed_items(known)) > most_failed:
                 raise RewardFailure(self._failure_text(known, len(items)))
@@ -129,7 +134,7 @@ class RewardPool:
         jobs = [(i, f) for i, functions in enumerate(self._applied(items)) for f in functions]
         with self._busy:
             try:
-                self._workers.run([as_json(item, i) for i, item in enumerate(items)], jobs, results, len(items))
+                self._workers.run(self._texts(items, range(len(items))), jobs, results, len(items))
             except RewardFailure as e:
                 raise ConfigError(f"reward.functions, tried on the first rows: {e}") from None
             lines = []
@@ -145,6 +150,23 @@ class RewardPool:
             if lines:
                 raise ConfigError(self._trial_text(lines))
 
+    def agreements(self) -> list[Agreement]:
+        """Of its judges with the labelled rows that reward.judge.labelled names: for a person, before training.
+
+        Raises ConfigError: the rows cannot be read; a judge agrees with fewer than its min_agreement.
+        """
+        out = []
+        for name, (_, o) in services.named(self._reward).items():
+            if name not in self._services.options or not o.get("labelled"):
+                continue
+            items, labels = labelled(o)
+            f, results = self.names.index(name), {}
+            with self._busy:
+                jobs = [(i, f) for i in range(len(items))]
+                self._workers.run(self._texts(items, range(len(items))), jobs, results, len(items))
+            out.append(Agreement.of(name, o, labels, [results[job] for job in jobs]))
+        return out
+
     def close(self) -> None:
         """Ends the workers. Safe to call twice."""
         atexit.unregister(self.close)
@@ -156,6 +178,13 @@ class RewardPool:
 
     def __exit__(self, *exc):
         self.close()
+
+    def _texts(self, items: list[RewardItem], wanted) -> list[str]:
+        """The items as JSON, of those that are wanted."""
+        if wanted:
+            self._workers.ready(1)
+        without = () if any(kind["context"] for kind in self._workers.kinds or ()) else ("context_ids",)
+        return [as_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]
 
     # -- one score() -----------------------------------------------------------------------------------------------
 
@@ -225,9 +254,11 @@ class RewardPool:
         for (_, f), r in sorted(results.items()):
             if r["outcome"] not in FINE:
                 by_name.setdefault(self.names[f], Counter())[r["outcome"]] += 1
-        lines = [f"  {name}: " + ", ".join(f"{outcome} (x{n})" for outcome, n in list(kinds.items())[:3])
+        lines = [f"  {name}: " + ", ".join(f"{outcome} (x{n})" for outcome, n in kinds.most_common(3))
                  for name, kinds in by_name.items()]
         remedy = "mend the function, or let it return None for rows it cannot judge"
+        if asked := [name for name in by_name if name in self._services.options]:
+            remedy = f"see to the service behind {', '.join(asked)} and resume"
         if any("timeout" in kinds for kinds in by_name.values()):
             remedy += f"; raise reward.timeout_seconds={self._reward.timeout_seconds:g} if it needs longer"
         return (f"rewards failed for {len(failed_items(results))} of {count} completions so far, more than "
@@ -241,5 +272,5 @@ class RewardPool:
         slow = f" or raise reward.timeout_seconds={self._reward.timeout_seconds:g}," if "timeout" in known else ""
         return ("reward.functions fail on the first rows, tried with the reference answers as completions:\n"
                 + "\n".join(lines)
-                + f"\nmend the function,{slow} or set reward.trial=false if it is right to fail there"
+                + f"\nmend the function or its service,{slow} or set reward.trial=false if it is right to fail there"
                 + self._workers.printed.last())

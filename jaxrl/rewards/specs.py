@@ -9,14 +9,18 @@ import re
 
 from jaxrl.errors import ConfigError
 from jaxrl.rewards.builtin import registered
+from jaxrl.rewards.services import named
 from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
 
 BUILTIN = "jaxrl.rewards.builtin"
 
 
-def to_spec(given, folder: FunctionFolder) -> str:
-    """A registered name, 'package.module:function' or '/absolute/file.py:function'; see `handing.function_spec`."""
+def to_spec(given, folder: FunctionFolder, services=()) -> str:
+    """A registered name or a service's, 'package.module:function' or '/absolute/file.py:function'; see
+    `handing.function_spec`."""
     if isinstance(given, str):
+        if given in services:
+            return given
         if ":" not in given and given in registered():
             fn = registered()[given]
             return given if fn.__module__ == BUILTIN else to_spec(fn, folder)
@@ -33,7 +37,7 @@ def short_names(given, specs: list[str]) -> list[str]:
     return [n if short.count(n) == 1 else s for n, s in zip(short, specs, strict=True)]
 
 
-def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
+def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, float]:
     """Checks what needs no import and returns name -> weight. Raises ConfigError.
 
     `replaced`: the functions are not those of `reward.functions`; a weight then follows the function's name there.
@@ -47,7 +51,8 @@ def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
     for spec, name in zip(specs, names, strict=True):
         if specs.count(spec) > 1:
             raise ConfigError(f"reward function {name!r} is given twice; its weight is set by reward.weights")
-        _check_spec(spec)
+        if spec not in services:
+            _check_spec(spec, named(r))
     if "format" in specs:
         if not r.format_pattern:
             raise ConfigError("reward 'format' needs reward.format_pattern, a regex the whole completion must match")
@@ -63,15 +68,16 @@ def check_specs(config, specs, names, replaced: bool) -> dict[str, float]:
     return _weights(r, names[:len(specs)], replaced)
 
 
-def _check_spec(spec: str) -> None:
+def _check_spec(spec: str, services) -> None:
     if ":" not in spec:
         if spec.endswith(".py"):
             raise ConfigError(f"reward.functions: {spec!r} is a file without a function; write {spec}:function")
         if spec not in registered():
-            near = difflib.get_close_matches(spec, registered(), n=1, cutoff=0.5)
+            known = {*registered(), *services}
+            near = difflib.get_close_matches(spec, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"reward.functions: there is no reward {spec!r}; {hint}known: "
-                              f"{', '.join(sorted(registered()))}; own ones as package.module:function or "
+                              f"{', '.join(sorted(known))}; own ones as package.module:function or "
                               "./file.py:function")
     else:
         check_place("reward.functions", spec)

@@ -1,8 +1,8 @@
 """A reward worker: reads JSON lines, calls reward functions, writes JSON lines. Standard library only, never jax.
 
 Protocol (one JSON value per line):
-  in   {functions: [[spec, name]], shared: {...}, sandbox: {...}, limit: seconds}     once
-  out  {ready: [{batched, asynchronous}], sources: digest} or {fatal: message}
+  in   {functions: [[spec, name]], shared, sandbox, services, places: {...}, limit: seconds}  once
+  out  {ready: [{batched, asynchronous, size, seconds, context}], sources: digest} or {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
   out  each, async: {task, job: k, value, outcome, metrics}, one per job as it is done (each: in order)
        batch:       {task, results: [{value, outcome, metrics}, ...]} or {task, wrong: message}
@@ -36,19 +36,19 @@ def main() -> None:
         calls = []
         for spec, name in setup["functions"]:
             try:
-                calls.append(Call(spec, name))
+                calls.append(Call(spec, name, setup))
             except LoadError as e:
                 out.send({"fatal": f"reward {name!r} ({spec}) cannot be used: {e}"})
                 return
         from jaxrl.workers.sources import digest
-        out.send({"ready": [{"batched": c.batched, "asynchronous": c.asynchronous} for c in calls],
-                  "sources": digest([c.fn for c in calls], before)})
+        out.send({"ready": [c.kind() for c in calls], "sources": digest([c.fn for c in calls], before)})
         for line in lines:
             task = json.loads(line)
             out.task = task["task"]
             # A loop in C that never lets go of the interpreter would outlive a dead parent where die_with_parent() does
             # not work: the kernel ends this process itself, well after the parent would have.
-            _backstop(2.0 * setup["limit"] * max(1, len(task["jobs"])) + 60.0)
+            longest = max([setup["limit"], *(calls[f].seconds for _, f in task["jobs"])])
+            _backstop(2.0 * longest * max(1, len(task["jobs"])) + 60.0)
             SERVE[task["mode"]](calls, task, setup, out)
             _backstop(0.0)
     except BrokenPipeError:

@@ -62,13 +62,14 @@ class Workers:
     Args:
       reward: config.reward. specs, names: of the functions. setup: what a worker is told first (see worker.py).
       decides: JSON-able, what decides scores beside the functions' code.
+      env: variables that workers get, beside those of reward.env.
 
-    kinds: of each function {batched, asynchronous}, None before the first worker is ready. sources: digest of their
-    code. key: see RewardPool.key; both "" before the first worker is ready.
+    kinds: of each function what calling.Call.kind tells, None before the first worker is ready. sources: digest of
+    their code. key: see RewardPool.key; both "" before the first worker is ready.
     """
 
-    def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict):
-        self._reward, self._limit = reward, reward.timeout_seconds
+    def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict, env: dict):
+        self._reward, self._limit, self._env = reward, reward.timeout_seconds, env
         self._specs, self._names, self._setup, self._decides = specs, names, json.dumps(setup), decides
         self._variables = (*reward.env, setup["sandbox"]["key_env"])
         self.kinds: list[dict] | None = None
@@ -140,11 +141,10 @@ class Workers:
             together = kind["batched"] or kind["asynchronous"]
             (by_function.setdefault(job[1], []) if together else each).append(job)
         for f, group in by_function.items():
-            if self.kinds[f]["batched"]:
-                tasks.append(Task("batch", group, this))
-            else:
-                size = min(ASYNC_AT_ONCE, -(-len(group) // len(self._threads)))
-                tasks += [Task("async", group[k:k + size], this) for k in range(0, len(group), size)]
+            mode, size = "batch", self.kinds[f]["size"] or len(group)
+            if not self.kinds[f]["batched"]:
+                mode, size = "async", min(ASYNC_AT_ONCE, -(-len(group) // len(self._threads)))
+            tasks += [Task(mode, group[k:k + size], this) for k in range(0, len(group), size)]
         return [*tasks, Task("each", each, this)] if each else tasks
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Workers:
 
     def _start(self, k: int) -> WorkerProcess:
         try:
-            worker = WorkerProcess("jaxrl.rewards.worker", self.printed, environment(self._variables),
+            worker = WorkerProcess("jaxrl.rewards.worker", self.printed, environment(self._variables) | self._env,
                                    self._reward.memory_gb)
         except OSError as e:
             raise RunStopped(f"a reward worker cannot be started: {e}") from None
@@ -250,7 +250,8 @@ class Workers:
     def _do(self, worker: WorkerProcess, task: Task) -> bool:
         """Does a task. False if the worker is of no use any more; what it left undone is queued again."""
         left, texts = dict(enumerate(task.jobs)), task.round.texts
-        seconds = self._limit + (1.0 + 0.25 * self._limit) * (task.mode == "async")  # there the worker keeps the limit
+        limit = self.kinds[task.jobs[0][1]]["seconds"] or self._limit
+        seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # there the worker keeps the limit
         place = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
         asked, jobs = next(self._numbers), json.dumps([(place[i], f) for i, f in task.jobs])
         message = (f'{{"task": {asked}, "mode": "{task.mode}", "jobs": {jobs}, '

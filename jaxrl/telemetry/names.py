@@ -31,6 +31,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "standard deviation of the shaped rewards over the whole batch"),
     Metric("reward/<why>_fraction", "share of scores that are missing because of <why>: error, timeout, none, nan; failed: any "
            "of them but none, absent: completions without a reward"),
+    Metric("reward/<name>/failed_<cause>", "share of the completions for which a service gave no score because of <cause>: refused, host, tls,"
+           " broken, slow, http_<status>, json, count, type, key, long, system, tokenizer, unparsable"),
+    Metric("reward/<name>/cached", "of a judge: share of its scores whose answers were on disk"),
     Metric("reward/accuracy", "preferences: share of the pairs whose chosen answer has the larger reward, beta (log-prob - reference); ties half",
            "prefers", "percent"),
     Metric("reward/margin", "preferences: mean reward of the chosen answers less that of the rejected ones", "margin", "fixed"),

@@ -37,6 +37,15 @@ def digest(functions, before: set[str]) -> str:
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
+def files_of(folder: str) -> str:
+    """Of the names and sizes of a folder's files; "" where it is none."""
+    try:
+        found = sorted((e.name, e.stat().st_size) for e in os.scandir(folder) if e.is_file())
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
 def _content(path: str) -> str:
     try:
         with open(path, "rb") as file:

@@ -1,0 +1,82 @@
+"""How far a judge agrees with rows that people have labelled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl.errors import ConfigError
+from jaxrl.rewards.items import RewardItem
+
+SHOWN = 3  # rows that differ
+
+
+class Agreement(NamedTuple):
+    """Of a judge with labelled rows.
+
+    share: of all rows, those that judge and label put on the same side of the middle of the scale (itself its upper
+    side). difference: mean of |judge - label| over the rows that were judged, in points of the scale. absent: rows that
+    were not judged, which agree with nothing; why: the first reason. differ: (row, label, judge's score), the furthest
+    apart first.
+    """
+
+    name: str
+    rows: int
+    share: float
+    difference: float
+    absent: int
+    differ: tuple[tuple[int, float, float], ...]
+    why: str = ""
+
+    @classmethod
+    def of(cls, name: str, o: dict, labels: list[float], results: list[dict]) -> Agreement:
+        """Raises ConfigError where the share is below min_agreement. results: as workers give them."""
+        lowest, highest = o["lowest"], o["highest"]
+        middle = 0.5 * (lowest + highest)
+        scores = [None if r["value"] is None else lowest + r["value"] * (highest - lowest) for r in results]
+        both = [(i, label, s) for i, (label, s) in enumerate(zip(labels, scores, strict=True)) if s is not None]
+        share = sum((label >= middle) == (s >= middle) for _, label, s in both) / len(labels)
+        apart = sorted(both, key=lambda row: (-abs(row[1] - row[2]), row[0]))
+        difference = sum(abs(label - s) for _, label, s in both) / len(both) if both else float("nan")
+        why = next((r["outcome"] for r in results if r["value"] is None), "")
+        found = cls(name, len(labels), share, difference, len(labels) - len(both),
+                    tuple(row for row in apart[:SHOWN] if row[1] != row[2]), why)
+        if share < o["min_agreement"]:
+            raise ConfigError(f"{found.text()}\nthat is below min_agreement={o['min_agreement']:g}: change prompt, "
+                              "rubric or model of the judge, or the bound")
+        return found
+
+    def text(self) -> str:
+        """For a person."""
+        out = (f"judge {self.name!r} and {self.rows} labelled rows: {self.share:.1%} on the same side of the scale's "
+               f"middle, {self.difference:.2f} points apart on average")
+        if self.differ:
+            out += "; furthest apart: " + ", ".join(f"row {i} (label {a:g}, judge {b:g})" for i, a, b in self.differ)
+        return out + (f"; {self.absent} not judged ({self.why})" if self.absent else "")
+
+
+def labelled(o: dict) -> tuple[list[RewardItem], list[float]]:
+    """(items, labels) of the rows of `labelled`. Raises ConfigError."""
+    where, items, labels = o["labelled"], [], []
+    try:
+        lines = Path(where).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"labelled={where!r}: {e}") from None
+    for i, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt, completion, label = row.pop("prompt"), row.pop("completion"), float(row.pop("score"))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ConfigError(f"labelled={where!r}, line {i}: {type(e).__name__}: {e}; a row has prompt, completion "
+                              "and score, a number") from None
+        if not o["lowest"] <= label <= o["highest"]:
+            raise ConfigError(f"labelled={where!r}, line {i}: score {label:g} is not within lowest={o['lowest']:g} "
+                              f"and highest={o['highest']:g}")
+        items.append(RewardItem(prompt=prompt, completion=completion, columns=row))
+        labels.append(label)
+    if not labels:
+        raise ConfigError(f"labelled={where!r} has no rows")
+    return items, labels

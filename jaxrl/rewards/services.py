@@ -1,0 +1,101 @@
+"""Parent side: rewards that are asked over HTTP, by their names: `remote`, `judge`, and those of the tables
+reward.remotes and reward.judges. What workers are told of them, in two parts: what decides their scores, and where they
+are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl.errors import ConfigError
+from jaxrl.rewards import judge
+from jaxrl.workers.sources import files_of
+
+TABLES = {"remote": "remotes", "judge": "judges"}  # kind, which is also the name of the first -> table of further ones
+# Options that do not decide a score, or of which something else does: they are told as the place.
+PLACE = ("servers", "key_env", "cache", "prompt_file", "labelled", "min_agreement", "devices", "server_args")
+
+
+class Found(NamedTuple):
+    """Services by name. options: what decides scores, JSON-able. places: {urls, key_env, cache}. env: variables that
+    workers need for them."""
+
+    options: dict[str, dict]
+    places: dict[str, dict]
+    env: dict[str, str]
+
+
+class Server(NamedTuple):
+    """A server of the run's own behind a judge."""
+
+    url: str
+    key: str
+
+
+def named(reward) -> dict[str, tuple[str, dict]]:
+    """Name -> (kind, its options) of every service that reward functions may name. reward: config.reward."""
+    out = {}
+    for kind, table in (("remote", reward.remotes), ("judge", reward.judges)):
+        first = _plain(reward[kind])
+        out[kind] = (kind, first)
+        for name, own in table.items():
+            out[name] = (kind, first | (_plain(own) if hasattr(own, "items") else {}))
+    return out
+
+
+def own_servers(config, functions) -> dict[str, dict]:
+    """Options of the judges among these functions that want a server of the run's own."""
+    return {name: o for name, (kind, o) in named(config.reward).items()
+            if name in functions and kind == "judge" and o["model"] and not o["servers"]}
+
+
+def find(config, functions, servers: dict[str, Server]) -> Found:
+    """The services among these functions. servers: of the run's own, by the name of their judge.
+
+    Raises ConfigError: a key's variable is not set, a prompt cannot be read, a judge has no server.
+    """
+    found = Found({}, {}, {})
+    for name, (kind, o) in named(config.reward).items():
+        if name not in functions:
+            continue
+        place = {"key_env": o["key_env"], "cache": ""}
+        told = {option: value for option, value in o.items() if option not in PLACE}
+        if kind == "judge":
+            told |= {"prompt": prompt_of(o), "digest": ""}
+            place["cache"] = _cache(o["cache"], config.run.dir)
+            if not o["servers"]:
+                if name not in servers:
+                    raise ConfigError(f"reward {name!r}: nothing has started a server with {o['model']!r} for it")
+                told["digest"] = files_of(o["model"])
+                place |= {"urls": [servers[name].url], "key_env": f"JAXRL_KEY_OF_{name}"}
+                found.env[place["key_env"]] = servers[name].key
+        if o["servers"]:
+            told["servers"] = place["urls"] = list(o["servers"])
+        if o["key_env"]:
+            if not os.environ.get(o["key_env"]):
+                raise ConfigError(f"reward {name!r}: key_env={o['key_env']!r}: there is no such variable in the "
+                                  "environment; set it to the service's token, or leave key_env empty")
+            found.env[o["key_env"]] = os.environ[o["key_env"]]
+        found.options[name], found.places[name] = {"kind": kind} | told, place
+    return found
+
+
+def prompt_of(o: dict) -> str:
+    """The text of a judge's prompt. Raises ConfigError."""
+    if not o["prompt_file"]:
+        return judge.PROMPT
+    try:
+        return Path(o["prompt_file"]).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"prompt_file={o['prompt_file']!r}: {e}") from None
+
+
+def _cache(given: str, run_dir: str) -> str:
+    if given == "auto":
+        return str(Path(run_dir).absolute() / "judge") if run_dir and "://" not in run_dir else ""
+    return str(Path(given).expanduser().absolute()) if given else ""
+
+
+def _plain(table) -> dict:
+    return {k: _plain(v) if hasattr(v, "items") else list(v) if isinstance(v, tuple) else v for k, v in table.items()}
