@@ -63,6 +63,8 @@
 # Of preferences and reward models (not in "all"):
 #    2  losses and gradients beside TRL's                     trl_parity.py (wants torch and trl 1.16)
 #    7  a reward model, RL with it, and a weak one          reward_models.py (a quarter of an hour)
+# Of services behind rewards (not in "all"):
+#    1  their faults: what is seen, and what comes of it    remote_rewards.py (a minute)
 # Of data:
 #       a second start from data.cache                     data_cache.py (not in "all")
 # Of the house:

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from jaxrl.algorithm_checks import no_effect
 from jaxrl.errors import ConfigError
 from jaxrl.option import BOUNDS
-from jaxrl.registry import recipe_of
 from jaxrl.rewards.builtin import registered
 from jaxrl.rewards.judge import unknown_names
 from jaxrl.rewards.services import TABLES, named, prompt_of
@@ -31,7 +30,7 @@ def services(cfg) -> list[str]:
     asked = {*cfg.reward.functions, *cfg.eval.rewards}
     for name, (kind, o) in named(cfg.reward).items():
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
-        if name in asked and recipe_of(cfg).samples:
+        if name in asked:
             out += (_remote if kind == "remote" else _judge)(where, o) + _common(where, o)
         else:
             out += _unused(cfg, kind, where, name)
@@ -82,7 +81,7 @@ def _unused(cfg, kind, where, name) -> list[str]:
     remedy = f"add {name} to reward.functions, or leave it out"
     if name != kind:
         return [f"{where}: no reward of that name is asked for; {remedy}"]
-    if cfg.reward[TABLES[kind]] and recipe_of(cfg).samples:
+    if cfg.reward[TABLES[kind]]:
         return []
     given = [key for key, value in cfg.reward[kind].items()
              if _plain(value) != _plain(options()[f"{where}.{key}"].default)]

@@ -6,6 +6,7 @@ something lasts beyond its deadline.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,6 +22,8 @@ import numpy as np
 
 from jaxrl.config import default_config
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
+from jaxrl.rewards.calling import Call, ServiceError
+from jaxrl.rewards.services import find
 
 DEADLINE, SLACK = 2.0, 6.0  # seconds; the slack is for busy machines
 # A certificate of nobody's but these tests, for 127.0.0.1, 2020 to 2120.
@@ -136,6 +139,16 @@ def asked(c, rows=None):
         began = time.monotonic()
         result = pool.score(rows or items())
         return result, time.monotonic() - began
+
+
+def service_scores(kind, rows, **options):
+    """What a service's reward gives in this process: numbers, and failures as their cause. options: of reward.<kind>."""
+    c = default_config()
+    c.reward[kind].update(options)
+    told, places, _ = find(c, {kind}, {})
+    one = Call(kind, kind, {"services": told, "places": places})
+    made = asyncio.run(one.many([vars(row) for row in rows], {}))
+    return [x.cause if isinstance(x, ServiceError) else x for x in made]
 
 
 def lengths(number, path, headers, body):

@@ -16,6 +16,7 @@ import ssl
 import time
 import uuid
 
+import certifi
 import httpx
 
 from jaxrl.rewards.calling import ServiceError
@@ -48,7 +49,7 @@ class Service:
     def client(self) -> httpx.AsyncClient:
         """To be opened for one batch of work. Redirections are not followed: the secret goes where it was sent."""
         if self._tls is None:
-            self._tls = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or None)
+            self._tls = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         return httpx.AsyncClient(headers=headers, verify=self._tls, timeout=None, limits=limits)
@@ -65,6 +66,8 @@ class Service:
         except TimeoutError:
             before = f" (the last try: {budget.last.cause}: {budget.last})" if budget.last else ""
             return ServiceError("slow", f"no answer within deadline_seconds={seconds:g}{before}")
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:  # of a form not foreseen
+            return ServiceError("type", f"an answer that cannot be read: {type(e).__name__}: {str(e)[:100]}")
 
     async def ask(self, client, budget: Budget, urls: list[str], body, kind: str = "application/json", headers=None):
         """The JSON answer to a POST, with tries at the URLs in turns. All tries carry one Idempotency-Key.

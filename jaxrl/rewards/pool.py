@@ -30,7 +30,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import services
 from jaxrl.rewards.agreement import Agreement, labelled
-from jaxrl.rewards.items import FINE, RewardItem, RewardResult, as_json, failed_items, metrics_of, weighted_sum
+from jaxrl.rewards.items import CAUSE, FINE, RewardItem, RewardResult, as_json, failed_items, metrics_of, weighted_sum
 from jaxrl.rewards.specs import FunctionFolder, check_specs, short_names, to_spec
 from jaxrl.rewards.workers import RewardFailure, Workers
 
@@ -251,9 +251,12 @@ class RewardPool:
 
     def _failure_text(self, results: dict, count: int) -> str:
         by_name: dict[str, Counter] = {}
+        texts: dict[tuple[int, str], str] = {}
         for (_, f), r in sorted(results.items()):
             if r["outcome"] not in FINE:
-                by_name.setdefault(self.names[f], Counter())[r["outcome"]] += 1
+                cause = CAUSE.match(r["outcome"])  # texts of one cause differ, by the server say
+                text = texts.setdefault((f, cause[1] if cause else r["outcome"]), r["outcome"])
+                by_name.setdefault(self.names[f], Counter())[text] += 1
         lines = [f"  {name}: " + ", ".join(f"{outcome} (x{n})" for outcome, n in kinds.most_common(3))
                  for name, kinds in by_name.items()]
         remedy = "mend the function, or let it return None for rows it cannot judge"
