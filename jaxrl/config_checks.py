@@ -27,6 +27,7 @@ from jaxrl.sandbox_checks import sandbox
 from jaxrl.schema import CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.service_checks import services
 from jaxrl.sharding import targets
+from jaxrl.sharding.mesh import AXES
 from jaxrl.training import optimizer
 from jaxrl.uploads import place_of
 
@@ -84,7 +85,7 @@ def _ranges(cfg):
 
 
 def _mesh(cfg):
-    sizes = {a: cfg.mesh[a] for a in ("dp", "fsdp", "tp")}
+    sizes = {a: cfg.mesh[a] for a in AXES}
     bad = [f"mesh.{a}={s}: sizes are positive, or -1 for the rest" for a, s in sizes.items() if s == 0 or s < -1]
     if list(sizes.values()).count(-1) > 1:
         bad.append(", ".join(f"mesh.{a}={s}" for a, s in sizes.items()) + ": only one axis can be -1")
@@ -103,9 +104,9 @@ def _role(cfg, role, given):
         return [f"{name}: there is no such role; choose from {', '.join(ROLE_RESTS)}"]
     if not hasattr(given, "keys"):
         return [f"{name}={given!r}: must be a table such as {{'devices': '0-3', 'fsdp': 4}}"]
-    known = ("devices", "processes", "dp", "fsdp", "tp", "rest")
+    known = ("devices", "processes", *AXES, "rest")
     out = [f"{name}.{key}: unknown; choose from {', '.join(known)}" for key in given.keys() if key not in known]
-    sizes = {a: given[a] for a in ("dp", "fsdp", "tp") if a in given}
+    sizes = {a: given[a] for a in AXES if a in given}
     out += [f"{name}.{a}={s!r}: sizes are positive, or -1 for the rest" for a, s in sizes.items()
             if not isinstance(s, int) or isinstance(s, bool) or s == 0 or s < -1]
     out += [f"{name}.{key}={given[key]!r}: must be text, 'all' or ranges such as '0-3,6'"

@@ -46,15 +46,16 @@ NOT_YET = (
     (r"online_dpo|nash_md|xpo",
      "preferences between fresh samples (online DPO) are not supported yet; there are run.recipe=preference on pairs "
      "that were made before, and run.recipe=rl with a reward"),
-    (r"ep|ep_size|expert_.*",
-     "a mesh axis of experts is not there yet; they are split over mesh.fsdp and, each by its width, mesh.tp"),
+    (r"ep_size|expert_.*|enable_ep.*",
+     "experts are split over mesh.ep, whole ones, and by their width over mesh.tp; their other dimension over mesh.fsdp"),
     (r".*experts?|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
-     "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE and Mixtral, split over mesh.fsdp and mesh.tp"),
+     "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE and Mixtral, split over mesh.ep, mesh.fsdp and mesh.tp"),
     (r"cp|cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
      "splitting a sequence over devices is not supported yet; long ones fit with mesh.fsdp, mesh.tp, model.remat and a "
      "smaller train.tokens_per_microbatch"),
     (r"pp|pp_size|pipeline.*|num_stages",
-     "pipelines of layers are not supported; large models are split by mesh.fsdp and mesh.tp"),
+     "there are no pipelines of layers: mesh.fsdp, mesh.ep and mesh.tp split a model as far, and run.mode=plan says what fits and "
+     "what it costs (docs/plan.md has layouts with pipelines and what stands for them)"),
     (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",
      "of quantised weights there is the frozen base of adapters, lora.base=int8 or nf4; train.compute_dtype and "
      "rollout.dtype choose among bf16, fp16 and fp32"),

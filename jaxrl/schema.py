@@ -67,10 +67,12 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "lora": jobs.LORA,
     "mesh": {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
-        "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp"),
-        "tp": O(1, "shards of heads, MLP width and vocabulary"),
+        "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp x ep"),
+        "ep": O(1, "shards of experts, whole ones, to which the tokens of its devices are sent; of all other parameters as fsdp;"
+                   " divides the number of experts"),
+        "tp": O(1, "shards of heads, and of the width of MLPs, experts and vocabulary"),
         "roles": O({}, "role (policy, reference, critic, teacher, sampler, reward_model) -> {devices: 'all' or '0-3' of every"
-                       " process, processes: 'all' or '2-3' (reference alone: the whole hosts it is on), dp, fsdp, tp,"
+                       " process, processes: 'all' or '2-3' (reference alone: the whole hosts it is on), dp, fsdp, ep, tp,"
                        " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
     },
     "data": {

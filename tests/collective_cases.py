@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxrl.config import load_config, put
 from jaxrl.planning import compiling
 from jaxrl.planning.case import open_case
+from jaxrl.sharding.mesh import AXES
 
 BUDGET = Path(__file__).with_name("collectives.csv")
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,8 @@ CASES = {
     "grpo dp": ("grpo.py", {}, "cpu:8", (8, 1, 1)),
     "grpo fsdp": ("grpo.py", {}, "cpu:8", (1, 8, 1)),
     "ppo mixed": ("ppo.py", {"algorithm.kl.coef": 0.1}, "cpu:8", (2, 2, 2)),
+    "experts": ("grpo_moe.py", {"model.remat": "full", "model.scan_layers": "true"}, "cpu:8", (1, 2, 4, 1)),
+    "experts mixed": ("grpo_moe.py", {"algorithm.old_logprobs": "recompute"}, "cpu:8", (1, 2, 2, 2)),
     "1.5B on 64": ("grpo_gsm8k.py", BIG | {"model.config": QWEN}, "cpu:64", (4, 8, 2)),
     "8B on 256": ("grpo_gsm8k.py", BIG | {"model.config": QWEN8B}, "cpu:256", (4, 16, 4)),
 }
@@ -37,7 +40,7 @@ def found(name: str) -> tuple[dict[tuple, tuple[int, int]], int]:
     config = load_config(str(ROOT / "configs" / file))
     for option, value in ({"run.mode": "plan", "plan.target": target} | changes).items():
         put(config, option, value)
-    config.mesh.dp, config.mesh.fsdp, config.mesh.tp = sizes
+    config.mesh.update(dict(zip(AXES if len(sizes) == 4 else ("dp", "fsdp", "tp"), sizes, strict=True)))
     case = open_case(config)
     big = case.target.count > 8
     wanted = {"update", "update_apply", "score_reference"} if big else None

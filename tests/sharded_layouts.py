@@ -1,14 +1,18 @@
 # ruff: noqa: E402, I001
 """What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
 
-Usage: sharded_layouts.py numbers|memory|logprob|steps FOLDER dp,fsdp,tp ...
+Usage: sharded_layouts.py numbers|experts|piled|memory|logprob|steps FOLDER dp,fsdp,tp or dp,fsdp,ep,tp ...
   numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
+  experts: numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz.
+  piled:   the kernel of experts where all tokens go to two of them.
   memory:  compiled temporaries of a deep model's gradient.
   logprob: the log-prob kernel against its reference.
   steps:   one whole GRPO step of tiny_job.
 """
 
+import functools
 import json
+import math
 import os
 import sys
 
@@ -21,27 +25,34 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tiny_job
+from flax.traverse_util import flatten_dict
 from training_helpers import batch_of_groups, policy_objective
 
 import jaxrl
 from jaxrl import models, sharding, training
 from jaxrl.config import default_config
+from jaxrl.kernels.experts import experts as kernel
+from jaxrl.kernels.experts import tuned
 from jaxrl.kernels.logprob import divergence, logprob_and_entropy
-from jaxrl.models.placement import split_of
+from jaxrl.models.feed_forward import GATED
+from jaxrl.models.placement import routed, split_of
+from jaxrl.sharding.mesh import AXES
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
 from jaxrl.types import PackedBatch
 
 HF = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16,
       "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
+EXPERTS = HF | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3}
 LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
 
 
 def mesh_of(shape):
     config = default_config()
-    config.mesh.dp, config.mesh.fsdp, config.mesh.tp = shape
-    mesh = sharding.make_mesh(config.mesh)
+    config.mesh.update(dict(zip(AXES if len(shape) == 4 else ("dp", "fsdp", "tp"), shape, strict=True)))
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:math.prod(shape)])
     jax.set_mesh(mesh)
     return mesh
 
@@ -52,9 +63,9 @@ def share(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in matrices) / sum(x.nbytes for x in matrices)
 
 
-def numbers(folder, shape):
+def numbers(folder, shape, hf=HF):
     mesh = mesh_of(shape)
-    model = models.build(HF, compute_dtype=jnp.float32, scan_layers=True, remat="full")
+    model = models.build(hf, compute_dtype=jnp.float32, scan_layers=True, remat="full")
     params = model.init(jax.random.key(0))
     traj, columns = batch_of_groups(groups=16, size=3)
     layout = training.make_layout(traj.sizes,
@@ -73,6 +84,86 @@ def numbers(folder, shape):
     grads, metrics = update.gradients(state, batches)
     np.savez(f"{folder}/{','.join(map(str, shape))}.npz", logp=logp, loss=metrics["loss"], **jax.device_get(grads))
     return {"share": share(params), "moments": share(moments), "microbatches": len(batches)}
+
+
+def experts(folder, shape):
+    """numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz."""
+    found = numbers(folder, shape, EXPERTS)
+    with jax.enable_x64(True):
+        model = models.build(EXPERTS, compute_dtype=jnp.float64, scan_layers=True, remat="full")
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0)))
+        name, grads = ",".join(map(str, shape)), gradients(model, params, model_batch())[1]
+        np.savez(f"{folder}/{name}.float64.npz", **flatten_dict(jax.device_get(grads), sep="/"))
+    return found
+
+
+def model_batch():
+    """Rows with padding at their ends."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    segments = (positions < rng.integers(LENGTH // 2, LENGTH, (ROWS, 1))).astype(np.int32)
+    return tokens, positions, segments, np.zeros_like(tokens)
+
+
+def gradients(model, params, batch):
+    """(loss, gradients) of a function of every logit and of the router's own terms; sharded by the mesh in force."""
+    def loss(params, *batch):
+        hidden, said = model.forward(params, *batch)[:2]
+        real = batch[2] > 0
+        terms = (jnp.where(real, said[name], 0) for name in ("router_z", "router_entropy"))
+        logits = model.logits(params, jnp.where(real[..., None], hidden, 0))
+        return jnp.sum(jnp.sin(logits)) + sum(map(jnp.sum, terms))
+
+    mesh = jax.sharding.get_mesh()
+    where = sharding.param_shardings(mesh, model.logical_axes(), params)
+    run = jax.jit(jax.value_and_grad(loss), out_shardings=(None, where))
+    return run(jax.device_put(params, where), *jax.device_put(batch, sharding.batch_sharding(mesh)))
+
+
+def piled(folder, shape):
+    """The largest relative difference of output and gradients where an even routing and one that sends all tokens to the
+    same two experts run through one program of the kernel, from the reference on one device; temporaries of that
+    program, of 2 chunks, and of one of 4, for what they depend on."""
+    mesh_of(shape)
+    mesh, chunk, count, slots, size, width = jax.sharding.get_mesh(), 128, 8, 3, 32, 64
+    rng, shards, tuned.chunk = np.random.default_rng(0), sharding.data_shards(jax.sharding.get_mesh()), lambda slots, experts: chunk
+    weights = [rng.normal(size=s).astype(np.float32) / 10 for s in ((count, size, width),) * 2 + ((count, width, size),)]
+
+    def inputs(chunks):
+        each = chunks * chunk // mesh.shape["ep"]
+        x = rng.normal(size=(shards, each, size)).astype(np.float32)
+        gates = rng.random((shards, each, slots)).astype(np.float32)
+        even = (np.arange(shards * each)[:, None] * slots + np.arange(slots)) % count
+        one = np.broadcast_to(np.array([1, 0, -1]), even.shape)
+        return x, gates, *(ids.reshape(gates.shape).astype(np.int32) for ids in (even, one))
+
+    def outcome(call, x, gates, ids, *weights):
+        def loss(x, gates, *weights):
+            y = call(x, ids, gates, *weights)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True)(x, gates, *weights)
+
+    def plain(x, ids, gates, *weights):
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
+        return kernel(*flat, *weights, activation=GATED["silu"], implementation="reference").reshape(x.shape)
+
+    def compiled(x, gates, ids):
+        rows, own = sharding.batch_sharding(mesh), jax.NamedSharding(mesh, jax.P("ep"))
+        run = jax.jit(functools.partial(outcome, functools.partial(routed, activation=GATED["silu"])), in_shardings=(rows,) * 3 + (own,) * 3)
+        return run.lower(x, gates, ids, *weights).compile()
+
+    x, gates, *routings = inputs(2)
+    program, worst = compiled(x, gates, routings[0]), 0.0
+    for ids in routings:
+        placed = jax.device_put((x, gates, ids, *weights), program.input_shardings[0])
+        got, want = program(*placed), jax.jit(functools.partial(outcome, plain))(x, gates, ids, *weights)
+        pairs = zip(*(jax.tree.leaves(jax.device_get(x)) for x in (got, want)), strict=True)
+        worst = max(worst, *(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs))
+    more = inputs(4)
+    sizes = [p.memory_analysis().temp_size_in_bytes for p in (program, compiled(*more[:3]))]
+    return {"piled": worst, "temporaries": sizes, "tokens": x[0].nbytes}
 
 
 def memory(folder, shape):

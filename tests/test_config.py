@@ -15,7 +15,7 @@ from jaxrl.models.config import family_of
 from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet
 from jaxrl.recipes import setup
 from jaxrl.schema import options
-from jaxrl.sharding.mesh import mesh_shape
+from jaxrl.sharding.mesh import check_experts, mesh_shape
 from jaxrl.spec import algorithm_row, resolve
 from jaxrl.telemetry import METRICS
 
@@ -91,7 +91,7 @@ def test_bad_flags_name_the_right_one(flag, message):
 @pytest.mark.parametrize("name, missing, instead", [
     ("qlora.rank", "LoRA", "model.trainable"), ("adalora", "LoRA", "lora.rank"),
     ("algorithm.dpo_beta", "DPO", "run.recipe=preference"), ("algorithm.xpo", "online", "run.recipe=preference"),
-    ("mesh.ep", "experts", "mesh.fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
+    ("mesh.ep_size", "mesh.ep", "fsdp"), ("mesh.cp", "sequence", "mesh.tp"),
     ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "only text", ""),
 ])
 def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
@@ -277,6 +277,16 @@ def test_a_mesh_that_does_not_divide_the_devices_names_the_axis_to_lower():
     c.mesh.dp = 3
     with pytest.raises(ConfigError, match=r"1 device\(s\) cannot be divided by mesh.dp = 3; lower mesh.dp"):
         mesh_shape(c.mesh, 1)
+
+
+@pytest.mark.parametrize("ep, experts, said", [
+    (2, 0, "mesh.ep=2: the model has no experts to split; leave it at 1 and raise mesh.fsdp"),
+    (4, 6, "mesh.ep=4 does not divide the model's 6 experts; choose one of 1, 2, 3, 6, and give the other devices to mesh.fsdp"),
+])
+def test_experts_are_split_whole(ep, experts, said):
+    with pytest.raises(ConfigError, match=said):
+        check_experts(ep, experts)
+    check_experts(1, experts)
 
 
 def test_help_says_how_lists_are_written_and_what_every_metric_means(capsys):

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -201,13 +202,16 @@ def _loader(stored, shardings, dtype):
 
     def load(entry):
         sharding, kind = entry.of(shardings), entry.of(dtype) if isinstance(dtype, dict) else dtype
-        if not entry.stacked:
-            return _place(entry, stored[entry.hf_names[0]], sharding, kind).block_until_ready()
+        within = entry.row.stacked
+        if entry.stacked == within:
+            return _place(entry, [stored[name] for name in entry.hf_names], sharding, kind).block_until_ready()
         array, part = jnp.zeros(entry.shape, kind, device=sharding), sharding
         if isinstance(sharding, NamedSharding):
-            part = NamedSharding(sharding.mesh, P(*sharding.spec[entry.stacked:]))
-        for index, name in zip(entry.indices, entry.hf_names, strict=True):
-            array = _filler(sharding)(array, _place(entry, stored[name], part, kind), index).block_until_ready()
+            part = NamedSharding(sharding.mesh, P(*sharding.spec[entry.stacked - within:]))
+        each = len(entry.hf_names) // entry.shape[0]
+        for layer in range(entry.shape[0]):
+            own = [stored[name] for name in entry.hf_names[layer * each:(layer + 1) * each]]
+            array = _filler(sharding)(array, _place(entry, own, part, kind), layer).block_until_ready()
         return array
 
     return load
@@ -219,10 +223,24 @@ def check_weights(model, path: str, revision: str | None = None) -> None:
     _match(model, fused.split(model, tensorfile.list_folder(folder)), folder)
 
 
-def _place(entry, tensor, sharding, dtype):
-    """One HF tensor as one of our arrays, device slice by device slice."""
-    view = entry.from_hf(tensor.read())
-    return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index], dtype, order="C"))
+def _place(entry, tensors, sharding, dtype):
+    """One HF tensor, or those of a layer's experts, as one of our arrays, device slice by device slice."""
+    within = entry.row.stacked
+    views = [entry.from_hf(tensor.read()) for tensor in tensors]
+    if not within:
+        return jax.make_array_from_callback(
+            views[0].shape, sharding, lambda index: np.array(views[0][index], dtype, order="C"))
+    shape = entry.shape[entry.stacked - within:]
+    numbers = np.arange(len(views)).reshape(shape[:within])
+
+    def part(index):
+        own = numbers[index[:within]]
+        out = np.empty((own.size, *views[0][index[within:]].shape), dtype)
+        for i, number in enumerate(own.reshape(-1)):
+            out[i] = views[number][index[within:]]
+        return out.reshape(own.shape + out.shape[1:])
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 @functools.cache
@@ -323,12 +341,13 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         main = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     if main not in tensorfile.CODES:
         raise ConfigError(f"checkpoint.export_dtype={dtype!r}: choose auto, {', '.join(DTYPE_NAMES)}")
-    planned = []
+    planned, of_layer = [], functools.lru_cache(maxsize=FEW)(_of_layer)
     for entry in model.entries:
+        array, lead = _Once(entry.of(params)), entry.stacked - entry.row.stacked
         for index, name in zip(entry.indices, entry.hf_names, strict=True):
             kind = own.get(name, main)
             planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
-                _host, entry, entry.of(params), index, kind)))
+                _host, entry, of_layer, array, index[:lead], index[lead:], kind)))
     if model.config.tied and source.get("head") and not isinstance(model, ValueModel):
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
@@ -343,13 +362,33 @@ def order(name):
     return (0 if name == EMBEDDING else 1 if layer else 2, int(layer[1]) if layer else 0, name == HEAD)
 
 
-def _host(entry, array, index, dtype):
-    """One HF tensor as numpy; collective where the array is spread over processes."""
-    part = array[index] if index else array
+FEW = 3  # arrays of a layer's experts that are in host memory at once: gate, up, down
+
+
+class _Once(NamedTuple):
+    """An array that is its own key in a cache."""
+
+    array: Any
+
+    def __hash__(self):
+        return id(self.array)
+
+    def __eq__(self, other):
+        return self.array is other.array
+
+
+def _of_layer(array: _Once, layer: tuple):
+    """One layer's part of an array as numpy; collective where it is spread over processes."""
+    part = array.array[layer] if layer else array.array
     if not getattr(part, "is_fully_addressable", True):
         from jax.experimental import multihost_utils
         part = multihost_utils.process_allgather(part, tiled=True)
-    return entry.to_hf(np.asarray(part).astype(dtype))
+    return np.asarray(part)
+
+
+def _host(entry, of_layer, array, layer, index, dtype):
+    """One HF tensor as numpy. A layer's experts are fetched together: each alone would be gathered with all of them."""
+    return entry.to_hf(of_layer(array, layer)[index].astype(dtype))
 
 
 def _special_ids(eos_ids, tokenizer) -> dict:

@@ -91,7 +91,7 @@ def _experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
         return Row(f"mlp/experts/{path}/kernel", ("expert", *axes), f"{module}.experts.{{}}.{name}.weight", 1,
                    sizes=("num_experts", *sizes), stacked=1, share="experts_share", adapts=False)
 
-    into, out = (("embed", "mlp"), ("hidden_size", "expert_size")), (("mlp", "embed"), ("expert_size", "hidden_size"))
+    into, out = (("expert_embed", "mlp"), ("hidden_size", "expert_size")), (("mlp", "expert_embed"), ("expert_size", "hidden_size"))
     return (Row(ROUTER, ("embed", None), f"{module}.gate.weight", 1, sizes=("hidden_size", "num_experts"), adapts=False),
             one("gate", *into, gate), one("up", *into, up), one("down", *out, down))
 

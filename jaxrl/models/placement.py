@@ -1,7 +1,8 @@
 """Where activations and weights live while a model runs under `jax.set_mesh`; without a mesh nothing happens here.
 
-Rows are split over the data axes, heads and widths over tp. Weights are gathered over fsdp before they are used, so
-the sums inside a layer are the same for every split of the data axes.
+Rows are split over the data axes, heads and widths over tp. Weights are gathered over fsdp and ep before they are used,
+so the sums inside a layer are the same for every split of the data axes; experts stay where they are over ep, and the
+rows go to them.
 
 Legend: B rows, L tokens per row, V vocabulary, D hidden size, H query heads, G key-value heads, K head size.
 """
@@ -37,7 +38,7 @@ def _data_axes(mesh, rows: int):
 
 
 def gathered(weight, axes, dtype):
-    """The weight in `dtype`, whole over fsdp and split over tp, as every rank uses it."""
+    """The weight in `dtype`, whole over fsdp and split over tp (experts: over ep, too), as every rank uses it."""
     mesh = _mesh()
     if mesh is None:
         return weight.astype(dtype)
@@ -95,7 +96,7 @@ def split_of(rows: int, vocab: int) -> Split | None:
 def embed(table_VxD, tokens_BxL, dtype):
     """Rows of the table in `dtype`, [B, L, D]; each device of tp looks up the tokens it holds.
 
-    The table is gathered over fsdp as all weights are, so that its gradient is summed in one order on every (dp, fsdp).
+    The table is gathered as all weights are, so that its gradient is summed in one order on every (dp, fsdp).
     The uses of one token are summed in the table's dtype.
     """
     split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
@@ -168,20 +169,25 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
 
 
 def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation):
-    """kernels.experts, each device on its own rows and, where tp divides their width, its share of every expert."""
-    def local(axis, *arguments):
-        flat = (a.reshape(-1, a.shape[-1]) for a in arguments[:3])
-        y = experts(*flat, *arguments[3:], activation=activation).reshape(arguments[0].shape)
-        return jax.lax.psum(y, axis) if axis else y
+    """kernels.experts, each device with its experts where ep divides their number, on the rows of all devices of ep,
+    else with all of them on its own; where tp divides their width, with its share of each."""
+    def local(x, ids, gates, *weights):
+        if expert and not rows:  # all rows are here: nothing is sent, only summed
+            ids = ids - jax.lax.axis_index(expert) * len(weights[0])
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
+        y = experts(*flat, *weights, activation=activation, axis=expert if rows else None).reshape(x.shape)
+        parts = tuple(axis for axis in (None if rows else expert, width) if axis)
+        return jax.lax.psum(y, parts) if parts else y
 
-    arguments = (x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down)
-    mesh = _mesh()
+    mesh, arguments = _mesh(), (x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down)
     if mesh is None:
-        return local(None, *arguments)
-    tp = mesh.shape["tp"]
-    data, width = P(_data_axes(mesh, x_BxLxD.shape[0])), "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
-    specs = data, data, data, P(None, None, width), P(None, None, width), P(None, width)
-    return jax.shard_map(functools.partial(local, width), in_specs=specs, out_specs=data, check_vma=False)(*arguments)
+        rows = expert = width = None
+        return local(*arguments)
+    rows, (ep, tp) = _data_axes(mesh, x_BxLxD.shape[0]), (mesh.shape[a] for a in ("ep", "tp"))
+    expert = "ep" if ep > 1 and len(gate) % ep == 0 else None
+    width = "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
+    specs = P(rows), P(rows), P(rows), P(expert, None, width), P(expert, None, width), P(expert, width)
+    return jax.shard_map(local, in_specs=specs, out_specs=P(rows), check_vma=False)(*arguments)
 
 
 def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, **options):

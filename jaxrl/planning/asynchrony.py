@@ -256,7 +256,7 @@ def planned(case, phases: dict) -> Speeds:
     else:
         v = c.rollout.vllm
         servers = len(c.rollout.servers) or v.replicas * case.target.hosts
-        inner = {"dp": 1, "fsdp": 1, "tp": v.tensor_parallel}
+        inner = dict.fromkeys(case.mesh, 1) | {"tp": v.tensor_parallel}
         width = workload.SIZES[c.rollout.dtype]
         prompt, answer = workload.lengths(c)
         slots = min(v.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // servers))

@@ -85,6 +85,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
                    engine=chosen_engine(getattr(config, "asked", config), here=False))
     model = with_kernels(model or _model(spec, hf_config), target)
     mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
+    sharding.check_experts(mesh["ep"], model.config.num_experts)
     whole, usable = device_memory(spec, target)
     turns = target.kind == "gpu" and shared_gpus(spec) == "turns"
     lent = memory_fraction(spec) * whole if turns else 0.0
@@ -133,11 +134,13 @@ def _rollout(config, model, target, mesh: dict):
         return None
     if target.hosts == 1:
         inner = mesh
-    elif target.per_host % mesh["tp"]:
-        raise ConfigError(f"mesh.tp={mesh['tp']}: the embedded sampler stays within one process, which has "
-                          f"{target.per_host} devices on {target}; lower mesh.tp, or set rollout.engine=vllm")
+    elif target.per_host % (mesh["ep"] * mesh["tp"]):
+        sizes = {f"mesh.{a}": mesh[a] for a in ("ep", "tp") if mesh[a] > 1}
+        raise ConfigError(f"{', '.join(f'{a}={n}' for a, n in sizes.items())}: the embedded sampler stays within one "
+                          f"process, which has {target.per_host} devices on {target}; lower {' or '.join(sizes)}, or "
+                          "set rollout.engine=vllm")
     else:
-        inner = {**dict.fromkeys(mesh, 1), "fsdp": target.per_host // mesh["tp"], "tp": mesh["tp"]}
+        inner = {**mesh, "dp": 1, "fsdp": target.per_host // (mesh["ep"] * mesh["tp"])}
     width = SIZES[config.rollout.dtype]
     reads_all = target.kind == "cpu" or model.attention in ("blockwise", "reference")
     return inner, from_config(config, data_shards(inner), 1, target.hosts, reads_all), width

@@ -4,6 +4,7 @@ for this one."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 from jaxrl.config import editable
@@ -63,8 +64,16 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     return out
 
 
-def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]:
-    """Changes in the order in which a user would rather make them: first what costs time, then what costs samples."""
+def expert_splits(mesh: dict, per_host: int, experts: int) -> list[int]:
+    """Larger mesh.ep that a host's devices and the number of experts allow, ascending."""
+    inside = per_host // mesh["tp"] if experts else 0
+    return [ep for ep in range(mesh["ep"] + 1, inside + 1) if inside % ep == 0 and experts % ep == 0]
+
+
+def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0) -> Iterator[dict]:
+    """Changes in the order in which a user would rather make them: first what costs time, then what costs samples.
+
+    experts: of a layer of the model."""
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
                if n >= length] or [length]
@@ -74,11 +83,20 @@ def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]
         yield {"rollout__vllm__memory_fraction": part}
     if remat:
         yield remat
+    devices = math.prod(mesh.values())
+    splits = [{"mesh__ep": ep, "mesh__dp": 1, "mesh__fsdp": devices // (ep * mesh["tp"])}
+              for ep in expert_splits(mesh, per_host, experts) if devices % (ep * mesh["tp"]) == 0]
+    for split in splits:
+        yield {**remat, **split}
     for tokens in smaller:
         yield {**remat, "train__tokens_per_microbatch": tokens}
     if kind != "cpu" and not config.optimizer.offload:
         yield {**remat, "train__tokens_per_microbatch": smaller[-1], "optimizer__offload": True}
     least = {**remat, "train__tokens_per_microbatch": smaller[-1]}
+    for split in splits:
+        yield {**least, **split}
+        if kind != "cpu":
+            yield {**least, **split, "optimizer__offload": True}
     for part in parts:
         yield {**least, "optimizer__offload": True, "rollout__vllm__memory_fraction": part}
     if mesh["dp"] > 1:
@@ -88,9 +106,9 @@ def alternatives(config, mesh: dict, per_host: int, kind: str) -> Iterator[dict]
             yield {**least, "rollout__slots": slots}
         least["rollout__slots"] = 8
     for tp in (2, 4, 8):
-        devices = mesh["dp"] * mesh["fsdp"] * mesh["tp"]
-        if tp > mesh["tp"] and tp <= per_host and devices % tp == 0:
-            yield {**least, "mesh__tp": tp, "mesh__dp": 1, "mesh__fsdp": devices // tp}
+        inner = tp * mesh["ep"]
+        if tp > mesh["tp"] and inner <= per_host and devices % inner == 0:
+            yield {**least, "mesh__tp": tp, "mesh__dp": 1, "mesh__fsdp": devices // inner}
     answer = lengths(config)[1]
     for part in (2, 4, 8):
         yield {**least, "rollout__max_new_tokens": max(1, answer // part)}

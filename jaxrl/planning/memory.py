@@ -166,11 +166,11 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     learns = kind in ("update", "critic")
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
-    layer += dispatch(model, t, tp, learns)
+    layer += dispatch(model, t, mesh, learns)
     scores = blockwise.SCORES_CPU if targets.parse(config.plan.target).kind == "cpu" else blockwise.SCORES
     per_token = _kept_without_remat(model, tp, length)
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
-    gathered = 2 * layer_weights(model) / tp * act
+    gathered = 2 * layer_weights(model, mesh["ep"]) / tp * act
     hidden = 4 * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0
@@ -187,7 +187,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         return hidden + max(layer + gathered, head)
     saved = _saved(model, t, tp, act, length)
     gradients = weight_bytes(model, mesh, TRAIN_RULES, 4)
-    own = layer_weights(model) / tp * 4
+    own = layer_weights(model, mesh["ep"]) / tp * 4
     embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
 
@@ -222,21 +222,24 @@ def _mean_width(cfg) -> float:
     return sum(kept) / len(kept)
 
 
-def dispatch(model, t: float, tp: int, learns: bool) -> float:
-    """Bytes of the rows that a chunk of tokens is sorted into for its experts, which are computed in fp32, of the
-    router's probabilities, and of the experts' gradients in fp32."""
-    cfg = model.config
+def dispatch(model, t: float, mesh: dict, learns: bool) -> float:
+    """Bytes of a chunk of tokens of all devices of ep, of the rows that it is sorted into for this one's experts, which
+    are computed in fp32, of the router's probabilities, and of the experts' gradients in fp32."""
+    cfg, ep = model.config, mesh["ep"]
     if not cfg.num_experts:
         return 0.0
-    chunk = min(t, tuned.chunk(cfg.experts_per_token, cfg.num_experts))
-    rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts, tuned.BLOCK) * tuned.BLOCK
-    sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / tp * 4 * learns
+    chunk = min(t * ep, tuned.chunk(cfg.experts_per_token, cfg.num_experts))
+    rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts // ep, tuned.BLOCK) * tuned.BLOCK
+    if ep > 1:
+        rows += chunk * (1 + model.compute_dtype.itemsize / 4)  # the tokens, and what goes back to them
+    sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / (ep * mesh["tp"]) * 4 * learns
     return rows * cfg.hidden_size * 4 * (2 if learns else 1) + 4 * t * cfg.num_experts * 4 + sums
 
 
-def layer_weights(model) -> float:
-    """Parameters of one layer."""
-    return sum(math.prod(e.shape) for e in model.entries if e.path[0].startswith("layer")) / model.config.num_layers
+def layer_weights(model, ep: int = 1) -> float:
+    """Parameters of one layer, with a device's share of its experts, so many of which share them."""
+    return sum(math.prod(e.shape) / (ep if e.row.stacked else 1)
+               for e in model.entries if e.path[0].startswith("layer")) / model.config.num_layers
 
 
 def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dict]:

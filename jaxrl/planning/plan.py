@@ -223,7 +223,7 @@ def too_small(case: Case) -> str:
     """Why vLLM's part of a shared device is too small for what it must hold, or ""."""
     if not case.lent:
         return ""
-    c, tp = case.config, {"dp": 1, "fsdp": 1, "tp": case.config.rollout.vllm.tensor_parallel}
+    c, tp = case.config, dict.fromkeys(case.mesh, 1) | {"tp": case.config.rollout.vllm.tensor_parallel}
     size = workload.SIZES[c.rollout.dtype]
     weights = workload.weight_bytes(case.model, tp, ROLLOUT_RULES, size)
     answer = memory.cache_bytes(case.model, tp, 1, sum(workload.lengths(c)), size)
@@ -266,7 +266,8 @@ def _search(case: Case, programs: dict, plan: dict) -> dict:
 
 
 def _nearest(case: Case, peak) -> str:
-    for change in fit.alternatives(case.config, case.mesh, case.target.per_host, case.target.kind):
+    experts = case.model.config.num_experts
+    for change in fit.alternatives(case.config, case.mesh, case.target.per_host, case.target.kind, experts):
         try:
             size = peak(fit.changed(case.config, **change))
         except ConfigError:
@@ -275,14 +276,16 @@ def _nearest(case: Case, peak) -> str:
             return f"The nearest that fits ({gib(size)} counted): {fit.said(change)}"
     for factor in (2, 4, 8, 16, 32, 64):
         text = f"{case.target.name}:{case.target.count * factor}"
-        try:
-            other = case_of(fit.changed(case.config, plan__target=text, mesh__fsdp=-1), case.hf_config)
-            size = counted_peak(other, {})
-        except ConfigError:
-            continue
-        if size <= other.usable:
-            return (f"No change of this config fits {case.target}; on {other.target} it does ({gib(size)} a device, "
-                    "counted)")
+        for ep in (case.mesh["ep"], *fit.expert_splits(case.mesh, targets.parse(text).per_host, experts)):
+            try:
+                other = case_of(fit.changed(case.config, plan__target=text, mesh__fsdp=-1, mesh__ep=ep), case.hf_config)
+                size = counted_peak(other, {})
+            except ConfigError:
+                continue
+            if size <= other.usable:
+                how = f" with --config.mesh.ep={ep}" if ep > 1 else ""
+                return (f"No change of this config fits {case.target}; on {other.target}{how} it does ({gib(size)} a "
+                        "device, counted)")
     return (f"Nothing was found that fits {case.target}; take a smaller model, or train fewer of its parameters "
             "(model.frozen)")
 
@@ -367,7 +370,7 @@ def predict(config, mesh, model) -> dict[str, float]:
     if name is None or len(config.mesh.roles) or model.adapter is not None:
         return {}
     c = editable(config)
-    sizes = {a: mesh.shape[a] for a in ("dp", "fsdp", "tp")}
+    sizes = dict(mesh.shape)
     for axis, n in sizes.items():
         c.mesh[axis] = n
     c.plan.target, c.train.compute_dtype = f"{name}:{mesh.size}", DTYPE_NAMES[model.compute_dtype.name]

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from jaxrl.kernels.experts import tuned
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
+from jaxrl.sharding.mesh import DATA_AXES
 from jaxrl.training.layout import make_layout, row_shapes
 from jaxrl.types import Sizes
 
@@ -44,13 +46,15 @@ class Work:
 
 
 def data_shards(mesh: dict) -> int:
-    return mesh["dp"] * mesh["fsdp"]
+    return math.prod(mesh[a] for a in DATA_AXES)
 
 
-def weight_bytes(model, mesh: dict, rules: dict, itemsize: int) -> int:
-    """Bytes of the model's weights on one device. mesh: {"dp": ..., "fsdp": ..., "tp": ...}."""
+def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False) -> int:
+    """Bytes of the model's weights on one device, or of its experts' alone. mesh: sizes of AXES."""
     shape, total = SimpleNamespace(shape=mesh), 0
     for entry in model.entries:
+        if experts and not entry.row.stacked:
+            continue
         spec = spec_for("/".join(entry.path), entry.axes, entry.shape, shape, rules)
         parts = [math.prod(mesh[a] for a in (axis if isinstance(axis, tuple) else (axis,))) if axis else 1
                  for axis in spec]
@@ -131,16 +135,26 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     factor, head_factor = (1, 1) if forward_only else (passes(model), 4)
     flops = (factor * tokens * body + head_factor * scored * head) / mesh["tp"]
     widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:]))
-                 * len(e.hf_names)
+                 * len(e.hf_names) * e.row.share
                  for e in model.entries if e.inputs and e.path[0] != "head")
     norms = 8 * model.config.hidden_size * model.config.num_layers
     moved = factor * tokens * (widths / mesh["tp"] + norms) * act
     weights = weight_bytes(model, mesh, ROLLOUT_RULES, act)
     moved += (factor + 1) * weights
+    more = expert_chunks(model, mesh, tokens) - 1  # each reads the experts anew, and adds to their gradients
+    moved += more * weight_bytes(model, mesh, ROLLOUT_RULES, factor * act + (0 if forward_only else 8), experts=True)
     if not forward_only:
         moved += 4 * weight_bytes(model, mesh, TRAIN_RULES, 4)
     moved += head_factor * scored * model.config.vocab_size / mesh["tp"] * 4
     return Work(flops, moved)
+
+
+def expert_chunks(model, mesh: dict, tokens: float) -> int:
+    """Chunks in which the experts of a layer meet the tokens, so many on each device, that come to them over ep."""
+    cfg = model.config
+    if not cfg.num_experts:
+        return 1
+    return math.ceil(tokens * mesh["ep"] / tuned.chunk(cfg.experts_per_token, cfg.num_experts))
 
 
 def apply_work(config, model, mesh: dict) -> Work:

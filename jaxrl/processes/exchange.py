@@ -123,25 +123,31 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """This process's devices of a mesh as a mesh of the same axes: all of them along dp, whole tp groups, fsdp 1.
+    """This process's devices of a mesh as a mesh of the same axes: all of them along dp, whole ep x tp groups, fsdp 1.
 
-    What is split over tp alone (DESIGN: the rollout layout) lies on a device in the same way under both.
+    What is split over ep and tp alone (DESIGN: the rollout layout) lies on a device in the same way under both.
 
-    Raises ConfigError where a tp group crosses processes.
+    Raises ConfigError where such a group crosses processes.
     """
     if not mesh.is_multi_process:
         return mesh
-    if tp_crosses(mesh):
-        raise ConfigError(f"mesh.tp={mesh.shape['tp']}: a tensor-parallel group would cross processes, and the "
-                          "embedded sampler "
-                          "serves the devices of one process each; lower mesh.tp, or sample with rollout.engine=vllm")
-    here = [row for row in mesh.devices.reshape(-1, mesh.shape["tp"]) if row[0].process_index == jax.process_index()]
-    return Mesh(np.array(here)[:, None, :], mesh.axis_names, axis_types=mesh.axis_types)
+    if copy_crosses(mesh):
+        sizes = [f"mesh.{a}={mesh.shape[a]}" for a in mesh.axis_names[2:] if mesh.shape[a] > 1]
+        raise ConfigError(f"{', '.join(sizes)}: the devices that share the sampler's weights would be in several "
+                          "processes, and the embedded sampler serves the devices of one process each; lower "
+                          f"{' or '.join(s.partition('=')[0] for s in sizes)}, or sample with rollout.engine=vllm")
+    here = [group for group in _copies(mesh) if group.flat[0].process_index == jax.process_index()]
+    return Mesh(np.array(here)[:, None], mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def tp_crosses(mesh: Mesh) -> bool:
-    """Whether devices of several processes hold one tensor-parallel group."""
-    return any(len({d.process_index for d in row}) > 1 for row in mesh.devices.reshape(-1, mesh.shape["tp"]))
+def _copies(mesh: Mesh):
+    """Devices of each copy of the rollout weights, [copies, ep, tp]."""
+    return mesh.devices.reshape(-1, *mesh.devices.shape[2:])
+
+
+def copy_crosses(mesh: Mesh) -> bool:
+    """Whether devices of several processes hold one copy of the rollout weights, an ep x tp group."""
+    return any(len({d.process_index for d in group.flat}) > 1 for group in _copies(mesh))
 
 
 def localised(tree, mesh: Mesh):
@@ -158,11 +164,11 @@ def localised(tree, mesh: Mesh):
 
 def local_copies(mesh: Mesh, logical_axes, params, dtype):
     """(program, mesh): program(params) is a copy in `dtype` that this process can use without the others, on that mesh
-    of its own devices: split over tp where tp stays inside the process, else whole on each device. Calling it is
-    collective."""
-    if tp_crosses(mesh):
+    of its own devices: split over ep and tp where these stay inside the process, else whole on each device. Calling it
+    is collective."""
+    if copy_crosses(mesh):
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-        here, rules = Mesh(np.array(own).reshape(-1, 1, 1), mesh.axis_names,
+        here, rules = Mesh(np.array(own).reshape(-1, *(1 for _ in mesh.axis_names[1:])), mesh.axis_names,
                            axis_types=mesh.axis_types), dict.fromkeys(TRAIN_RULES)
     else:
         here, rules = local_mesh(mesh), ROLLOUT_RULES

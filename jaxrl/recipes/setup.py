@@ -373,6 +373,9 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     precision = spec.run.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     model = build_model(spec, hf_config)
+    sharding.check_experts(mesh.shape["ep"], model.config.num_experts)
+    for role in set(meshes) & {"reference", "sampler"}:  # the others may have models of their own
+        sharding.check_experts(meshes[role].shape["ep"], model.config.num_experts, f"mesh.roles.{role}.ep")
     if beyond := model.config.beyond(spec.longest):
         if spec.recipe.samples and not engine_of(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")

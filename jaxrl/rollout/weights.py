@@ -66,23 +66,28 @@ def _layers(model) -> list[list[tuple]]:
 
 def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
     """[(HF name, device array in `dtype`)] of one group of `_layers`."""
-    arrays = [entry.of(params) for entry, _ in group]
-    rows = tuple((entry.hf_shape, entry.inputs, entry.stacked) for entry, _ in group)
+    entries = list({entry.path: entry for entry, _ in group}.values())
+    arrays = [entry.of(params) for entry in entries]
+    rows = tuple((entry.hf_shape, entry.inputs, entry.stacked, entry.row.stacked) for entry in entries)
     one = arrays[0].sharding
     whole = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else None
-    tensors = _convert(arrays, [i for _, i in group], rows, np.dtype(dtype), whole)
-    return [(entry.hf_names[i], t) for (entry, i), t in zip(group, tensors, strict=True)]
+    at = [next(entry.indices[i][:1] for own, i in group if own is entry) for entry in entries]
+    tensors = _convert(arrays, at, rows, np.dtype(dtype), whole)
+    found = {entry.path: iter(own) for entry, own in zip(entries, tensors, strict=True)}
+    return [(entry.hf_names[i], next(found[entry.path])) for entry, i in group]
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype", "sharding"))
 def _convert(arrays, indices, rows, dtype, sharding):
-    """One layer's arrays -> HF tensors. rows: (HF shape, contracted axes, stacked ones) of each; indices: along the
-    stacked ones."""
+    """One layer's arrays -> lists of the HF tensors in each. rows: (HF shape, contracted axes, stacked ones, those of
+    them within a layer) of each; indices: of the layer along the others. A layer's experts are made whole together: cut
+    out one by one, each would be gathered with all layers of its kind."""
     out = []
-    for part, index, (shape, inputs, stacked) in zip(arrays, indices, rows, strict=True):
-        if stacked:
-            part = jax.lax.dynamic_index_in_dim(part.reshape(-1, *part.shape[stacked:]), index, keepdims=False)
+    for part, index, (shape, inputs, stacked, within) in zip(arrays, indices, rows, strict=True):
+        if stacked > within:
+            part = jax.lax.dynamic_index_in_dim(part, index[0], keepdims=False)
         part = part.astype(dtype)
-        part = part.reshape(shape[::-1]).T if inputs else part.reshape(shape)
-        out.append(part if sharding is None else jax.lax.with_sharding_constraint(part, sharding))
+        part = part if sharding is None else jax.lax.with_sharding_constraint(part, sharding)
+        each = part.reshape(-1, *part.shape[within:])
+        out.append([one.reshape(shape[::-1]).T if inputs else one.reshape(shape) for one in each])
     return out

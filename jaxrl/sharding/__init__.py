@@ -1,6 +1,15 @@
 """Mesh and sharding rules."""
 
-from jaxrl.sharding.mesh import ROLES, batch_sharding, data_shards, make_mesh, mesh_shape, replicated, role_meshes
+from jaxrl.sharding.mesh import (
+    ROLES,
+    batch_sharding,
+    check_experts,
+    data_shards,
+    make_mesh,
+    mesh_shape,
+    replicated,
+    role_meshes,
+)
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings, spec_for
 
 __all__ = [
@@ -8,6 +17,7 @@ __all__ = [
     "ROLLOUT_RULES",
     "TRAIN_RULES",
     "batch_sharding",
+    "check_experts",
     "data_shards",
     "make_mesh",
     "mesh_shape",

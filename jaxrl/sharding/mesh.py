@@ -1,4 +1,5 @@
-"""The device mesh: axes dp (replicas), fsdp (shards of parameters), tp (shards of heads, width, vocabulary)."""
+"""The device mesh: axes dp (replicas), fsdp (shards of parameters), ep (shards of experts, and of all other
+parameters), tp (shards of heads, width, vocabulary)."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
 
-AXES = ("dp", "fsdp", "tp")
-DATA_AXES = ("dp", "fsdp")  # the batch is split over both
+AXES = ("dp", "fsdp", "ep", "tp")
+DATA_AXES = ("dp", "fsdp", "ep")  # the batch is split over all of them
 ROLES = ("policy", "reference", "critic", "teacher", "sampler", "reward_model")  # whom mesh.roles can give devices
 
 
-def mesh_shape(mesh_config, num_devices: int) -> tuple[int, int, int]:
-    """(dp, fsdp, tp) with one -1 filled so that the product is `num_devices`.
+def mesh_shape(mesh_config, num_devices: int) -> tuple[int, ...]:
+    """Sizes of AXES with one -1 filled so that the product is `num_devices`; an axis that mesh_config lacks is 1.
 
     Raises ConfigError when the sizes cannot cover the devices.
     """
-    sizes = [mesh_config.dp, mesh_config.fsdp, mesh_config.tp]
+    sizes = [getattr(mesh_config, a, 1) for a in AXES]
     given = ", ".join(f"mesh.{a}={s}" for a, s in zip(AXES, sizes, strict=True))
     if any(s == 0 or s < -1 for s in sizes):
         raise ConfigError(f"{given}: sizes are positive, or -1 for the rest of the devices")
@@ -43,9 +44,10 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     """Mesh over all devices (or those given), in the order jax finds best for the topology.
 
     Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first,
-    then fsdp; tp stays inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, joins neighbours.
+    then fsdp; ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and around
+    it ep join neighbours.
 
-    Raises ConfigError for sizes that cannot cover the devices, and where tp would have to cross slices.
+    Raises ConfigError for sizes that cannot cover the devices, and where ep or tp would have to cross slices.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(mesh_config, len(devices))
@@ -57,15 +59,26 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
         except NotImplementedError:  # an axis of the mesh is only a part of one of the TPU's torus
             order = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
             return Mesh(order, AXES, axis_types=kinds)
-    dp, fsdp, tp = shape
+    dp, fsdp, *inner = shape
     across_dp = math.gcd(dp, slices)
     across_fsdp = slices // across_dp
     if fsdp % across_fsdp:
-        raise ConfigError(f"mesh.dp={dp}, mesh.fsdp={fsdp}, mesh.tp={tp}: the devices are {slices} slices, and tp "
-                          f"cannot cross them; make mesh.dp a multiple of {slices}")
-    inside = (dp // across_dp, fsdp // across_fsdp, tp)
-    order = mesh_utils.create_hybrid_device_mesh(inside, (across_dp, across_fsdp, 1), devices)
+        sizes = ", ".join(f"mesh.{a}={n}" for a, n in zip(AXES, shape, strict=True))
+        raise ConfigError(f"{sizes}: the devices are {slices} slices, and ep and tp cannot cross them; make mesh.dp a "
+                          f"multiple of {slices}")
+    inside = (dp // across_dp, fsdp // across_fsdp, *inner)
+    order = mesh_utils.create_hybrid_device_mesh(inside, (across_dp, across_fsdp, *(1 for _ in inner)), devices)
     return Mesh(order, AXES, axis_types=kinds)
+
+
+def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
+    """Raises ConfigError where a model's number of experts (0: it has none) cannot be split over so many devices."""
+    if ep > 1 and not experts:
+        raise ConfigError(f"{name}={ep}: the model has no experts to split; leave it at 1 and raise mesh.fsdp instead")
+    if experts % max(1, ep):
+        fit = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise ConfigError(f"{name}={ep} does not divide the model's {experts} experts; choose one of "
+                          f"{', '.join(map(str, fit))}, and give the other devices to mesh.fsdp")
 
 
 def indices(text: str, count: int, what: str = "device", of: str = "a process has") -> list[int]:
@@ -107,7 +120,7 @@ def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
         rest = 1 if -1 in sizes.values() else -1
         mine = _slice_of(devices, role, given)
         try:
-            meshes[role] = make_mesh(SimpleNamespace(**{"dp": 1, "fsdp": rest, "tp": 1, **sizes}), mine)
+            meshes[role] = make_mesh(SimpleNamespace(**{"fsdp": rest, **sizes}), mine)
         except ConfigError as e:
             raise ConfigError(f"mesh.roles.{role} on {len(mine)} of {len(devices)} devices: {e}") from None
     return meshes
@@ -137,7 +150,7 @@ def data_shards(mesh: Mesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over dp x fsdp, the rest whole."""
+    """Rows over dp x fsdp x ep, the rest whole."""
     return NamedSharding(mesh, P(DATA_AXES))
 
 

@@ -1,30 +1,37 @@
 """One table from logical axes to mesh axes, per layout.
 
-Every parameter carries one logical axis name per dimension (`Model.logical_axes()`); a layout says which mesh axis
-each one is split over. A dimension that the mesh axis does not divide stays whole.
+Every parameter carries one logical axis name per dimension (`Model.logical_axes()`); a layout says which mesh axis, or
+axes, each one is split over. A dimension that these do not divide stays whole.
+
+Experts lie over ep, whole ones, and by their width over tp: so each device of tp computes as much, whatever the
+routing. All other parameters take ep for a second fsdp.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# Training: parameters and optimizer state split over fsdp and tp.
+# Training: parameters and optimizer state split over fsdp, ep and tp.
 TRAIN_RULES = {
     "vocab": "tp",
-    "embed": "fsdp",
+    "embed": ("fsdp", "ep"),
     "heads": "tp",
     "kv_heads": "tp",
     "head_dim": None,
     "mlp": "tp",
-    "expert": None,
+    "expert": "ep",
+    "expert_embed": "fsdp",  # the hidden size of an expert's matrices
     "layers": None,
     "norm": None,
 }
 
-# Rollout: decoding reads every weight for every token, so weights are split over tp only.
-ROLLOUT_RULES = {**TRAIN_RULES, "embed": None}
+# Rollout, and weights in use: decoding reads every weight for every token, so weights are split over tp only, and
+# experts over ep, whose tokens come to them.
+ROLLOUT_RULES = {**TRAIN_RULES, "embed": None, "expert_embed": None}
 
 
 def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh, rules: dict = TRAIN_RULES) -> P:
@@ -34,17 +41,23 @@ def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh, rules: dict = TRA
     """
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} logical axes {axes} for shape {shape}")
-    out = []
+    out, taken = [], set()
     for axis, size in zip(axes, shape, strict=True):
         if axis is not None and axis not in rules:
             raise ValueError(f"parameter {name}: logical axis {axis!r} is not in the sharding rules {sorted(rules)}")
-        target = rules[axis] if axis is not None else None
-        if target is not None and size % mesh.shape[target]:
-            target = None
-        if target is not None and target in out:
-            raise ValueError(f"parameter {name}: two of its axes {axes} are split over mesh axis {target!r}")
-        out.append(target)
+        over = _mesh_axes(rules[axis] if axis is not None else None)
+        over = tuple(a for a in over if mesh.shape.get(a, 1) > 1) or over[:1]  # the others split nothing
+        if size % math.prod(mesh.shape.get(a, 1) for a in over):
+            over = ()
+        if twice := taken & {*over}:
+            raise ValueError(f"parameter {name}: two of its axes {axes} are split over mesh axis {min(twice)!r}")
+        taken |= {*over}
+        out.append(over if len(over) > 1 else over[0] if over else None)
     return P(*out)
+
+
+def _mesh_axes(target) -> tuple[str, ...]:
+    return () if target is None else target if isinstance(target, tuple) else (target,)
 
 
 def param_shardings(mesh: Mesh, logical_axes, shapes, rules: dict = TRAIN_RULES):

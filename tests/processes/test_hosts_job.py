@@ -95,3 +95,28 @@ def test_a_reference_on_one_host_alone_changes_nothing(tmp_path):
     assert max(abs(losses[k] - known[k]) for k in losses) < 1e-6
     kls = [[json.loads(line).get("policy/kl") for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "all")]
     assert kls[0][-1] > 0 and kls[0] == pytest.approx(kls[1], abs=1e-6)
+
+
+EXPERTS = tuple(f"--config.model.config.{entry}" for entry in (
+    "model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=32"))
+
+
+@pytest.mark.nightly
+def test_experts_over_the_devices_of_two_processes(tmp_path):
+    """mesh.ep=2 in each process, then across both, then 4 in one that goes on from their checkpoint: losses are those of whole
+    experts on the same answers. What the sampler says of its own tokens is what the trainer says."""
+    job(tmp_path / "one", 1, *EXPERTS, "--config.mesh.fsdp=4")
+    whole, wanted, (alone,) = rows(tmp_path / "one")
+    recorded = f"--recorded={tmp_path / 'one'}"
+    job(tmp_path / "two", 2, *EXPERTS, recorded, "--config.mesh.ep=2", f"--config.faults.plan='update.term@step={HALF},process=1',")
+    ((step, saved),) = rows(tmp_path / "two")[2][0]["saved"]
+    job(tmp_path / "two", 1, *EXPERTS, recorded, "--config.mesh.ep=4")
+    answers, losses, seen = rows(tmp_path / "two")
+    assert seen[0]["restored"] == [[step, saved]] == [[HALF, saved]] and answers == whole
+    job(tmp_path / "across", 2, *EXPERTS, recorded, "--config.mesh.ep=4", "--config.train.steps=1")
+    losses |= {-k: loss for k, loss in rows(tmp_path / "across")[1].items()}
+    assert set(losses) == {-1, *range(1, STEPS + 1)}
+    assert max(abs(loss / wanted[abs(k)] - 1) for k, loss in losses.items()) < 1e-5
+    job(tmp_path / "sampled", 2, *EXPERTS, "--config.mesh.ep=2", "--config.train.steps=1")
+    (row,) = [json.loads(line) for line in (tmp_path / "sampled" / "metrics.jsonl").read_text().splitlines()]
+    assert row["gap/max"] < 2e-5

@@ -298,29 +298,34 @@ MESHES = """
     from jaxrl import parameters
     from jaxrl.recipes import setup
     out, residual = [], decoder.residual
-    for dp, fsdp, tp in ((1, -1, 1), (1, 2, 2), (2, -1, 1), (1, 1, -1)):
+    for dp, fsdp, ep, tp in ((1, -1, 1, 1), (1, 2, 1, 2), (2, -1, 1, 1), (1, 1, 1, -1), (1, 1, 2, 2), (1, -1, 2, 1)):
         c = default_config()
         c.model.init, c.model.tokenizer, c.run.deterministic = "random", sys.argv[2], True
         c.model.config.update(json.loads(sys.argv[1]))
-        c.mesh.update({"dp": dp, "fsdp": fsdp, "tp": tp})
+        c.mesh.update({"dp": dp, "fsdp": fsdp, "ep": ep, "tp": tp})
+        if ep > 1:
+            c.model.config.update({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48})
         setup.start_jax(c)
         job = setup.open_job(c)
-        up = parameters.param_shardings(job)["layer_0"]["mlp"]["up"]["kernel"]
+        mlp = parameters.param_shardings(job)["layer_0"]["mlp"]
+        up, shape = (mlp["up"]["kernel"], (32, 48)) if ep == 1 else (mlp["experts"]["up"]["kernel"], (6, 32, 48))
+        query = parameters.param_shardings(job)["layer_0"]["attention"]["query"]["kernel"].shard_shape((32, 4, 8))[0]
         tokens = job.put(jax.numpy.zeros((8, 4)))
         ids = jax.numpy.zeros((8, 4), int)
         calls = []
         decoder.residual = lambda x: (calls.append(x.shape), residual(x))[1]
         jax.eval_shape(lambda p: job.model.hidden(p, ids, ids, ids, ids), jax.eval_shape(job.model.init, jax.random.key(0)))
         between = {jax.jit(residual)(jax.numpy.zeros(shape)).sharding.shard_shape(shape) for shape in calls}
-        out.append([dict(job.mesh.shape), up.shard_shape((32, 48)), tokens.sharding.shard_shape(tokens.shape), *between])
+        out.append([list(job.mesh.shape.values()), up.shard_shape(shape), query, tokens.sharding.shard_shape(tokens.shape), *between])
     print(json.dumps(out))
 """
 
 
 @pytest.mark.slow
 def test_mesh_splits_batch_parameters_and_width(tokenizer):
-    """Four devices. Batch rows go over dp x fsdp, parameters over fsdp x tp; between layers rows over dp x fsdp and tokens over tp
-    (sequence parallelism). (Also under run.deterministic.)"""
+    """Four devices. Batch rows go over dp x fsdp x ep, parameters over fsdp x ep x tp, experts over ep, whole ones, and their
+    matrices over fsdp x tp; between layers rows over dp x fsdp x ep and tokens over tp (sequence parallelism). (Also under
+    run.deterministic.)"""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MESHES), json.dumps(MODEL), tokenizer],
@@ -331,10 +336,12 @@ def test_mesh_splits_batch_parameters_and_width(tokenizer):
     )
     assert out.returncode == 0, out.stderr[-3000:]
     assert json.loads(out.stdout) == [
-        [{"dp": 1, "fsdp": 4, "tp": 1}, [8, 48], [2, 4], [2, 4, 32]],
-        [{"dp": 1, "fsdp": 2, "tp": 2}, [16, 24], [4, 4], [4, 2, 32]],
-        [{"dp": 2, "fsdp": 2, "tp": 1}, [16, 48], [2, 4], [2, 4, 32]],
-        [{"dp": 1, "fsdp": 1, "tp": 4}, [32, 12], [8, 4], [8, 1, 32]],
+        [[1, 4, 1, 1], [8, 48], 8, [2, 4], [2, 4, 32]],
+        [[1, 2, 1, 2], [16, 24], 16, [4, 4], [4, 2, 32]],
+        [[2, 2, 1, 1], [16, 48], 16, [2, 4], [2, 4, 32]],
+        [[1, 1, 1, 4], [32, 12], 32, [8, 4], [8, 1, 32]],
+        [[1, 1, 2, 2], [3, 32, 24], 16, [4, 4], [4, 2, 32]],
+        [[1, 2, 2, 1], [3, 16, 48], 8, [2, 4], [2, 4, 32]],
     ]
 
 

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from jaxrl.kernels.experts import reference, tuned, walk
 from jaxrl.kernels.experts.blocks import BLOCKS
+from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.kernels.platform import platform
 
 IMPLEMENTATIONS = ("reference", "blocks")
 AUTO = {"cpu": "blocks", "gpu": "blocks", "tpu": "blocks"}
 
 
-def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto"):
+def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto",
+            axis=None):
     """The output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @ up[e]) @
     down[e] with e = ids[t, k].
 
@@ -26,6 +28,10 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
     gate and up are computed again in the backward pass, and nothing but the arguments is kept for it. On a mesh, call
     it within a shard_map: its loops follow the routing of the tokens that it is given.
 
+    With `axis` the experts lie over that mesh axis of the shard_map, E on each device, and ids count them all: the
+    tokens of all its devices are gathered, chunk by chunk, and what comes of them is summed, in x's dtype, where they
+    came from (exchange.py).
+
     Args:
       x_TxD: fp32, bf16, fp16 or float64.
       ids_TxK: integers, different within a token, in the order of slots. One outside 0 <= id < E is an empty slot (an
@@ -34,6 +40,7 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       gate_ExDxF, up_ExDxF, down_ExFxD: in x's dtype; as are their gradients, summed in fp32 or better.
       activation: (gate, up) -> hidden, elementwise; a function of a module, since it is compared by identity.
       implementation: auto (the platform's), reference (every expert on every token), or blocks (sorted, in XLA).
+      axis: name of the mesh axis of the experts; None: all of them are here.
 
     Returns:
       y_TxD in x's dtype; 0 for a token without a slot. NaN where ids repeat within tokens so that they need more rows
@@ -49,11 +56,11 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
         raise ValueError(f"experts: implementation={name!r}; choose auto, {', '.join(IMPLEMENTATIONS)}")
     if not ids_TxK.size or not x_TxD.size:
         return jnp.zeros_like(x_TxD)
-    arrays = x_TxD, ids_TxK.astype(jnp.int32), gates_TxK, *weights.values()
+    arrays, exchange = (x_TxD, ids_TxK.astype(jnp.int32), gates_TxK, *weights.values()), Exchange(axis)
     if name == "reference":
-        return reference.experts(*arrays, activation)
-    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF))),
-                        *arrays)
+        return reference.experts(*arrays, activation, exchange)
+    chunk = tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF) * exchange.size)
+    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, chunk, exchange), *arrays)
 
 
 def check(x, ids, gates, weights) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
-def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, activation):
+def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, activation, exchange):
     """See api.experts. Memory and work grow with T * E."""
+    x_TxD, ids_TxK, gates_TxK = exchange.gathered(x_TxD, ids_TxK, gates_TxK)
+    ids_TxK = exchange.own(ids_TxK, len(gate_ExDxF))
     count, acc = gate_ExDxF.shape[0], jnp.promote_types(x_TxD.dtype, jnp.float32)
     a, b = (jnp.einsum("td,edf->tef", x_TxD, w, preferred_element_type=acc) for w in (gate_ExDxF, up_ExDxF))
     hidden = activation(a, b).astype(x_TxD.dtype)
@@ -19,4 +21,4 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, activat
         used = (ids_TxK[:, k] >= 0) & (ids_TxK[:, k] < count)
         own = jnp.take_along_axis(out_TxExD, jnp.where(used, ids_TxK[:, k], 0)[:, None, None], axis=1)[:, 0]
         y += jnp.where(used[:, None], gates_TxK[:, k, None].astype(acc) * own, 0)
-    return y.astype(x_TxD.dtype)
+    return exchange.returned(y.astype(x_TxD.dtype))

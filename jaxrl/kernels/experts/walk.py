@@ -3,7 +3,8 @@
 A chunk's buffers hold every routing of its tokens, so memory is static and nothing is dropped; only blocks that hold
 rows are computed. The backward pass is a second walk that computes gate and up again and sums the weights' gradients
 in fp32 (float64 where inputs are) in the order of chunks. What experts return is gathered and added slot by slot: no
-floating-point number is added to memory in an order that devices choose.
+floating-point number is added to memory in an order that devices choose. Where experts lie on several devices, a chunk
+is some tokens of each, and goes around once per walk (exchange.py): no device is asked for more because of a routing.
 
 With r a row, t its token, g its gate: h = act(x_t G, x_t U), y_t = sum g (h D). Hence dh = dy_t D^T, dg = sum dh h (the
 product h D is not needed), (da, db) = act'(g dh), dx_t = sum da G^T + db U^T, dG += x_t^T da, dU += x_t^T db,
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.kernels.experts.layout import Layout, layout
 
 
@@ -47,7 +49,8 @@ class Call:
     run: Implementation
     activation: Callable
     block: int              # rows of a block
-    chunk: int              # tokens of a chunk, at most
+    chunk: int              # tokens of a chunk, at most; of all devices of the exchange
+    exchange: Exchange = Exchange()
 
 
 class Rows(NamedTuple):
@@ -76,15 +79,15 @@ def accumulator(dtype):
 def experts(call: Call, x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD):
     """See api.experts."""
     def one(_, xs):
-        x, ids, gates = xs
-        lay = layout(ids, len(gate_ExDxF), call.block)
+        x, ids, gates = call.exchange.gathered(*xs)
+        lay = layout(call.exchange.own(ids, len(gate_ExDxF)), len(gate_ExDxF), call.block)
         out = call.run.forward(call, lay, Rows(x, lay.slots, ids.shape[1]), gate_ExDxF, up_ExDxF, down_ExFxD)
         y = added(lay, gates.astype(out.dtype), out)
         if ids.shape[1] > len(gate_ExDxF):  # ids that repeat within a token may need more rows than there are
             y = jnp.where(lay.used <= lay.experts.size, y, jnp.nan)
-        return None, y.astype(x.dtype)
+        return None, call.exchange.returned(y.astype(x.dtype))
 
-    cut = _Cut(x_TxD.shape[0], call.chunk)
+    cut = _cut(call, x_TxD)
     return cut.joined(cut.walk(one, None, (x_TxD, ids_TxK, gates_TxK))[1])
 
 
@@ -100,16 +103,16 @@ def _backward(call, saved, dy_TxD):
     acc = accumulator(x_TxD.dtype)
 
     def one(sums, xs):
-        x, ids, gates, dy = xs
-        lay, slots = layout(ids, len(weights[0]), call.block), ids.shape[1]
+        x, ids, gates, dy = call.exchange.gathered(*xs)
+        lay, slots = layout(call.exchange.own(ids, len(weights[0])), len(weights[0]), call.block), ids.shape[1]
         own = gates.astype(acc).reshape(-1).at[lay.slots].get(mode="fill", fill_value=0)
         dx, dgates, sums = call.run.backward(call, lay, Rows(x, lay.slots, slots), Rows(dy, lay.slots, slots), own,
                                              *weights, sums)
         held = lay.rows < lay.slots.size
         dgates = jnp.where(held, dgates.at[lay.rows].get(mode="clip"), 0).astype(gates.dtype)
-        return sums, (added(lay, None, dx).astype(x.dtype), dgates)
+        return sums, tuple(map(call.exchange.returned, (added(lay, None, dx).astype(x.dtype), dgates)))
 
-    cut = _Cut(x_TxD.shape[0], call.chunk)
+    cut = _cut(call, x_TxD)
     sums = () if wanted is None else tuple(jnp.zeros(w.shape, acc) for w in weights)
     sums, (dx, dgates) = cut.walk(one, sums, (x_TxD, ids_TxK, gates_TxK, dy_TxD.astype(x_TxD.dtype)))
     dweights = [s.astype(w.dtype) for s, w in zip(sums, weights, strict=True)] if sums else [None] * 3
@@ -128,6 +131,10 @@ def added(lay: Layout, gates_txK, out_RxD):
         own = own if gates_txK is None else gates_txK[:, k, None] * own
         y += jnp.where((rows < out_RxD.shape[0])[:, None], own, 0)
     return y
+
+
+def _cut(call: Call, x_TxD):
+    return _Cut(x_TxD.shape[0], max(1, call.chunk // call.exchange.size))
 
 
 class _Cut(NamedTuple):

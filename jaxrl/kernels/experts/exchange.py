@@ -1,0 +1,38 @@
+"""How tokens reach experts that lie on several devices: every device of a mesh axis is given the tokens of all of them,
+computes its own experts' part of each, and the parts are added up where the token came from.
+
+It moves P / K times as much as sending each token to its K experts' devices would, P devices: as much or less where
+P <= K, and with sizes that no routing changes. Within a shard_map; the devices call it together and equally often.
+
+Legend: t tokens of one device, P devices of the axis.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+
+class Exchange(NamedTuple):
+    """axis: name of the mesh axis, or None: all experts are here, and nothing moves."""
+
+    axis: str | None = None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.axis is None else jax.lax.axis_size(self.axis)
+
+    def gathered(self, *arrays):
+        """Each [t, ...] as [P t, ...], device after device."""
+        if self.axis is None:
+            return arrays
+        return tuple(jax.lax.all_gather(a, self.axis, tiled=True) for a in arrays)
+
+    def returned(self, x):
+        """[P t, ...], summed over the devices, as each one's [t, ...]."""
+        return x if self.axis is None else jax.lax.psum_scatter(x, self.axis, tiled=True)
+
+    def own(self, ids, experts: int):
+        """Ids of all experts as ids of this device's `experts`; those of others are outside."""
+        return ids if self.axis is None else ids - jax.lax.axis_index(self.axis) * experts
