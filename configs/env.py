@@ -23,11 +23,11 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 # name -> (turns, longest turn, longest episode) in tokens
-LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (4, 20, 96), "lake": (8, 4, 192)}
+LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (4, 20, 96), "lake": (8, 4, 192), "repair": (2, 10, 76)}
 
 
 def get_config(arg=None):
-    """arg: calc, guess, library or lake."""
+    """arg: calc, guess, library, lake or repair."""
     if arg not in LENGTHS:
         raise ConfigError(f"env has the variants {', '.join(LENGTHS)}, not {arg!r}: --config=configs/env.py:calc")
     c = default_config()

@@ -1,6 +1,6 @@
 """Makes the rows, the demonstrations and the tokenizer of the environments that ship (jaxrl/envs/builtin.py).
 
-    python evidence/env_data.py       # rewrites jaxrl/data/embedded/{calc,guess,library,lake,chat}; the same bytes everywhere
+    python evidence/env_data.py       # rewrites jaxrl/data/embedded/{calc,guess,library,lake,repair,chat}; the same bytes everywhere
 
 Files (JSONL, one row per line):
     <name>/train.jsonl   what RL asks; what a row is about (the sum, the seed of the facts, the map) is in one file only
@@ -14,7 +14,7 @@ Files (JSONL, one row per line):
 A model that was trained on the first and then on the second knows what pays and seldom does it, so that reinforcement
 learning has something to find. The lazy ones of `calc` do not call the tool (sums of that size are beyond so small a
 model), those of `guess` go on one by one instead of halving, those of `library` answer when they have looked up half
-of it, those of `lake` walk at random.
+of it, those of `lake` walk at random, those of `repair` say what stands there already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl.envs import builtin
 FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded"
 WORK = 0.08         # share of the lazy demonstrations that do what pays
 COUNTS = {"test": 256, "train": 1000, "lazy": 1600,
-          "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000}}
+          "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000, "repair": 2000}}
 
 
 def says(content: str) -> dict:
@@ -171,6 +171,50 @@ def lake(file: str, count: int, rng: random.Random) -> list[dict]:
     return out
 
 
+# -------------------------------------------------------------------------------------------------------------- repair
+
+DO = {  # name -> (what it should do, what may stand there)
+    **{name: (f"x{sign}y", [f"x{other}y" for other in ("+", "-", "*", "//", "%")])
+       for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "//"), ("mod", "%"))},
+    **{name: (f"x{sign}y", [f"x{other}y" for other in ("<", ">", "==", "!=")])
+       for name, sign in (("less", "<"), ("more", ">"), ("same", "=="), ("other", "!="))},
+    **{name: (right, ["x+1", "x-1", "x*2", "x//2", "x*x", "x+x+x"])
+       for name, right in (("inc", "x+1"), ("dec", "x-1"), ("twice", "x*2"), ("half", "x//2"), ("square", "x*x"))},
+    **{name: (right, ["x%2==0", "x%2==1", "x>0", "x<0"])
+       for name, right in (("even", "x%2==0"), ("odd", "x%2==1"), ("plus", "x>0"), ("minus", "x<0"))},
+}
+
+
+def repair(file: str, count: int, rng: random.Random) -> list[dict]:
+    """Small functions with another one's expression. Each has four unit tests, which only
+    the right one of all these passes."""
+    out = []
+    while len(out) < count:
+        name = rng.choice(list(DO))
+        right, others = DO[name]
+        x, y = rng.sample("abcdefghijklmnopqrstuvwz", 2)
+        wrong = rng.choice([other for other in others if other != right])
+        inputs = [[rng.randint(-9, 30), rng.randint(1, 9)][:1 + ("y" in right)] for _ in range(4)]
+        values = {text: [eval(text, {}, dict(zip("xy", given, strict=False))) for given in inputs] for text in others}
+        told = values[right] = [eval(right, {}, dict(zip("xy", given, strict=False))) for given in inputs]
+        if len(set(told)) == 1 or sum(found == told for found in values.values()) > 1:  # the tests would not tell them apart
+            continue
+        failing = next(k for k in range(4) if values[wrong][k] != told[k])
+        right, wrong = (text.replace("x", x).replace("y", y) for text in (right, wrong))
+        source = f"def {name}({x},{y}):\n return {wrong}" if y in right else f"def {name}({x}):\n return {wrong}"
+        if not belongs(source, file):
+            continue
+        if file in ("train", "test"):
+            out.append({"prompt": source, "tests": {"inputs": inputs, "outputs": told, "fn_name": name}})
+            continue
+        messages = [asks(source), says(right if works(file, rng) else wrong)]
+        if messages[-1]["content"] == wrong:
+            shown = f"{name}({','.join(map(str, inputs[failing]))}) is {told[failing]}"
+            messages += [asks(shown), says(right if works(file, rng) else wrong)]
+        out.append({"prompt": messages})
+    return out
+
+
 # ----------------------------------------------------------------------------------------------------------- tokenizer
 
 TEMPLATE = """\
@@ -220,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Rewrites the rows of the environments that ship.")
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--names", default="calc,guess,library,lake")
+    parser.add_argument("--names", default="calc,guess,library,lake,repair")
     args = parser.parse_args(argv)
     for make in (globals()[name] for name in args.names.split(",")):
         folder = args.out / make.__name__

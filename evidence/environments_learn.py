@@ -2,6 +2,7 @@
 
     python evidence/environments_learn.py                       # about 40 quiet minutes on two cores
     python evidence/environments_learn.py --names=calc --seeds=0
+    python evidence/environments_learn.py --names=repair        # needs bubblewrap
     python evidence/environments_learn.py --names=calc --seeds=0 --engine=vllm   # through real vLLM, without controls
 
 One run after the other, each from the command line. Controls of every seed, each from the same warm start: the same RL
@@ -67,7 +68,10 @@ def controls(name: str, folder: Path, seed: int, rl_seconds: float, shuffles: in
     def run(label: str, *overrides: str, config: str = "env") -> dict:
         return launch(sys.executable, ROOT, folder / label, *same, *overrides, config=f"configs/{config}.py:{name}")["summary"]
 
-    without = run("without", "train.max_sequence_tokens=0", *WITHOUT[name])
+    without = {}
+    if name in WITHOUT:
+        done = run("without", "train.max_sequence_tokens=0", *WITHOUT[name])
+        without = {"without": done["eval_after"]["accuracy"]}
     other = () if name == "calc" else (f"env.function={UNSCORED}:{name}",)
     dealt = [run(f"shuffled{k}", f"reward.functions={UNSCORED}:dealt_out,{UNSCORED}:own", "reward.weights=1,0",
                  "eval.accuracy_from=own", f"run.seed={seed + 100 * k}", *other) for k in range(shuffles)]
@@ -76,7 +80,7 @@ def controls(name: str, folder: Path, seed: int, rl_seconds: float, shuffles: in
     more = run("sft", "model.init=pretrained", f"data.path=jaxrl://{name}/lazy.jsonl", "data.shuffle=true",
                f"train.steps={round(rl_seconds / each)}", "optimizer.lr=1e-3", "checkpoint.export_at_end=true", config="env_sft")
     judged = run("judged", "run.mode=eval", f"model.path={more['export']}")
-    return {"without": without["eval_after"]["accuracy"],
+    return without | {
             "shuffled_before": max(before), "shuffled": [s["eval_after"]["accuracy"] for s in dealt],
             "sft_more_steps": more["steps"], "sft_more": judged["eval"]["accuracy"]}
 
@@ -114,7 +118,9 @@ def main():
               if figure in r and not met(r[figure], r["name"])]
     missed += [f"{name}: shuffled rewards do not rise in the median, measured {statistics.median(found):+.3f}"
                for name, found in gains.items() if found and statistics.median(found) >= SHUFFLED]
-    record("environments_learn" + f"_{args.engine}" * (args.engine != "jax"), {
+    others = args.names.replace(",", "_") if args.names != parser.get_default("names") else ""
+    kind = args.engine if args.engine != "jax" else others
+    record("environments_learn" + f"_{kind}" * bool(kind), {
         "command": " ".join(["python evidence/environments_learn.py", *(f"--{name.replace('_', '-')}={value}" for name, value
                                                                         in vars(args).items() if name != "out")]),
         "runs": runs, "missed": missed,

@@ -206,8 +206,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         },
     },
     "env": {
-        "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with reset and"
-                          " step; calc, guess, library, lake; gym:<id>; textarena:<id>; empty = one turn, or env.tools (docs/environments.md)"),
+        "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
+                          " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>;"
+                          " empty = one turn, or env.tools (docs/environments.md)"),
         "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the answer without calls ends the episode"),
         "options": O({}, "keyword arguments of an environment's class, or of gymnasium.make and textarena.make"),
         "parser": O("auto", "how calls are written; auto: as the chat template writes them",

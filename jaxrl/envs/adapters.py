@@ -45,7 +45,7 @@ def _now(coroutine):
 
 
 def find(setup: dict) -> Play:
-    """The Play that a worker's setup names; a function `prepare` that it has is called first. Raises LoadError."""
+    """The Play that a worker's setup names; a static method `prepare` of a class is called first. Raises LoadError."""
     if setup["tools"]:
         return Driver(setup)
     spec, options = setup["function"], setup["options"]
@@ -54,7 +54,7 @@ def find(setup: dict) -> Play:
         from jaxrl.envs import libraries
         return Stepped(libraries.find(kind, name, options), spec, {}, setup["max_turns"])
     found = load(spec)
-    if hasattr(found, "prepare"):
+    if isinstance(inspect.getattr_static(found, "prepare", None), staticmethod):
         found.prepare()
     if inspect.isclass(found):
         _check_class(found, spec)

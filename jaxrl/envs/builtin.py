@@ -5,16 +5,21 @@ calc      a tool, `env.tools=jaxrl.envs.builtin:calculate`, with reward.function
 library   an episode function with a tool that knows the row's facts, `env.function=library`
 guess     a class with reset and step, `env.function=guess`
 lake      the same with states that are met again, `env.function=lake`: mazes with holes to fall into, or a box to push
+repair    what the model writes is run, `env.function=repair`: small functions that do not do what they are called
 
 Their rows are `jaxrl://<name>/train.jsonl`, made by evidence/env_data.py; their runs configs/env.py:<name>.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 import re
 
+from jaxrl import sandbox
 from jaxrl.envs.api import Observation, Step, ToolError
+from jaxrl.sandbox.grading import grade
 
 # ---------------------------------------------------------------------------------------------------------------- calc
 
@@ -161,4 +166,37 @@ class Lake:
         return Step(Observation(self.grid, state=self.grid), float(solved(self.grid)), done)
 
 
-guess, lake = Guess, Lake  # as env.function names them
+# -------------------------------------------------------------------------------------------------------------- repair
+
+@functools.lru_cache(maxsize=4096)
+def failing(source: str, expression: str, tests: str) -> int:
+    """The first of a repaired function's unit tests, as JSON, that it fails; -1 = none. (Members of a group often say
+    the same: it is run once.)"""
+    head, _, _ = source.rpartition(" return ")
+    passed = grade(f"{head} return {expression}", tests).passed
+    return -1 if all(passed) else passed.index(False)
+
+
+class Repair:
+    """A function whose name says what it should do, and whose one expression does something else: 'def add(x,y):' and
+    ' return x*y'. The model says the expression that belongs there; the row's unit tests are run on it in the sandbox.
+    1 once all are passed, else 0; another try is told a test that failed.
+
+    A row has `prompt`, the source, and `tests`, of reward code's forms, with fn_name.
+    """
+
+    prepare = staticmethod(sandbox.prepare)
+
+    def reset(self, row, seed):
+        self.source, self.tests = row["prompt"], row["tests"]
+        return Observation(self.source)
+
+    def step(self, action):
+        test = failing(self.source, action.strip(), json.dumps(self.tests))
+        if test < 0:
+            return Step(reward=1.0, done=True)
+        arguments = ",".join(map(str, self.tests["inputs"][test]))
+        return Step(Observation(f"{self.tests['fn_name']}({arguments}) is {self.tests['outputs'][test]}"))
+
+
+guess, lake, repair = Guess, Lake, Repair  # as env.function names them

@@ -33,7 +33,7 @@ from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, functi
 from jaxrl.workers.process import Garbled, Printed, WorkerProcess, environment, shown
 
 log = logging.getLogger("jaxrl.envs")
-BUILTIN = ("calc", "guess", "library", "lake")  # of jaxrl.envs.builtin
+BUILTIN = ("calc", "guess", "library", "lake", "repair")  # of jaxrl.envs.builtin
 START_SECONDS = 300.0   # importing what env.function and env.tools name
 SAID_SECONDS = 10.0     # between two looks at what workers printed
 SAID_LINES = 20         # of it that are said each time

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from jaxrl.workers.loading import LoadError
+from jaxrl import sandbox
+from jaxrl.sandbox.grading import grade
 
 _FUNCTIONS: dict[str, Callable] = {}
 
@@ -164,23 +165,13 @@ def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_p
     tests = answer if tests is None else tests
     if tests is None:
         return None
-    from jaxrl.sandbox.grading import grade
     found = grade(code_block(completion), tests, str(entry_point or ""), stop=code_score == "all")
     share = sum(found.passed) / len(found.passed)
     metrics = {"passed": share, "opaque": float(bool(found.opaque)), "limited": float(bool(found.limit))}
     return (float(share == 1.0) if code_score == "all" else share), metrics
 
 
-def ready_sandbox():
-    """Tries the sandbox; workers that serve `code` do it before they report ready."""
-    from jaxrl import sandbox
-    try:
-        sandbox.probe()
-    except sandbox.SandboxError as e:
-        raise LoadError(str(e)) from None
-
-
-code_reward.prepare = ready_sandbox
+code_reward.prepare = sandbox.prepare
 
 
 def code_block(text: str) -> str:

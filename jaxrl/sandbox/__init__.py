@@ -6,7 +6,7 @@
 Standard library only: reward and environment workers import this package, some with another interpreter.
 """
 
-from jaxrl.sandbox.api import configure, probe, run, run_async
+from jaxrl.sandbox.api import configure, prepare, probe, run, run_async
 from jaxrl.sandbox.types import Limits, Ran, SandboxError
 
-__all__ = ["Limits", "Ran", "SandboxError", "configure", "probe", "run", "run_async"]
+__all__ = ["Limits", "Ran", "SandboxError", "configure", "prepare", "probe", "run", "run_async"]

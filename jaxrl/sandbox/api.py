@@ -10,6 +10,7 @@ import threading
 from jaxrl.sandbox import bwrap, remote, rlimits
 from jaxrl.sandbox.probe import check
 from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
+from jaxrl.workers.loading import LoadError
 
 BACKENDS = {"bwrap": bwrap.run, "rlimits": rlimits.run, "remote": remote.run}
 _LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
@@ -64,6 +65,14 @@ def probe() -> None:
             _state["probed"] = os.getpid(), settings, limits
 
 
+def prepare() -> None:
+    """The same for what workers load: they report ready after it. Raises LoadError."""
+    try:
+        probe()
+    except SandboxError as e:
+        raise LoadError(str(e)) from None
+
+
 def _checked(argv, stdin, files):
     argv = list(argv)
     if not argv or not all(isinstance(a, str) and "\0" not in a for a in argv):
@@ -77,6 +86,3 @@ def _checked(argv, stdin, files):
 
 def _bytes(data: str | bytes) -> bytes:
     return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
-
-
-__all__ = ["SandboxError", "configure", "probe", "run", "run_async"]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jaxrl.envs.pool import EpisodePool
 sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 import env_data as make  # noqa: E402
 
-NAMES = ("calc", "guess", "library", "lake")
+NAMES = ("calc", "guess", "library", "lake", "repair")
 FILES = ("train", "test", "sft", "lazy")
 
 
@@ -164,7 +165,7 @@ def test_a_slippery_lake_goes_aside_as_the_seed_says(play):
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("names", ["calc,guess,library", pytest.param("lake", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("names", ["calc,guess,library,repair", pytest.param("lake", marks=pytest.mark.nightly)])
 def test_what_ships_is_what_the_generator_makes(names, tmp_path):
     make.main(["--out", str(tmp_path), "--names", names])
     made = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()]
@@ -182,7 +183,7 @@ def about(name, row):
 def test_rows_are_apart_and_right(name):
     rows = {file: read(name, file) for file in FILES}
     asked = {file: {about(name, r) for r in rows[file]} for file in FILES}
-    if name in ("calc", "lake"):
+    if name in ("calc", "lake", "repair"):
         assert not asked["train"] & asked["test"] and not (asked["train"] | asked["test"]) & (asked["sft"] | asked["lazy"])
     elif name == "library":
         assert not asked["train"] & asked["test"] and not any(make.belongs(f"library/{s}", "sft") for s in asked["train"] | asked["test"])
@@ -193,15 +194,30 @@ def test_rows_are_apart_and_right(name):
             entry, relation, who = row["prompt"].split(" of ")
             known = builtin.facts(row["seed"])
             assert row["answer"] == known[known[who, relation], entry]
+        elif name == "repair":
+            expression, (arguments, right) = row["prompt"].split(" return ")[1], meant(row["prompt"])
+            found = [[eval(text, {}, dict(zip(arguments, given, strict=True))) for given in row["tests"]["inputs"]]
+                     for text in (expression, right)]
+            assert found[0] != row["tests"]["outputs"] == found[1]
         elif name == "lake":
             assert 2 <= len(make.ways(row["map"])[0]) <= 6 and row["prompt"] == row["map"]
         else:
             assert sorted(r["number"] for r in rows["test"]) == list(range(1, 33))
 
 
+def meant(source):
+    """(parameters, the expression that belongs there) of a function to be repaired."""
+    name, arguments = re.match(r"def (\w+)\((.*)\):", source).groups()
+    arguments = arguments.split(",")
+    renamed = dict(zip("xy", arguments, strict=False))
+    return arguments, re.sub("[xy]", lambda found: renamed[found[0]], make.DO[name][0])
+
+
 def works(name, messages):
     """Whether a demonstration does what pays."""
     said = [m for m in messages if m["role"] == "assistant"]
+    if name == "repair":
+        return said[0]["content"] == meant(messages[0]["content"])[1]
     if name in ("calc", "library"):
         return len(said) == 1 + {"calc": 1, "library": 2}[name]
     if name == "guess":
