@@ -205,7 +205,7 @@ def repair(file: str, count: int, rng: random.Random) -> list[dict]:
         if not belongs(source, file):
             continue
         if file in ("train", "test"):
-            out.append({"prompt": source, "tests": {"inputs": inputs, "outputs": told, "fn_name": name}})
+            out.append({"prompt": source, "source": source, "tests": {"inputs": inputs, "outputs": told, "fn_name": name}})
             continue
         messages = [asks(source), says(right if works(file, rng) else wrong)]
         if messages[-1]["content"] == wrong:

@@ -23,16 +23,16 @@ async def library(task, chat):
     await builtin.library(task, chat)
 
 
-def own(prompt, completion, **columns):
+def own(completion, **columns):
     """Whether the last turn says what the row wants."""
     if columns.get("tests") is not None:
-        return float(builtin.failing(prompt, completion.strip(), json.dumps(columns["tests"])) < 0)
+        return float(builtin.failing(columns["source"], completion.strip(), json.dumps(columns["tests"])) < 0)
     wanted = columns.get("answer")
     return float(completion.strip() == str(columns["number"] if wanted is None else wanted))
 
 
 def dealt_out(prompts, completions, **columns):
     """Scores of `own`, permuted over the whole batch; the permutation depends on what was said last alone."""
-    scores = [own(prompts[i], c, **{n: v[i] for n, v in columns.items()}) for i, c in enumerate(completions)]
+    scores = [own(c, **{n: v[i] for n, v in columns.items()}) for i, c in enumerate(completions)]
     random.Random(zlib.crc32("\n".join(completions).encode())).shuffle(scores)
     return scores

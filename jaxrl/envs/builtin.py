@@ -182,13 +182,13 @@ class Repair:
     ' return x*y'. The model says the expression that belongs there; the row's unit tests are run on it in the sandbox.
     1 once all are passed, else 0; another try is told a test that failed.
 
-    A row has `prompt`, the source, and `tests`, of reward code's forms, with fn_name.
+    A row has `source`, and `tests`, of reward code's forms, with fn_name.
     """
 
     prepare = staticmethod(sandbox.prepare)
 
     def reset(self, row, seed):
-        self.source, self.tests = row["prompt"], row["tests"]
+        self.source, self.tests = row["source"], row["tests"]
         return Observation(self.source)
 
     def step(self, action):

@@ -73,9 +73,17 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
             process.wait()
             raise
         writer.close()
-        told = [json.loads(line) for line in os.read(status, 1 << 16).splitlines()]  # a few short ones
-    exit = next((one["exit-code"] for one in told if "exit-code" in one), None)
+        exit = next((one["exit-code"] for one in _told(status) if "exit-code" in one), None)
     return _ran(process.returncode, exit, out, err, limit)
+
+
+def _told(fd: int) -> list[dict]:
+    """What bubblewrap said of itself: a few short lines of JSON."""
+    os.set_blocking(fd, False)
+    try:
+        return list(map(json.loads, os.read(fd, 1 << 16).splitlines()))
+    except BlockingIOError:  # nothing, while something that is being killed holds the other end
+        return []
 
 
 def _ran(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> Ran:

@@ -11,8 +11,11 @@ import time
 import pytest
 from sandbox_cases import ESCAPES, EXHAUSTIONS, surroundings
 
+import jaxrl
 from jaxrl import sandbox
+from jaxrl.config import load_config, put
 from jaxrl.sandbox import bwrap, seccomp
+from jaxrl.sandbox.grading import grade
 from jaxrl.sandbox.probe import check
 
 pytestmark = pytest.mark.sandbox
@@ -158,6 +161,22 @@ print(sandbox.run(["id", "-u"]).stdout, sandbox.run(["python", "-c", "import os\
                           extra_groups=(), env={"HOME": "/nonexistent", "PATH": os.environ["PATH"]}, cwd="/")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == "65534"
+
+
+@pytest.mark.parametrize("program, passed", [("def add(a, b): return a + b", [True, True]), ("print('all passed')", [False, False])])
+def test_unit_tests_in_two_sandboxes(program, passed):
+    assert grade(program, ["assert add(1, 2) == 3", "assert add(add(1, 1), 1) == 3"]).passed == passed
+
+
+@pytest.mark.nightly
+def test_repair_trains(tmp_path):
+    few = {"data.prompts_per_step": 2, "rollout.group_size": 2, "rollout.slots": 4, "train.steps": 2, "env.workers": 1,
+           "eval.max_rows": 2, "log.tensorboard": False, "log.console": "off", "run.dir": str(tmp_path / "run"), "run.warm_start": "",
+           "model.init": "random", "model.tokenizer": "jaxrl://chat/tokenizer"}
+    config = load_config("env:repair", few)
+    put(config, "model.config", {**load_config("env_sft:repair").model.config, "num_hidden_layers": 1})
+    summary = jaxrl.train(config)
+    assert summary["finished"] and summary["steps"] == 2
 
 
 def _is_new(python: str) -> bool:

@@ -412,12 +412,12 @@ def test_a_repair_is_scored_by_its_tests(tmp_path):
     """Also what was never in the demonstrations: the sandbox runs it."""
     options = default_config().sandbox
     options.backend, options.seconds = "rlimits", 20.0
-    row = {"prompt": "def add(x,y):\n return x*y", "tests": {"inputs": [[2, 2], [3, 4]], "outputs": [4, 7], "fn_name": "add"}}
+    row = {"source": "def add(x,y):\n return x*y", "tests": {"inputs": [[2, 2], [3, 4]], "outputs": [4, 7], "fn_name": "add"}}
     said = {"right": ["x+y"], "second": ["x*y", "sum((x, y))"], "wrong": ["x-y", "x*y"], "sly": ["__import__('os')._exit(0)", "x +"]}
     with env_cases.pool("repair", workers=1, max_turns=2, sandbox=options) as pool:
         ends, sent = env_cases.play(pool, dict.fromkeys(said, row), lambda id, k, _: env_cases.turn(said[id][k]))
     assert {id: event.data["reward"] for id, event in ends.items()} == {"right": 1.0, "second": 1.0, "wrong": 0.0, "sly": 0.0}
-    assert env_cases.texts(sent["second"]) == [row["prompt"], "add(3,4) is 7"] and env_cases.texts(sent["wrong"])[1] == "add(2,2) is 4"
+    assert env_cases.texts(sent["second"]) == [row["source"], "add(3,4) is 7"] and env_cases.texts(sent["wrong"])[1] == "add(2,2) is 4"
 
 
 # -- the options ---------------------------------------------------------------------------------------------------------
