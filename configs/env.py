@@ -1,10 +1,10 @@
 """GRPO in episodes of several turns: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
 
-Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake)
-Hardware:  any; two CPU cores.
+Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake, repair)
+Hardware:  any; two CPU cores. repair needs bubblewrap (docs/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 0 -> 100 % each; guess 34 -> 97,
            88, 94 %; library 14, 12, 30 -> 100 % each; 102 to 127 seconds each with the warm start on two quiet cores (calc, seed 2: 173
-           on cores that ran other jobs, too). calc through real vLLM: 0 -> 100 % (seed 0). lake 11 -> 17 % (seed 0), for which 40 steps are too few.
+           on cores that ran other jobs, too). calc through real vLLM: 0 -> 100 % (seed 0). lake 11 -> 17 % (seed 0), for which 40 steps are too few. repair: not measured.
            evidence/environments_learn.py repeats all but lake, with controls: without the tool, with one guess, with one look-up 0, 3,
            at most 12 %; demonstrations for as long as RL took 0, 34, at most 18 %; shuffled rewards: median change 0, -16, -3 points.
 
@@ -14,6 +14,8 @@ guess     a number from 1 to 32 in six guesses, each answered with `higher` or `
 library   'city of boss of ann': two things to look up, one after the other; the facts are other ones in each row. The
           demonstrations answer after the first.
 lake      mazes with holes to fall into or a box to push, as text. The demonstrations walk at random.
+repair    functions that do not do what their name says, in two tries; unit tests in the sandbox decide, and the first that fails is told
+          after the first. The demonstrations say what stands there already.
 
 Where nothing but the last answer may tell, the policy finds out that calling the tool, halving, and looking twice pays.
 jaxrl/envs/builtin.py has the environments, docs/environments.md says how to write one.
