@@ -4,7 +4,8 @@ Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, lib
 Hardware:  any; two CPU cores. repair needs bubblewrap (docs/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 0 -> 100 % each; guess 34 -> 97,
            88, 94 %; library 14, 12, 30 -> 100 % each; 102 to 127 seconds each with the warm start on two quiet cores (calc, seed 2: 173
-           on cores that ran other jobs, too). calc through real vLLM: 0 -> 100 % (seed 0). lake 11 -> 17 % (seed 0), for which 40 steps are too few. repair: not measured.
+           on cores that ran other jobs, too). calc through real vLLM: 0 -> 100 % (seed 0). lake 11 -> 17 % (seed 0), for which 40 steps are too few.
+           repair: not measured.
            evidence/environments_learn.py repeats all but lake, with controls: without the tool, with one guess, with one look-up 0, 3,
            at most 12 %; demonstrations for as long as RL took 0, 34, at most 18 %; shuffled rewards: median change 0, -16, -3 points.
 
