@@ -91,7 +91,7 @@ def dtypes(job, everything=False):
     """
     master = DTYPES[job.config.train.param_dtype]
     if job.model.adapter is None or everything:
-        return lambda entry: master
+        return lambda entry: entry.dtype(master)
     own, base, adapter = trained(job), DTYPES[job.config.lora.base_dtype], job.model.adapter
     exact = {entry.path for entry in adapters.in_few_bits(adapter, job.model.base.entries)}
 
@@ -101,14 +101,26 @@ def dtypes(job, everything=False):
             return quantized.dtype_of(entry, adapter.quantized)
         if entry.path in exact:
             return jnp.float32
-        return jnp.float32 if adapters.is_adapter(name) else master if name in own else base
+        return jnp.float32 if adapters.is_adapter(name) else entry.dtype(master if name in own else base)
 
     return of
 
 
 def trained(job) -> frozenset[str]:
     """Flat names of what trains with adapters: these, modules that train whole, the value head."""
-    return adapters.trains(job.model) | {"/".join(e.path) for e in job.tree.entries if e.path[0] == "value"}
+    head = {"/".join(e.path) for e in job.tree.entries if e.path[0] == "value"}
+    return (adapters.trains(job.model) | head) - fixed(job.tree)
+
+
+def fixed(tree) -> frozenset[str]:
+    """Flat names of what never has a gradient: it chooses and does not weigh (rows of models.parameters)."""
+    return frozenset("/".join(e.path) for e in tree.entries if e.row.fixed)
+
+
+def cast(tree, params, dtype):
+    """A Model's or ValueModel's parameters in `dtype`, or a tree of them; rows that are `fixed` in fp32 or better."""
+    kinds = dtype if isinstance(dtype, dict) else tree.tree(lambda entry: entry.dtype(dtype))
+    return jax.tree.map(lambda x, kind: x.astype(kind), params, kinds)
 
 
 def initial_params(job, path: str = "", dtype=None, role="policy", revision=None, as_codes=False):
@@ -125,9 +137,7 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
 
     def init(key):
         params = model.init(key)
-        if not isinstance(dtype, dict):
-            return jax.tree.map(lambda x: x.astype(dtype), params)
-        params = jax.tree.map(lambda x, kind: x.astype(kind), params, dtype)
+        params = cast(model, params, dtype)
         return adapters.base_in_few_bits(job.model, params) if as_codes else params
 
     if as_codes:
@@ -275,8 +285,9 @@ def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
 def _parts(job, params, everything: bool):
     if job.model.adapter is not None and not everything:
         return training.split(params, trained(job))
-    patterns = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
-    return training.partition(params, *patterns)
+    trainable, frozen = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
+    own = fixed(job.tree) & flatten_dict(params, sep="/", is_leaf=lambda _, x: not isinstance(x, dict)).keys()
+    return training.partition(params, trainable, (*frozen, *(f"^{name}$" for name in sorted(own))))
 
 
 def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -> TrainState:

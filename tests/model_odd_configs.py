@@ -14,6 +14,8 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              bos_token_id=1, eos_token_id=2)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=5)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+SIGMOID = dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_group=3, topk_group=2, first_k_dense_replace=1)
+PARTIAL = ("glm4_moe",)
 BASE = {
     "llama": {},
     "mistral": {"sliding_window": 6, "head_dim": 8},
@@ -25,6 +27,7 @@ BASE = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 8},
+    "glm4_moe": {**SIGMOID, "head_dim": 8, "num_nextn_predict_layers": 0},
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -92,6 +95,9 @@ ROPES_REFUSED = [
 ]
 ROUTER = [{"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"num_experts": 4}, {"moe_intermediate_size": 12},
           {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}, {"num_experts": 0}]
+GROUPS = [{"n_group": 2}, {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"topk_group": 3}, {"num_experts_per_tok": 3},
+          {"n_routed_experts": 12}, {"norm_topk_prob": False}, {"routed_scaling_factor": 2.5}, {"n_shared_experts": 2},
+          {"moe_intermediate_size": 20}, {"first_k_dense_replace": 0}, {"first_k_dense_replace": 3}, {"first_k_dense_replace": 9}]
 MOVES = {
     "llama": [
         *ROPES, {"head_dim": 12}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": None}, {"num_key_value_heads": 1},
@@ -145,6 +151,11 @@ MOVES = {
     ],
     "olmoe": [*ROPES[4::8], {"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"num_experts": 4}, {"intermediate_size": 24},
               {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
+    "glm4_moe": [
+        *ROPES[1::8], *GROUPS, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": None},
+        new({**LINEAR, "partial_rotary_factor": 0.75}), {"partial_rotary_factor": 0.25, **old(YARN)}, {"use_qk_norm": True}, {"head_dim": 12},
+        {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4},
+    ],
     "mixtral": [*ROPES[6::8], {"num_experts_per_tok": 3}, {"num_local_experts": 4}, {"sliding_window": 3}, {"head_dim": 12},
                 {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
@@ -152,6 +163,7 @@ UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"re
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
           {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
 TRAINING = [{"output_router_logits": False}, {"router_aux_loss_coef": 0.5}]
+SAID = [{"num_nextn_predict_layers": 1}, {"num_mtp_layers": 2}, {"topk_method": "noaux_tc"}, {"scoring_func": "sigmoid"}, {"moe_layer_freq": 1}]
 IGNORED = {
     "llama": [*UNUSED, {"sliding_window": 4, "use_sliding_window": False}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
     "mistral": [*UNUSED, {"attention_bias": True}, {"layer_types": [SLIDING] * LAYERS}, {"max_window_layers": 1}],
@@ -162,6 +174,7 @@ IGNORED = {
     "qwen3_moe": [*UNUSED[1:], *TRAINING, {"max_window_layers": 1}, {"sliding_window": 4}, {"use_qk_norm": True}, {"n_group": 1}],
     "qwen2_moe": [*UNUSED[1:], *TRAINING, {"sliding_window": 4}, {"max_window_layers": 1}, {"layer_types": [FULL] * LAYERS}],
     "olmoe": [*UNUSED[1:], *TRAINING, {"clip_qkv": None}],
+    "glm4_moe": [*(e for e in UNUSED if "partial_rotary_factor" not in e), *TRAINING, *SAID, {"partial_rotary_factor": 0.5}],
     "mixtral": [*UNUSED[1:], *TRAINING, {"router_jitter_noise": 0.0}],
 }
 FOREIGN = [
@@ -178,6 +191,9 @@ FOREIGN = [
 ]
 NO_CAPS = [{"attn_logit_softcapping": 50.0}, {"final_logit_softcapping": 30.0}, {"query_pre_attn_scalar": 100}]
 NO_EXPERTS = [entry for entry in FOREIGN if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(entry)]
+NO_GROUPS = [{"n_group": 4}, {"n_group": 6}, {"topk_group": 4}, {"topk_group": 1, "num_experts_per_tok": 3}, {"n_shared_experts": 0},
+             {"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}, {"norm_topk_prob": None}, {"num_experts": 4},
+             {"n_routed_experts": 0}, {"routed_scaling_factor": None}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}]
 REFUSED = {
     "llama": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"hidden_act": "relu"}, {"mlp_bias": 1},
               {"attention_bias": "false"}, {"use_qk_norm": True}, {"hidden_size": 34, "head_dim": 8}],
@@ -197,6 +213,8 @@ REFUSED = {
     "qwen2_moe": [*NO_EXPERTS, *NO_CAPS, {"num_experts_per_tok": 6}, {"shared_expert_intermediate_size": 0}, {"use_qk_norm": True},
                   {"layer_types": [SLIDING] * LAYERS}],
     "olmoe": [*NO_EXPERTS, *NO_CAPS, {"num_experts": 0}, {"sliding_window": 4}, {"decoder_sparse_step": 2}],
+    "glm4_moe": [*(e for e in NO_EXPERTS if "n_routed_experts" not in e), *NO_CAPS, *NO_GROUPS, {"partial_rotary_factor": 0.45},
+                 {"use_qk_norm": 1}, {"sliding_window": 4}, {"rope_interleave": True}],
     "mixtral": [*NO_EXPERTS, *NO_CAPS, {"router_jitter_noise": 0.1}, {"norm_topk_prob": True}],
 }
 GEMMA3_ROPES_REFUSED = [
@@ -216,5 +234,5 @@ def refused():
     """(family, entries, what the error must name)."""
     for family, cases in REFUSED.items():
         ropes = GEMMA3_ROPES_REFUSED if family == "gemma3_text" else ROPES_REFUSED
-        yield from ((family, entries, name) for entries, name in ropes)
+        yield from ((family, entries, name) for entries, name in ropes if family not in PARTIAL or name != "partial_rotary_factor")
         yield from ((family, entries, next(iter(entries))) for entries in cases)

@@ -11,7 +11,7 @@ from jaxrl.config import default_config, find_config, get, help_text, load_confi
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.main import main
-from jaxrl.models.config import family_of
+from jaxrl.models.families import family_of
 from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet
 from jaxrl.recipes import setup
 from jaxrl.schema import options
@@ -105,7 +105,7 @@ def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
     (lambda: load_config("dapo"), "algorithm.preset=dapo"),
     (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
     (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),
-    (lambda: family_of({"model_type": "deepseek_v3"}), "experts"),
+    (lambda: family_of({"model_type": "deepseek_v2"}), "experts"),
 ])
 def test_jobs_presets_and_models_that_are_not_there_say_so(job, said):
     with pytest.raises(ConfigError, match=said):

@@ -32,6 +32,8 @@ ARCHITECTURES = {
                                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
 }
 FEW = {"num_experts": 6, "num_experts_per_tok": 3}
+GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
+          "routed_scaling_factor": 1.7}
 # The same of models with experts. Their router's flags have the value that the family's defaults have not.
 EXPERTS = {
     "qwen3_moe": ("qwen3_moe", {**FEW, "head_dim": 12, "num_hidden_layers": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}),
@@ -40,6 +42,8 @@ EXPERTS = {
     "qwen2_moe": ("qwen2_moe", {**FEW, "num_hidden_layers": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
                                 "mlp_only_layers": [0], "norm_topk_prob": True}),
     "olmoe": ("olmoe", {**FEW, "norm_topk_prob": True}),
+    "glm4_moe": ("glm4_moe", {**GROUPS, "head_dim": 12, "num_hidden_layers": 4, "first_k_dense_replace": 1, "use_qk_norm": True,
+                              "attention_bias": True, "partial_rotary_factor": 0.5}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
 }
 
@@ -70,6 +74,9 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
                 weight.normal_(0.0, 0.3)
                 if "norm" in name and "gemma" not in model_type:
                     weight.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(directory, save_original_format=not fused)
     if tokenizer:
         make_tokenizer(directory)

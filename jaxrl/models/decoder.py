@@ -246,7 +246,7 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     acc = jnp.promote_types(dtype, jnp.float32)
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
-    turned = [rotations(rope, cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]
+    turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]
     shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work)
     keep = keep_kv or cache is not None
     before, repeats, behind = spans(cfg, model.scan_layers)

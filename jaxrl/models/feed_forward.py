@@ -79,35 +79,66 @@ class Routing(NamedTuple):
 
 
 def route(own, x) -> Routing:
-    """The K most probable of a softmax over all experts, in fp32 or better; of equal ones the first; or those that are
-    replayed. Their weights are their probabilities, divided by their sum where config.norm_topk: also of replayed ones
-    they are the router's own, so that it learns."""
+    """A token's experts and their weights, in fp32 or better.
+
+    softmax: the K most probable of a softmax over all experts; of equal ones the first. Their weights are their
+    probabilities, divided by their sum where config.norm_topk.
+    sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16): each expert's score is the sigmoid of its logit. Chosen are
+    the K best by score plus correction, of the experts of the best groups alone; the weights are the scores, without
+    the correction, divided by their sum (+ 1e-20) where config.norm_topk, times config.routed_scale.
+    Of replayed experts, too, the weights are the router's own, so that it learns.
+    """
     cfg, acc = own.config, jnp.promote_types(x.dtype, jnp.float32)
     kernel = gathered(own.values[parameters.ROUTER], own.rows[parameters.ROUTER].axes, acc)
     logits = jax.lax.dot_general(x.astype(acc), kernel, (((x.ndim - 1,), (0,)), ((), ())),
                                  precision=jax.lax.Precision.HIGHEST)
-    probs = jax.nn.softmax(logits)
-    ids = chosen = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probs), cfg.experts_per_token)[1], ROUTES)
+    scores = jax.nn.softmax(logits) if cfg.router == "softmax" else jax.nn.sigmoid(logits)
+    choice = jax.lax.stop_gradient(scores)
+    if cfg.corrected:
+        correction = jax.lax.stop_gradient(own.values[parameters.CORRECTION]).astype(acc)
+        choice = _best_groups(choice + jax.lax.broadcast_to_rank(correction, choice.ndim), cfg)
+    ids = chosen = checkpoint_name(jax.lax.top_k(choice, cfg.experts_per_token)[1], ROUTES)
     if REPLAYED in own.values:
         given = own.values[REPLAYED].astype(chosen.dtype)
         ids = jnp.where(jnp.all(given >= 0, axis=-1, keepdims=True), given, chosen)
-    gates = jnp.take_along_axis(probs, ids, axis=-1)
+    gates = jnp.take_along_axis(scores, ids, axis=-1)
     if cfg.norm_topk:
-        gates /= jnp.sum(gates, axis=-1, keepdims=True)
-    return Routing(ids, gates, chosen, logits)
+        total = jnp.sum(gates, axis=-1, keepdims=True)
+        gates /= total + 1e-20 if cfg.router == "sigmoid" else total
+    return Routing(ids, gates * cfg.routed_scale if cfg.routed_scale != 1 else gates, chosen, logits)
+
+
+def _best_groups(choice_BxLxE, cfg):
+    """The same, with -inf for the experts of all but the groups whose best two have the largest sums."""
+    if cfg.router_groups_taken == cfg.router_groups:
+        return choice_BxLxE
+    grouped = choice_BxLxE.reshape(*choice_BxLxE.shape[:-1], cfg.router_groups, -1)
+    sums = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    best = jax.lax.top_k(sums, cfg.router_groups_taken)[1]
+    taken = jnp.any(best[..., None] == jnp.arange(cfg.router_groups)[None, None, None], axis=-2)
+    return jnp.where(taken[..., None], grouped, -jnp.inf).reshape(choice_BxLxE.shape)
+
+
+def _log_probabilities(cfg, logits):
+    """Of a router's distribution over all experts: the softmax, or the sigmoids divided by their sum."""
+    if cfg.router == "softmax":
+        return jax.nn.log_softmax(logits)
+    scores = jax.nn.log_sigmoid(logits)
+    return scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
 
 
 def experts(own, x):
-    """sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output times a
-    sigmoid of its own, where there is one. Padding reaches no expert."""
+    """sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output, where there
+    is one, times a sigmoid of its own, where it has one. Padding reaches no expert."""
     cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
     weights = (gathered(own.values[f"mlp/experts/{name}/kernel"], own.rows[f"mlp/experts/{name}/kernel"].axes, x.dtype)
                for name in ("gate", "up", "down"))
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
     y = routed(x, computed, gates, *weights, activation=GATED[cfg.activation])
     if cfg.shared_expert_size:
-        y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * _dense(own, "mlp/shared", x)
-    log_probs, total = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, axis=-1)
+        beside = _dense(own, "mlp/shared", x)
+        y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside
+    log_probs, total = _log_probabilities(cfg, logits), jax.nn.logsumexp(logits, axis=-1)
     probs = jnp.exp(log_probs)
     said = {"routes": ids[None], "router_entropy": -jnp.sum(probs * log_probs, axis=-1), "router_z": jnp.square(total)}
     if LOAD in own.values:
@@ -130,5 +161,6 @@ def by_token(auxiliary):
 FEED_FORWARDS = {
     "mlp": Part(parameters.MLP, mlp),
     "experts": Part(parameters.EXPERTS, experts),
+    "deepseek_experts": Part(parameters.DEEPSEEK_EXPERTS, experts),
     "mixtral_experts": Part(parameters.MIXTRAL_EXPERTS, experts),
 }

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import fused, tensorfile
-from jaxrl.models.config import FAMILIES, family_of
+from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of
 from jaxrl.models.tensorfile import shortened
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
@@ -147,7 +147,7 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
       model: the Model the weights are for.
       path, revision: folder or hub id.
       shardings: tree of shardings (None: the default device).
-      dtype: of the result, or a tree of dtypes as the model's.
+      dtype: of the result (rows that are `fixed`: fp32 or better), or a tree of dtypes as the model's.
       then: (row, array) -> what is kept of an array, before the next one is read.
 
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
@@ -201,7 +201,7 @@ def _loader(stored, shardings, dtype):
     """load(entry) -> the array of one row of the parameter table."""
 
     def load(entry):
-        sharding, kind = entry.of(shardings), entry.of(dtype) if isinstance(dtype, dict) else dtype
+        sharding, kind = entry.of(shardings), entry.of(dtype) if isinstance(dtype, dict) else entry.dtype(dtype)
         within = entry.row.stacked
         if entry.stacked == within:
             return _place(entry, [stored[name] for name in entry.hf_names], sharding, kind).block_until_ready()
@@ -256,7 +256,8 @@ def _match(model, stored, folder, head=True):
                           "safetensors, or set model.init=random")
     read = [entry for entry in model.entries if head or entry.path[0] != "head"]
     shapes = {name: entry.hf_shape for entry in read for name in entry.hf_names}
-    names = {name for name in stored if not IGNORED.fullmatch(name)}
+    unread = range(model.config.num_layers, model.config.num_layers + model.config.next_tokens)
+    names = {name for name in stored if not IGNORED.fullmatch(name) and order(name)[:2] not in {(1, i) for i in unread}}
     if head and model.config.tied and HEAD in names:
         names.remove(HEAD)
         if stored[HEAD].shape != shapes[EMBEDDING] or not np.array_equal(stored[HEAD].read(), stored[EMBEDDING].read()):
@@ -313,6 +314,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         if config["architectures"] == [FAMILIES[model.config.family].classifier]:  # that of a trunk from there
             config["architectures"] = [FAMILIES[model.config.family].architecture]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+        if FAMILIES[model.config.family].next_tokens:  # layers that are not read are not written
+            config |= {NEXT_TOKENS[0]: 0} | {k: 0 for k in NEXT_TOKENS if k in config}
         config |= {k: float(config[k]) for k in FLOATS if type(config.get(k)) is int}
         if config.get("eos_token_id") is None:  # left out, it and its like mean tokens of the family's own vocabulary
             config |= {k: v for k, v in _special_ids(eos_ids, tokenizer).items() if config.get(k) is None}
@@ -345,7 +348,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
     for entry in model.entries:
         array, lead = _Once(entry.of(params)), entry.stacked - entry.row.stacked
         for index, name in zip(entry.indices, entry.hf_names, strict=True):
-            kind = own.get(name, main)
+            kind = own.get(name, main if own else entry.dtype(main))
             planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
                 _host, entry, of_layer, array, index[:lead], index[lead:], kind)))
     if model.config.tied and source.get("head") and not isinstance(model, ValueModel):

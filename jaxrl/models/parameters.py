@@ -11,6 +11,8 @@ import dataclasses
 import itertools
 import math
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -29,6 +31,7 @@ class Row:
     stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
     share: float | str = 1        # of the numbers, what one token is multiplied with; or the field that says it
     adapts: bool = True           # whether a linear map can have an adapter
+    fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
 
     def of(self, config) -> bool:
         """Whether a model has this parameter."""
@@ -96,15 +99,26 @@ def _experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
             one("gate", *into, gate), one("up", *into, up), one("down", *out, down))
 
 
-_BESIDE = ("hidden_size", "shared_expert_size")
+def _shared(module: str) -> tuple[Row, ...]:
+    """The expert that every token has, by HF's name."""
+    beside = ("hidden_size", "shared_expert_size")
+    return (Row("mlp/shared/gate/kernel", ("embed", "mlp"), f"{module}.gate_proj.weight", 1, sizes=beside, when="shared_expert_size"),
+            Row("mlp/shared/up/kernel", ("embed", "mlp"), f"{module}.up_proj.weight", 1, sizes=beside, when="shared_expert_size"),
+            Row("mlp/shared/down/kernel", ("mlp", "embed"), f"{module}.down_proj.weight", 1, sizes=beside[::-1],
+                when="shared_expert_size"))
+
+
 EXPERTS = (
     *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    Row("mlp/shared/gate/kernel", ("embed", "mlp"), "mlp.shared_expert.gate_proj.weight", 1, sizes=_BESIDE, when="shared_expert_size"),
-    Row("mlp/shared/up/kernel", ("embed", "mlp"), "mlp.shared_expert.up_proj.weight", 1, sizes=_BESIDE, when="shared_expert_size"),
-    Row("mlp/shared/down/kernel", ("mlp", "embed"), "mlp.shared_expert.down_proj.weight", 1, sizes=_BESIDE[::-1],
-        when="shared_expert_size"),
+    *_shared("mlp.shared_expert"),
     Row("mlp/shared_gate/kernel", ("embed", None), "mlp.shared_expert_gate.weight", 1, sizes=("hidden_size", 1),
         when="shared_expert_size"),
+)
+CORRECTION = "mlp/router/correction"
+DEEPSEEK_EXPERTS = (
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    Row(CORRECTION, (None,), "mlp.gate.e_score_correction_bias", init="zero", sizes=("num_experts",), fixed=True),
+    *_shared("mlp.shared_experts"),
 )
 MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
 
@@ -150,6 +164,10 @@ class Entry:
     def multiplied(self) -> int:
         """Numbers that one token is multiplied with; 0 where it is no matrix product."""
         return self.active if self.inputs else 0
+
+    def dtype(self, wanted):
+        """Of this array where parameters have the dtype `wanted`."""
+        return np.promote_types(wanted, np.float32) if self.row.fixed else np.dtype(wanted)
 
     def of(self, tree):
         """This entry's leaf of a tree."""

@@ -113,10 +113,14 @@ def whole(value, entry) -> jax.Array:
     return dequantized(value, sizes, entry.stacked) if isinstance(value, dict) else value
 
 
+_FIXED = parameters.CORRECTION.split("/")[-2:]
+
+
 def cast(params, dtype):
-    """Floating-point leaves in `dtype`, but for the scales of codes: with others W would be another one."""
+    """Floating-point leaves in `dtype`, but for the scales of codes, with others of which W would be another one, and
+    for rows that are `fixed`, with others of which a router would choose other experts."""
     def one(path, a):
-        own = [getattr(key, "key", None) for key in path[-2:]] == ["kernel", "scale"]
+        own = [getattr(key, "key", None) for key in path[-2:]] in (["kernel", "scale"], _FIXED)
         return jnp.copy(a).astype(a.dtype if own or not jnp.issubdtype(a.dtype, jnp.floating) else dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)

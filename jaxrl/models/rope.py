@@ -114,8 +114,13 @@ def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
 
 
 def rotate(x_BxLxHxK, rotation):
-    """Turns dimension pairs (i, i + K/2) by their angle, in the rotation's dtype; returns x's dtype."""
+    """Turns the first 2F dimensions of a head, in pairs (i, i + F) by their angle, in the rotation's dtype; returns x's
+    dtype. The others, if any, stay."""
     cos, sin = rotation
+    size = 2 * cos.shape[-1]
+    if x_BxLxHxK.shape[-1] > size:
+        turned, rest = jnp.split(x_BxLxHxK, [size], axis=-1)
+        return jnp.concatenate([rotate(turned, rotation), rest], axis=-1)
     first, second = jnp.split(x_BxLxHxK.astype(cos.dtype), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out.astype(x_BxLxHxK.dtype)

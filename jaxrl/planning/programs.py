@@ -81,9 +81,9 @@ def _reinforcement(out: Lowering, job, keep):
     _update(out, job, "update", update, state, algorithm.loss, keep)
     reference = None
     if algorithm.reference is not None:
-        tree = jax.eval_shape(job.model.init, jax.random.key(0))
         dtype = parameters.DTYPES[c.reference.dtype]
-        reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, dtype, sharding=w), tree,
+        tree = job.model.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)))
+        reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w), tree,
                                  parameters.param_shardings(job, tree=job.model))
         out.live["reference"] = reference
     batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",), _routes(c, job, "sampled"))

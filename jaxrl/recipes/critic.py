@@ -102,7 +102,7 @@ class Critic(Role):
             revision = self.options.revision if self.options.path else job.config.model.revision
             params = hf.load_critic(self.tree, parameters.source_of(source), revision, shardings, dtype)
         else:
-            init = lambda key: jax.tree.map(lambda x: x.astype(dtype), self.tree.init(key))  # noqa: E731
+            init = lambda key: parameters.cast(self.tree, self.tree.init(key), dtype)  # noqa: E731
             params = jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
         return parameters.new_state(job, self.optimizer, abstract, params, everything=True)
 

@@ -93,7 +93,7 @@ class Scorer(Policy):
         if m.init == "pretrained":
             params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype)
         else:
-            init = lambda key: jax.tree.map(lambda x: x.astype(dtype), job.tree.init(key))  # noqa: E731
+            init = lambda key: parameters.cast(job.tree, job.tree.init(key), dtype)  # noqa: E731
             params = jax.jit(init, out_shardings=where)(jax.random.key(job.config.run.seed))
         self.held = parameters.new_state(job, self.optimizer, self._abstract, params)
 

@@ -326,6 +326,14 @@ def read_inputs(config, tokenizer=None) -> Inputs:
     if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
         raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
                           f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
+    family = models.FAMILIES[hf_config["model_type"]]
+    if not family.publishes and engine_of(config).servers and recipe_of(config).samples:
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: weights "
+                          f"of this family are not known to arrive whole in {engine_of(config).title}; set "
+                          "rollout.engine=embedded")
+    if not family.classifies and config.run.recipe == "reward_model":
+        raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
+                          "sequence classifier of this family to be written as; choose a model of another family")
     own = tokenizer is not None
     tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:

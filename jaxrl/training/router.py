@@ -22,8 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl.models import decoder
 from jaxrl.models.feed_forward import LOAD, REPLAYED
-
-CORRECTION = "mlp/router/correction"  # added to what routers choose by; no gradient of it
+from jaxrl.models.parameters import CORRECTION
 
 
 def even(config):

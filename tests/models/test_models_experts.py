@@ -18,7 +18,7 @@ import tiny_job
 from tiny_models import EXPERTS, SIZES, edit_config, make_tiny
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import build, decoder, hf, placement
+from jaxrl.models import build, decoder, hf, placement, quantized
 from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
 from jaxrl.models.selection import Selection, resolved
@@ -67,7 +67,9 @@ def test_logits_equal_transformers(checkpoints, architecture):
 @pytest.mark.parametrize("architecture, entry", [
     ("qwen3_moe", {"norm_topk_prob": False}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("qwen3_moe", {"num_experts_per_tok": 2}), ("qwen2_moe", {"norm_topk_prob": False}), ("olmoe", {"norm_topk_prob": False}),
-        ("mixtral", {"num_experts_per_tok": 3}))),
+        ("mixtral", {"num_experts_per_tok": 3}), ("glm4_moe", {"topk_group": 3}), ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 2}),
+        ("glm4_moe", {"n_group": 2}), ("glm4_moe", {"n_group": 1, "topk_group": 1}), ("glm4_moe", {"routed_scaling_factor": 0.6}),
+        ("glm4_moe", {"norm_topk_prob": False}), ("glm4_moe", {"num_experts_per_tok": 2}))),
 ])
 def test_every_flag_of_the_router_matters_and_agrees(checkpoints, tmp_path, architecture, entry):
     """Changing one entry moves our logits, and moves them to where transformers' go."""
@@ -84,8 +86,10 @@ def test_every_flag_of_the_router_matters_and_agrees(checkpoints, tmp_path, arch
 @pytest.mark.slow
 @pytest.mark.torch
 def test_what_no_entry_says_is_seen_too(checkpoints):
-    """Mixtral always divides by the sum; OLMoE norms all heads together. The comparison would not pass without."""
-    for architecture, change in (("mixtral", {"norm_topk": False}), ("olmoe", {"norm_eps": 0.1})):
+    """Mixtral always divides by the sum; OLMoE norms all heads together; GLM-4.5's scores are sigmoids, half of a head
+    turns, the shared expert has no gate. The comparison would not pass without."""
+    for architecture, change in (("mixtral", {"norm_topk": False}), ("olmoe", {"norm_eps": 0.1}), ("glm4_moe", {"rotary_size": 0}),
+                                 ("glm4_moe", {"routed_scale": 1.0}), ("glm4_moe", {"rotary_size": 4})):
         path = checkpoints(architecture)
         other = lambda model, change=change: dataclasses.replace(  # noqa: E731
             model, config=dataclasses.replace(model.config, **change))
@@ -94,7 +98,7 @@ def test_what_no_entry_says_is_seen_too(checkpoints):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["mixtral", *(pytest.param(a, marks=pytest.mark.slow) for a in ("qwen2_moe", "glm4_moe"))])
 def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path, architecture):
     """Per expert, and fused as transformers holds them: the same parameters, and each comes back byte by byte, scanned or
     not; transformers opens what was written."""
@@ -117,9 +121,86 @@ def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path
         row = model_cases.batch()[0][0][0]
         np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
     assert any("experts.gate_up_proj" in name for name in names[True]) and not names[True] & {
-        name for name in names[False] if "experts" in name}
+        name for name in names[False] if ".experts." in name}
     for scan_layers in (False, True):
         jax.tree.map(np.testing.assert_array_equal, params[False, scan_layers], params[True, scan_layers])
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_correction_chooses_and_does_not_weigh(checkpoints, tmp_path):
+    """Equal corrections are none; others choose other experts; it has no gradient, does not train, and stays in fp32
+    where everything else is in bf16, on a disk too."""
+    from safetensors.numpy import load_file
+
+    path = checkpoints("glm4_moe")
+    config, (arrays, _) = hf.load_config(path), model_cases.batch()
+    model = build(config, compute_dtype=jnp.float32, scan_layers=False)
+    params = hf.load_params(model, path)
+
+    def with_correction(change):
+        return model.tree(lambda e: change(e.of(params)) if e.row.fixed else e.of(params))
+
+    same, none, other = (np.asarray(model_cases.forward(model, with_correction(f), *arrays)) for f in (
+        lambda x: x * 0 + 0.25, lambda x: x * 0, lambda x: x[::-1]))
+    np.testing.assert_array_equal(same, none)
+    assert np.abs(other - none).max() > 1e-2
+    grads = jax.grad(lambda p: jnp.sum(model.hidden(p, *arrays) ** 2))(params)
+    assert not any(np.any(e.of(grads)) for e in model.entries if e.row.fixed) and np.any(grads["layer_1"]["mlp"]["router"]["kernel"])
+    half = hf.load_params(model, path, dtype=jnp.bfloat16)
+    kinds = {e.of(half).dtype.name for e in model.entries if e.row.fixed}, {e.of(half).dtype.name for e in model.entries if not e.row.fixed}
+    assert kinds == ({"float32"}, {"bfloat16"})
+    for cast in (quantized.cast(params, jnp.bfloat16), half):
+        assert all(np.array_equal(e.of(cast), e.of(params)) for e in model.entries if e.row.fixed)
+    hf.export(model, half, tmp_path / "out", config, dtype="bf16")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {x.dtype.name for name, x in stored.items() if name.endswith("correction_bias")} == {"float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_layers_behind_the_last_are_not_read(checkpoints, tmp_path):
+    """A layer that predicts tokens behind the next one lies on disk: its tensors are left out, and the export says so."""
+    from safetensors.numpy import load_file, save_file
+
+    source = Path(checkpoints("glm4_moe"))
+    tensors = load_file(source / "model.safetensors")
+    more = {name.replace("layers.3.", "layers.4."): x for name, x in tensors.items() if "layers.3." in name}
+    save_file({**tensors, **more, "model.layers.4.eh_proj.weight": np.zeros((32, 64), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    config = hf.load_config(str(tmp_path))
+    for wanted in (0, 1):
+        model = build({**config, "num_nextn_predict_layers": wanted}, compute_dtype=jnp.float32, scan_layers=True)
+        if not wanted:
+            with pytest.raises(ConfigError, match="have no place in a glm4_moe model: model.layers.4."):
+                hf.load_params(model, str(tmp_path))
+    params = hf.load_params(model, str(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, params, hf.load_params(model, str(source)))
+    hf.export(model, params, tmp_path / "out", config)
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    row = model_cases.batch()[0][0][0]
+    np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
+
+
+def test_what_chooses_never_trains():
+    """Whatever model.trainable says, with adapters too."""
+    from types import SimpleNamespace
+
+    from jaxrl import parameters
+
+    model = build({**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}, compute_dtype=jnp.float32, scan_layers=True)
+    name = "layers/sub_0/mlp/router/correction"
+    params = model.tree(lambda e: jax.ShapeDtypeStruct(e.shape, e.dtype(jnp.bfloat16)))
+    config = tiny_job.get_config()
+    job = SimpleNamespace(model=model, tree=model, config=config)
+    for everything in (False, True):
+        trainable, frozen = parameters._parts(job, params, everything)
+        assert set(frozen) == {name} == parameters.fixed(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
+    whole = resolved(Selection(2, 4.0, target_modules=("q_proj",), modules_to_save=("mlp.gate",)), model, strict=True)
+    model = dataclasses.replace(model, adapter=whole)
+    names = parameters.trained(SimpleNamespace(model=model, tree=model, config=config))
+    assert name not in names and "layers/sub_0/mlp/router/kernel" in names
 
 
 @pytest.mark.torch
@@ -145,10 +226,18 @@ def test_a_wrong_fused_tensor_is_refused(checkpoints, tmp_path):
     ({"n_shared_experts": 1}, "n_shared_experts=1"), ({"norm_topk_prob": 1}, "norm_topk_prob=1"), ({"n_group": 8}, "n_group=8"),
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0"), ({"model_type": "olmoe", "num_experts": 0}, "num_experts=0"),
-    ({"model_type": "qwen3", "norm_topk_prob": True}, "norm_topk_prob=True"), ({"model_type": "deepseek_v3"}, "Qwen3-MoE"),
+    ({"model_type": "qwen3", "norm_topk_prob": True}, "norm_topk_prob=True"), ({"model_type": "deepseek_v2"}, "Qwen3-MoE"),
+    *(({"model_type": "glm4_moe", **entry}, said) for entry, said in (
+        ({"n_group": 4}, "n_group=4 does not cut n_routed_experts=6"), ({"n_group": 6}, "n_group=6"), ({"topk_group": 4}, "topk_group=4"),
+        ({"topk_group": 1}, "num_experts_per_tok=3"), ({"n_shared_experts": 0}, "n_shared_experts=0"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'"), ({"topk_method": "greedy"}, "topk_method='greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"), ({"partial_rotary_factor": 0.3}, "partial_rotary_factor=0.3"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor=2"), ({"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+        ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers=True"), ({"routed_scaling_factor": 0}, "routed_scaling_factor=0"))),
 ])
 def test_what_is_not_computed_is_refused_by_name(entry, said):
-    base = SMALL if entry.get("model_type", "qwen2_moe") == "qwen2_moe" else SIZES
+    kind = entry.get("model_type", "qwen2_moe")
+    base = {**SIZES, **EXPERTS["glm4_moe"][1], "head_dim": 12} if kind == "glm4_moe" else SMALL if kind == "qwen2_moe" else SIZES
     with pytest.raises(ConfigError, match=re.escape(said)):
         model_config({**base, **entry})
 
@@ -159,7 +248,13 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
     with pytest.raises(ConfigError, match="train.router_z=0.1 has no effect"):
         read_inputs(c)
     c.model.config = {**c.model.config.to_dict(), **SIZES, "model_type": "mixtral"}
-    c.rollout.engine, c.lora.rank, c.lora.publish = "vllm", 4, "adapter"
+    c.rollout.engine = "vllm"
+    glm = tiny_job.get_config()
+    glm.train.router_z, glm.rollout.engine = 0.0, "vllm"
+    glm.model.config = {**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}
+    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=glm4_moe.*set rollout.engine=embedded"):
+        read_inputs(glm)
+    c.lora.rank, c.lora.publish = 4, "adapter"
     with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
         read_inputs(c)
 
@@ -175,7 +270,7 @@ def test_both_names_of_the_count_and_models_without_experts():
 
 def test_counts_of_the_real_models():
     """By hand, and as their authors give them: 30.5 B parameters of which 3.3 B are active; 46.7 and 12.9; 6.9 and 1.3;
-    14.3 and 2.7."""
+    14.3 and 2.7; 106 and 12 (GLM-4.5-Air, whose authors do not count the embedding and the head as active)."""
     def model(**entries):
         return build({"max_position_embeddings": 4096, "tie_word_embeddings": False, **entries}, compute_dtype=jnp.float32,
                      scan_layers=True)
@@ -195,8 +290,11 @@ def test_counts_of_the_real_models():
                   num_attention_heads=16)
     qwen2 = model(model_type="qwen2_moe", vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24,
                   num_attention_heads=16, num_key_value_heads=16)
-    found = [(round(m.num_parameters / 1e9, 1), round(m.num_active / 1e9, 1)) for m in (qwen3, mixtral, olmoe, qwen2)]
-    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7)]
+    glm = model(model_type="glm4_moe", vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46,
+                num_attention_heads=96, num_key_value_heads=8, head_dim=128, attention_bias=True)
+    assert (glm.config.prefix, glm.config.period) == (1, 1)
+    found = [(round(m.num_parameters / 1e9, 1), round(m.num_active / 1e9, 1)) for m in (qwen3, mixtral, olmoe, qwen2, glm)]
+    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7), (106.9, 13.4)]
 
 
 def init(model, dtype):

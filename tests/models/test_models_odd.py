@@ -33,6 +33,9 @@ def theirs(config, folder):
             weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
             if "norm" in name and "gemma" not in config["model_type"]:
                 weight.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     return model.eval()
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.config import family_of
+from jaxrl.models.families import family_of
 from jaxrl.models.hf import SOURCE
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext

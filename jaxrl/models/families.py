@@ -1,0 +1,180 @@
+"""The families of models as data: how one HF model type becomes a ModelConfig, and fields that no family here computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxrl.errors import ConfigError
+from jaxrl.names_elsewhere import not_yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one HF model type becomes a ModelConfig. A string is the HF config key that decides."""
+
+    architecture: str
+    defaults: dict                       # HF's own defaults for keys that its config files may leave out
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool | str = False
+    gemma: bool = False                  # post-norms, norms scale by 1 + weight, scaled embedding
+    activation: str = "hidden_act"
+    query_scalar: str = ""               # scores scale by this key's value ** -0.5; empty = head_dim
+    attention_softcap: str = ""
+    final_softcap: str = ""
+    windows: str = "none"                # none | all | switched | from_layer | alternate | pattern
+    local_rope: bool = False             # windowed layers have a rotary embedding of their own
+    divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
+    feed_forward: str = "mlp"            # a row of models.feed_forward.FEED_FORWARDS, of layers that are not dense
+    qk_norm_whole: bool = False
+    expert_size: str = ""                # experts' width by this key
+    experts_count: str = "num_experts"   # their number; num_local_experts is read as the same
+    shared_expert_size: str = ""         # width of the expert that every token has beside them; empty = there is none
+    shared_experts: str = ""             # how many of an expert's width that one is wide, and it has no gate
+    dense_first: str = ""                # how many first layers have no experts
+    router: str = "softmax"              # ModelConfig.router
+    norm_topk: bool | str = False
+    partial_rotary: bool = False         # partial_rotary_factor is read
+    says: dict = dataclasses.field(default_factory=dict)  # fields that say of a model, by this value, what it is anyhow
+    next_tokens: bool = False            # further layers on disk predict tokens behind the next one, and are not read
+    classifies: bool = True              # transformers has a sequence classifier of it
+    publishes: bool = True               # vLLM takes its weights at a publish, and says digests of all of them
+    classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
+
+    @property
+    def classifier(self) -> str:
+        return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+
+_SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False,
+           "max_position_embeddings": 32768, "rope_theta": 10000.0}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+          "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+          "attention_bias": False, "num_key_value_heads": 4}
+_QWEN_EXPERTS = {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None,
+                 "norm_topk_prob": False}
+_SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
+_DEEPSEEK = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
+                 shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
+                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, publishes=False)
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM", {**_SHARED, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", divides=True),
+    "mistral": Family(
+        "MistralForCausalLM", {**_SHARED, "max_position_embeddings": 131072, "sliding_window": 4096,
+                               "num_key_value_heads": 8}, windows="all"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", {**_SHARED, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+                             "num_key_value_heads": 32},
+        qkv_bias=True, windows="from_layer"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {**_SHARED, "head_dim": 128, "attention_bias": False, "use_sliding_window": False,
+                             "sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="from_layer"),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", {**_GEMMA, "max_position_embeddings": 8192, "rope_theta": 10000.0, "final_logit_softcapping": 30.0,
+                              "attn_logit_softcapping": 50.0},
+        qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activation="hidden_activation",
+        query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
+        final_softcap="final_logit_softcapping", windows="pattern", divides=True),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+                              "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
+                              "final_logit_softcapping": None},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, gemma=True,
+        activation="hidden_activation", query_scalar="query_pre_attn_scalar",
+        final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
+        divides=True, classifier_name="Gemma3TextForSequenceClassification"),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
+                                "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="switched", feed_forward="experts",
+        expert_size="moe_intermediate_size", norm_topk="norm_topk_prob"),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "qkv_bias": True, "num_key_value_heads": 16, "max_window_layers": 28,
+                                "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
+                                "num_experts": 60},
+        qkv_bias="qkv_bias", windows="alternate", feed_forward="experts", expert_size="moe_intermediate_size",
+        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob"),
+    "olmoe": Family(
+        "OlmoeForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False,
+                             "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm_whole=True, feed_forward="experts",
+        expert_size="intermediate_size", norm_topk="norm_topk_prob"),
+    "mixtral": Family(
+        "MixtralForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+                               "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
+        windows="all", feed_forward="mixtral_experts", expert_size="intermediate_size", norm_topk=True),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", {**_SHARED, **_SIGMOID, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False,
+                               "num_key_value_heads": 8, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_group": 1,
+                               "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False,
+                               "partial_rotary_factor": 0.5},
+        qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, classifies=False, **_DEEPSEEK),
+}
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Fields of other architectures: a config that uses one means a function that no family here computes, and transformers
+# may read over it in silence. They pass where they say "not used": null, false, zero, empty, and 1 for a factor.
+FOREIGN = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
+                "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
+                "num_experts_per_tok", "num_experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block", "mlp_only_layers",
+                "shared_expert_intermediate_size", "norm_topk_prob", "moe_layer_freq", "expert_layer_period", "num_zero_experts"),
+    "another router": ("router_jitter_noise", "input_jitter_noise", "routed_scaling_factor", "n_group", "topk_group", "topk_method",
+                       "moe_router_enable_expert_bias", "router_bias", "router_logit_softcapping", "swiglu_limit", "capacity_factor",
+                       "expert_capacity", "moe_expert_capacity_factor"),
+    "latent attention": ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    "another attention": ("attention_sinks", "attention_sink", "use_attention_sinks", "num_sink_tokens", "attention_chunk_size",
+                          "use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm", "clip_qkv", "attn_scale",
+                          "attn_temperature_tuning", "attn_output_gate", "use_gated_attention", "index_topk", "nsa_config",
+                          "sparse_attention_config", "parallel_attn", "use_parallel_residual", "parallel_residual",
+                          "num_kv_shared_layers", "attention_k_eq_v", "cross_attention_layers", "add_cross_attention",
+                          "use_differential_attention", "window_size", "local_attention"),
+    "other positions": ("alibi", "use_alibi", "rotary_pct", "rotary_percent", "rope_interleaved", "rope_interleave",
+                        "rotary_interleaved", "no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "mrope_section",
+                        "use_mrope", "learnable_position_embeddings"),
+    "other layers": ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "layer_group_size", "full_attention_interval",
+                     "hidden_size_per_layer_input", "vocab_size_per_layer_input", "altup_num_inputs", "laurel_rank",
+                     "activation_sparsity_pattern", "num_nextn_predict_layers", "num_mtp_layers", "per_layer_config", "block_configs",
+                     "use_double_wide_mlp", "layer_scale", "use_layer_scale", "is_encoder_decoder"),
+    "a factor": ("logit_scale", "logits_scaling", "logits_scale", "output_multiplier_scale", "lm_head_multiplier",
+                 "embedding_multiplier", "embedding_multiplier_scale", "embedding_scale", "scale_emb", "residual_multiplier",
+                 "scale_depth", "dim_model_base", "attention_multiplier", "mup_width_scale", "width_multiplier",
+                 "mlp_multipliers", "key_multiplier", "attention_out_multiplier", "attention_in_multiplier"),
+    "a soft-cap": ("logits_soft_cap", "attn_logit_softcap", "final_logit_softcap", "attn_logit_softcapping",
+                   "final_logit_softcapping", "query_pre_attn_scalar"),
+}
+NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
+SCORES = ("scoring_func", "score_function", "scoring_function")  # and the choice of experts by one of these names
+UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", "topk_group", *FOREIGN["a factor"])  # 1 is as good as none
+
+
+def family_of(hf_config: dict) -> Family:
+    """The family of a config, by `model_type`; ConfigError for one we do not have or another architecture of it."""
+    known = ", ".join(FAMILIES)
+    kind = hf_config.get("model_type")
+    if kind not in FAMILIES:
+        hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
+        missing = f"; {not_yet(str(kind))}" if not_yet(str(kind)) else ""
+        raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}{missing}")
+    family = FAMILIES[kind]
+    names = hf_config.get("architectures") or [family.architecture]
+    if not {family.architecture, family.classifier} & set(names):
+        raise ConfigError(f"architectures={names!r} is not supported; take a {family.architecture} checkpoint")
+    return family
+
+
+def number(table, key, least=None, above=None, kind=float):
+    """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
+    value = table[key]
+    numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    low = -math.inf if least is None else least
+    if not numeric or not math.isfinite(value) or value < low or (above is not None and value <= above):
+        bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
+        raise ConfigError(f"model config: {key}={value!r}; give {'an integer' if kind is int else 'a number'}{bound}")
+    return value

@@ -1,0 +1,94 @@
+"""Rotary embeddings as HF configs describe them, read as transformers reads them."""
+
+from __future__ import annotations
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.families import number
+from jaxrl.models.rope import KINDS, Rope
+
+
+def ropes(hf, family) -> tuple[Rope, Rope]:
+    """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
+    `rope_scaling`."""
+    scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
+    for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"model config: {key}={value!r}; give a table")
+    if not family.local_rope:
+        table = {"rope_theta": hf["rope_theta"], **(scaling or tables or {})}
+        if "original_max_position_embeddings" in hf:  # beside the table, it wins
+            table["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
+        rope = _rope(hf, family, table, table.get("truncate", True))
+        return rope, rope
+    tables = tables or {}
+    flat = sorted(set(tables) - {"full_attention", "sliding_attention", "truncate"})
+    if flat:
+        raise ConfigError(f"model config: rope_parameters has {', '.join(flat)} outside the tables full_attention and "
+                          f"sliding_attention, where transformers does not look for a {hf['model_type']} model; put "
+                          "them there")
+    full = tables.get("full_attention") or {"rope_type": "default"}
+    full = {"rope_theta": hf["rope_theta"], **full, **(scaling or {})}
+    local = tables.get("sliding_attention") or {}
+    if "rope_theta" not in local:
+        local = {"rope_theta": number(hf, "rope_local_base_freq", above=0), **local}
+    truncate = tables.get("truncate", True)  # transformers looks for it beside the tables, not in them
+    return _rope(hf, family, full, truncate), _rope(hf, family, local, truncate)
+
+
+def rotary_size(hf, head_dim: int) -> int:
+    """How many dimensions of a head turn, by `partial_rotary_factor`: the rotary table's, or the one beside it."""
+    beside = hf["partial_rotary_factor"]
+    table = {"partial_rotary_factor": 1.0 if beside is None else beside,
+             **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
+    share = number(table, "partial_rotary_factor", above=0)
+    size = int(head_dim * share)
+    if share > 1 or size < 2 or size % 2:
+        raise ConfigError(f"model config: partial_rotary_factor={share!r} of head_dim={head_dim} are {size} dimensions "
+                          "to turn; they are an even number within the head")
+    return size
+
+
+def _rope(hf, family, table, truncate) -> Rope:
+    """The rotary embedding of one flat table."""
+    nested = [key for key, value in table.items() if isinstance(value, dict)]
+    if nested:
+        raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a "
+                          f"{hf['model_type']} model does not read; write one flat table")
+    kinds = [table[key] for key in ("rope_type", "type") if table.get(key) is not None] or ["default"]
+    if len(set(kinds)) > 1:
+        raise ConfigError(f"model config: rope_type={kinds[0]!r} beside type={kinds[1]!r} in the rotary table, and "
+                          "transformers reads the first; leave type out")
+    kind = kinds[0]
+    if kind not in KINDS:
+        raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(KINDS)}")
+    partial = {table.get("partial_rotary_factor"), hf.get("partial_rotary_factor")} - {None, 1.0}
+    if partial and not family.partial_rotary:
+        raise ConfigError("model config: partial_rotary_factor is not supported for this family; leave it at 1.0")
+    table = {"original_max_position_embeddings": hf["max_position_embeddings"], **table}
+    theta = float(number(table, "rope_theta", above=0))
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "dynamic":  # its window is always the model's
+        table["original_max_position_embeddings"] = hf["max_position_embeddings"]
+    window = number(table, "original_max_position_embeddings", least=1, kind=int)
+    if kind == "yarn" and table.get("factor", 0) is None:
+        table["factor"] = hf["max_position_embeddings"] / window
+    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    missing = [name for name in needed if table.get(name) is None]
+    if missing:
+        raise ConfigError(f"model config: rope_type={kind} needs {', '.join(missing)} beside it")
+    fields = {name: float(number(table, name, above=0)) for name in needed}
+    if kind == "yarn":
+        fields |= _yarn_fields({**table, "rope_theta": theta}, truncate)
+    return Rope(kind=kind, theta=theta, original_max=window, **fields)
+
+
+def _yarn_fields(table, truncate) -> dict:
+    if table["rope_theta"] == 1:
+        raise ConfigError("model config: rope_theta=1 has no wavelengths for rope_type=yarn; give a larger one")
+    found = {name: table[name] for name in ("beta_fast", "beta_slow") if table.get(name)}  # 0, too, is the default
+    fields = {name: float(number(found, name, above=0)) for name in found}
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        if table.get(name) is not None:
+            fields[name] = float(number(table, name))
+    return {**fields, "truncate": bool(truncate)}
