@@ -13,6 +13,7 @@ from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_a
 from jaxrl.config import get
 from jaxrl.data_checks import conversations, curricula, sources
 from jaxrl.distill_checks import distillation
+from jaxrl.env_checks import elsewhere
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
@@ -268,13 +269,11 @@ def _episodes(cfg):
     if not episodes(cfg):
         changed = [f"env.{name}" for name, opt in SCHEMA["env"].items() if get(e, name) != opt.default
                    and not (isinstance(opt.default, dict) and not e[name])]
-        return [f"{', '.join(changed)}: there are no episodes; set env.function or env.tools, or leave it out"] * bool(
-            changed)
+        return [f"{', '.join(changed)}: there are no episodes; set env.function, env.program or env.tools, or leave it "
+                "out"] * bool(changed)
     if not recipe_of(cfg).samples:
-        return [f"env.function, env.tools: run.recipe={cfg.run.recipe} samples nothing; leave them out"]
-    if e.function and e.tools:
-        out.append("env.function and env.tools: an episode function sends its own tools (chat.send(..., tools=)); give "
-                   "one of the two")
+        return [f"env.function, env.program, env.tools: run.recipe={cfg.run.recipe} samples nothing; leave them out"]
+    out += elsewhere(cfg)
     for name, value in (("data.response_prefix", cfg.data.response_prefix), ("env.options", e.options and e.tools)):
         if value:
             out.append(f"{name}={value!r}: no use in episodes{' of env.tools' * bool(e.tools)}; leave it out")
@@ -291,7 +290,7 @@ def _episodes(cfg):
     if longest and e.max_input_tokens >= longest:
         out.append(f"env.max_input_tokens={e.max_input_tokens}: a sequence has at most train.max_sequence_tokens="
                    f"{longest}; lower it, or leave it out")
-    if e.python and shutil.which(e.python) is None and not Path(e.python).is_file():
+    if e.python and e.executor == "local" and shutil.which(e.python) is None and not Path(e.python).is_file():
         out.append(f"env.python={e.python!r}: no such program; name an interpreter")
     if wrong := [name for name in e.variables if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
         out.append(f"env.variables={e.variables}: {wrong[0]!r} is no name; give names only, their values come from "
@@ -403,10 +402,11 @@ def _rewards(cfg):
         out.append(
             f"reward.overlong_buffer={r.overlong_buffer}: above rollout.max_new_tokens={cfg.rollout.max_new_tokens}"
         )
-    if not r.functions and not cfg.env.function and not r.model.path and recipe_of(cfg).judged:
+    if not r.functions and not (cfg.env.function or cfg.env.program) and not r.model.path and recipe_of(cfg).judged:
         out.append("reward.functions is empty: reinforcement learning needs at least one reward, a reward model "
-                   "(reward.model.path), or an environment that gives one (env.function)")
-    named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)} | ({"env"} if cfg.env.function else set())
+                   "(reward.model.path), or an environment that gives one (env.function, env.program)")
+    named = {f.rpartition(":")[2] for f in (*r.functions, *cfg.eval.rewards)} | (
+        {"env"} if cfg.env.function or cfg.env.program else set())
     named |= {PART} if r.model.path else set()
     if cfg.eval.accuracy_from and cfg.eval.accuracy_from not in named:
         out.append(f"eval.accuracy_from={cfg.eval.accuracy_from!r}: not among the rewards {sorted(named)}")

@@ -6,8 +6,8 @@ from jaxrl.registry import recipe_of
 
 
 def episodes(config) -> bool:
-    """Whether completions are episodes (env.function, env.tools)."""
-    return bool(config.env.function or config.env.tools)
+    """Whether completions are episodes (env.function, env.program, env.tools, env.mcp)."""
+    return bool(config.env.function or config.env.program or config.env.tools or config.env.mcp)
 
 
 def longest_completion(config, new_tokens: int = 0) -> int:

@@ -41,6 +41,7 @@ PAST: dict[str, str] = {
     "lora.*": "it decides what trains, where it lies and what it is multiplied with",
     "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
     "env.tools": "prompts tell of them, and it decides which are too long",
+    "env.mcp": "prompts tell of its tools, and they decide which are too long",
     "reference.path": "the KL term would pull towards another model",
     "reference.revision": "the KL term would pull towards another model",
     "teacher.path": "the student was brought towards another model",

@@ -210,6 +210,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
                           " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>;"
                           " empty = one turn, or env.tools (docs/environments.md)"),
         "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the answer without calls ends the episode"),
+        "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
+                         " input, {column} in its words, and OPENAI_BASE_URL and OPENAI_API_KEY"),
+        "score": O("", "module:name or ./file.py:name of score(task, ran), what a program came to; empty = the file reward.json that it"
+                       " writes where it runs"),
+        "crash": O("absent", "a program that ends with a status other than 0 has failed by its environment's fault, or is scored like any other",
+                   choices=("absent", "scored")),
+        "train_calls": O("", "module:name or ./file.py:name of trained(request): whether a program's call is a turn to be trained; empty = all"
+                             " but those with the header X-Jaxrl-Train: false"),
+        "mcp": O((), "MCP servers whose tools the model may call, beside env.tools: command lines (standard streams) or URLs (streamable HTTP)"),
+        "mcp_session": O("episode", "each episode has servers and sessions of its own, or the episodes of a worker share them",
+                         choices=("episode", "worker")),
         "options": O({}, "keyword arguments of an environment's class, or of gymnasium.make and textarena.make"),
         "parser": O("auto", "how calls are written; auto: as the chat template writes them",
                     choices=("auto", "hermes", "qwen", "llama", "mistral", "pythonic")),
@@ -218,10 +229,14 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "observations": O("message", "new messages close the model's turn (message), or go on within it where it did not end it (inline)",
                           choices=("message", "inline")),
         "workers": O(2, "processes that run episodes, 64 each at once", bound=">0"),
+        "executor": O("local", "workers are processes of this host, or of the hosts of a Ray cluster", choices=("local", "ray")),
+        "ray_address": O("", "address of the Ray cluster; empty = RAY_ADDRESS, and without it a Ray of this host"),
+        "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0"),
         "threads": O(False, "synchronous episodes and environments run in threads of their worker instead of one step at a time"),
         "python": O("", "interpreter of the workers' own environment; empty = this one"),
         "variables": O((), "names of environment variables that the workers get, beside those that Python needs"),
-        "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
+        "memory_gb": O(8.0, "memory that a worker (or a program of env.program) and all it started may hold, else they are killed"
+                            " (Linux); 0 = no limit", bound=">=0"),
         "in_flight": O(0, "episodes under way at once, per process; more than the engine samples at once hide slow environments; 0 = all that"
                           " are asked for", bound=">=0"),
         "max_turns": O(8, "turns of an episode; the last one's reply ends it", bound=">0"),

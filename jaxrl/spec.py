@@ -167,8 +167,9 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
     if asked.rollout.engine == "auto":
         engine = engine or (config.rollout.engine if isinstance(config, Spec) else chosen_engine(asked))
         decide("rollout.engine", engine, "this machine")
-    if c.env.function and c.reward.functions == options()["reward.functions"].default:
-        decide("reward.functions", (), "env.function")
+    gives = "env.function" if c.env.function else "env.program" if c.env.program else ""
+    if gives and c.reward.functions == options()["reward.functions"].default:
+        decide("reward.functions", (), gives)
     if c.algorithm.old_logprobs == "auto":  # the ratio is 1 by construction where a batch gets one update
         several = c.algorithm.ppo_epochs * c.algorithm.num_minibatches > 1
         in_reward = c.algorithm.kl.coef and c.algorithm.kl.placement == "reward"

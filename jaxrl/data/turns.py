@@ -72,7 +72,7 @@ class TurnRenderer:
         """The message with sentinels where its content spells control tokens, which go to `hidden`."""
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
-            return message
+            return self.adapted(message)
 
         def stand_in(match):
             hidden.append(match.group())
@@ -115,25 +115,26 @@ class TurnRenderer:
 
     # What a turn says.
 
-    def read(self, ids) -> dict:
+    def read(self, ids, tools=None) -> dict:
         """{"text", "thinking", "calls": [{"id", "name", "arguments": dict or None, "error"}]} of sampled ids. Never
-        raises: what cannot be read as a call is one with `error`."""
+        raises: what cannot be read as a call is one with `error`; the turn's text with all its calls is then there as
+        `written`. tools: schemas of this conversation, None = the renderer's."""
         thinking, text, marks = self._parts(ids)
-        calls: list[Call] = []
-        if self.parser is not None and self._reads_calls:
-            outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), self.types)
+        calls, whole, types = [], text, types_of(tools) if tools else self.types
+        if self.parser is not None and (tools or self._reads_calls):
+            outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), types)
             text = outside if calls else text
-        return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks),
+        told = {"written": _spelled(whole, marks)} if any(call.error for call in calls) else {}
+        return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **told,
                 "calls": [_reported(call, i, ids, marks, [c.id for c in calls]) for i, call in enumerate(calls)]}
 
-    def message(self, ids) -> dict:
+    def message(self, ids, tools=None) -> dict:
         """A turn as the assistant's message of a history that is rendered as a whole (`first`). Calls that cannot be
         read stay in the content as they were written."""
-        turn = self.read(ids)
+        turn = self.read(ids, tools)
         content, calls = turn["text"], turn["calls"]
-        if any(call["error"] for call in calls):
-            _, text, marks = self._parts(ids)
-            content, calls = _spelled(text, marks), []
+        if "written" in turn:
+            content, calls = turn["written"], []
         out = {"role": "assistant", "content": content}
         if turn["thinking"] and self._thinking_field:
             out[self._thinking_field] = turn["thinking"]
@@ -277,8 +278,13 @@ class TurnRenderer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
+        return self.stops(False)
+
+    def stops(self, tools: bool) -> tuple[int, ...]:
+        """The same where a conversation has tools of its own."""
         out = [shape.close[-1] for shape in self._ends if shape.own_end]
-        if self.parser is not None and self._reads_calls and self.config.env.max_parallel_calls == 1:
+        reads = tools or self._reads_calls
+        if self.parser is not None and reads and self.config.env.max_parallel_calls == 1:
             mark = self.parser.marks[self.parser.end] if self.parser.end >= 0 else ""
             out += [self._alone[mark]] if mark in self._alone else []
         return tuple(dict.fromkeys(i for i in out if i != self.tokenizer.eos_token_id))

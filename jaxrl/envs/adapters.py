@@ -6,48 +6,23 @@ like a user's (envs/libraries.py).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 
-from jaxrl.envs.api import Action, BadEnvironment, Chat, Observation, Step
+from jaxrl.envs.api import Action, BadEnvironment, Observation, Step
+from jaxrl.envs.play import Play
 from jaxrl.envs.tools import by_name
 from jaxrl.workers.loading import LoadError, describe, load, number
 
 
-class Play:
-    """What an episode is. run(task, chat, running): the episode, a coroutine unless `blocking`. name: where it is at
-    first. tools: schemas. functions: the code it is made of."""
-
-    blocking = False
-    tools: list[dict] = []
-
-    def chat(self, running, parallel: int) -> Chat:
-        return BlockingChat(running, parallel) if self.blocking else Chat(running, parallel)
-
-
-class BlockingChat(Chat):
-    """The same for a plain function: nothing is awaited."""
-
-    def send(self, *args, **kwargs):
-        return _now(super().send(*args, **kwargs))
-
-    def _run(self, turn):
-        return _now(super()._run(turn))
-
-
-def _now(coroutine):
-    """The result of a coroutine that waits for nothing but what blocks."""
-    try:
-        coroutine.send(None)
-    except StopIteration as e:
-        return e.value
-    raise RuntimeError("it waits")
-
-
 def find(setup: dict) -> Play:
     """The Play that a worker's setup names; a static method `prepare` of a class is called first. Raises LoadError."""
-    if setup["tools"]:
+    if setup["tools"] or setup["mcp"]:
         return Driver(setup)
+    if setup["program"]:
+        from jaxrl.envs.program import Program
+        return Program(setup)
     spec, options = setup["function"], setup["options"]
     kind, _, name = spec.partition(":")
     if kind in ("gym", "textarena"):
@@ -102,25 +77,57 @@ class Episode(Play):
 
 
 class Driver(Play):
-    """env.tools: the row's prompt, then calls and their answers, until an answer has no calls."""
+    """env.tools and env.mcp: the row's prompt, then calls and their answers, until an answer has no calls. Servers are
+    started for each episode, or (env.mcp_session=worker) once."""
 
     name = "episode"
 
     def __init__(self, setup: dict):
         self.functions = [load(spec) for spec in setup["tools"]]
+        self._servers, self._shared, self._opening = setup["mcp"], setup["mcp_session"] == "worker", None
+        told = []
+        if self._servers:
+            from jaxrl.envs import mcp
+            self.files, told = mcp.files(self._servers), mcp.listed(self._servers)
         try:
-            self._tools = by_name(self.functions)
+            self._tools = by_name([*self.functions, *told])
         except TypeError as e:
             raise LoadError(str(e)) from None
         self.tools = [tool.schema for tool in self._tools.values()]
         self._max_turns = setup["max_turns"]
 
     async def run(self, task, chat, running):
-        turn = await chat.send(task.prompt, tools=self.functions)
-        for _ in range(self._max_turns - 1):
-            if not turn.calls or turn.finish == "length":
-                break
-            turn = await chat.send(await turn.run())
+        async with self._remote(running) as remote:
+            turn = await chat.send(task.prompt, tools=[*self.functions, *remote])
+            for _ in range(self._max_turns - 1):
+                if not turn.calls or turn.finish == "length":
+                    break
+                turn = await chat.send(await turn.run())
+
+    @contextlib.asynccontextmanager
+    async def _remote(self, running):
+        """The servers' tools."""
+        if not self._servers:
+            yield []
+            return
+        from jaxrl.envs import mcp
+        if self._shared:
+            if self._opening is None or mcp.broken(self._opening):
+                self._opening = asyncio.ensure_future(mcp.opened(self._servers))
+            running.phase = "starting its servers"
+            servers = await asyncio.shield(self._opening)
+        else:
+            running.phase = "starting its servers"
+            servers = await mcp.opened(self._servers)
+        running.phase = self.name
+        try:
+            found = [mcp.Remote(server, schema) for server in servers for schema in server.tools]
+            if [tool.schema for tool in found] != self.tools[len(self.functions):]:
+                raise BadEnvironment("its servers list other tools than at the start")
+            yield found
+        finally:
+            if not self._shared:
+                await mcp.closed(servers)
 
 
 class Stepped(Play):

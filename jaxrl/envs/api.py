@@ -174,7 +174,7 @@ class Chat:
         payload = {"messages": messages if self._history is None else self._history + messages,
                    "rewrite": self._history is not None, "stop": stop, "max_tokens": max_tokens,
                    "tools": [tool.schema for tool in self._tools.values()] or None,
-                   "reward": self._reward, "anchor": self._anchor}
+                   "reward": self._reward, "anchor": self._anchor, "train": True}
         self._reward, self._anchor, self._history, self._sending = 0.0, "", None, True
         return payload
 

@@ -11,36 +11,33 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import difflib
 import hashlib
 import heapq
-import inspect
 import itertools
 import json
 import logging
 import os
 import selectors
-import shutil
 import tempfile
 import threading
 import time
 from collections import deque
 from typing import Any
 
+from jaxrl.envs.specs import interpreter, names, plain, specs
 from jaxrl.envs.worker import AT_ONCE, TICK_SECONDS, Seats, grace
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
+from jaxrl.workers.handing import FunctionFolder
 from jaxrl.workers.process import Garbled, Printed, WorkerProcess, environment, shown
 
 log = logging.getLogger("jaxrl.envs")
-BUILTIN = ("calc", "guess", "library", "lake", "repair")  # of jaxrl.envs.builtin
 START_SECONDS = 300.0   # importing what env.function and env.tools name
 SAID_SECONDS = 10.0     # between two looks at what workers printed
 SAID_LINES = 20         # of it that are said each time
 STRIKES = 3             # deaths of its workers that nobody explains after which an episode is taken for their cause
 IDLE_DEATHS = 5         # deaths of workers in a row, without an event between them, that stop the run
 KEYS = {  # of what events hold
-    "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "seconds"},
+    "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "train", "seconds"},
     "done": {"value", "rewards", "reward", "rewarded", "notes", "counts", "seconds"},
     "failed": {"cause", "detail", "fault", "reward"},
 }
@@ -68,17 +65,30 @@ class Episode:
     cancelled: bool = False
 
 
+class LocalProcess(WorkerProcess):
+    """A worker process of this machine. seats: the table that it shares. lost: never; a RemoteProcess may be."""
+
+    lost = False
+
+    def __init__(self, pool: EpisodePool):
+        self._table, env = tempfile.TemporaryFile(), pool.env
+        self._table.truncate(Seats.BYTES)
+        fd = self._table.fileno()
+        self.seats = Seats(fd)
+        super().__init__("jaxrl.envs.worker", pool.printed, environment(pool.variables, env.python), pool.memory_gb,
+                         group="env", who="an environment", python=pool.python, inherit=(fd,), arguments=(str(fd),))
+
+    def kill(self) -> None:
+        super().kill()
+        self._table.close()
+
+
 class Worker:
     """A worker process, and which episodes it runs."""
 
     def __init__(self, pool: EpisodePool):
-        self._table = tempfile.TemporaryFile()
-        self._table.truncate(Seats.BYTES)
-        self.seats = Seats(self._table.fileno())
-        env, fd = pool.env, self._table.fileno()
-        self.process = WorkerProcess(
-            "jaxrl.envs.worker", pool.printed, environment(pool.variables, env.python), env.memory_gb, group="env",
-            who="an environment", python=pool.python, inherit=(fd,), arguments=(str(fd),))
+        self.process = pool.launch(pool)
+        self.seats = self.process.seats
         self.into, self.out_of = self.process.descriptors
         self.deadline = time.monotonic() + START_SECONDS
         self.ready, self.unread = False, b""
@@ -119,7 +129,6 @@ class Worker:
 
     def end(self) -> None:
         self.process.kill()
-        self._table.close()
 
 
 class EpisodePool:
@@ -139,24 +148,33 @@ class EpisodePool:
     """
 
     def __init__(self, env, user=None, run_dir: str = "", sandbox=None):
-        self.env, self.tools, self.python = env, [], _interpreter(env.python)
+        self.env, self.tools, self.launch = env, [], LocalProcess
+        self.python = env.python if env.executor == "ray" else interpreter(env.python)
+        self.memory_gb = 0.0 if env.program else env.memory_gb  # a program has its own
         self._folder = FunctionFolder(run_dir, "env_functions")
-        function, tools = _specs(env, self._folder)
-        setup = {"function": function, "tools": tools, "options": _plain(env.options), "threads": bool(env.threads),
-                 "max_turns": env.max_turns, "max_parallel_calls": env.max_parallel_calls, "user": _plain(user or {}),
-                 "sandbox": _plain(sandbox or {}),
-                 "limits": {"step_seconds": env.step_seconds, "episode_seconds": env.episode_seconds}}
+        what = specs(env, self._folder)
+        setup = what | {
+            "options": plain(env.options), "threads": bool(env.threads), "user": plain(user or {}),
+            "max_turns": env.max_turns, "max_parallel_calls": env.max_parallel_calls, "crash": env.crash,
+            "mcp_session": env.mcp_session, "sandbox": plain(sandbox or {}),
+            "memory_gb": env.memory_gb, "must_score": not getattr(env, "judged", False),
+            "limits": {"step_seconds": env.step_seconds, "episode_seconds": env.episode_seconds}}
         self.variables = (*env.variables, setup["sandbox"].get("key_env", ""))
         try:
             self.setup = json.dumps(setup)
         except (TypeError, ValueError) as e:
             raise ConfigError(f"env.options={setup['options']}: workers get it as JSON, which cannot hold it: {e}; "
                               "give plain values") from None
-        named = {"function": function.rpartition("/")[2], "tools": [t.rpartition("/")[2] for t in tools]}
-        self._decides, self._sources, self._named = setup | named, "", function or ", ".join(tools)
+        self._decides, self._sources = setup | names(what), ""
+        del self._decides["memory_gb"]
+        self._named = what["function"] or " ".join(what["program"]) or ", ".join([*what["tools"], *what["mcp"]])
         missing = [name for name in env.variables if name not in os.environ]
         if missing:
             log.warning("env.variables names variables that are not set here: %s", ", ".join(missing))
+        if env.executor == "ray":
+            from jaxrl.envs import ray_workers
+            ray_workers.join(env)
+            self.launch = ray_workers.RemoteProcess
         self.printed, self._said = Printed(), time.monotonic()
         self._state = threading.Condition()
         self._numbers = itertools.count(1)
@@ -242,7 +260,8 @@ class EpisodePool:
 
         send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None, "stop":
                 texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
-                in which the coming turn is decided, "seconds": the environment's}
+                in which the coming turn is decided, "train": whether it is a turn of the episode, "seconds": the
+                environment's}
         done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
                 whether chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}
         failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, that
@@ -346,7 +365,8 @@ class EpisodePool:
                            " that it did not open")
                 continue
             if not alive:
-                self._lose(worker, f"its worker ended: {worker.process.how()}")
+                why = worker.process.how()
+                self._lose(worker, f"its worker ended: {why}", [] if worker.process.lost else None)
         self._assign()
         for worker in self._workers:
             if worker.unsent:
@@ -398,7 +418,9 @@ class EpisodePool:
 
     def _unstartable(self, why: str) -> Exception:
         """A mistake in the config, unless workers could start before."""
-        field = f"env.function={self._decides['function']!r}" if self.env.function else "env.tools"
+        field = f"env.function={self._decides['function']!r}" if self.env.function else (
+            f"env.program={self.env.program!r}" if self.env.program else
+            "env.tools" if len(self.env.tools) else f"env.mcp={tuple(self.env.mcp)}")
         text = f"{field}: {why}{self.printed.last()}"
         return RunStopped(f"{text}\nWorkers of this run could start before") if self._sources else ConfigError(text)
 
@@ -437,7 +459,7 @@ class EpisodePool:
 
     def _lose(self, worker: Worker, why: str, guilty: list[Episode] | None = None, fault: str = "env") -> None:
         """A worker is of no use any more. guilty: for whom it is ended; None: for the one whose code was running."""
-        if not worker.ready:
+        if not worker.ready and not worker.process.lost:
             raise self._unstartable(f"{why} while importing {self._named}")
         if guilty is None:
             guilty = worker.running()
@@ -502,67 +524,3 @@ def _as_list(value):
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} {str(value)[:40]!r}")
-
-
-def _plain(options) -> dict:
-    """A ConfigDict as a dict."""
-    return options.to_dict() if hasattr(options, "to_dict") else dict(options)
-
-
-def _interpreter(python: str) -> str:
-    if python and shutil.which(python) is None and not os.path.isfile(python):
-        raise ConfigError(f"env.python={python!r}: there is no such program; name the interpreter of the environment in"
-                          " which the environments' packages are, /path/venv/bin/python")
-    return python
-
-
-def _specs(env, folder: FunctionFolder) -> tuple[str, list[str]]:
-    """(env.function, env.tools) as workers load them. Raises ConfigError."""
-    if env.function and len(env.tools):
-        raise ConfigError(f"env.function={_shown(env.function)} and env.tools={tuple(map(_shown, env.tools))}: an"
-                          " episode is either; give the tools to chat.send(tools=[...]) of your function, or leave"
-                          " env.function empty")
-    if not env.function and not len(env.tools):
-        raise ConfigError("env.function and env.tools are empty: name one of them")
-    tools = [_spec("env.tools", tool, folder) for tool in env.tools]
-    for tool in tools:
-        if tools.count(tool) > 1:
-            raise ConfigError(f"env.tools names {tool} twice; leave one away")
-    return _function(env.function, folder) if env.function else "", tools
-
-
-def _function(given, folder: FunctionFolder) -> str:
-    if isinstance(given, str):
-        if given in BUILTIN:
-            return f"jaxrl.envs.builtin:{given}"
-        kind, _, name = given.partition(":")
-        if kind in ("gym", "textarena"):
-            if not name:
-                raise ConfigError(f"env.function={given!r}: name an environment, as in gym:FrozenLake-v1 or "
-                                  "textarena:GuessTheNumber-v0")
-            return given
-        if ":" not in given and not given.endswith(".py"):
-            near = difflib.get_close_matches(given, BUILTIN, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"env.function={given!r}: there is no environment of this name; {hint}known: "
-                              f"{', '.join(BUILTIN)}; own ones as package.module:name or ./file.py:name")
-    return _spec("env.function", given, folder)
-
-
-def _spec(field: str, given, folder: FunctionFolder) -> str:
-    if isinstance(given, str):
-        if ":" not in given:
-            raise ConfigError(f"{field}: {given!r} names no function; write {given}:function")
-        spec = file_spec(given)
-        check_place(field, spec)
-        return spec
-    if inspect.isclass(given) and given.__module__ != "__main__":
-        return f"{given.__module__}:{given.__qualname__}"
-    if not inspect.isfunction(given):
-        raise ConfigError(f"{field}={_shown(given)}: pass a plain function (def ...) or 'package.module:name'; a class"
-                          " that is defined in a notebook goes into a file")
-    return function_spec(given, folder, field, annotations=True)
-
-
-def _shown(given) -> str:
-    return repr(given) if isinstance(given, str) else getattr(given, "__name__", repr(given)[:80])

@@ -66,7 +66,7 @@ class Tool:
 def by_name(given) -> dict[str, Tool]:
     """Tools by their names. Raises TypeError where two have the same."""
     tools = {}
-    for tool in map(Tool, given):
+    for tool in (one if isinstance(one, Tool) else Tool(one) for one in given):
         if tool.name in tools:
             raise TypeError(f"two tools have the name {tool.name!r}; rename one of them")
         tools[tool.name] = tool

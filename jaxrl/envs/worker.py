@@ -476,7 +476,7 @@ def main() -> None:
     sandbox.configure(setup["sandbox"])
     try:
         play = adapters.find(setup)
-        first = ["ready", {"tools": play.tools, "sources": digest(play.functions, before)}]
+        first = ["ready", {"tools": play.tools, "sources": digest(play.functions, before, play.files)}]
     except LoadError as e:
         first = ["fatal", f"{e}"]
     if os.getpid() != owner:

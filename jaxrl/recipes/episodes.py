@@ -23,6 +23,7 @@ def open_pool(s) -> EpisodePool | None:
     if not c.episodes:
         return None
     env = SimpleNamespace(**{name: c.env[name] for name in c.env})
+    env.judged = bool(c.reward.functions or c.reward.model.path)
     env.function, env.tools = given.env or env.function, given.tools or env.tools
     return s.own(EpisodePool(env, c.user, c.run.dir, c.sandbox))
 
@@ -42,7 +43,7 @@ def with_outcomes(result: RewardResult | None, outcomes, env) -> RewardResult | 
 
     outcomes: [N] protocol.Outcome, or None of what is no episode.
     """
-    gives = env.function or env.malformed_penalty
+    gives = env.function or env.program or env.malformed_penalty
     if result is None or not gives:
         return result
     values = np.array([np.nan if o is None or o.value is None else o.value for o in outcomes], np.float64)

@@ -61,7 +61,7 @@ def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, 
         except re.error as e:
             raise ConfigError(f"reward.format_pattern={r.format_pattern!r} is no regex: {e}") from None
     accuracy = config.eval.accuracy_from
-    if config.env.function:
+    if config.env.function or config.env.program:
         names = [*names, "env"]  # what episodes give
     if accuracy and accuracy not in names and (replaced or not config.eval.rewards):
         raise ConfigError(f"eval.accuracy_from={accuracy!r} is none of the reward functions: {', '.join(names)}")

@@ -35,6 +35,7 @@ log = logging.getLogger("jaxrl")
 PROBE = "probe"            # id of the episode that is played a second time
 LINGER = 0.002             # seconds in which further messages are waited for before a turn is sampled
 BACKOFF = 0.5              # seconds before the first further try, about
+ASIDE = 1 << 20            # number of an episode's first turn that is not trained, for its key
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,7 +48,9 @@ class Episode:
     parts: list[Result] = dataclasses.field(default_factory=list)  # what each turn sampled
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # of the current sequence
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
-    asked: tuple | None = None  # (Turn before it has a size, request) of the turn that is being sampled
+    tools: list[dict] | None = None  # of the current sequence
+    asked: tuple | None = None  # (Turn before it has a size, request, tools) of the turn that is being sampled
+    asides: int = 0             # turns that are no part of it
     over: bool = False          # no more turns may be sampled: they, or the tokens, are used up
     tries: int = 0
     not_before: float = 0.0     # of a further try
@@ -241,13 +244,16 @@ class EpisodeEngine(Engine):
     def _send(self, episode: Episode, data: dict) -> list[Request]:
         """Answers from the record, or the request for the next turn; nothing where none may be sampled."""
         self._reward(episode, data["reward"])
+        if not data["train"]:
+            return self._aside(episode, data)
+        episode.tools = data["tools"]
         seen = _digest([data["messages"], data["rewrite"], data["tools"], data["stop"], data["max_tokens"]])
         if episode.record:
             turn, part = episode.record[0]
             if turn.seen == seen:
                 episode.record.popleft()
                 self._remember(episode, turn._replace(reward=0.0), part, data)
-                self._reply(episode, part, turn.finish)
+                self._reply(episode, part, turn.finish, len(episode.ids) - len(part.tokens), episode.tools)
                 return []
             episode.record.clear()
         if episode.first is not None:
@@ -284,25 +290,49 @@ class EpisodeEngine(Engine):
             self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1}}))
         else:
             episode.over = True
-            self.pool.reply(episode.request.id, {"text": "", "thinking": "", "calls": [], "finish": "length"})
+            self.pool.reply(episode.request.id, {"text": "", "thinking": "", "calls": [], "finish": "length",
+                                                 "over": True, "tokens": [len(episode.ids), 0]})
 
     def _ask(self, episode: Episode, added, opens: bool, most: int, data: dict, seen: str) -> Request:
         first, before = episode.request, None if opens else episode.request.key._replace(turn=len(episode.turns) - 1)
         key = first.key._replace(turn=len(episode.turns))
-        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stop_ids)))
-        sampling = dataclasses.replace(
-            first.sampling, max_new_tokens=most, min_new_tokens=min(first.sampling.min_new_tokens, most),
-            stop=tuple(dict.fromkeys((*first.sampling.stop, *data["stop"]))), stop_token_ids=ends)
         prompt = np.asarray(added, np.int32) if opens else np.concatenate([episode.ids, added]).astype(np.int32)
-        request = Request(str(key), prompt, sampling, key.seed(self.seed) if key.turn else first.seed, first.group, key,
+        request = Request(str(key), prompt, self._sampling(first, most, data),
+                          key.seed(self.seed) if key.turn else first.seed, first.group, key,
                           after="" if before is None else str(before), keep=self.keep and self.env.max_turns > 1)
         anchor = int.from_bytes(bytes.fromhex(_digest(data["anchor"]))[:7], "big") + 1 if data["anchor"] else 0
-        episode.asked = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request
+        episode.asked = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request, data["tools"]
         self._turns[request.id] = episode
         episode.since = self.clock()
         if self.env.history == "template":
             self._say(episode, data)
         return request
+
+    def _sampling(self, first: Request, most: int, data: dict):
+        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stops(bool(data["tools"])))))
+        return dataclasses.replace(
+            first.sampling, max_new_tokens=most, min_new_tokens=min(first.sampling.min_new_tokens, most),
+            stop=tuple(dict.fromkeys((*first.sampling.stop, *data["stop"]))), stop_token_ids=ends)
+
+    def _aside(self, episode: Episode, data: dict) -> list[Request]:
+        """A turn that the policy answers and that is no part of the episode: neither recorded nor trained, sampled
+        anew when the episode is played again. An episode has at most env.max_turns of them."""
+        if episode.first is not None:  # what it says next may hang on the answer, which is not on record
+            self.pool.cancel([episode.request.id])
+            self._finish(episode, "abort")
+            return []
+        ids = self.renderer.first(data["messages"], data["tools"] or [])
+        first, most = episode.request, self.longest - len(ids)
+        most = min(first.sampling.max_new_tokens, most, data["max_tokens"] or most)
+        if episode.asides >= self.env.max_turns or most < 1:
+            self.pool.reply(first.id, {"text": "", "thinking": "", "calls": [], "finish": "length", "tokens": [0, 0]})
+            return []
+        key = first.key._replace(turn=ASIDE + episode.asides)
+        episode.asides += 1
+        request = Request(str(key), ids, self._sampling(first, most, data), key.seed(self.seed), first.group, key)
+        episode.asked, self._turns[request.id] = (None, request, data["tools"]), episode
+        episode.since = self.clock()
+        return [request]
 
     def _render(self, episode: Episode, data: dict) -> tuple[np.ndarray, bool]:
         """(ids to be put behind what there is, whether they open a new sequence instead)."""
@@ -328,10 +358,12 @@ class EpisodeEngine(Engine):
         if self.env.history == "template":
             if data is not None:
                 self._say(episode, data)
-            episode.messages.append(self.renderer.message(part.tokens))
+            episode.messages.append(self.renderer.message(part.tokens, episode.tools))
 
-    def _reply(self, episode: Episode, part: Result, finish: str) -> None:
-        self.pool.reply(episode.request.id, {**self.renderer.read(part.tokens), "finish": finish})
+    def _reply(self, episode: Episode, part: Result, finish: str, before: int, tools) -> None:
+        """before: tokens of the turn's prompt."""
+        said = self.renderer.read(part.tokens, tools)
+        self.pool.reply(episode.request.id, {**said, "finish": finish, "tokens": [before, len(part.tokens)]})
 
     def _reward(self, episode: Episode, reward: float) -> None:
         if episode.turns and reward:
@@ -345,15 +377,16 @@ class EpisodeEngine(Engine):
             episode = self._turns.pop(result.id, None)
             if episode is None:  # of an episode that was aborted
                 continue
-            turn, _ = episode.asked
+            turn, request, tools = episode.asked
             episode.asked = None
             episode.waited += self.clock() - episode.since
             if result.finish == "abort":
                 self.pool.cancel([episode.request.id])
                 self._finish(episode, "abort")
                 continue
-            self._remember(episode, turn._replace(size=len(result.tokens), finish=result.finish), result, None)
-            self._reply(episode, result, result.finish)
+            if turn is not None:
+                self._remember(episode, turn._replace(size=len(result.tokens), finish=result.finish), result, None)
+            self._reply(episode, result, result.finish, len(request.prompt), tools)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -374,7 +407,7 @@ class EpisodeEngine(Engine):
         if any(rewards) or data.get("rewarded") or data.get("counts", {}).get("cut_off"):
             value = math.fsum([value or 0.0, *rewards])
         counts = {"calls": 0, "malformed": 0} | dict(data.get("counts", {}))
-        if value is None and self.env.tools and self.env.malformed_penalty:
+        if value is None and not (self.env.function or self.env.program) and self.env.malformed_penalty:
             value = 0.0  # beside what reward functions say
         if value is not None:
             value -= self.env.malformed_penalty * counts["malformed"]

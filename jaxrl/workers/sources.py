@@ -13,13 +13,13 @@ import sysconfig
 NEIGHBOURS = 200  # Python files that are read of the folder a function's file lies in
 
 
-def digest(functions, before: set[str]) -> str:
+def digest(functions, before: set[str], files=()) -> str:
     """Of the functions' modules, the files beside them, and every module that was loaded with them (`before`: those
     that were there already): code of the user by its content, installed packages by the size of their files. The place
-    of a file does not count."""
+    of a file does not count. files: further ones."""
     own = {getattr(f, "__module__", None) for f in functions}
     standard = sysconfig.get_paths()["stdlib"] + os.sep
-    parts, folders = {sys.version}, set()
+    parts, folders = {sys.version, *map(_content, files)}, set()
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not path or name in before and name not in own:

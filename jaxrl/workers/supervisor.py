@@ -126,3 +126,11 @@ def _leave(status: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status) & 255)
+
+
+if __name__ == "__main__":  # supervisor.py MEMORY WORD...: a program of the user's under it
+    supervise(int(sys.argv[1]))
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as e:
+        sys.exit(f"{sys.argv[2]}: {e.strerror}")

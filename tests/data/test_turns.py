@@ -232,7 +232,8 @@ def test_any_ids_are_read(family):
     for _ in range(200):
         ids = rng.choices([*range(len(r.tokenizer)), *control], k=rng.randrange(30))
         turn = r.read(np.array(ids, np.int32))
-        assert set(turn) == {"text", "thinking", "calls"}
+        broken = any(call["error"] for call in turn["calls"])
+        assert set(turn) == {"text", "thinking", "calls"} | ({"written"} if broken else set())
         r.extend(np.array([5, *ids]), [user("Go on.")])
         r.first([user("?"), r.message(ids)] + [user("!")]) if family not in ("llama", "mistral") else None
 

@@ -20,7 +20,8 @@ def turn(text="", *calls, finish="stop", thinking="") -> dict:
     """A turn of the model. calls: (name, arguments), None for arguments that cannot be read."""
     found = [{"id": f"c{k}", "name": name, "arguments": arguments, "error": "" if arguments is not None else "no JSON"}
              for k, (name, arguments) in enumerate(calls)]
-    return {"text": text, "thinking": thinking, "calls": found, "finish": finish}
+    written = {"written": text} if any(call["error"] for call in found) else {}
+    return {"text": text, "thinking": thinking, "calls": found, "finish": finish, "tokens": [7, 2]} | written
 
 
 def play(episodes, rows, model=lambda id, k, said: turn("ok"), seconds=60.0, seed=lambda id: 1):

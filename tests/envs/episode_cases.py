@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rollout_helpers import random_params
@@ -116,3 +117,17 @@ def requests(groups=3, samples=2, stream="train", speaks=None, **sampling):
     task = SimpleNamespace(prompt=QUESTION, answer="3", columns={}, prompt_text=QUESTION)
     keys = [Key(stream, 0, g, k) for g in range(groups) for k in range(samples)]
     return [Request(str(key), prompt, how, key.seed(0), key.prompt, key, task) for key in keys]
+
+
+def rescored(traj, versions_params):
+    """[T] log-probs of every sampled token, each sequence run alone through the model, under its version's weights."""
+    out = np.zeros(len(traj.tokens))
+    for a, b in zip(traj.offsets, traj.offsets[1:], strict=False):
+        ids = jnp.asarray(traj.tokens[None, a:b])
+        at = jnp.arange(b - a)[None]
+        for version, weights in versions_params.items():
+            hidden = model().hidden(weights, ids, at, at * 0 + 1, at * 0)
+            logprobs = jax.nn.log_softmax(model().logits(weights, hidden)[0], -1)
+            own = np.flatnonzero(traj.loss_mask[a:b] & (traj.versions[a:b] == version))
+            out[a + own] = np.asarray(logprobs)[own - 1, traj.tokens[a + own]]
+    return out

@@ -139,7 +139,8 @@ def test_what_a_chat_says_is_what_the_engine_hears(pool):
     first, second, third = said["e"]
     for data in said["e"]:
         assert 0 <= data.pop("seconds") < 1
-    blank = {"rewrite": False, "tools": None, "stop": [], "max_tokens": 0, "reward": 0.0, "anchor": ""}
+    blank = {"rewrite": False, "tools": None, "stop": [], "max_tokens": 0, "reward": 0.0, "anchor": "",
+             "train": True}
     user = lambda text: {"role": "user", "content": text}  # noqa: E731
     assert first == blank | {"messages": [{"role": "system", "content": "s"}], "stop": ["END"], "max_tokens": 7}
     assert second == blank | {"messages": [user("ABC"), user("?")], "reward": 0.5, "anchor": '{"a": [2], "b": 1}'}

@@ -3,11 +3,9 @@
 import dataclasses
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from episode_cases import model, params, playing, requests, tokenizer
+from episode_cases import params, playing, requests, rescored, tokenizer
 
 from jaxrl.errors import RunStopped
 from jaxrl.recipes.episodes import check_failures, conversations, episode_metrics
@@ -26,20 +24,6 @@ def same(a, b):
     assert len(a) == len(b)
     for one, other in zip(a, b, strict=True):
         np.testing.assert_equal(plain(one), plain(other))
-
-
-def rescored(traj, versions_params):
-    """[T] log-probs of every sampled token, each sequence run alone through the model, under its version's weights."""
-    out = np.zeros(len(traj.tokens))
-    for a, b in zip(traj.offsets, traj.offsets[1:], strict=False):
-        ids = jnp.asarray(traj.tokens[None, a:b])
-        at = jnp.arange(b - a)[None]
-        for version, weights in versions_params.items():
-            hidden = model().hidden(weights, ids, at, at * 0 + 1, at * 0)
-            logprobs = jax.nn.log_softmax(model().logits(weights, hidden)[0], -1)
-            own = np.flatnonzero(traj.loss_mask[a:b] & (traj.versions[a:b] == version))
-            out[a + own] = np.asarray(logprobs)[own - 1, traj.tokens[a + own]]
-    return out
 
 
 @pytest.mark.parametrize("function, segments, keep", [("several", 1, False), ("several", 1, True), ("rewritten", 2, False)])

@@ -1,0 +1,33 @@
+"""Checks of what an episode is (env.function, env.program, env.tools) and where it runs."""
+
+from __future__ import annotations
+
+from jaxrl.algorithm_checks import no_effect
+from jaxrl.config import get
+from jaxrl.schema import SCHEMA
+
+OF_PROGRAMS = ("score", "crash", "train_calls")
+OF_RAY = ("ray_address", "ray_cpus")
+
+
+def elsewhere(cfg) -> list[str]:
+    e, out = cfg.env, []
+    if e.function and (e.tools or e.mcp):
+        out.append(f"env.function and env.{'tools' if e.tools else 'mcp'}: an episode function sends its own tools "
+                   "(chat.send(..., tools=)); give one of the two")
+    if e.program and (e.function or e.tools or e.mcp):
+        out.append("env.program beside env.function, env.tools or env.mcp: a program brings its own tools and is the "
+                   "episode; give one of them")
+    if e.program and e.options:
+        out.append(f"env.options={dict(e.options)}: no use with env.program; write them into its command line")
+    if e.mcp and not e.tools and e.options:
+        out.append(f"env.options={dict(e.options)}: no use with env.mcp; write them into the servers' command lines")
+    if e.mcp_session != "episode" and not e.mcp:
+        out.append(no_effect("env.mcp_session", e.mcp_session, "without env.mcp", "leave it out"))
+    if e.executor != "ray":
+        out += [no_effect(f"env.{name}", get(e, name), "with env.executor=local", "set env.executor=ray, or leave it "
+                          "out") for name in OF_RAY if get(e, name) != SCHEMA["env"][name].default]
+    if not e.program:
+        out += [no_effect(f"env.{name}", get(e, name), "without env.program", "leave it out")
+                for name in OF_PROGRAMS if get(e, name) != SCHEMA["env"][name].default]
+    return out

@@ -1,0 +1,352 @@
+"""Servers of the Model Context Protocol as tools: a small client over standard streams or streamable HTTP.
+
+Of the protocol (revision 2025-06-18) what tools need: initialize, tools/list, tools/call. A result with `isError`, and
+invalid parameters, are told to the model, as a ToolError is; whatever else goes wrong is the environment's fault.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import shutil
+import signal
+import ssl
+import sys
+from urllib.parse import urlsplit
+
+from jaxrl.envs.tools import BadEnvironment, Tool, ToolError
+from jaxrl.workers import supervisor
+from jaxrl.workers.loading import LoadError
+
+VERSION = "2025-06-18"
+LONGEST = 1 << 24        # bytes of a message
+FIRST_SECONDS = 60.0     # a server that has not told its tools so long after it was started
+BYE_SECONDS = 2.0        # for a server to end, once its input is closed
+INVALID = -32602         # JSON-RPC: invalid parameters
+PAGES = 1000             # of tools/list
+
+
+class Server:
+    """A connection to one server. given: an http(s) URL, or a command line. `open`, then `tools` (schemas of the model)
+    and `call`; `close` at the end. What the server says beside answers is read and dropped; what it asks is refused.
+
+    Raises BadEnvironment.
+    """
+
+    def __init__(self, given: str):
+        self.given, self.tools = given, []
+        self._wire = Http(given) if is_url(given) else Stdio(given)
+        self._ids = itertools.count(1)
+        self.name = f"MCP server {given if is_url(given) else ' '.join(map(os.path.basename, shlex.split(given)))!r}"
+
+    @property
+    def broken(self) -> bool:
+        return self._wire.fault is not None
+
+    async def open(self) -> Server:
+        await self._wire.open(self.name)
+        try:
+            told = await self._ask("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {
+                "name": "jaxrl", "version": "1"}})
+            self._wire.version = str(told.get("protocolVersion") or VERSION)
+            await self._wire.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
+            page: dict = {}
+            for _ in range(PAGES):
+                told = await self._ask("tools/list", page)
+                self.tools += [self._schema(tool) for tool in told.get("tools") or ()]
+                if not told.get("nextCursor"):
+                    break
+                page = {"cursor": told["nextCursor"]}
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def call(self, name: str, arguments: dict) -> str:
+        """What the tool says: its texts; of structured content without a text its JSON. Raises ToolError."""
+        told = await self._ask("tools/call", {"name": name, "arguments": arguments})
+        parts = told.get("content") or []
+        texts = [part.get("text") if part.get("type") == "text" else f"({part.get('type')} content)" for part in parts]
+        text = "\n".join(map(str, texts))
+        if not parts and told.get("structuredContent") is not None:
+            text = json.dumps(told["structuredContent"], ensure_ascii=False)
+        if told.get("isError"):
+            raise ToolError(text or "error")
+        return text
+
+    async def close(self) -> None:
+        await self._wire.close()
+
+    async def _ask(self, method: str, params: dict) -> dict:
+        number = next(self._ids)
+        answer = await self._wire.ask({"jsonrpc": "2.0", "id": number, "method": method, "params": params}, number)
+        if "error" in answer:
+            error = answer["error"] if isinstance(answer["error"], dict) else {}
+            if method == "tools/call" and error.get("code") == INVALID:
+                raise ToolError(str(error.get("message", "invalid parameters")))
+            raise BadEnvironment(f"{self.name} answered {method} with error {error.get('code')}: "
+                                 f"{str(error.get('message'))[:200]}")
+        if not isinstance(answer.get("result"), dict):
+            raise BadEnvironment(f"{self.name} answered {method} without a result")
+        return answer["result"]
+
+    def _schema(self, tool) -> dict:
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            raise BadEnvironment(f"{self.name} lists a tool without a name")
+        kind = tool.get("inputSchema") if isinstance(tool.get("inputSchema"), dict) else {}
+        kind = {"type": "object", "properties": {}} | {k: v for k, v in kind.items() if k != "$schema"}
+        return {"type": "function", "function": {
+            "name": tool["name"], "description": str(tool.get("description") or ""), "parameters": kind}}
+
+
+class Remote(Tool):
+    """A server's tool. Its arguments are the server's to check."""
+
+    def __init__(self, server: Server, schema: dict):
+        self.schema, self.name = schema, schema["function"]["name"]
+
+        async def run(arguments):
+            return await server.call(self.name, arguments)
+
+        self.fn = run
+
+    def arguments(self, given: dict) -> dict:
+        return {"arguments": given}
+
+
+async def opened(given: list[str]) -> list[Server]:
+    """Connections to all of them; none where one fails."""
+    servers = []
+    try:
+        for one in given:
+            servers.append(await Server(one).open())
+    except BaseException:
+        await closed(servers)
+        raise
+    return servers
+
+
+async def closed(servers: list[Server]) -> None:
+    await asyncio.gather(*(server.close() for server in servers))
+
+
+def broken(opening: asyncio.Future) -> bool:
+    """Whether servers that several episodes share have to be started anew."""
+    if not opening.done():
+        return False
+    return opening.cancelled() or opening.exception() is not None or any(s.broken for s in opening.result())
+
+
+def files(servers: list[str]) -> list[str]:
+    """Those that their command lines name."""
+    return [word for one in servers if not is_url(one) for word in shlex.split(one) if os.path.isfile(word)]
+
+
+def is_url(given: str) -> bool:
+    return given.startswith(("http://", "https://"))
+
+
+def listed(servers: list[str]) -> list[dict]:
+    """The tools of these servers, each started once and ended. Raises LoadError."""
+    async def told():
+        found = await opened(servers)
+        await closed(found)
+        return [schema for server in found for schema in server.tools]
+
+    try:
+        return asyncio.run(asyncio.wait_for(told(), FIRST_SECONDS))
+    except TimeoutError:
+        raise LoadError(f"its servers have not told their tools after {FIRST_SECONDS:g} s") from None
+    except BadEnvironment as e:
+        raise LoadError(str(e)) from None
+
+
+# -- wires: open, ask (a message with a number -> its answer), tell, close ------------------------------------------
+
+
+def _message(name: str, data) -> dict:
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadEnvironment(f"{name} wrote no JSON: {bytes(data)[:60].decode('utf-8', 'replace')!r}") from None
+    if not isinstance(message, dict):
+        raise BadEnvironment(f"{name} wrote no JSON-RPC message")
+    return message
+
+
+def _refusal(message: dict) -> dict | None:
+    """The answer to what a server asks."""
+    if "method" not in message or message.get("id") is None:
+        return None
+    if message["method"] == "ping":
+        return {"jsonrpc": "2.0", "id": message["id"], "result": {}}
+    return {"jsonrpc": "2.0", "id": message["id"], "error": {"code": -32601, "message": "not offered"}}
+
+
+class Stdio:
+    """A process of its own, a message per line. On Linux nothing that it starts outlives it."""
+
+    version = VERSION
+
+    def __init__(self, command: str):
+        self._words = shlex.split(command)
+        self._process, self._reader, self._waiting, self.fault = None, None, {}, None
+
+    async def open(self, name: str) -> None:
+        self._name = name
+        if shutil.which(self._words[0]) is None:
+            raise BadEnvironment(f"{name}: there is no program {self._words[0]!r}")
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", supervisor.__file__, "0", *self._words, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LONGEST)
+        self._reader = asyncio.ensure_future(self._read())
+
+    async def ask(self, message: dict, number: int) -> dict:
+        if self.fault is not None:
+            raise BadEnvironment(self.fault)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self.tell(message)
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    async def tell(self, message: dict) -> None:
+        with contextlib.suppress(ConnectionError):  # its end is noticed where it is read from
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def _read(self) -> None:
+        try:
+            while line := await self._process.stdout.readline():
+                message = _message(self._name, line)
+                if (refusal := _refusal(message)) is not None:
+                    await self.tell(refusal)
+                answer = self._waiting.get(message.get("id")) if "method" not in message else None
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            self.fault = f"{self._name} ended"
+        except BadEnvironment as e:
+            self.fault = str(e)
+        except ValueError:
+            self.fault = f"{self._name} wrote a line of more than {LONGEST} bytes"
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(BadEnvironment(self.fault))
+
+    async def close(self) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.close()
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({ended}, timeout=BYE_SECONDS)
+        finally:
+            if not ended.done():
+                with contextlib.suppress(OSError):
+                    if sys.platform == "linux":
+                        self._process.send_signal(supervisor.END)
+                    else:
+                        os.killpg(self._process.pid, signal.SIGKILL)
+            await ended
+            self._reader.cancel()
+
+
+class Http:
+    """Streamable HTTP: each message a POST, answered by JSON or by an event stream; a session where the server has
+    them."""
+
+    def __init__(self, url: str):
+        self._url, self._session, self.version, self.fault = urlsplit(url), "", "", None
+
+    async def open(self, name: str) -> None:
+        self._name = name
+
+    async def ask(self, message: dict, number: int) -> dict:
+        async with self._sent("POST", message) as (status, headers, parts):
+            if status == 404 and self._session:
+                self.fault = f"{self._name} has lost the session"
+                raise BadEnvironment(self.fault)
+            if status != 200:
+                raise BadEnvironment(f"{self._name} answered {message['method']} with HTTP {status}")
+            self._session = headers.get("mcp-session-id", self._session)
+            stream = headers.get("content-type", "").startswith("text/event-stream")
+            async for data in (_events(parts) if stream else _whole(parts)):
+                told = _message(self._name, data)
+                if "method" not in told and told.get("id") == number:
+                    return told
+        raise BadEnvironment(f"{self._name} did not answer {message['method']}")
+
+    async def tell(self, message: dict) -> None:
+        async with self._sent("POST", message) as (status, _, _):
+            if status not in (200, 202, 204):
+                raise BadEnvironment(f"{self._name} answered {message.get('method')} with HTTP {status}")
+
+    async def close(self) -> None:
+        if self._session:  # a server need not have an end to its sessions
+            with contextlib.suppress(BadEnvironment, TimeoutError):
+                async with asyncio.timeout(BYE_SECONDS), self._sent("DELETE", None):
+                    self._session = ""
+
+    @contextlib.asynccontextmanager
+    async def _sent(self, method: str, message: dict | None):
+        """(status, headers, parts of the body) of a request."""
+        url, data = self._url, b"" if message is None else json.dumps(message).encode()
+        secure = url.scheme == "https"
+        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        head = [f"{method} {path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}", "Connection: close",
+                "Accept: application/json, text/event-stream", "Content-Type: application/json",
+                f"Content-Length: {len(data)}"]
+        head += [f"Mcp-Session-Id: {self._session}"] * bool(self._session)
+        head += [f"MCP-Protocol-Version: {self.version}"] * bool(self.version)
+        writer = None
+        try:
+            reader, writer = await asyncio.open_connection(
+                url.hostname, url.port or (443 if secure else 80), limit=LONGEST,
+                ssl=ssl.create_default_context() if secure else None)
+            writer.write("\r\n".join([*head, "", ""]).encode() + data)
+            await writer.drain()
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            headers = {n.strip().lower(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
+            yield int(first.split(" ")[1]), headers, _parts(reader, headers)
+        except (OSError, EOFError, asyncio.LimitOverrunError, ValueError, IndexError) as e:
+            raise BadEnvironment(f"{self._name}: {type(e).__name__}") from e
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+async def _parts(reader, headers: dict):
+    """A body as it comes."""
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        while size := int((await reader.readline()).partition(b";")[0], 16):
+            yield await reader.readexactly(size)
+            await reader.readline()
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while data := await reader.read(1 << 16):
+            yield data
+
+
+async def _whole(parts):
+    yield b"".join([part async for part in parts])
+
+
+async def _events(parts):
+    """Data of server-sent events."""
+    buffer, data = b"", []
+    async for part in parts:
+        *lines, buffer = (buffer + part).split(b"\n")
+        for line in (line.rstrip(b"\r") for line in lines):
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif not line and data:
+                yield b"\n".join(data)
+                data = []
