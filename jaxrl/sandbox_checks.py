@@ -16,9 +16,13 @@ def sandbox(cfg) -> list[str]:
     if remote and not re.match(r"https?://[^/]", s.url):
         out.append(f"sandbox.url={s.url!r}: sandbox.backend=remote needs the service's address, http://... or "
                    "https://...")
-    for name in ("url", "api", "key_env", "retries") if not remote else ("paths", "processes"):
+    unused = () if remote else ("url", "api", "key_env", "retries")
+    unused += ("paths",) if s.backend != "bwrap" else ()
+    unused += ("cpu_seconds", "disk_mb", "processes") if remote and s.api == "fusion" else ()
+    for name in unused:
         if get(s, name) != SCHEMA["sandbox"][name].default:
-            out.append(no_effect(f"sandbox.{name}", get(s, name), f"with sandbox.backend={s.backend}", "leave it out"))
+            with_ = f"with sandbox.backend={s.backend}" + f" and sandbox.api={s.api}" * remote
+            out.append(no_effect(f"sandbox.{name}", get(s, name), with_, "leave it out"))
     if s.key_env and not re.fullmatch(r"[A-Za-z_]\w*", s.key_env):
         # what was given may be the key itself
         out.append("sandbox.key_env: give the variable's name only, its value comes from this process")

@@ -259,7 +259,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "sandbox": {
         "backend": O("bwrap", "where programs run that a model wrote (reward code, env.function=repair, jaxrl.sandbox.run): bubblewrap on"
                               " this machine; rlimits: limits against accidents alone; remote: sandbox.url", choices=("bwrap", "rlimits", "remote")),
-        "paths": O((), "further folders that programs may read (bwrap)"),
+        "paths": O((), "further folders that programs may read, absolute (bwrap)"),
         "url": O("", "address of the service (remote)"),
         "api": O("jaxrl", "of the service: python -m jaxrl.sandbox.serve, or SandboxFusion", choices=("jaxrl", "fusion")),
         "key_env": O("", "name of the environment variable that has the service's bearer token; workers get it"),
@@ -267,9 +267,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "seconds": O(5.0, "longest a program may take; all unit tests of a completion together", bound=">0"),
         "cpu_seconds": O(5.0, "processor time of each process of a program", bound=">0"),
         "memory_mb": O(1024, "MiB that a program may hold, each process of it and all together", bound=">0"),
-        "disk_mb": O(64, "MiB of files that a program may write (bwrap: into memory)", bound=">0"),
+        "disk_mb": O(64, "MiB that a program may write (bwrap: into memory; rlimits: of each file)", bound=">0"),
         "output_bytes": O(1 << 20, "bytes that a program may print; one that prints more is ended", bound=">0"),
-        "processes": O(64, "processes of a program at once (bwrap, rlimits)", bound=">0"),
+        "processes": O(64, "processes of a program at once", bound=">0"),
     },
     "reward": {
         "functions": O(("math",), "names (math exact boxed choice format code remote judge), package.module:function or ./file.py:function"),

@@ -20,16 +20,19 @@ from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
-from jaxrl.sandbox import Limits, Ran, SandboxError, bwrap, seccomp, serve
+from jaxrl.sandbox import Limits, Ran, SandboxError, api, bwrap, seccomp, serve
 from jaxrl.sandbox import types as sandbox_types
 from jaxrl.sandbox.codec import Opaque, decode, encode
 from jaxrl.sandbox.grading import grade, parse, same
+from jaxrl.sandbox.probe import check as check_sandbox
 from jaxrl.schema import SCHEMA
 
 
 @pytest.fixture
-def limits_alone():
-    """configure(**options) of a sandbox of limits."""
+def limits_alone(monkeypatch):
+    """configure(**options) of a sandbox of limits, whose probe is taken for done."""
+    monkeypatch.setattr(api, "check", lambda *args: None)
+
     def configure(**options):
         sandbox.configure({"backend": "rlimits", "seconds": 20.0, "cpu_seconds": 20.0} | options)
 
@@ -85,6 +88,7 @@ def test_the_filter_refuses_what_it_lists_and_nothing_that_programs_need(machine
 
 # -- limits alone --------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_limits_alone_do_not_keep_a_program_in(limits_alone, tmp_path):
     """The list of test_sandbox.py: these get what they want, whoever runs them."""
     with surroundings(tmp_path) as around:
@@ -96,7 +100,8 @@ def test_limits_alone_do_not_keep_a_program_in(limits_alone, tmp_path):
         assert stopped == []
 
 
-def test_limits_alone_say_so(caplog, limits_alone):
+def test_limits_alone_say_so(caplog, limits_alone, monkeypatch):
+    monkeypatch.setattr(api, "check", check_sandbox)
     with caplog.at_level(logging.WARNING, "jaxrl.sandbox"):
         assert python("print(1)") == Ran(0, "1\n", "")
         python("print(1)")
@@ -333,6 +338,7 @@ def test_no_cheat_scores(limits_alone, tests):
         assert found[0] is False or name == "leaves early", name  # it printed one right answer, by luck
 
 
+@pytest.mark.slow
 def test_a_part_of_the_tests(limits_alone):
     half = "def add(a, b):\n    if isinstance(a, str): raise ValueError\n    return a + b"
     assert grade(half, ASSERTS).passed == [True, False, True] and grade(half, CALLS).passed == [True, False]
@@ -429,7 +435,10 @@ def test_the_defaults_of_the_package_are_the_configs():
 
 @pytest.mark.parametrize("changes, words", [
     ({"sandbox.backend": "remote"}, "needs the service's address"), ({"sandbox.backend": "remote", "sandbox.url": "host:1"}, "http://"),
-    ({"sandbox.url": "http://h"}, "no effect with sandbox.backend=bwrap"), ({"sandbox.paths": ("/no/such",)}, "no absolute path"),
+    ({"sandbox.url": "http://h"}, "no effect with sandbox.backend=bwrap"),
+    ({"sandbox.backend": "rlimits", "sandbox.paths": ("/usr",)}, "no effect with sandbox.backend=rlimits"),
+    ({"sandbox.backend": "remote", "sandbox.url": "http://h", "sandbox.api": "fusion", "sandbox.processes": 9}, "sandbox.api=fusion"),
+    ({"sandbox.paths": ("/no/such",)}, "no absolute path"),
     ({"sandbox.backend": "remote", "sandbox.url": "http://h", "sandbox.key_env": "sk-123"}, "name only"),
     ({"sandbox.backend": "docker"}, "choose one of bwrap"), ({"sandbox.memory_mb": 0}, "must be above 0"),
     ({"reward.functions": ("code",), "sandbox.seconds": 6.0}, "may take twice sandbox.seconds=6")])
