@@ -59,7 +59,7 @@
 #    2  10,000 turns over public chat templates             chat_templates.py (downloads two wheels; a minute)
 #    8  gymnasium and textarena beside themselves           environments_compat.py (makes an environment of its own)
 #    6  turns per second of a null environment              benchmarks/environments.py
-#    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes)
+#    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes); --names=repair (needs bubblewrap)
 # Of preferences and reward models (not in "all"):
 #    2  losses and gradients beside TRL's                     trl_parity.py (wants torch and trl 1.16)
 #    7  a reward model, RL with it, and a weak one          reward_models.py (a quarter of an hour)
