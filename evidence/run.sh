@@ -65,6 +65,8 @@
 #    7  a reward model, RL with it, and a weak one          reward_models.py (a quarter of an hour)
 # Of services behind rewards (not in "all"):
 #    1  their faults: what is seen, and what comes of it    remote_rewards.py (a minute)
+# Of adapters (not in "all"):
+#    8  several adapters in one batch beside one            many_adapters.py
 # Of data:
 #       a second start from data.cache                     data_cache.py (not in "all")
 # Of the house:

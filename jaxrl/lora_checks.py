@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxrl.adapter_checks import several_adapters
 from jaxrl.algorithm_checks import no_effect
 from jaxrl.algorithms.preference import needs_reference
 from jaxrl.config import get
@@ -25,8 +26,9 @@ DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier scor
 
 def lora(cfg) -> list[str]:
     if not lora_on(cfg):
-        return [no_effect(f"lora.{name}", get(cfg.lora, name), "with lora.rank=0", "set lora.rank")
-                for name in SCHEMA["lora"] if _given(cfg, name)]
+        return [no_effect(f"lora.{name}", sorted(value) if name == "adapters" else value, "with lora.rank=0",
+                          "set lora.rank")
+                for name in SCHEMA["lora"] if _given(cfg, name) for value in [get(cfg.lora, name)]]
     out = []
     if not is_init(cfg.lora.init):
         out.append(f"lora.init={cfg.lora.init!r}: choose {', '.join(INITS)}")
@@ -60,6 +62,8 @@ def lora(cfg) -> list[str]:
     if cfg.run.recipe not in SERVED and ":" not in cfg.run.recipe:
         out.append(f"lora.rank={cfg.lora.rank} with run.recipe={cfg.run.recipe}: adapters train in "
                    f"{', '.join(SERVED)}; leave lora.* out")
+    if cfg.lora.adapters:
+        out += several_adapters(cfg)
     if cfg.run.mode == "plan":
         out.append("run.mode=plan with lora.rank: plans do not count adapters; plan the full training, whose memory is "
                    "an upper bound")
@@ -74,7 +78,8 @@ def _start(o) -> list[str]:
         peft.check_written(o)
     except ConfigError as e:
         return [str(e)]
-    if o.init == "orthogonal" and (odd := [r for r in (o.rank, *ranks.values()) if r % 2]):
+    own = [given["rank"] for given in o.adapters.values() if hasattr(given, "keys") and "rank" in given]
+    if o.init == "orthogonal" and (odd := [r for r in (o.rank, *ranks.values(), *own) if r % 2]):
         return [f"lora.init=orthogonal with the odd rank {odd[0]} (lora.rank, lora.rank_pattern): set an even one"]
     if not o.targets:
         return ["lora.targets is empty: name modules, or all-linear"]
@@ -109,4 +114,5 @@ def _apart(cfg) -> list[str]:
 
 
 def _given(cfg, name: str) -> bool:
-    return get(cfg.lora, name) != SCHEMA["lora"][name].default
+    value = get(cfg.lora, name)
+    return bool(value) if name == "adapters" else value != SCHEMA["lora"][name].default

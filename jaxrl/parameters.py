@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxrl import adapter_table, sharding, training
 from jaxrl import data as data_room
-from jaxrl import sharding, training
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapter_init, adapters, decoder, hf, peft, quantized
+from jaxrl.models import adapter_init, adapters, decoder, hf, peft, quantized, several
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 from jaxrl.sharding import memory
@@ -41,8 +41,12 @@ def adapted(config, model):
     if not lora_on(config):
         return model
     bits = config.lora.base if config.lora.base != "none" else ""
-    found = dataclasses.replace(peft.resolve(config.lora, model), dropout=config.lora.dropout, quantized=bits)
-    return dataclasses.replace(model, adapter=found)
+
+    def one(options):
+        return dataclasses.replace(peft.resolve(options, model), dropout=options.dropout, quantized=bits)
+
+    parts = {name: one(adapter_table.lora_of(config, name)) for name in adapter_table.names(config)}
+    return dataclasses.replace(model, adapter=several.together(parts) if parts else one(config.lora))
 
 
 def policy_tree(model, shares_trunk: bool):
@@ -58,6 +62,20 @@ def flat_axes(tree) -> dict[str, tuple]:
 def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
     """Parameter name -> numbers of the layers it is of (decoder.layers_of). tree: the model, or one around it."""
     return {"/".join(entry.path): decoder.layers_of(model.config, entry.path) for entry in tree.entries}
+
+
+def policy_optimizer(job, updates: int):
+    """(optax transformation of the policy's parameters, schedule), or (training.several.Optimizers, None) of several
+    adapters. updates: optimizer steps of the whole run; an adapter's schedule counts those that hold rows of its
+    own."""
+    c, about = job.config, (flat_axes(job.tree), flat_layers(job.model, job.tree))
+    rules = []
+    for name in several.names(job.model):
+        own = training.optimizer.adapters_optimizer(c, name)
+        rules.append(training.several.Rule(name, *training.make_optimizer(own, updates, *about), own.max_grad_norm))
+    if rules:
+        return training.several.Optimizers(job.model, tuple(rules)), None
+    return training.make_optimizer(c.optimizer, updates, *about)
 
 
 def source_of(path: str) -> str:
@@ -307,7 +325,7 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
     def place(path, leaf):
         # Moments carry their parameter's name as the last key of their path.
         param = known.get(getattr(path[-1], "key", None)) if path else None
-        same = param is not None and param.shape == leaf.shape
+        same = param is not None and (param.shape == leaf.shape or _part_of(param, leaf.shape))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
 
     def rest(leaf):
@@ -316,6 +334,15 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
 
     state = jax.tree_util.tree_map_with_path(place, state)
     return state.replace(opt_state=jax.tree.map(rest, state.opt_state)) if c.optimizer.offload else state
+
+
+def _part_of(param, shape) -> bool:
+    """Whether a shape is that of one of several adapters in a parameter that holds all of them side by side: it differs
+    along one axis, which is not split."""
+    if len(shape) != len(param.shape):
+        return False
+    along = [i for i, (a, b) in enumerate(zip(shape, param.shape, strict=True)) if a != b]
+    return len(along) == 1 and (*param.sharding.spec, *(None,) * len(shape))[along[0]] is None
 
 
 def new_state(job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
@@ -327,5 +354,7 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
 
 def _start(job, optimizer):
     """(trainable, frozen) -> TrainState."""
-    return functools.partial(training.init_state, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,
+    of_several = isinstance(optimizer, training.several.Optimizers)
+    start = training.several.init_state if of_several else training.init_state
+    return functools.partial(start, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,
                              router_load=training.router.even(job.model.config))

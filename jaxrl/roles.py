@@ -9,15 +9,17 @@ the engine, which rests and wakes by itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 
-from jaxrl import parameters, training
+from jaxrl import adapter_table, parameters, training
 from jaxrl.errors import RunStopped
-from jaxrl.models import hf, peft
+from jaxrl.models import hf, peft, several
 from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
 from jaxrl.sharding import memory
@@ -96,8 +98,7 @@ class Policy(Role):
 
     def __init__(self, job, objective, updates: int, score=None):
         super().__init__("policy", job, score)
-        about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
-        self.optimizer, schedule = training.make_optimizer(job.config.optimizer, max(1, updates), *about)
+        self.optimizer, schedule = parameters.policy_optimizer(job, max(1, updates))
         self._update = training.make_update(job.model, self.optimizer, schedule, objective)
 
     @property
@@ -116,11 +117,23 @@ class Policy(Role):
         self.held = state.replace(opt_state=keep_schedules(fresh(state.trainable), state.opt_state))
 
     def export(self, folder) -> None:
-        """Writes the model as a Hugging Face folder; of adapters what lora.export says."""
-        c, job = self.job.config.checkpoint, self.job
-        params = parameters.policy_params(self.held.trainable, self.held.frozen)
-        if job.model.adapter is not None and job.config.lora.export == "adapter":
-            peft.write(folder, job.model, params, job.config.lora, job.config.model.path, c.export_dtype)
+        """Writes the model as a Hugging Face folder; of adapters what lora.export says, of several a folder in it for
+        each."""
+        job = self.job
+        for k, name in enumerate(several.names(job.model)):
+            own = several.taken(job.model, k, {**self.held.trainable, **self.held.frozen})
+            one = dataclasses.replace(job, model=several.alone(job.model, k))
+            options = adapter_table.lora_of(job.config, name)
+            self._write(one, options, parameters.policy_params({}, own), Path(folder) / name)
+        if not several.names(job.model):
+            params = parameters.policy_params(self.held.trainable, self.held.frozen)
+            self._write(job, job.config.lora, params, folder)
+
+    @staticmethod
+    def _write(job, options, params, folder) -> None:
+        c = job.config.checkpoint
+        if job.model.adapter is not None and options.export == "adapter":
+            peft.write(folder, job.model, params, options, job.config.model.path, c.export_dtype)
             return
         hf.export(job.model.base, parameters.merged(job, params), folder, job.hf_config, c.export_dtype,
                   tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
@@ -195,10 +208,13 @@ class WeightSync:
 def check_finite(state: TrainState, limit: int, folder) -> None:
     """Raises NothingFinite after `limit` (optimizer.max_nonfinite) updates in a row that were not. folder: of the
     run."""
-    streak = int(np.asarray(state.stats["nonfinite_streak"]))
-    if streak >= limit:
+    for adapter, count in training.several.flagged(state, "nonfinite_streak").items():
+        streak = int(np.asarray(count))
+        if streak < limit:
+            continue
+        whose = f" of the adapter {adapter}" * bool(adapter)
         raise NothingFinite(
-            f"{streak} updates in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
+            f"{streak} updates{whose} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
             f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {folder / 'rollouts'}")
 
 

@@ -24,6 +24,8 @@ LORA = {
     "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: apart where the embedded sampler"
                          " computes below fp32, or vLLM servers of ours are on GPUs and serve it", choices=("auto", "adapter", "merged")),
     "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
+    "adapters": O({}, "several adapters over one base, each on rows of its own: name -> {sources: names in data.sources; eval: names in"
+                      " eval.sets; rank, alpha, and entries of optimizer.* (lr, max_grad_norm ...) of its own}; empty = one adapter"),
     "base_dtype": O("auto", "dtype the frozen base is held in; auto = train.compute_dtype", choices=("auto", "fp32", "bf16")),
     "base": O("none", "QLoRA: the frozen kernels of the layers in few bits. int8: a scale per output; nf4: 4 bits, a scale per 64 inputs of"
                       " an output (arXiv 2305.14314); none: in lora.base_dtype, as the rest of the base always",

@@ -200,7 +200,8 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
     if lora_on(c):
         if c.lora.publish == "auto":
             apart = c.rollout.dtype != "fp32" if engine_of(c).on_mesh else kind == "gpu" and serves_apart(c)
-            decide("lora.publish", "adapter" if apart else "merged", f"rollout.dtype {c.rollout.dtype}, {kind}")
+            why = "lora.adapters" if c.lora.adapters else f"rollout.dtype {c.rollout.dtype}, {kind}"
+            decide("lora.publish", "adapter" if apart or c.lora.adapters else "merged", why)
         if c.lora.base_dtype == "auto":
             decide("lora.base_dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":

@@ -43,7 +43,8 @@ class Trajectories:
     sample: np.ndarray  # [N] int32: index within the group
     seed: np.ndarray  # [N] uint32, of the first turn
     finish: np.ndarray  # [N] int8, index into FINISH
-    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T]: kept, routes, turn ...
+    # name -> [T]: kept, routes, turn ...; adapter: number of the adapter of all tokens of a sequence
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
     # made of these:
@@ -108,6 +109,7 @@ class PackedBatch:
     columns: dict[str, Any]  # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...)
     weights: dict[str, Any]  # loss term -> [R, S] float32, 1/denominator where the token counts, else 0
     routes: Any = None  # [R, L, n * K] int16: experts of each token that are replayed (training.router), -1 = its own
+    adapters: Any = None  # [R, L] int32, number of the token's adapter where there are several, 0 = padding
 
 
 @flax.struct.dataclass

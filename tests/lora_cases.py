@@ -33,7 +33,7 @@ def build(adapter=None, hf=None, scan=False, dtype=jnp.float32, **options):
 
 
 def started(model, seed=0, dtype=jnp.float32):
-    """Parameters whose B (and A0, B0) are not zero; equal for every layout of the layers."""
+    """Parameters, in `dtype` (None: as they are), whose B (and A0, B0) are not zero; equal for every layout of the layers."""
     params = init(model, jax.random.key(seed))
     flat, targets = {}, {t.name: t for t in model.adapter.targets}
     rows = {e.path: e for e in model.base.entries}
@@ -48,7 +48,8 @@ def started(model, seed=0, dtype=jnp.float32):
             shape, axis = entry.shape[entry.stacked:], 0 if entry.path[-1][0] == "b" else -1
             values = [_random(f"{n}.{entry.path[-1]}", shape, targets[n].rank if n in targets else 0, axis) for n in names]
             flat["/".join(entry.path)] = jnp.asarray(np.stack(values).reshape(entry.shape) if entry.stacked else values[0])
-    return jax.tree.map(lambda x: x.astype(dtype), adapters.joined(params, flat))
+    params = adapters.joined(params, flat)
+    return params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _random(name, shape, rank, axis):

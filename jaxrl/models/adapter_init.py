@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, quantized
+from jaxrl.models import adapters, decoder, quantized, several
 from jaxrl.models.adapters import NODE, adaptable, module_of
 
 NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
@@ -60,6 +60,9 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
     """
     if not is_init(name):
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(NAMES)}")
+    if model.adapter.parts:
+        each = [several.alone(model, k) for k in range(len(model.adapter.parts))]
+        return several.joined(model, [initial(one, key, base_params, name) for one in each])
     if model.adapter.shifted != is_shifted(name):
         raise ValueError(f"lora.init={name} on an adapter with shifted={model.adapter.shifted}")
     if name in adapters.DRAWS:

@@ -17,6 +17,9 @@ their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
 `decomposed` adapters (DoRA, Liu et al., arXiv 2402.09353) train the length m of every output's column beside its
 direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a constant in the gradient, as PEFT has it.
 
+Several adapters over one base (`Adapter.parts`) lie side by side, A [*inputs, R] and B [R, *outputs] with R the sum of
+their ranks, and the numbers between A and B are those of the token's own adapter: see models.several.
+
 The kernels of a `quantized` base are kept in few bits (models.quantized): those of the layers' linear maps that do not
 train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
 
@@ -67,6 +70,7 @@ class Adapter:
     dropout: float = 0.0
     decomposed: bool = False
     quantized: str = ""
+    parts: tuple[tuple[str, Adapter], ...] = ()  # (name, adapter) where there are several: see models.several
 
 
 def module_of(hf_name: str) -> str:
@@ -92,10 +96,16 @@ def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
     few, out = {e.path for e in in_few_bits(adapter, base)}, []
     for entry in base:
         out += quantized.entries_of(entry, adapter.quantized) if entry.path in few else [entry]
-        modules = [ranks.get(module_of(name)) for name in entry.hf_names]
-        if adaptable(entry) and any(modules):
-            out += _entries_of(entry, max(t.rank for t in modules if t), adapter)
+        if adaptable(entry) and any(module_of(name) in ranks for name in entry.hf_names):
+            out += _entries_of(entry, sum(widths(adapter, entry)), adapter)
     return tuple(sorted(out, key=lambda entry: entry.path))
+
+
+def widths(adapter: Adapter, entry) -> tuple[int, ...]:
+    """Columns that each of several adapters (or the one) has in A of a kernel: its largest rank there."""
+    modules = {module_of(name) for name in entry.hf_names}
+    own = [part for _, part in adapter.parts] or [adapter]
+    return tuple(max((t.rank for t in one.targets if t.name in modules), default=0) for one in own)
 
 
 def in_few_bits(adapter: Adapter, base) -> list[parameters.Entry]:
@@ -121,7 +131,8 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
                 one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
     if adapter.decomposed:
         out.append(one("m", shape[inputs:], axes[inputs:], 0))
-    return [*out, one("scale", (), (), 0)]
+    whose = (len(adapter.parts) + 1, rank) if adapter.parts else ()
+    return [*out, one("scale", whose, (None,) * len(whose), 0)]
 
 
 def check(model) -> None:

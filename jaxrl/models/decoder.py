@@ -39,6 +39,7 @@ from jaxrl.models.placement import (
 )
 from jaxrl.models.product import product
 from jaxrl.models.rope import rotate, rotations
+from jaxrl.models.several import own_columns
 from jaxrl.sharding.memory import HOST
 
 KEPT = "layer_input"
@@ -59,12 +60,13 @@ def like(parameter, x):
 
 class Weights(NamedTuple):
     """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with. real: [B, L],
-    which tokens are no padding; None = all."""
+    which tokens are no padding; None = all. whose: [B, L] number of each token's adapter, where there are several."""
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
     values: dict[str, jax.Array]
     real: jax.Array | None = None
+    whose: jax.Array | None = None
 
     def linear(self, name: str, x):
         """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
@@ -100,7 +102,8 @@ class Weights(NamedTuple):
             x = dropped(x, self.values[f"{name}/lora/key"], self.values[f"{name}/lora/keep"])
         few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
         acc = jnp.promote_types(few.dtype, jnp.float32)
-        few = (few.astype(acc) * scale.astype(acc)).astype(x.dtype)
+        few, scale = few.astype(acc), scale.astype(acc)
+        few = (own_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
         return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
 
     def stretch(self, name: str):
@@ -146,6 +149,7 @@ class Shared(NamedTuple):
     rotations: list
     segments: jax.Array | None
     work: dict
+    whose: jax.Array | None = None  # number of the token's adapter
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
@@ -235,10 +239,11 @@ def _over_repetitions(told: dict, axes: tuple[int, ...] = (0,)) -> dict:
 
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
-            keep_kv=False, prompts=None):
+            keep_kv=False, prompts=None, whose_BxL=None):
     """(hidden states after the final norm [B, L, D], auxiliary, keys and values).
 
-    The last are the updated cache, or fresh ones in the tree of Model.init_cache where `keep_kv`, else {}.
+    The last are the updated cache, or fresh ones in the tree of Model.init_cache where `keep_kv`, else {}. whose:
+    number of each token's adapter, where there are several.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(params["embed"]["embedding"], tokens_BxL, dtype)
@@ -247,7 +252,7 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
     turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]
-    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work)
+    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL)
     keep = keep_kv or cache is not None
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
@@ -279,7 +284,7 @@ def _layer(model, number: int, name: str, params, x, shared, cache, index):
     cfg, layer = model.config, model.config.layers[number]
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
-    own = Weights(cfg, table, flatten_dict(params, sep="/"), real)
+    own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose)
     x = checkpoint_name(x, KEPT)
 
     def added(x, name, y):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, parameters
+from jaxrl.models import adapters, decoder, parameters, several
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 
@@ -80,6 +80,11 @@ def _draw_by_kind(key, entries) -> dict[str, jax.Array]:
     return drawn
 
 
+def _of_rows(numbers_B, like_BxL):
+    """[B, L] the number of each row at all of its tokens."""
+    return None if numbers_B is None else jnp.broadcast_to(numbers_B[:, None], like_BxL.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A decoder as pure functions of its parameters: plain nested dicts of arrays, of any float dtype.
@@ -118,7 +123,9 @@ class Model:
         """
         if self.adapter is not None:
             base = adapters.base_in_few_bits(self, self.base.init(key))
-            return adapters.joined(base, adapters.initial(self, key) | adapters.magnitudes(self, base))
+            each = [several.alone(self, k) for k in range(len(several.names(self)))] or [self]
+            start = [adapters.initial(one, key) | adapters.magnitudes(one, base) for one in each]
+            return adapters.joined(base, several.joined(self, start) if self.adapter.parts else start[0])
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
         constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}
@@ -135,15 +142,18 @@ class Model:
         """Tree of tuples of logical axis names, one per dimension."""
         return self.tree(lambda entry: entry.axes)
 
-    def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL):
+    def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL, whose_BxL=None):
         """(hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: what the layers say beside
         them for the loss, by name and summed over the layers or, see models.feed_forward, stacked; empty for dense
         models).
 
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
+
+        whose: number of each token's adapter, where there are several (models.several; likewise below); 0 = none.
         """
-        return decoder.forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL)[:2]
+        rows = tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL
+        return decoder.forward(self, params, *rows, whose_BxL=whose_BxL)[:2]
 
     def hidden(self, *args):
         """The hidden states alone."""
@@ -178,7 +188,7 @@ class Model:
             cache["layers"] = {f"sub_{j}": layer(repeats) for j in range(cfg.period)}
         return cache
 
-    def prefill(self, params, tokens_BxP, lengths_B, told: bool = False):
+    def prefill(self, params, tokens_BxP, lengths_B, told: bool = False, whose_B=None):
         """Runs right-padded prompts at positions 0...
 
         Returns:
@@ -187,7 +197,8 @@ class Model:
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
-        hidden, auxiliary, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True)
+        hidden, auxiliary, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True,
+                                                whose_BxL=_of_rows(whose_B, positions))
         last = jnp.take_along_axis(hidden, (lengths_B - 1)[:, None, None], axis=1)
         return (last[:, 0], kv, auxiliary) if told else (last[:, 0], kv)
 
@@ -214,7 +225,7 @@ class Model:
 
         return jax.tree_util.tree_map_with_path(rows, cache)
 
-    def decode(self, params, tokens_S, positions_S, cache, shared=None, told: bool = False):
+    def decode(self, params, tokens_S, positions_S, cache, shared=None, told: bool = False, whose_S=None):
         """One token per slot: writes its key and value at its position, attends to cache positions up to it.
 
         Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache is updated
@@ -223,10 +234,11 @@ class Model:
         Returns (hidden_SxD, cache); where `told`, also the auxiliary of `forward`.
         """
         rows = tokens_S[:, None], positions_S[:, None]
-        hidden, auxiliary, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared)
+        hidden, auxiliary, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared,
+                                                   whose_BxL=_of_rows(whose_S, rows[1]))
         return (hidden[:, 0], cache, auxiliary) if told else (hidden[:, 0], cache)
 
-    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, told: bool = False):
+    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, told: bool = False, whose_K=None):
         """Up to L tokens, which is at least 2 and at most C, in each of K slots: writes their keys and values at their
         positions, and each attends to cache positions up to its own, those written with it included.
 
@@ -238,7 +250,8 @@ class Model:
         """
         length, groups = tokens_KxL.shape[1], self.config.num_kv_heads
         part = jax.tree.map(lambda x: take_slots(x, slots_K, groups), cache)
-        _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part)
+        _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part,
+                                             whose_BxL=_of_rows(whose_K, positions_KxL))
         cache = jax.tree.map(lambda x, y: put_slots(x, y, slots_K, positions_KxL[:, 0], length, groups), cache, part)
         return (cache, auxiliary) if told else cache
 

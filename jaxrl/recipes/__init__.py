@@ -105,6 +105,9 @@ def _after_warm_start(config, given):
         raise ConfigError(
             f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
         )
+    if first.lora.adapters:
+        raise ConfigError(f"run.warm_start={config.run.warm_start!r}: with lora.adapters its export is a folder for "
+                          "each adapter; run it by itself, and begin from one of them (model.path, or lora.path)")
     folder = Path(config.run.dir) / "warm_start"
     for name in ("seed", "compile_cache", "matmul_precision", "deterministic"):
         first.run[name] = config.run[name]

@@ -263,8 +263,13 @@ def _of_model(flat: dict) -> dict:
 
 def start_of_step(state):
     """The state with the flag of an early stop cleared."""
-    flag = state.stats["stopped"]
-    return state.replace(stats={**state.stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)})
+    def cleared(stats):
+        flag = stats["stopped"]
+        return {**stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)}
+
+    if training.several.is_several(state):
+        return state.replace(stats={name: cleared(stats) for name, stats in state.stats.items()})
+    return state.replace(stats=cleared(state.stats))
 
 
 # ---- scores -> one advantage per scored token, on the host in float64

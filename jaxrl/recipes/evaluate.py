@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from jaxrl import parameters, training
+from jaxrl import adapter_table, parameters
 from jaxrl.processes.exchange import owner
 from jaxrl.recipes.episodes import check_failures, conversations, with_outcomes
 from jaxrl.recipes.trajectories import (
@@ -96,8 +96,10 @@ def answer(s, job, name: str, batch, sampling, receive=None):
     """
     c, mine = job.config, [(i, e) for i, e in batch if owner(i, s.peers.count) == s.peers.index]
 
+    adapter = adapter_table.number_of(c, "eval", name)
+
     def ask(rows):
-        return make_requests(rows, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0)
+        return make_requests(rows, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0, lambda example: adapter)
 
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results)
@@ -180,8 +182,7 @@ def publish_newest(s, job):
     """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine,
     where there is one, has them. Opens telemetry that writes no metrics."""
     c = job.config
-    about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
-    optimizer, _ = training.make_optimizer(c.optimizer, 1, *about)
+    optimizer, _ = parameters.policy_optimizer(job, 1)
     state = parameters.abstract_state(job, optimizer)
     wanted = parameters.kept(job, {"trainable": state.trainable, "frozen": state.frozen})
     wanted |= {} if job.model.adapter is None else {"base_digest": np.zeros(32, np.uint8)}

@@ -167,8 +167,8 @@ def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, flo
     of_critic = critic.learn(batch.traj, columns, seed) if critic is not None else []
     warming_up = critic is not None and s.step < s.spec.critic.warmup_steps
     pending = [] if warming_up else policy_steps(parts, batch, layout, columns)
-    metrics = averaged([host_scalars(m) for m in pending])
-    for bucket in [name for name in metrics if name.startswith("gap/stale_")]:  # from a part of the mean to a mean
+    metrics = averaged([training.several.over_all(host_scalars(m)) for m in pending])
+    for bucket in [name for name in metrics if "gap/stale_" in name]:  # from a part of the mean to a mean
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
         metrics |= {bucket: part / share} if share else {}
     for name, value in averaged([host_scalars(m) for m in of_critic]).items():
@@ -209,7 +209,9 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
 def averaged(steps: list[dict]) -> dict[str, float]:
     if not steps:
         return {}
-    return {k: float((np.max if k.endswith(("/max", "_max")) else np.mean)([s[k] for s in steps])) for k in steps[0]}
+    names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch says nothing of it
+    over = lambda k: np.max if k.endswith(("/max", "_max")) else np.mean  # noqa: E731
+    return {k: float(over(k)([s[k] for s in steps if k in s])) for k in names}
 
 
 def check_gap(limits, step: int, metrics: dict[str, float]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl import adapter_table
 from jaxrl import rewards as rewards_room
 from jaxrl.algorithms.advantages import EQUAL, group_advantages
 from jaxrl.data import Interrupted
@@ -141,7 +142,11 @@ class Rollouts:
         """Requests of prompts meant for a step: group_size each, then those of the likeliest completions."""
         seed = self.spec.run.seed
         return [request for name, samples, how in self.streams for prompt in self.stream.unless_interrupted(prompts)
-                for request in make_requests([prompt], samples, how, seed, name, step)]
+                for request in make_requests([prompt], samples, how, seed, name, step, self._adapter)]
+
+    def _adapter(self, example) -> int:
+        """Number of the adapter that a row is of."""
+        return adapter_table.number_of(self.spec, "sources", getattr(example, "source", ""))
 
     def _complete(self, groups, step: int) -> Round | None:
         """Waits for groups of this process and scores them; None when a stop was asked for."""

@@ -323,6 +323,9 @@ def read_inputs(config, tokenizer=None) -> Inputs:
     adapters.check(adapted(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
+    if experts and config.lora.adapters:
+        raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
+                          "is that of all adapters' tokens; train one adapter at a time")
     if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
         raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
                           f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
@@ -484,6 +487,8 @@ def adapter_lines(job: Job) -> list[str]:
     if (adapter := job.model.adapter) is None:
         return []
     own, ranks = trained(job), sorted({target.rank for target in adapter.targets})
+    each = {name: ", ".join(f"{key}={value}" for key, value in sorted(job.config.lora.adapters[name].items()))
+            for name, _ in adapter.parts}
     size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
     kind, held = dtypes(job), [e for e in job.model.entries if "/".join(e.path) not in own]
     weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
@@ -491,7 +496,8 @@ def adapter_lines(job: Job) -> list[str]:
     ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "
             f"is frozen in {bits}{job.config.lora.base_dtype} ({weight / 1e6:.2f} MB), the engine is given "
-            f"{job.config.lora.publish} weights"]
+            f"{job.config.lora.publish} weights",
+            *(f"          {k} {name}: {given}" for k, (name, given) in enumerate(each.items(), 1))]
 
 
 ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high",

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from jaxrl import training
+from jaxrl import adapter_table, training
 from jaxrl.data import Interrupted
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
@@ -46,6 +46,7 @@ def run(config, given=None) -> dict:
                 except Interrupted:
                     break
                 traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
+                traj = with_adapters(c, traj, [e for _, e in batch])
             with s.changing():
                 s.fault("update")
                 with s.phase("update"):
@@ -89,6 +90,14 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
     )
 
 
+def with_adapters(config, traj: Trajectories, examples) -> Trajectories:
+    """The same with the column `adapter`, where there are several."""
+    if config.lora.adapters:
+        number = [adapter_table.number_of(config, "sources", example.source) for example in examples]
+        traj.columns["adapter"] = traj.spread(np.array(number, np.int32))
+    return traj
+
+
 def one_update(job, policy: Policy, traj: Trajectories, step: int):
     """One optimizer step on all sequences; metrics stay on the device."""
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
@@ -108,7 +117,7 @@ def one_update(job, policy: Policy, traj: Trajectories, step: int):
 
 def averaged(pending) -> dict[str, float]:
     """Means over the updates since the last line, counts of tokens and operations too; one transfer per update."""
-    steps = [host_scalars(m) for m, *_ in pending]
+    steps = [training.several.over_all(host_scalars(m)) for m, *_ in pending]
     names = dict.fromkeys(k for s in steps for k in s)
     out = {k: float(np.mean([s[k] for s in steps if k in s])) for k in names}
     lengths = np.concatenate([t.completion_lengths for _, t, *_ in pending])

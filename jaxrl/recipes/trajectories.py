@@ -33,20 +33,21 @@ def sampling_params(
 
 
 def make_requests(
-    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int
+    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=lambda example: 0
 ) -> list[Request]:
-    """One request per (prompt, sample), ordered; `batch` is [(position, Example)]."""
+    """One request per (prompt, sample), ordered; `batch` is [(position, Example)]. adapter: Example -> its number,
+    where there are several."""
     keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
-    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e) for key, e in keys]
+    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e, adapter=adapter(e))
+            for key, e in keys]
 
 
 def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Trajectories of answered requests, in request order.
 
     A completion is one sequence. An episode goes on in one sequence, in which what was put between its turns is masked,
-    until a turn opens another. Further columns: kept; support and routes where engines tell them; where there are
-    episodes turn (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 =
-    none).
+    until a turn opens another. Further columns: kept; support, routes and adapter where they are told; of episodes turn
+    (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
 
     With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length");
     episodes are within it.
@@ -78,6 +79,8 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
     if told := [r.routes for r in results if r.routes is not None]:
         columns["routes"] = _routes(results, sizes, turns, told[0].shape[1])
+    whose = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
+    columns |= {"adapter": whose} if whose.any() else {}
     if several:
         columns |= _turn_columns(turns, pieces, mask)
     opens = [(i, turn.added) for i, _, turn in turns if turn.opens]

@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
+from jaxrl.models import several
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
@@ -60,7 +61,7 @@ class Sample:
     """One request on its way."""
 
     request: Request
-    key: bytes    # identity of its prompt
+    key: bytes    # identity of its prompt, and of the adapter that reads it
     bucket: int   # index of its prompt length class
     limit: int    # completion tokens it may have
     slot: int = -1
@@ -106,6 +107,8 @@ class EmbeddedEngine(Engine):
         self._held = self._closed = False
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
+        self._adapters = len(several.names(model))
+        self._whose = np.zeros(shapes.slots, np.int32)  # number of the adapter of the request in each slot
         self._no_history: dict[int, jax.Array] = {}
         self._ended_at: set[int] = set()  # up to two lengths of completions
 
@@ -204,13 +207,18 @@ class EmbeddedEngine(Engine):
         """Checks a request against the static shapes. Raises ValueError naming it and the remedy."""
         p, total = request.sampling, self.shapes.max_total
         longest, has_text = self.shapes.prompt_lengths[-1], self._decode_text is not None
-        prompt = check_request(request, longest, total, self._vocab, has_text)
+        prompt = check_request(request, longest, total, self._vocab, has_text, self._adapters)
         if len(self._eos) + len(p.stop_token_ids) > self.shapes.end_columns:
             raise ValueError(f"request {request.id!r}: {len(p.stop_token_ids)} stop_token_ids, at most "
                              f"{self.shapes.end_columns - len(self._eos)}; as many as rollout.stop_token_ids are fine")
         bucket = next(i for i, n in enumerate(self.shapes.prompt_lengths) if n >= len(prompt))
-        return Sample(dataclasses.replace(request, prompt=prompt), prompt.tobytes(), bucket,
+        key = prompt.tobytes() + bytes(f"/{request.adapter}" * bool(request.adapter), "ascii")
+        return Sample(dataclasses.replace(request, prompt=prompt), key, bucket,
                       min(p.max_new_tokens, total - len(prompt)))
+
+    def _numbers(self, numbers) -> np.ndarray | None:
+        """Numbers of adapters for a program; None where the model has not several."""
+        return np.asarray(numbers, np.int32) if self._adapters else None
 
     # ---- from the queue into slots --------------------------------------------------------------------------------
 
@@ -276,14 +284,14 @@ class EmbeddedEngine(Engine):
                 self._cache, routes = self._programs.extend(self._params, self._cache, *call)
             self._counts["extend_calls"] += 1
             if routes is not None:
-                for own, positions, slot in zip(jax.device_get(routes), *call[1:], strict=True):
+                for own, positions, slot in zip(jax.device_get(routes), *call[1:3], strict=True):
                     if slot in self._running:
                         real = positions < self.shapes.cache_lengths[-1]
                         self._running[slot].known[positions[real]] = own[real]
 
     def _call_of(self, work):
-        """((tokens, positions, slots) of one call, what is left): in order, of every data shard as many as it has rows
-        for."""
+        """((tokens, positions, slots, adapters) of one call, what is left): in order, of every data shard as many as it
+        has rows for."""
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
         tokens, which = np.zeros((rows, width), np.int32), np.full(rows, slots, np.int32)
@@ -297,32 +305,35 @@ class EmbeddedEngine(Engine):
                 tokens[row, :n], positions[row, :n], which[row] = new[:n], start + np.arange(n), slot
             if n < len(new):
                 left.append((slot, start + n, new[n:]))
-        return (tokens, positions, which), left
+        own = self._whose[np.minimum(which, slots - 1)]  # rows beyond the cache are dropped, whoever's they are
+        return (tokens, positions, which, self._numbers(own)), left
 
     def _prefill(self, bucket: int):
         """Prefills the next distinct prompts of a length class in queue order, in place of the class's last ones."""
         width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
-        prompts: dict[bytes, np.ndarray] = {}
+        prompts: dict[bytes, Request] = {}
         for sample in self._waiting:
             if sample.bucket == bucket:
-                prompts.setdefault(sample.key, sample.request.prompt)
+                prompts.setdefault(sample.key, sample.request)
                 if len(prompts) == width:
                     break
-        tokens, lengths = np.zeros((width, length), np.int32), np.ones(width, np.int32)
-        for i, prompt in enumerate(prompts.values()):
-            tokens[i, :len(prompt)], lengths[i] = prompt, len(prompt)
+        tokens, lengths, whose = np.zeros((width, length), np.int32), np.ones(width, np.int32), np.zeros(width)
+        for i, asked in enumerate(prompts.values()):
+            tokens[i, :len(asked.prompt)], lengths[i], whose[i] = asked.prompt, len(asked.prompt), asked.adapter
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
         with self._preparing():
-            self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows)
+            self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows,
+                                                         self._numbers(whose))
         if routes is not None:
             self._routes[bucket] = jax.device_get(routes)
         self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
         self._counts.update(prefill_calls=1, prefilled_prompts=len(prompts),
-                            prefilled_tokens=sum(map(len, prompts.values())))
+                            prefilled_tokens=sum(len(asked.prompt) for asked in prompts.values()))
 
     def _write_table(self, sample: Sample):
         p, progress, controls = sample.request.sampling, *self._table
         s, prompt = sample.slot, sample.request.prompt
+        self._whose[s] = sample.request.adapter
         for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True), strict=True):
             column[s] = value
         ends = np.full(self.shapes.end_columns, -1, np.int32)
@@ -348,7 +359,7 @@ class EmbeddedEngine(Engine):
         with self._preparing():
             self._cache, chunk = self._programs.decode(
                 self._params, self._cache, progress, controls, self._history(rows), leave_at, rows,
-                self._length(progress), self._shared(rows))
+                self._length(progress), self._shared(rows), self._numbers(self._whose[rows]))
         chunk = jax.device_get(chunk)
         emitted = (chunk.tokens >= 0).sum(axis=0)
         if not np.isfinite(chunk.logprobs).all():
@@ -400,16 +411,18 @@ class EmbeddedEngine(Engine):
         for length in shapes.prompt_lengths if used["prefill"] >= least else ():
             if self._programs.missing(("prefill", length)):
                 yield self._programs.prefill_call(self._params, self._stash, np.zeros((width, length), np.int32),
-                                                  np.ones(width, np.int32), np.arange(width, dtype=np.int32))
+                                                  np.ones(width, np.int32), np.arange(width, dtype=np.int32),
+                                                  self._numbers(np.zeros(width)))
         if self._keeps and self._programs.missing(("extend",)):
             blank = np.zeros(shapes.extend, np.int32)
-            yield self._programs.extend_call(self._params, self._cache, blank, blank, blank[:, 0])
+            yield self._programs.extend_call(self._params, self._cache, blank, blank, blank[:, 0],
+                                                 self._numbers(blank[:, 0]))
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
             part = [type(t)(*(column[rows] for column in t)) for t in (progress, controls)]
             for length in (n for n in self._lengths(count) if self._programs.missing(("decode", count, n))):
                 yield self._programs.decode_call(self._params, self._cache, *part, self._history(rows), 0, rows, length,
-                                                 self._shared(rows))
+                                                 self._shared(rows), self._numbers(self._whose[rows]))
 
     def _shared(self, rows):
         """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which

@@ -93,11 +93,13 @@ ENGINES = {
 
 def chosen_engine(config, here: bool = True) -> str:
     """The name or import path that rollout.engine means. auto: vllm where servers are named, or where it is installed
-    and there is a GPU; here: whether this machine has a say in that."""
+    and there is a GPU, but for several adapters; here: whether this machine has a say in that."""
     name = config.rollout.engine
     if name != "auto":
         return name
-    return "vllm" if config.rollout.servers or here and _has_gpu() and _has_vllm() else "jax"
+    if config.rollout.servers:
+        return "vllm"
+    return "vllm" if here and not config.lora.adapters and _has_gpu() and _has_vllm() else "jax"
 
 
 def _has_gpu() -> bool:

@@ -299,7 +299,8 @@ class EpisodeEngine(Engine):
         prompt = np.asarray(added, np.int32) if opens else np.concatenate([episode.ids, added]).astype(np.int32)
         request = Request(str(key), prompt, self._sampling(first, most, data),
                           key.seed(self.seed) if key.turn else first.seed, first.group, key,
-                          after="" if before is None else str(before), keep=self.keep and self.env.max_turns > 1)
+                          after="" if before is None else str(before), keep=self.keep and self.env.max_turns > 1,
+                          adapter=first.adapter)
         anchor = int.from_bytes(bytes.fromhex(_digest(data["anchor"]))[:7], "big") + 1 if data["anchor"] else 0
         episode.asked = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request, data["tools"]
         self._turns[request.id] = episode
@@ -329,7 +330,8 @@ class EpisodeEngine(Engine):
             return []
         key = first.key._replace(turn=ASIDE + episode.asides)
         episode.asides += 1
-        request = Request(str(key), ids, self._sampling(first, most, data), key.seed(self.seed), first.group, key)
+        request = Request(str(key), ids, self._sampling(first, most, data), key.seed(self.seed), first.group, key,
+                          adapter=first.adapter)
         episode.asked, self._turns[request.id] = (None, request, data["tools"]), episode
         episode.since = self.clock()
         return [request]

@@ -53,12 +53,12 @@ class Chunk(NamedTuple):
 
 
 def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL,
-                 leave_at, shared=None, routes: int = 0):
+                 leave_at, shared=None, routes: int = 0, whose_S=None):
     """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
     slot needs no state but its token, and tokens after a change of weights come from the new weights alone.
-    shared: see Model.decode.
+    shared, whose: see Model.decode.
 
     Returns (cache, Chunk).
     """
@@ -73,7 +73,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     def one_token(carry):
         step, now, cache, history_SxL, out = carry
         where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
-        hidden_SxD, cache, told = model.decode(params, now.token, where_S, cache, shared, told=True)
+        hidden_SxD, cache, told = model.decode(params, now.token, where_S, cache, shared, True, whose_S)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
         token_S, logprob_S, kept_S, support_SxK = sample(
             logits_SxV, now.produced, now.position, history_SxL, controls, support)
@@ -97,14 +97,14 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
 
 
 def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, params, cache, progress, controls,
-                history_SxL, leave_at, rows_S, shared=None):
+                history_SxL, leave_at, rows_S, shared=None, whose_S=None):
     """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = jax.tree.leaves(cache)[0].shape[-2]
     if length < full_length:
         part = jax.tree.map(lambda a: a[..., :length, :], part)
     part, out = decode_chunk(model, shapes.decode_steps, shapes.support, params, constrain(part), progress, controls,
-                             history_SxL, leave_at, shared, shapes.routes)
+                             history_SxL, leave_at, shared, shapes.routes, whose_S)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
@@ -210,14 +210,16 @@ class Programs:
     def _and_routes(self, sharding):
         return (sharding, self.by_slot) if self.shapes.routes else sharding
 
-    def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B) -> tuple:
-        """Arguments of `run`: keys and values of B prompts into rows of the stash."""
-        def prefill(params, stash, tokens_BxP, lengths_B, rows_B):
-            _, kv, told = self.model.prefill(params, tokens_BxP, lengths_B, told=True)
+    def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B, whose_B=None) -> tuple:
+        """Arguments of `run`: keys and values of B prompts into rows of the stash. whose: the number of each one's
+        adapter, here and below; None unless the model has several."""
+        def prefill(params, stash, tokens_BxP, lengths_B, rows_B, whose_B):
+            _, kv, told = self.model.prefill(params, tokens_BxP, lengths_B, True, whose_B)
             stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
             return (stash, by_token(told)) if self.shapes.routes else stash
 
-        args = self.put((tokens_BxP, lengths_B), self.by_slot) + (self.put(rows_B, self.whole),)
+        tokens, lengths, whose = self.put((tokens_BxP, lengths_B, whose_B), self.by_slot)
+        args = tokens, lengths, self.put(rows_B, self.whole), whose
         out = self._and_routes(self.cache_shardings(stash))
         return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
@@ -231,16 +233,17 @@ class Programs:
         """Calls `extend_call`. Returns the cache (donated) and, where they are kept, the tokens' experts [K, L, W]."""
         return self._with_routes(self.run(*self.extend_call(*args)))
 
-    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K) -> tuple:
+    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None) -> tuple:
         """Arguments of `run`: keys and values of new tokens into the slots they continue; see Model.extend."""
-        tokens, positions, slots = self.put((tokens_KxL, positions_KxL, slots_K), self.by_slot)
+        new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K), self.by_slot)
 
         def extend(params, cache, *new):
-            cache, told = self.model.extend(params, *new[:2], cache, new[2], told=True)
+            tokens, positions, slots, whose = new
+            cache, told = self.model.extend(params, tokens, positions, cache, slots, True, whose)
             return (cache, by_token(told)) if self.shapes.routes else cache
 
         out = self._and_routes(self.cache_shardings(cache))
-        return ("extend",), extend, (params, cache, tokens, positions, slots), (1,), out
+        return ("extend",), extend, (params, cache, *new), (1,), out
 
     def shared(self, prompts, lengths):
         """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
@@ -251,16 +254,16 @@ class Programs:
         return self.run(*self.decode_call(*args))
 
     def decode_call(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int,
-                    shared) -> tuple:
+                    shared, whose_S=None) -> tuple:
         """Arguments of `run`: one chunk on the slots `rows_S`, looking at `length` cache positions.
 
         shared: of `shared` for these rows."""
         whole = len(rows_S) == self.shapes.slots
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
-        progress, controls, shared = self.put((progress, controls, shared), self.by_slot)
+        progress, controls, shared, whose = self.put((progress, controls, shared, whose_S), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
         out = Chunk(*[self.by_step] * 5, self.whole)
-        args = (params, cache, progress, controls, history, leave_at, rows_S, shared)
+        args = (params, cache, progress, controls, history, leave_at, rows_S, shared, whose)
         return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 
     def _constrain(self, cache):

@@ -121,14 +121,15 @@ class Request:
     after: str = ""     # id of an earlier request: the prompt begins with its prompt and completion. An engine may go
                         # on from what it kept of it
     keep: bool = False  # another request may come after this one
+    adapter: int = 0    # number of the adapter that answers, where the published weights hold several; 0 = they do not
 
 
-def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool) -> np.ndarray:
+def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool,
+                  adapters: int = 0) -> np.ndarray:
     """The prompt as int32, or ValueError naming the request and the remedy.
 
     longest: prompt tokens; total: tokens of prompt and completion together; has_text: whether stop strings can be
-    looked
-      for.
+    looked for; adapters: how many the engine serves side by side.
     """
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
@@ -146,6 +147,9 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
                              f"vocabulary of {vocab}")
     if p.stop and not has_text:
         raise ValueError(f"{who}: stop strings need a tokenizer, and the engine was made without one")
+    if not min(1, adapters) <= request.adapter <= adapters:
+        raise ValueError(f"{who}: adapter {request.adapter}, of {adapters} that this engine serves side by side; "
+                         "several adapters (lora.adapters) take rollout.engine=jax, and every row then names its own")
     if not 0 <= request.seed < 2**32:
         raise ValueError(f"{who}: seed {request.seed} is not a uint32")
     return prompt

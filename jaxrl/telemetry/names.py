@@ -87,6 +87,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("router/<name>", "terms of the loss, mean over layers: balance (1 where tokens spread evenly), z"),
     Metric("optim/grad_norm", "global norm of the gradient before clipping", "grad", "small"),
     Metric("optim/lr", "learning rate of the last update"),
+    Metric("adapter/<name>/<what>", "lora.adapters: <what> of the update (loss, optim/grad_norm, policy/entropy ...) over this adapter's own"
+           " tokens, in steps that hold some; the plain names are means over the adapters of a step"),
     Metric("optim/skipped", "updates skipped because loss or gradient was not finite"),
     # whether the numbers can be trusted
     Metric("gap/mean", "mean |sampler's log-prob - trainer's log-prob| per sampled token", "gap", "small", 1),

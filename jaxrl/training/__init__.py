@@ -1,7 +1,7 @@
 """Packing, the jitted scoring and update steps, optimizer and schedules."""
 # ruff: noqa: F401
 
-from jaxrl.training import router
+from jaxrl.training import router, several
 from jaxrl.training.distillation import Distillation
 from jaxrl.training.layout import Layout, Minibatch, make_layout, row_shapes
 from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Score, Value, score_weights, sequence_weights

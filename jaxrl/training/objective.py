@@ -14,7 +14,9 @@ Legend: R rows, S scored slots per row, N trajectories, T tokens.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -54,10 +56,22 @@ class Outputs:
         self.mask = self.token > 0
         self.hidden, self.auxiliary = forward_hidden(model, params, batch)
 
+    def of(self, batch, objective: Objective) -> Outputs:
+        """The same forward pass as `objective` sees it, which counts the slots that `batch` gives a weight."""
+        part = copy.copy(self)
+        part.batch, part.objective, part.token = batch, objective, batch.weights["token"]
+        part.mask = part.token > 0
+        part._of_targets = self._of_targets  # computed once, for all of them
+        return part
+
+    @functools.cached_property
+    def _of_targets(self):
+        return logprobs_of(self.model, self.params, self.hidden, self.batch, valid_RxS=self.mask,
+                           temperature=self.objective.temperature, chunk=self.objective.chunk)
+
     def logprobs(self):
         """(log-probs of the targets, entropies, {their token means}), [R, S]."""
-        logp, entropy = logprobs_of(self.model, self.params, self.hidden, self.batch, valid_RxS=self.mask,
-                                    temperature=self.objective.temperature, chunk=self.objective.chunk)
+        logp, entropy = self._of_targets
         mean = lambda x: jnp.sum(self.token * jax.lax.stop_gradient(x))  # noqa: E731
         return logp, entropy, {"policy/entropy": mean(entropy), "policy/logprob": mean(logp)}
 

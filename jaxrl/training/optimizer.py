@@ -130,6 +130,8 @@ def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
 CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps",
                "warmup_fraction", "warmup_start", "decay_steps", "decay_shape", "floor", "layer_decay")
 
+ADAPTERS_OWN = ("lr", *CRITICS_OWN)
+
 
 def critics_optimizer(config):
     """config.optimizer as the critic has it: critic.lr and the entries of critic.optimizer instead of the policy's."""
@@ -139,6 +141,15 @@ def critics_optimizer(config):
     c.optimizer.lr = config.critic.lr
     with c.optimizer.unlocked():
         c.optimizer.groups = {}  # patterns of the policy's names
+    return c.optimizer
+
+
+def adapters_optimizer(config, adapter: str):
+    """config.optimizer as one of several adapters has it: its own entries in lora.adapters before the others."""
+    c = editable(config)
+    for name, value in config.lora.adapters[adapter].items():
+        if name in ADAPTERS_OWN:
+            put(c, f"optimizer.{name}", value)
     return c.optimizer
 
 

@@ -43,6 +43,8 @@ def pack(
     routes, columns = columns.get("routes"), {name: c for name, c in columns.items() if name != "routes"}
 
     held = dict(zip(("positions", "segments", "prefixes"), held, strict=True), tokens=traj.tokens[token])
+    if "adapter" in traj.columns:
+        held["adapters"] = traj.columns["adapter"][token]
     scored = dict(zip(("sources", "sequences"), scored, strict=True), targets=traj.tokens[scored_token])
     return PackedBatch(
         **{name: filled(row, at, values) for name, values in held.items()},
@@ -117,7 +119,8 @@ def _places(traj: Trajectories, micro: Microbatch):
 
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=None, keep=None, positive=None):
-    """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens. Denominators count trajectories.
+    """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens. Denominators count trajectories,
+    those of each adapter apart where there are several.
 
     Args:
       sequences: all of the trajectories of the optimizer step. aggregation, max_tokens: as aggregation_weights'.
@@ -128,6 +131,16 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=
     Returns:
       {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive trajectories}.
     """
+    options = dict(max_tokens=max_tokens, dropped=dropped, keep=keep, positive=positive)
+    if "adapter" not in traj.columns:
+        return _weights(traj, sequences, aggregation, **options)
+    number = traj.columns["adapter"][traj.offsets[:-1]][sequences]
+    each = [_weights(traj, sequences[number == k], aggregation, **options) for k in np.unique(number)]
+    return {name: sum(weights[name] for weights in each) for name in each[0]}
+
+
+def _weights(traj, sequences, aggregation, *, max_tokens, dropped, keep, positive):
+    """`loss_weights` of trajectories that share their denominators."""
     counts, whose = np.zeros(traj.num_trajectories), traj.trajectory[sequences]
     counts[whose] = traj.total()[whose]
     spread = lambda w: np.where(traj.loss_mask, traj.spread(w), 0.0)  # noqa: E731

@@ -26,7 +26,8 @@ def forward_hidden(model, params, batch):
     replayed."""
     if batch.routes is not None:
         params = router.replayed(model, params, batch.routes)
-    hidden_RxLxD, auxiliary = model.forward(params, batch.tokens, batch.positions, batch.segments, batch.prefixes)
+    rows = batch.tokens, batch.positions, batch.segments, batch.prefixes
+    hidden_RxLxD, auxiliary = model.forward(params, *rows, batch.adapters)
     return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1), auxiliary
 
 

@@ -19,11 +19,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.platform import platform
 from jaxrl.sharding import memory
-from jaxrl.training import router
+from jaxrl.training import router, several
 from jaxrl.training.objective import Objective, Outputs
 from jaxrl.training.state import merge
 
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
+
+
+def combined(name: str):
+    """How a metric, or that of one adapter, goes together over microbatches."""
+    return jnp.maximum if several.plain(name) in SUMS_TO_MAX else jnp.add
 
 
 def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None, router_load=None):
@@ -64,21 +69,26 @@ def _together(microbatches, most: int):
             yield some + some[-1:] * (most - len(some)), len(some)
 
 
-def make_accumulate(model, objective: Objective):
+def make_scaled(model, objective: Objective):
+    """scaled(trainable, frozen, batch, stats) -> (loss, times its scale in fp16; metrics)."""
+
+    def scaled(trainable, frozen, batch, stats):
+        scale = stats["loss_scale"] if objective.fp16 else 1.0
+        coef = stats["entropy_applied"] if objective.entropy_target else None
+        loss, m = loss_and_metrics(trainable, frozen, batch, model, objective, coef, stats.get("router_load"))
+        return loss * scale, m
+
+    return scaled
+
+
+def make_accumulate(scaled):
     """accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics) plus those of the first
     `count` of equally shaped microbatches, one after the other."""
 
     def one(trainable, frozen, stats, grads, metrics, batch):
-        scale = stats["loss_scale"] if objective.fp16 else 1.0
-        coef = stats["entropy_applied"] if objective.entropy_target else None
-
-        def scaled(t):
-            loss, m = loss_and_metrics(t, frozen, batch, model, objective, coef, stats.get("router_load"))
-            return loss * scale, m
-
-        (_, new), g = jax.value_and_grad(scaled, has_aux=True)(trainable)
+        (_, new), g = jax.value_and_grad(scaled, has_aux=True)(trainable, frozen, batch, stats)
         grads = jax.tree.map(jnp.add, grads, g)
-        metrics = {k: (jnp.maximum if k in SUMS_TO_MAX else jnp.add)(metrics[k], new[k]) for k in new}
+        metrics = {k: combined(k)(metrics[k], new[k]) for k in new}
         return grads, metrics
 
     def accumulate(trainable, frozen, stats, grads, metrics, batches, count):
@@ -159,19 +169,30 @@ def _rescale(stats, finite):
     return {"loss_scale": jnp.clip(scale, 1.0, 2.0**24), "finite_streak": jnp.where(grow, 0, streak)}
 
 
-def _empty(trainable, frozen, batch, model, objective):
-    """(zero gradients in fp32 or better, zero metrics)."""
-    shapes = functools.partial(loss_and_metrics, model=model, objective=objective)
-    names = jax.eval_shape(shapes, trainable, frozen, batch)[1]
+def _empty(trainable, frozen, batch, stats, scaled):
+    """(zero gradients in fp32 or better, zero metrics). stats: their shapes do."""
+    names = jax.eval_shape(scaled, trainable, frozen, batch, stats)[1]
     zeros = {k: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for k, p in trainable.items()}
     return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def make_update(model, optimizer, schedule, objective: Objective):
     """`update(state, microbatches) -> (state, metrics)`: one optimizer step; `state` is donated.
 
-    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device.
+    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. With a
+    several.Optimizers it is a step of each adapter.
     """
+    if isinstance(optimizer, several.Optimizers):
+        objectives = optimizer.objectives(objective)
+        scaled = several.make_scaled(model, objectives)
+        apply = several.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
+            optimizer.each, objectives.values(), strict=True)])
+    else:
+        scaled, apply = make_scaled(model, objective), make_apply(optimizer, schedule, objective, model)
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
@@ -184,10 +205,10 @@ def make_update(model, optimizer, schedule, objective: Objective):
             one = next(iter(grads.values()))
             everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else one
             programs[key] = (
-                jax.jit(functools.partial(_empty, model=model, objective=objective), out_shardings=(grads, everywhere)),
-                jax.jit(make_accumulate(model, objective), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
-                jax.jit(make_apply(optimizer, schedule, objective, model), donate_argnums=0,
-                        out_shardings=(where, everywhere)),
+                jax.jit(functools.partial(_empty, stats=_shapes(state.stats), scaled=scaled),
+                        out_shardings=(grads, everywhere)),
+                jax.jit(make_accumulate(scaled), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
+                jax.jit(apply, donate_argnums=0, out_shardings=(where, everywhere)),
             )
         return programs[key]
 
