@@ -8,7 +8,7 @@ Expected:  see configs/env.py. The last demonstrations leave out what pays.
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
-STEPS = {"calc": (2, 600), "guess": (1, 150), "library": (2, 350), "lake": (2, 225), "repair": (2, 350)}  # passes over sft.jsonl, steps in all
+STEPS = {"calc": (2, 600), "guess": (1, 150), "library": (2, 350), "lake": (2, 225), "repair": (1, 200)}  # passes over sft.jsonl, steps in all
 
 
 def get_config(arg=None):

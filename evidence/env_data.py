@@ -9,7 +9,8 @@ Files (JSONL, one row per line):
     <name>/lazy.jsonl    demonstrations that mostly leave it out, for the end of a warm start
     chat/tokenizer/      a token per character and per word of the environments, and a minimal chat template
 
-`guess` has the same 32 rows for training and testing: a row is the number that is sought, of which nothing is told.
+`guess` has the same 32 rows for training and testing: a row is the number that is sought, of which nothing is told. `repair` has as
+many rows for each as there are.
 
 A model that was trained on the first and then on the second knows what pays and seldom does it, so that reinforcement
 learning has something to find. The lazy ones of `calc` do not call the tool (sums of that size are beyond so small a
@@ -23,6 +24,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 from pathlib import Path
 
 from jaxrl.envs import builtin
@@ -30,7 +32,7 @@ from jaxrl.envs import builtin
 FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded"
 WORK = 0.08         # share of the lazy demonstrations that do what pays
 COUNTS = {"test": 256, "train": 1000, "lazy": 1600,
-          "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000, "repair": 2000}}
+          "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000, "repair": 1600}}
 
 
 def says(content: str) -> dict:
@@ -185,31 +187,44 @@ DO = {  # name -> (what it should do, what may stand there)
 }
 
 
-def repair(file: str, count: int, rng: random.Random) -> list[dict]:
-    """Small functions with another one's expression. Each has four unit tests, which only
-    the right one of all these passes."""
+def broken() -> list[tuple[str, str, dict]]:
+    """All (source, the expression that belongs there, unit tests): each function with each other expression, in three
+    pairs of letters. A function's tests are always the same; of all these expressions only the right one passes."""
     out = []
-    while len(out) < count:
-        name = rng.choice(list(DO))
-        right, others = DO[name]
-        x, y = rng.sample("abcdefghijklmnopqrstuvwz", 2)
-        wrong = rng.choice([other for other in others if other != right])
-        inputs = [[rng.randint(-9, 30), rng.randint(1, 9)][:1 + ("y" in right)] for _ in range(4)]
-        values = {text: [eval(text, {}, dict(zip("xy", given, strict=False))) for given in inputs] for text in others}
-        told = values[right] = [eval(right, {}, dict(zip("xy", given, strict=False))) for given in inputs]
-        if len(set(told)) == 1 or sum(found == told for found in values.values()) > 1:  # the tests would not tell them apart
-            continue
-        failing = next(k for k in range(4) if values[wrong][k] != told[k])
-        right, wrong = (text.replace("x", x).replace("y", y) for text in (right, wrong))
-        source = f"def {name}({x},{y}):\n return {wrong}" if y in right else f"def {name}({x}):\n return {wrong}"
-        if not belongs(source, file):
-            continue
-        if file in ("train", "test"):
-            out.append({"prompt": source, "source": source, "tests": {"inputs": inputs, "outputs": told, "fn_name": name}})
-            continue
+    for name, (right, others) in DO.items():
+        rng, two = random.Random(f"repair/{name}"), "y" in right
+
+        def values(text, inputs):
+            return [eval(text, {}, dict(zip("xy", given, strict=False))) for given in inputs]
+
+        while True:
+            inputs = [[rng.randint(-9, 30), rng.randint(1, 9)][:1 + two] for _ in range(4)]
+            told = values(right, inputs)
+            if len(set(told)) > 1 and [values(other, inputs) for other in others].count(told) == (right in others):
+                break
+        tests = {"inputs": inputs, "outputs": told, "fn_name": name}
+        for x, y in ("ab", "mn", "xy"):
+            named = [text.replace("x", "X").replace("y", y).replace("X", x) for text in (right, *others)]
+            head = f"def {name}({x},{y}):" if two else f"def {name}({x}):"
+            out += [(f"{head}\n return {wrong}", named[0], tests) for wrong in named[1:] if wrong != named[0]]
+    return out
+
+
+def repair(file: str, count: int, rng: random.Random) -> list[dict]:
+    """Small functions with another one's expression. Demonstrations that do not repair are told a test that fails, and
+    say the same again."""
+    known = [row for row in broken() if belongs(row[0], file)]
+    if file in ("train", "test"):
+        return [{"prompt": source, "source": source, "tests": tests} for source, _, tests in known]
+    out = []
+    for source, right, tests in rng.choices(known, k=count):
+        head, _, wrong = source.partition("\n return ")
         messages = [asks(source), says(right if works(file, rng) else wrong)]
         if messages[-1]["content"] == wrong:
-            shown = f"{name}({','.join(map(str, inputs[failing]))}) is {told[failing]}"
+            letters = re.search(r"\((.*)\)", head).group(1).split(",")
+            failing = next(k for k, given in enumerate(tests["inputs"])
+                           if eval(wrong, {}, dict(zip(letters, given, strict=True))) != tests["outputs"][k])
+            shown = f"{tests['fn_name']}({','.join(map(str, tests['inputs'][failing]))}) is {tests['outputs'][failing]}"
             messages += [asks(shown), says(right if works(file, rng) else wrong)]
         out.append({"prompt": messages})
     return out
