@@ -181,7 +181,7 @@ class RewardPool:
 
     def _texts(self, items: list[RewardItem], wanted) -> list[str]:
         """The items as JSON, of those that are wanted."""
-        if wanted:
+        if wanted and self.specs:  # without functions there is no worker to wait for
             self._workers.ready(1)
         without = () if any(kind["context"] for kind in self._workers.kinds or ()) else ("context_ids",)
         return [as_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]

@@ -543,3 +543,13 @@ def test_workers_end_with_a_parent_that_is_killed(source, tmp_path, state):
         parent.wait()
         parent.stdout.close()
     wait_until(lambda: gone(pid))
+
+
+def test_without_functions_nothing_is_waited_for():
+    """As in runs whose environment gives the score."""
+    config = default_config()
+    config.reward.functions = ()
+    with RewardPool(config) as pool:
+        pool.trial([RewardItem("q", "a", {"answer": "a"})])
+        result = pool.score([RewardItem("q", "a")])
+    assert np.isnan(result.total).all() and result.outcomes == [{}]
