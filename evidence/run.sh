@@ -30,6 +30,7 @@
 #    2  processes that train together, die and resume       hosts.py
 #    4  predicted memory against a run's                    plan_memory.py (5 GiB free)
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
+#    5  models of experts with mesh.ep; pipelines           plan_experts.py (v5p targets want libtpu)
 #    6  scaling on paper                                    plan_scaling.py
 #       simulated against a run's own steps                simulation.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
@@ -81,7 +82,7 @@ python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
   scripts=(logprob_memory gradients sampler models odd_configs bad_input resume presets off_policy sharding hosts plan_memory plan_scaling simulation kernels_memory recompilation packing bf16 quickstart)
-  if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
+  if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets plan_experts); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
 fi
 for name in "${scripts[@]}"; do

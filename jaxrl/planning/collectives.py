@@ -143,12 +143,13 @@ def _collective(kind, instruction, rest, bodies, body, per_host):
     out: dict[tuple, tuple[int, int]] = {}
     for index, array in enumerate(arrays):
         moved, name = array_bytes(array), kind
+        if kind in ("all-reduce", "reduce-scatter") and re.search(r"to_apply=%?[\w.\-]*_promoted", rest):
+            moved //= 2
         if kind == "reduce-scatter":
             moved *= size
         elif kind == "all-gather" and array.startswith("f32") and _was_bf16(_names(rest, opcode)[index], bodies, body):
             moved //= 2
         elif kind == "all-reduce":
-            moved //= 2 if re.search(r"to_apply=%?[\w.\-]*_promoted", rest) else 1
             if _is_cut(instruction, array, bodies, body, index if len(arrays) > 1 else None):
                 name = "reduce-scatter"
         old = out.get((name, size, hosts), (0, 0))

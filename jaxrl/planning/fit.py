@@ -103,7 +103,8 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
     if config.recipe.samples:
         for slots in (128, 64, 32, 16, 8):
-            yield {**least, "rollout__slots": slots}
+            for split in ({}, *splits):
+                yield {**least, **split, "rollout__slots": slots}
         least["rollout__slots"] = 8
     for tp in (2, 4, 8):
         inner = tp * mesh["ep"]

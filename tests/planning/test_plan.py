@@ -399,3 +399,46 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(tmp_path):
     assert {"step", "rollout", "update"} <= set(found["measured"]) & set(found["planned"])
     assert found["predicted"]["peak_bytes"] > 0 and found["measured"]["compilations_after_warm_up"] == 0
     assert found["ahead"]["step_of_sum"] > 0
+
+
+# -- experts over devices
+
+QWEN3_30B = {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+             "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False, "max_position_embeddings": 40960}
+
+
+def qwen3_30b(**changes):
+    c = load_config("grpo_qwen3_30b", {"run.mode": "plan"} | {name.replace("__", "."): value for name, value in changes.items()})
+    check(c)
+    return cases.case_of(c, QWEN3_30B)
+
+
+def test_the_config_of_qwen3_30b_fits_and_counts_what_ep_splits():
+    case = qwen3_30b()
+    assert case.mesh == {"dp": 1, "fsdp": 2, "ep": 8, "tp": 1} and plan.counted_peak(case, {}) < case.usable
+    whole, experts = case.model.num_parameters, 48 * 128 * 3 * 2048 * 768
+    for rules, split in ((sharding.TRAIN_RULES, 16), (sharding.ROLLOUT_RULES, 8)):
+        held = workload.weight_bytes(case.model, case.mesh, rules, 1, experts=True)
+        assert held == experts / split
+        rest = workload.weight_bytes(case.model, case.mesh, rules, 1) - held
+        dense = whole - experts
+        assert rest == pytest.approx(dense / 16 if rules is sharding.TRAIN_RULES else dense, rel=0.01)
+    alike = qwen3_30b(mesh__ep=1)
+    tokens = workload.rows(case.config, 16)
+    one, eight = (workload.train_work(c.config, c.model, c.mesh, tokens) for c in (alike, case))
+    assert one.flops == eight.flops  # ep is a data axis: a device computes as much
+    assert memory.dispatch(case.model, 16384, case.mesh, True) < memory.dispatch(alike.model, 16384, alike.mesh, True)
+
+
+def test_the_search_tries_ep():
+    """The sampler's copy of all experts does not fit beside the trainer on one GPU; split over a host's it does."""
+    case = qwen3_30b(mesh__ep=1, rollout__engine="jax", rollout__placement="auto")
+    assert plan.counted_peak(case, {}) > case.usable
+    advice = plan._nearest(case, lambda c: plan.counted_peak(cases.case_of(c, QWEN3_30B), {}))
+    assert re.search(r"nearest that fits .*mesh\.ep=\d", advice), advice
+    assert fit.expert_splits(case.mesh, 8, 128) == [2, 4, 8] and fit.expert_splits(case.mesh, 8, 0) == []
+    with pytest.raises(ConfigError, match="mesh.ep=16: the embedded sampler stays within one process.*lower mesh.ep"):
+        qwen3_30b(mesh__ep=16, rollout__engine="jax", rollout__placement="auto")
+    with pytest.raises(ConfigError, match="mesh.ep=3: does not|mesh.ep=3 does not divide|cannot be divided"):
+        qwen3_30b(mesh__ep=3)

@@ -8,6 +8,7 @@ import collective_cases
 import pytest
 from collective_cases import CASES
 
+from jaxrl.kernels.experts import tuned
 from jaxrl.planning import compiling
 
 RULES = ("the MLP is not split over tp", "weights are not gathered before use", "rows are not split")
@@ -21,6 +22,19 @@ def test_collectives_stay_within_their_budget(case):
     """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
     rows, rematerialised = collective_cases.found(case)
     assert collective_cases.over(rows, collective_cases.budget(case)) == [] and rematerialised == 0
+
+
+def test_what_experts_send_over_ep():
+    """Per layer of an update, in every chunk: tokens (once more in the backward pass, with their gradients), ids and gates are
+    gathered, outputs and the gradients of tokens and gates are reduced; of a prefill tokens, ids, gates and outputs."""
+    budget, layers, ep, size, slots = collective_cases.budget("experts"), 3, 4, 96, 2
+    chunks = -(-2048 * ep // tuned.chunk(slots, 8))  # 2048 tokens on each device
+    tokens = chunks * -(-2048 // chunks) * ep
+    assert budget["update", "all-gather", ep] == (layers * chunks * 7, layers * tokens * 4 * (3 * size + 2 * 2 * slots))
+    assert budget["update", "reduce-scatter", ep] == (layers * chunks * 3, layers * tokens * 4 * (2 * size + slots))
+    count, moved = budget["prefill", "all-gather", ep]
+    assert count == layers * 3 and moved % (layers * 4 * (size + 2 * slots)) == 0
+    assert budget["prefill", "reduce-scatter", ep] == (layers, moved * size // (size + 2 * slots))
 
 
 def with_broken(rule: str) -> list[str]:
