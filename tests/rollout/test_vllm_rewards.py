@@ -25,7 +25,7 @@ from jaxrl.rollout.vllm.process import ServerProcess, free_port
 
 pytestmark = pytest.mark.vllm
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-LONG = {**tiny_job.MODEL, "max_position_embeddings": 2048, "initializer_range": 0.2}
+LONG = {**tiny_job.MODEL, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2}
 
 
 def exported(folder, tree, seed):
@@ -33,7 +33,7 @@ def exported(folder, tree, seed):
     tokenizer.chat_template = TEMPLATE
     params = tree.init(jax.random.key(seed))
     if "value" in params:
-        params["value"]["kernel"] = jax.random.normal(jax.random.key(seed + 1), params["value"]["kernel"].shape)
+        params["value"]["kernel"] = 0.1 * jax.random.normal(jax.random.key(seed + 1), params["value"]["kernel"].shape)
     hf.export(tree, params, folder, {**LONG, hf.SOURCE: {}}, tokenizer=tokenizer, eos_ids=(tokenizer.eos_token_id,))
     return tokenizer
 
@@ -59,8 +59,9 @@ def test_a_run_starts_its_judge_and_learns_from_it(tmp_path):
 
     import torch
     import transformers
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "judge", dtype=torch.float32)
-    told = {"prompt": (tmp_path / "prompt.txt").read_text(), "model": str(tmp_path / "judge"), "rubric": "", "lowest": 0.0, "highest": 9.0,
+    told = {"prompt": (tmp_path / "prompt.txt").read_text(), "model": str(tmp_path / "judge"), "rubric": "", "rubric_column": "", "lowest": 0.0, "highest": 9.0,
             "deadline_seconds": 1.0, "concurrency": 1, "pattern": r"(\d)"}
     judge = Judge(told, {"urls": [], "key_env": "", "cache": ""})
     told = [json.loads(line) for file in sorted((tmp_path / "run/rollouts").iterdir()) for line in file.read_text().splitlines()]
