@@ -61,8 +61,8 @@ def test_a_run_starts_its_judge_and_learns_from_it(tmp_path):
     import transformers
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "judge", dtype=torch.float32)
-    told = {"prompt": (tmp_path / "prompt.txt").read_text(), "model": str(tmp_path / "judge"), "rubric": "", "rubric_column": "", "lowest": 0.0, "highest": 9.0,
-            "deadline_seconds": 1.0, "concurrency": 1, "pattern": r"(\d)"}
+    told = {"prompt": (tmp_path / "prompt.txt").read_text(), "model": str(tmp_path / "judge"), "rubric": "", "rubric_column": "",
+            "lowest": 0.0, "highest": 9.0, "deadline_seconds": 1.0, "concurrency": 1, "pattern": r"(\d)"}
     judge = Judge(told, {"urls": [], "key_env": "", "cache": ""})
     told = [json.loads(line) for file in sorted((tmp_path / "run/rollouts").iterdir()) for line in file.read_text().splitlines()]
     assert len(told) == 3 * 32 and len({r["reward"]["parts"]["judge"] for r in told}) > 1
