@@ -31,6 +31,7 @@
 #    4  predicted memory against a run's                    plan_memory.py (5 GiB free)
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
 #    5  models of experts with mesh.ep; pipelines           plan_experts.py (v5p targets want libtpu)
+#       memory of an update with offload, compiled         offload.py (wants libtpu; not in "all")
 #    6  scaling on paper                                    plan_scaling.py
 #       simulated against a run's own steps                simulation.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")

@@ -95,7 +95,8 @@ def _mesh(cfg):
     return bad
 
 
-ROLE_RESTS = {"policy": ("device", "host"), "reference": ("device", "host"), "critic": ("device", "host"),
+STREAMED = ("device", "host", "streamed")
+ROLE_RESTS = {"policy": STREAMED, "reference": STREAMED, "critic": STREAMED,
               "teacher": ("device", "host"), "sampler": ("device", "none"), "reward_model": ("device", "host")}
 
 
@@ -121,7 +122,28 @@ def _role(cfg, role, given):
     rest = given.get("rest", "device")
     if rest not in ROLE_RESTS[role]:
         out.append(f"{name}.rest={rest!r}: choose {' or '.join(ROLE_RESTS[role])}")
+    if rest == "streamed":
+        out += _streamed(cfg, role, f"{name}.rest=streamed")
     return out + _role_without_use(cfg, role, name)
+
+
+def _streamed(cfg, role, name):
+    """What cannot be computed with layers that come one after the other."""
+    out = []
+    if cfg.model.scan_layers == "false":
+        out.append(f"{name} with model.scan_layers=false: layers come one after the other in a scan over them; set "
+                   "model.scan_layers=auto or true")
+    if role == "reference":
+        return out
+    if cfg.model.remat == "none":
+        out.append(f"{name} with model.remat=none: the backward pass would keep every layer's weights on the devices; "
+                   "set model.remat=auto, full or offload")
+    used = cfg.critic.optimizer.get("name", cfg.optimizer.name) if role == "critic" else cfg.optimizer.name
+    if used not in optimizer.BY_PARAMETER:
+        option = "critic.optimizer.name" if "name" in cfg.critic.optimizer and role == "critic" else "optimizer.name"
+        out.append(f"{name} with {option}={used}: whether it treats every parameter by itself is not known; choose "
+                   f"one of {', '.join(optimizer.BY_PARAMETER)}, or {name.rpartition('=')[0]}=host")
+    return out
 
 
 def _role_without_use(cfg, role, name):

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl import adapter_table, sharding, training
@@ -76,6 +77,11 @@ def policy_optimizer(job, updates: int):
     if rules:
         return training.several.Optimizers(job.model, tuple(rules)), None
     return training.make_optimizer(c.optimizer, updates, *about)
+
+
+def in_parts(job) -> str:
+    """training.make_update's, of the policy. What several adapters learn with is small, and goes as a whole."""
+    return "none" if several.names(job.model) else training.in_parts(job.config.optimizer.name)
 
 
 def source_of(path: str) -> str:
@@ -150,7 +156,8 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
     shardings = param_shardings(job, tree=model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
-        then = _to_codes(job) if as_codes else None
+        codes = _to_codes(job) if as_codes else lambda entry, array: array
+        then = (lambda entry, array: settled(codes(entry, array))) if job.streams(role) else codes
         return hf.load_params(model, source_of(source), revision if path else c.revision, shardings, dtype, then)
 
     def init(key):
@@ -161,6 +168,19 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
     if as_codes:
         shardings = adapters.without(param_shardings(job, tree=job.model, role=role))
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
+
+
+def settled(tree):
+    """The tree of a role that streams, whose buffers are taken over: what is worth it goes to host memory, one array
+    after the other."""
+    def one(x):
+        if memory.rests(x) or not memory.worth_it(x):
+            return x
+        moved = jax.block_until_ready(memory.to_host(x))
+        x.delete()
+        return moved
+
+    return jax.tree.map(one, tree)
 
 
 def _to_codes(job):
@@ -197,9 +217,10 @@ def with_adapters(job, params):
     init = job.config.lora.init
     if init == "eva" and job.stream is None:  # evaluation alone: whatever A is, adapters add nothing at their start
         init = "default"
-    directions = _directions(job, params) if init == "eva" else None
-    start = functools.partial(adapter_init.initial, job.model, name=init, directions=directions)
-    start = jax.jit(start, out_shardings={name: places[name] for name in where})(key, params)
+    directions = _directions(job, memory.to_devices(params)) if init == "eva" else None
+    work = functools.partial(adapter_init.initial, job.model, name=init, directions=directions)
+    start = jax.jit(lambda key, params: work(key, memory.fetched(params)),
+                    out_shardings={name: places[name] for name in where})(key, params)
     if job.config.lora.path:
         kinds = {"/".join(e.path): dtypes(job)(e) for e in job.model.entries}
         start |= {name: put(value.astype(kinds[name]), places[name])
@@ -224,6 +245,10 @@ def start_params(job):
     if job.tree is job.model:
         return params
     head = functools.partial(job.tree.with_head, dtype=DTYPES[job.config.train.param_dtype])
+    if job.streams("policy"):  # around what stays in host memory
+        places = param_shardings(job)["value"]
+        return head(params) | {"value": jax.tree.map(lambda x, where: put(np.asarray(x), where),
+                                                     head(params)["value"], places)}
     return jax.jit(head, out_shardings=param_shardings(job), donate_argnums=0)(params)
 
 
@@ -253,13 +278,20 @@ def merged(job, params):
     places = flatten_dict(param_shardings(job, tree=job.model.base), sep="/")
     where = tuple((name, flat[name].sharding if name in flat else places[name]) for name in sorted(kernels))
     rest = {name: x for name, x in flat.items() if name not in read}
-    return unflatten_dict({**rest, **_merge(job.model, where)(read)}, sep="/")
+    if not any(map(memory.rests, read.values())):
+        return unflatten_dict({**rest, **_merge(job.model, where)(read)}, sep="/")
+    for name, place in where:  # one after the other: the whole need not fit the devices
+        own = {key: x for key, x in read.items() if key.startswith(name.rpartition("/")[0] + "/")}
+        place = memory.resting(place) if any(map(memory.rests, own.values())) else place
+        rest |= _merge(job.model, ((name, place),))(own)
+    return unflatten_dict(rest, sep="/")
 
 
 @functools.lru_cache(maxsize=8)
 def _merge(model, where):
     def work(flat):
-        return flatten_dict(adapters.merged(model, unflatten_dict(flat, sep="/")), sep="/")
+        found = flatten_dict(adapters.merged(model, unflatten_dict(memory.fetched(flat), sep="/")), sep="/")
+        return {name: found[name] for name, _ in where}
 
     return jax.jit(work, out_shardings=dict(where))
 
@@ -328,12 +360,13 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
         same = param is not None and (param.shape == leaf.shape or _part_of(param, leaf.shape))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
 
-    def rest(leaf):
-        where = memory.resting(leaf.sharding) if leaf.ndim else leaf.sharding
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
     state = jax.tree_util.tree_map_with_path(place, state)
-    return state.replace(opt_state=jax.tree.map(rest, state.opt_state)) if c.optimizer.offload else state
+    if job.streams(role):
+        trainable = state.trainable if several.names(job.model) else memory.kept(state.trainable)
+        state = state.replace(trainable=trainable, frozen=memory.kept(state.frozen))
+    if job.streams(role) or c.optimizer.offload:
+        state = state.replace(opt_state=memory.kept(state.opt_state))
+    return state
 
 
 def _part_of(param, shape) -> bool:
@@ -349,7 +382,22 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
     """TrainState at step 0 around `params` (whose buffers are taken over)."""
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
+    if any(map(memory.rests, jax.tree.leaves(abstract))):
+        trainable, frozen = ({k: settled(x) if memory.rests(place[k]) else x for k, x in tree.items()}
+                             for tree, place in ((trainable, abstract.trainable), (frozen, abstract.frozen)))
+        if isinstance(optimizer, training.several.Optimizers):  # all but the base is small
+            start = jax.jit(_start(job, optimizer), out_shardings=shardings.replace(frozen={}), donate_argnums=0)
+            return start(trainable, {}).replace(frozen=frozen)
+        moments = training.streaming.initial(optimizer, trainable, abstract.opt_state)
+        around = shardings.replace(trainable={}, frozen={}, opt_state=())
+        state = jax.jit(_start(job, _nothing()), out_shardings=around)({}, {})
+        return state.replace(trainable=trainable, frozen=frozen, opt_state=moments)
     return jax.jit(_start(job, optimizer), out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
+
+
+def _nothing():
+    """An optimizer without a state."""
+    return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
 
 
 def _start(job, optimizer):

@@ -50,6 +50,10 @@ class Role:
         return self.job.rests(self.place)
 
     @functools.cached_property
+    def streams(self) -> bool:
+        return self.job.streams(self.place)
+
+    @functools.cached_property
     def put(self):
         """Host PackedBatch -> the role's devices."""
         return functools.partial(self.job.put, role=self.place)
@@ -59,11 +63,10 @@ class Role:
         return self.job.on(self.place)
 
     def params(self):
-        """The parameters as one tree, where the devices can use them."""
+        """The parameters as one tree, where the programs of its devices can use them."""
         held = self.held
-        if isinstance(held, TrainState):
-            return memory.to_devices(training.merge(held.trainable, held.frozen))
-        return memory.to_devices(held)
+        tree = training.merge(held.trainable, held.frozen) if isinstance(held, TrainState) else held
+        return tree if self.streams else memory.to_devices(tree)
 
     def score(self, traj, layout, columns=None) -> np.ndarray:
         """[T] numbers of the scored tokens under these parameters: log-probs, or values. A role on some processes tells
@@ -99,7 +102,7 @@ class Policy(Role):
     def __init__(self, job, objective, updates: int, score=None):
         super().__init__("policy", job, score)
         self.optimizer, schedule = parameters.policy_optimizer(job, max(1, updates))
-        self._update = training.make_update(job.model, self.optimizer, schedule, objective)
+        self._update = training.make_update(job.model, self.optimizer, schedule, objective, parameters.in_parts(job))
 
     @property
     def state(self) -> TrainState:
@@ -113,8 +116,8 @@ class Policy(Role):
     def restart_optimizer(self) -> None:
         """The optimizer's state as at its start; learning-rate schedules go on where they are."""
         state = self.held
-        fresh = jax.jit(self.optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, state.opt_state))
-        self.held = state.replace(opt_state=keep_schedules(fresh(state.trainable), state.opt_state))
+        fresh = training.streaming.initial(self.optimizer, state.trainable, state.opt_state)
+        self.held = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
 
     def export(self, folder) -> None:
         """Writes the model as a Hugging Face folder; of adapters what lora.export says, of several a folder in it for

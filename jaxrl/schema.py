@@ -73,7 +73,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "tp": O(1, "shards of heads, and of the width of MLPs, experts and vocabulary"),
         "roles": O({}, "role (policy, reference, critic, teacher, sampler, reward_model) -> {devices: 'all' or '0-3' of every"
                        " process, processes: 'all' or '2-3' (reference alone: the whole hosts it is on), dp, fsdp, ep, tp,"
-                       " rest: 'host' between uses (sampler: 'none', dropped during the update)}; default: the policy's mesh"),
+                       " rest: 'host' between uses (sampler: 'none', dropped during the update), or 'streamed': parameters, gradients and"
+                       " optimizer state stay in host memory and come to the devices a layer at a time (policy, reference, critic)};"
+                       " default: the policy's mesh"),
     },
     "data": {
         "path": O((), "one or several files (.jsonl .json .csv .parquet), folders or hub ids"),
@@ -431,7 +433,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "decay_shape": O("linear", "of wsd's decay; sqrt: falls by the root of the share that has passed",
                          choices=("linear", "cosine", "sqrt")),
         "floor": O(0.0, "lowest learning rate as a share of lr", bound="0..1"),
-        "offload": O(False, "keep the optimizer's state (the critic's too) in host memory while no update is applied"),
+        "offload": O(False, "keep the optimizer's state (the critic's too) in host memory; a step is taken a part at a time"),
         "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
         "layer_decay": O(1.0, "layer l of L learns at lr x this^(L - l), beside optimizer.groups; the embedding is layer 0, the head and"
                               " the last norm learn at lr", bound="(0, 1]"),

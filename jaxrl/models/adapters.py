@@ -44,6 +44,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import parameters, quantized
 from jaxrl.models.placement import stored
 from jaxrl.processes.exchange import to_host
+from jaxrl.sharding import memory
 
 NODE = "lora"  # the name under which a module's adapter stands
 
@@ -398,14 +399,18 @@ def digest(params) -> np.ndarray:
     arrays lie: nothing is gathered.
     """
     flat = flatten_dict(params, sep="/")
-    sums = {name: to_host(x).tolist() for name, x in _hashes(flat).items()}
+    near = {name: x for name, x in flat.items() if not memory.rests(x)}
+    sums = {name: to_host(x).tolist() for name, x in _hashes(near).items()}
+    for name in flat.keys() - near.keys():  # one at a time on the devices
+        sums[name] = to_host(_hashes({"": flat[name]})[""]).tolist()
     told = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
     return np.frombuffer(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(), np.uint8).copy()
 
 
 @jax.jit
 def _hashes(flat):
-    return {name: jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)]) for name, x in flat.items()}
+    return {name: jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
+            for name, x in memory.fetched(flat).items()}
 
 
 def _hash(x, seed: int):

@@ -40,7 +40,7 @@ from jaxrl.models.placement import (
 from jaxrl.models.product import product
 from jaxrl.models.rope import rotate, rotations
 from jaxrl.models.several import own_columns
-from jaxrl.sharding.memory import HOST
+from jaxrl.sharding.memory import HOST, fetched
 
 KEPT = "layer_input"
 _ROUTES = jax.checkpoint_policies.save_only_these_names(ROUTES)
@@ -246,7 +246,7 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     number of each token's adapter, where there are several.
     """
     cfg, dtype = model.config, model.compute_dtype
-    x = embed(params["embed"]["embedding"], tokens_BxL, dtype)
+    x = embed(fetched(params["embed"]["embedding"]), tokens_BxL, dtype)
     x = residual(x * jnp.asarray(cfg.embed_scale, dtype))
     acc = jnp.promote_types(dtype, jnp.float32)
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
@@ -261,7 +261,7 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
         x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, kept, keep)
         auxiliary = added_up(auxiliary, more)
     x, last, more = _unrolled(model, behind, params, x, shared, cache, keep)
-    hidden = rows(Weights(cfg, {}, {"final_norm/scale": params["final_norm"]["scale"]}).norm("final_norm", x))
+    hidden = rows(Weights(cfg, {}, {"final_norm/scale": fetched(params["final_norm"]["scale"])}).norm("final_norm", x))
     return hidden, added_up(auxiliary, more), kv | last if keep else {}
 
 
@@ -284,6 +284,7 @@ def _layer(model, number: int, name: str, params, x, shared, cache, index):
     cfg, layer = model.config, model.config.layers[number]
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
+    params = fetched(params)  # which the backward pass does again
     own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose)
     x = checkpoint_name(x, KEPT)
 

@@ -27,6 +27,7 @@ from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of
 from jaxrl.models.tensorfile import shortened
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
+from jaxrl.sharding import memory
 
 SOURCE = "jaxrl_source"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # rows of models.parameters
@@ -159,11 +160,12 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     return model.tree(load if then is None else lambda entry: then(entry, load(entry)))
 
 
-def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32):
+def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32,
+                then=None):
     """The trunk of a causal model or of a sequence classifier with one label (a reward model), with a value head.
 
     The head is the classifier's `<tree.name>.weight` [1, D]; zero where the folder has none. `shardings` as the
-    tree's. Raises as load_params does.
+    tree's. then: array -> what is kept of it, before the next one is read. Raises as load_params does.
     """
     stored = check_critic(tree, path, revision)
     shardings = shardings or _one_device(tree)
@@ -171,7 +173,7 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
 
     def array(entry):
         if entry.path[0] != "value" or stored.keys() & set(entry.hf_names):
-            return load(entry)
+            return load(entry) if then is None else then(load(entry))
         return put(np.zeros(entry.shape, dtype), entry.of(shardings))
 
     return tree.tree(array)
@@ -382,7 +384,7 @@ class _Once(NamedTuple):
 
 def _of_layer(array: _Once, layer: tuple):
     """One layer's part of an array as numpy; collective where it is spread over processes."""
-    part = array.array[layer] if layer else array.array
+    part = memory.one_of(array.array, layer)
     if not getattr(part, "is_fully_addressable", True):
         from jax.experimental import multihost_utils
         part = multihost_utils.process_allgather(part, tiled=True)

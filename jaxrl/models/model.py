@@ -19,6 +19,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder, parameters, several
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
+from jaxrl.sharding import memory
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
@@ -163,7 +164,7 @@ class Model:
         """The output matrix [D, V] in the compute dtype, or the embedding [V, D] where `config.tied`."""
         outer, inner = ("embed", "embedding") if self.config.tied else ("head", "kernel")
         axes = next(entry.axes for entry in self.entries if entry.path == (outer, inner))
-        return gathered(params[outer][inner], axes, self.compute_dtype)
+        return gathered(memory.fetched(params[outer][inner]), axes, self.compute_dtype)
 
     def logits(self, params, hidden):
         """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl.models import parameters
 from jaxrl.models.model import Model
+from jaxrl.sharding.memory import fetched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,6 @@ class ValueModel:
 def values(params, hidden_RxSxD):
     """Values [R, S] in fp32 or better: hidden . kernel + bias (where there is one)."""
     acc = jnp.promote_types(hidden_RxSxD.dtype, jnp.float32)
-    head = params["value"]
+    head = fetched(params["value"])
     out = jnp.einsum("rsd,d->rs", hidden_RxSxD.astype(acc), head["kernel"].astype(acc))
     return out + head["bias"].astype(acc) if "bias" in head else out

@@ -51,7 +51,7 @@ class Case:
     def resting(self) -> set[str]:
         """Roles that leave the device between their uses."""
         c = self.config
-        found = {role for role, given in c.mesh.roles.items() if given.get("rest", "device") != "device"}
+        found = {role for role, given in c.mesh.roles.items() if given.get("rest") in ("host", "none")}
         return found | ({"sampler"} if c.rollout.placement == "colocated" else set())
 
     @property
@@ -78,9 +78,10 @@ def open_case(config) -> Case:
 def case_of(config, hf_config: dict, model=None) -> Case:
     """The case of a config whose model description is read; `model` where a run has built it."""
     target = targets.parse(config.plan.target)
-    if any(role not in ("policy", "sampler") or set(given) != {"rest"} for role, given in config.mesh.roles.items()):
+    if any(set(given) != {"rest"} or role not in ("policy", "sampler") and given["rest"] != "streamed"
+           for role, given in config.mesh.roles.items()):
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and "
-                          "only policy and sampler may rest; leave the others out to plan")
+                          "only policy and sampler may rest, or roles be streamed; leave the others out to plan")
     spec = resolve(config, Platform(target.kind, target.chip.dtype), hf_config if model is None else None,
                    engine=chosen_engine(getattr(config, "asked", config), here=False))
     model = with_kernels(model or _model(spec, hf_config), target)

@@ -68,7 +68,8 @@ def finish(started, what: str, limit: float) -> dict:
     """Waits for a compilation and returns its result.
 
     {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds",
-    "collectives"}}, "live": {name: bytes per device}, "rematerialised": warnings of the partitioner, "seconds"}. Raises
+    "collectives"}}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on CPUs they are
+    arguments, too}, "rematerialised": warnings of the partitioner, "seconds"}. Raises
     ConfigError after `limit` seconds, and with the compiler's words where it fails.
     """
     process, folder, since = started
@@ -139,7 +140,8 @@ def _compile(job: dict) -> dict:
             return name, {"too_large": str(e)[:2000]}
         memory = program.memory_analysis()
         cost = program.cost_analysis() or {}
-        out = {"arguments": memory.argument_size_in_bytes, "outputs": memory.output_size_in_bytes,
+        out = {"host_temporaries": memory.host_temp_size_in_bytes,
+               "arguments": memory.argument_size_in_bytes, "outputs": memory.output_size_in_bytes,
                "alias": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
                "flops": cost.get("flops", 0.0), "seconds": round(time.monotonic() - since, 1)}
         if job["platform"] == "cpu":
@@ -149,7 +151,8 @@ def _compile(job: dict) -> dict:
     with ThreadPoolExecutor(2) as pool:
         found = dict(pool.map(compiled, sorted(low.programs.items(),
                                                key=lambda item: item[0] not in ("update", "critic"))))
-    return {"programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()}}
+    return {"programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()},
+            "host": {name: programs.device_bytes(tree, in_host=True) for name, tree in low.live.items()}}
 
 
 def _meshes(job: dict):

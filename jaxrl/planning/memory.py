@@ -18,6 +18,7 @@ from jaxrl.kernels.experts.layout import blocks_of
 from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
+from jaxrl.training import optimizer, streaming
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new, the old copy is dropped.
 ARGUMENTS = {
@@ -36,7 +37,6 @@ ARGUMENTS = {
 }
 # There only while their programs run.
 MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_batch")
-OPTIMIZERS = ("update_optimizer", "critic_optimizer")
 POLICY = ("update_params", "update_optimizer")
 SAMPLER = ("rollout_weights", "rollout_cache", "rollout_stash")
 # Program -> phase of a step, in order. `generate` and `give`: vLLM's server on the same device answers, gets weights.
@@ -50,11 +50,11 @@ PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update
          "rollout_weights": "publish", "rollout_cache": "kv_cache", "rollout_stash": "kv_cache"}
 
 
-def peaks(live: dict, programs: dict, offload: bool = False, resting=(),
-          lent: tuple[float, float, float] | None = None) -> dict[str, float]:
-    """Program -> bytes on the device while it runs. offload: optimizer states are there only while they are applied.
+def peaks(live: dict, programs: dict, resting=(), lent: tuple[float, float, float] | None = None) -> dict[str, float]:
+    """Program -> bytes on the device while it runs.
 
-    live: standing and momentary parts by name. programs: name -> {"arguments", "outputs", "alias", "temporaries"};
+    live: standing and momentary parts by name, as far as they are on the device. programs: name ->
+    {"arguments", "outputs", "alias", "temporaries"};
     arguments of 0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
     resting: roles that are away between their uses, the sampler while the trainer works, the policy while completions
     are sampled. lent: bytes that vLLM's server on the same device has (awake, asleep, of weights on their way to it).
@@ -65,23 +65,23 @@ def peaks(live: dict, programs: dict, offload: bool = False, resting=(),
         if name == "value" and "critic_params" not in live:
             mine.append("update_params")
         others = sum(size for part, size in live.items()
-                     if part not in (*mine, *away(PHASE_OF[name], offload, resting)))
+                     if part not in (*mine, *away(PHASE_OF[name], resting)))
         if name == "publish":
             mine.remove("rollout_weights")
         arguments = p["arguments"] or sum(live[a] for a in mine)
         out[name] = others + arguments + p["outputs"] - p["alias"] + p["temporaries"] + (lent[1] if lent else 0)
     if lent:
         for name, more in (("generate", lent[0]), ("give", lent[0] + lent[2])):
-            gone = away(PHASE_OF[name], offload, resting)
+            gone = away(PHASE_OF[name], resting)
             out[name] = more + sum(size for part, size in live.items() if part not in gone)
     return out
 
 
-def away(phase: str, offload: bool, resting) -> tuple[str, ...]:
+def away(phase: str, resting) -> tuple[str, ...]:
     """Live parts that are not on the device in a phase, but for the arguments of its programs."""
     sampler = SAMPLER if "sampler" in resting and phase in ("score", "update") else ()
     policy = POLICY if "policy" in resting and phase == "rollout" else ()
-    return MOMENTARY + OPTIMIZERS * offload + sampler + policy
+    return MOMENTARY + sampler + policy
 
 
 def by_phase(peaks: dict[str, float]) -> dict[str, float]:
@@ -92,12 +92,12 @@ def by_phase(peaks: dict[str, float]) -> dict[str, float]:
     return out
 
 
-def parts(live: dict, program: str, temporaries: float, peak: float, offload: bool = False, resting=(),
+def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
           vllm: float = 0.0) -> dict[str, float]:
     """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
     out: dict[str, float] = {"vllm": vllm} if vllm else {}
     for name, size in live.items():
-        if name not in away(PHASE_OF[program], offload, resting) or name in ARGUMENTS.get(program, ()):
+        if name not in away(PHASE_OF[program], resting) or name in ARGUMENTS.get(program, ()):
             out[PARTS[name]] = out.get(PARTS[name], 0) + size
     out["activations"] = temporaries
     out["other"] = max(0.0, peak - sum(out.values()))
@@ -108,7 +108,8 @@ def parts(live: dict, program: str, temporaries: float, peak: float, offload: bo
 
 
 def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
-    """The live parts of a job by name, from the parameter table alone. Frozen parameters count as trained ones.
+    """The live parts of a job that are on the device, by name, from the parameter table alone. Frozen parameters count
+    as trained ones; of parts in host memory, what is too small for it is left out.
 
     rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
     """
@@ -125,7 +126,23 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
         out["rollout_weights"] = weight_bytes(model, inner, ROLLOUT_RULES, width)
         out["rollout_cache"] = cache_bytes(model, inner, shapes.slots, shapes.cache_lengths[-1], width)
         out["rollout_stash"] = cache_bytes(model, inner, shapes.stash_rows, shapes.prompt_lengths[-1], width)
-    return out
+    gone = in_host(config)
+    return {name: 0.0 if name in gone else size for name, size in out.items()}
+
+
+def in_host(config) -> set[str]:
+    """Live parts that are in a host memory of its own throughout."""
+    if targets.parse(config.plan.target).kind == "cpu":
+        return set()
+    learn = ("params", "gradients", "optimizer")
+    parts = {"policy": [f"update_{x}" for x in learn], "critic": [f"critic_{x}" for x in learn],
+             "reference": ["reference"]}
+    out = {x for role in streamed(config) for x in parts[role]}
+    return out | ({"update_optimizer", "critic_optimizer"} if config.optimizer.offload else set())
+
+
+def streamed(config) -> set[str]:
+    return {role for role, given in config.mesh.roles.items() if given.get("rest") == "streamed"}
 
 
 def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float:
@@ -171,6 +188,12 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     per_token = _kept_without_remat(model, tp, length)
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
     gathered = 2 * layer_weights(model, mesh["ep"]) / tp * act
+    role = {"critic": "critic", "value": "critic", "score_reference": "reference"}.get(kind, "policy")
+    streams = role in streamed(config)
+    if streams:  # two layers at a time, with the sums of gradients that go and come; and the table
+        one = 4 / math.prod(mesh.values())
+        gathered += 2 * layer_weights(model, mesh["ep"]) * one * (3 if learns else 1)
+        gathered += cfg.hidden_size * cfg.vocab_size * one * (3 if learns else 1)
     hidden = 4 * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0
@@ -186,7 +209,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     if not learns:
         return hidden + max(layer + gathered, head)
     saved = _saved(model, t, tp, act, length)
-    gradients = weight_bytes(model, mesh, TRAIN_RULES, 4)
+    gradients = 0.0 if streams else weight_bytes(model, mesh, TRAIN_RULES, 4)
     own = layer_weights(model, mesh["ep"]) / tp * 4
     embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
@@ -252,6 +275,8 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
         extra = temp = 0.0
         if name in ("update", "critic", "score", "score_reference", "value"):
             temp = temporaries(config, model, mesh, shape if name in ("update", "critic") else scored, name)
+        elif name in ("update_apply", "critic_apply"):
+            temp = _apply(config, model, mesh, name)
         elif name == "publish":
             extra = weight_bytes(model, inner, ROLLOUT_RULES, width)
             temp = 2 * layer_weights(model) * 4
@@ -275,6 +300,19 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
             temp = 6 * logits + 3 * seen + 2 * cache / cfg.num_layers
         out[name] = {"arguments": 0, "outputs": extra, "alias": 0, "temporaries": temp}
     return out
+
+
+def _apply(config, model, mesh: dict, name: str) -> float:
+    """Counted temporaries of an optimizer step: what of the state in host memory is on the device at a time."""
+    if name.replace("apply", "optimizer") not in in_host(config):
+        return 0.0
+    state = MOMENTS.get(config.optimizer.name, 2) * weight_bytes(model, mesh, TRAIN_RULES, 1)
+    state *= SIZES[config.train.param_dtype]
+    parts = optimizer.in_parts(config.optimizer.name)
+    if parts == "none":
+        return state
+    largest = max(math.prod(e.shape) for e in model.entries) * 4 / math.prod(mesh.values())
+    return min(2 * state, 8 * (largest if parts == "parameter" else min(largest, streaming.AT_ONCE)))
 
 
 def program_names(config, rollout) -> list[str]:

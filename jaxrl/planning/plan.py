@@ -54,13 +54,12 @@ def make(config, search: bool = True) -> dict:
     started = time.monotonic()
     case = open_case(config)
     cpu, tpu = _compile(case)
-    live, programs = _memory(case, cpu, tpu)
-    offload = case.config.optimizer.offload
+    live, programs, host = _memory(case, cpu, tpu)
     lent = lent_memory(case)
-    peaks = memory.peaks(live, programs, offload, case.resting, lent)
+    peaks = memory.peaks(live, programs, case.resting, lent)
     top = max(peaks, key=peaks.get)
     temporaries = programs[top]["temporaries"] if top in programs else 0.0
-    own = memory.parts(live, top, temporaries, peaks[top], offload, case.resting, lent and lent[top in programs])
+    own = memory.parts(live, top, temporaries, peaks[top], case.resting, lent and lent[top in programs])
     plan = {
         "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind],
         "mesh": case.mesh,
@@ -68,6 +67,7 @@ def make(config, search: bool = True) -> dict:
         **({"active_parameters": case.model.num_active} if case.model.num_active < case.model.num_parameters else {}),
         "per_device": {"memory_bytes": case.memory, "usable_bytes": case.usable, "peak_bytes": peaks[top],
                        "peak_in": top, **own,
+                       **({"in_host": host} if host else {}),
                        "by_program": peaks, "by_phase": memory.by_phase(peaks),
                        "temporaries": {name: p["temporaries"] for name, p in programs.items()}},
         "collectives": {name: p.get("collectives", []) for name, p in cpu["programs"].items()},
@@ -125,13 +125,20 @@ def _compile(case: Case) -> tuple[dict, dict | None]:
     return cpu, tpu
 
 
-def _memory(case: Case, cpu: dict, tpu: dict | None) -> tuple[dict, dict]:
-    """(bytes of the live parts, programs with their temporaries), from the source that the target's kind has."""
+def _memory(case: Case, cpu: dict, tpu: dict | None) -> tuple[dict, dict, dict]:
+    """(bytes of the live parts on a device, programs with their temporaries, bytes of a device's parts that are in host
+    memory throughout), from the source that the target's kind has. A CPU's host memory is its devices' own."""
     if case.target.kind == "cpu":
-        return cpu["live"], cpu["programs"]
-    if case.target.kind == "tpu":
-        return tpu["live"], {name: p if "temporaries" in p else _too_large(p) for name, p in tpu["programs"].items()}
-    return cpu["live"], memory.counted_programs(case.config, case.model, case.mesh, case.rollout, case.programs)
+        return {name: size + cpu["host"][name] for name, size in cpu["live"].items()}, cpu["programs"], {}
+    found = tpu if case.target.kind == "tpu" else cpu
+    host = {name: size for name, size in found["host"].items() if size}
+    if found is cpu:
+        return cpu["live"], memory.counted_programs(case.config, case.model, case.mesh, case.rollout,
+                                                    case.programs), host
+    programs = {name: p if "temporaries" in p else _too_large(p) for name, p in tpu["programs"].items()}
+    if beside := max(p.get("host_temporaries", 0) for p in programs.values()):
+        host["temporaries"] = beside
+    return tpu["live"], programs, host
 
 
 def _too_large(program: dict) -> dict:
@@ -242,7 +249,7 @@ def counted_peak(case: Case, scale: dict) -> float:
     programs = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, case.programs)
     for name, program in programs.items():
         program["temporaries"] *= scale.get(name, 1.0)
-    return max(memory.peaks(live, programs, case.config.optimizer.offload, case.resting, lent_memory(case)).values())
+    return max(memory.peaks(live, programs, case.resting, lent_memory(case)).values())
 
 
 def _search(case: Case, programs: dict, plan: dict) -> dict:
@@ -379,6 +386,6 @@ def predict(config, mesh, model) -> dict[str, float]:
     programs = memory.counted_programs(case.config, case.model, sizes, case.rollout, case.programs)
     found = times(case, {})
     out = {f"{phase}_seconds": p["seconds"] for phase, p in found["phases"].items()}
-    peaks = memory.peaks(live, programs, c.optimizer.offload, case.resting, lent_memory(case))
+    peaks = memory.peaks(live, programs, case.resting, lent_memory(case))
     return {"peak_bytes": max(peaks.values()), "step_seconds": found["step_seconds"],
             "mfu": found["mfu"], **out}

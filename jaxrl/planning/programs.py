@@ -23,6 +23,7 @@ from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.shapes import from_config
+from jaxrl.sharding import memory
 from jaxrl.types import PackedBatch
 
 
@@ -75,7 +76,7 @@ def _reinforcement(out: Lowering, job, keep):
     optimizer, schedule = training.make_optimizer(
         c.optimizer, steps * algorithm.updates_per_step, parameters.flat_axes(job.tree),
         parameters.flat_layers(job.model, job.tree))
-    update = training.make_update(job.model, optimizer, schedule, algorithm.loss)
+    update = training.make_update(job.model, optimizer, schedule, algorithm.loss, training.in_parts(c.optimizer.name))
     state = parameters.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)
     _update(out, job, "update", update, state, algorithm.loss, keep)
@@ -85,6 +86,7 @@ def _reinforcement(out: Lowering, job, keep):
         tree = job.model.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)))
         reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w), tree,
                                  parameters.param_shardings(job, tree=job.model))
+        reference = memory.kept(reference) if job.streams("reference") else reference
         out.live["reference"] = reference
     batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",), _routes(c, job, "sampled"))
     if "old" in algorithm.loss.needs and keep("score"):
@@ -108,7 +110,7 @@ def _supervised(out: Lowering, job, keep):
     loss = training.NextToken(**precision(job))
     about = parameters.flat_axes(job.tree), parameters.flat_layers(job.model, job.tree)
     optimizer, schedule = training.make_optimizer(c.optimizer, end(c)[0], *about)
-    update = training.make_update(job.model, optimizer, schedule, loss)
+    update = training.make_update(job.model, optimizer, schedule, loss, training.in_parts(c.optimizer.name))
     state = parameters.abstract_state(job, optimizer)
     _update(out, job, "update", update, state, loss, keep)
     return training.merge(state.trainable, state.frozen)
@@ -149,12 +151,13 @@ def _batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
 def _update(out: Lowering, job, name, update, state, objective, keep):
     """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply steps.
 
-    An optimizer state that rests in host memory is on the devices while it is applied.
+    An optimizer state in host memory is on the devices while it is applied, where it cannot be in parts.
     """
-    on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
-    state = state.replace(opt_state=_shaped(state.opt_state, on_devices))
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
-    empty, accumulate, apply = update.compiled(state)
+    if update.in_parts == "none":
+        on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
+        state = state.replace(opt_state=_shaped(state.opt_state, on_devices))
+    empty, accumulate, _ = update.compiled(state)
     routes = objective.routers and _routes(job.config, job, "sampled", "scored")
     batch = _batch(job, max_rows(job.row_shapes), _columns(job.config, objective), objective.weights, routes)
     everywhere = sharding.replicated(job.mesh)
@@ -166,7 +169,8 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
         out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics,
                                               (batch,) * training.at_once(state), 1)
     if keep(f"{name}_apply"):
-        out.programs[f"{name}_apply"] = apply.lower(state, grads, metrics)
+        state = state.replace(frozen={k: x for k, x in state.frozen.items() if not memory.rests(x)})
+        out.programs[f"{name}_apply"] = update.compiled(state)[2].lower(state, grads, metrics)
 
 
 class Lowered(Programs):
@@ -227,8 +231,8 @@ def _sampler(out: Lowering, job, weights, mesh, keep):
     out.programs |= {name: program for name, program in programs.lowered.items() if name != "caches"}
 
 
-def device_bytes(tree) -> int:
-    """Bytes of a tree on the device that holds the most of it."""
+def device_bytes(tree, in_host: bool = False) -> int:
+    """Bytes of a tree on the device that holds the most of it. in_host: of its part of what is in host memory."""
     return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-               for leaf in jax.tree.leaves(tree) if leaf is not None)
+               for leaf in jax.tree.leaves(tree) if leaf is not None and memory.rests(leaf) == in_host)
 

@@ -19,6 +19,10 @@ def table(plan: dict) -> str:
                  f"of {gib(d['memory_bytes'])}: {'fits' if plan['fits'] else 'DOES NOT FIT'}"
                  + (f" (between {gib(bound[0])} and {gib(bound[1])})" if bound else ""))
     phases = d["by_phase"]
+    if host := d.get("in_host"):
+        lines.append(f"  {'in host memory':14s}{gib(sum(host.values())):>13s}  ("
+                     + ", ".join(f"{name} {gib(n)}" for name, n in host.items())
+                     + "); what it takes to send it is not in the seconds below")
     lines.append(f"  {'by phase':14s}  " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items()))
     for name, check in plan.get("cross_check", {}).items():
         lines.append(f"  temporaries of `{name}`: {gib(check['counted'])} counted, {gib(check['tpu'])} "

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jaxrl
 from jaxrl.errors import ConfigError
 from jaxrl.processes.group import Peers
+from jaxrl.sharding import memory
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings
 
 CHUNK = 1 << 20  # bytes of every process that travel at once
@@ -175,7 +176,7 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
 
     def cast(tree):
         return jax.tree.map(lambda a: jnp.copy(a).astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating)
-                            else jnp.copy(a), tree)
+                            else jnp.copy(a), memory.fetched(tree))
 
     program = jax.jit(cast, out_shardings=param_shardings(mesh, logical_axes, params, rules))
     return lambda tree: localised(program(tree), here), here

@@ -168,7 +168,8 @@ class Reference(Role):
             return {}
         shapes = jax.eval_shape(self.job.model.base.init, jax.random.key(0))
         placed = lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where)  # noqa: E731
-        return jax.tree.map(placed, shapes, self._place())
+        found = jax.tree.map(placed, shapes, self._place())
+        return memory.kept(found) if self.streams else found
 
     def start(self, arrays, host: dict | None) -> None:
         if host and self.moves:
@@ -177,8 +178,15 @@ class Reference(Role):
             with self.on():
                 path, revision = self.options.path, self.options.revision
                 start = parameters.initial_params(self.job, path, role=self.name, revision=revision)
-                self.held = cast_params(start, self.dtype)
+                self.held = self._cast(start)
         self.rest()
+
+    def _cast(self, params):
+        """A copy in the reference's dtype; of one that streams, made array by array."""
+        if not self.streams:
+            return cast_params(params, self.dtype)
+        cast = functools.partial(cast_params, dtype=self.dtype)
+        return jax.tree.map(lambda x: memory.to_host(cast(x)) if memory.worth_it(x) else cast(x), params)
 
     def _place(self):
         return parameters.param_shardings(self.job, tree=self.job.model.base, role=self.name)
@@ -205,7 +213,7 @@ class Reference(Role):
 
     def take(self, policy) -> None:
         """Becomes the policy."""
-        self.held = cast_params(policy.weights(), self.dtype)
+        self.held = self._cast(policy.weights())
         if self.job.mesh_of(self.name) is not self.job.mesh:
             self.held = memory.moved(self.held, self._place())
         self.rest()
@@ -241,7 +249,8 @@ class BaseReference(Reference):
             self.held, self.epochs = arrays, host["epochs"]
 
     def take(self, policy) -> None:
-        self.held = jax.tree.map(jnp.copy, _of_model(policy.state.trainable))
+        copy = lambda x: parameters.settled(cast_params(x, x.dtype)) if memory.rests(x) else jnp.copy(x)  # noqa: E731
+        self.held = jax.tree.map(copy, _of_model(policy.state.trainable))
 
     def params(self):
         frozen = self.policy.state.frozen

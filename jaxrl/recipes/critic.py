@@ -65,7 +65,8 @@ class Critic(Role):
         self.optimizer, schedule = training.make_optimizer(config, total, *about)
         self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk,
                                    max_grad_norm=config.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
-        self.update = training.make_update(self.model, self.optimizer, schedule, self.loss)
+        self.update = training.make_update(self.model, self.optimizer, schedule, self.loss,
+                                           training.in_parts(config.name))
 
     # ---- a part of the run
 
@@ -100,7 +101,8 @@ class Critic(Role):
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = self.options.revision if self.options.path else job.config.model.revision
-            params = hf.load_critic(self.tree, parameters.source_of(source), revision, shardings, dtype)
+            then = parameters.settled if self.streams else None
+            params = hf.load_critic(self.tree, parameters.source_of(source), revision, shardings, dtype, then)
         else:
             init = lambda key: parameters.cast(self.tree, self.tree.init(key), dtype)  # noqa: E731
             params = jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))

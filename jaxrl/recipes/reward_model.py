@@ -91,7 +91,8 @@ class Scorer(Policy):
         job, m = self.job, self.job.config.model
         dtype, where = parameters.DTYPES[job.config.train.param_dtype], parameters.param_shardings(job)
         if m.init == "pretrained":
-            params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype)
+            then = parameters.settled if self.streams else None
+            params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype, then)
         else:
             init = lambda key: parameters.cast(job.tree, job.tree.init(key), dtype)  # noqa: E731
             params = jax.jit(init, out_shardings=where)(jax.random.key(job.config.run.seed))

@@ -93,7 +93,11 @@ class Job:
         """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest; rollout.placement=colocated)."""
         if role == "sampler" and self.config.rollout.placement == "colocated":
             return True
-        return self.config.mesh.roles.get(role, {}).get("rest", "device") != "device"
+        return self.config.mesh.roles.get(role, {}).get("rest", "device") in ("host", "none")
+
+    def streams(self, role: str) -> bool:
+        """Whether a role's parameters stay in host memory and are streamed through the programs that use them."""
+        return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
 
     def put(self, batch, role="policy"):
         """Host PackedBatch -> a role's devices, rows over dp x fsdp. Every process has the whole batch and gives its
@@ -414,7 +418,8 @@ def check_roles(config) -> None:
                           "of its own; leave it out, or set rollout.engine=jax")
     asked = ["optimizer.offload"] * config.optimizer.offload
     asked += ["model.remat=offload"] * (config.model.remat == "offload")
-    asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items() if given.get("rest") == "host"]
+    asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items()
+              if given.get("rest") in ("host", "streamed")]
     if asked and not memory.can_rest(jax.local_devices()[0]):
         raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
                           "memory; leave it out")

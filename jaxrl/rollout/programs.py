@@ -188,7 +188,7 @@ class Programs:
 
         Where `params` are spread over processes all of them take part, and each keeps what its own devices hold."""
         def cast(params):
-            return quantized.cast(params, self.dtype)
+            return quantized.cast(memory.fetched(params), self.dtype)
 
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))

@@ -21,6 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.sharding import memory
+
 
 def names(model) -> list[str]:
     """Every HF tensor of a jaxrl.models.Model that `chunks` brings, in that order. A tied head is not one."""
@@ -86,7 +88,7 @@ def _convert(arrays, indices, rows, dtype, sharding):
     for part, index, (shape, inputs, stacked, within) in zip(arrays, indices, rows, strict=True):
         if stacked > within:
             part = jax.lax.dynamic_index_in_dim(part, index[0], keepdims=False)
-        part = part.astype(dtype)
+        part = memory.fetched(part).astype(dtype)
         part = part if sharding is None else jax.lax.with_sharding_constraint(part, sharding)
         each = part.reshape(-1, *part.shape[within:])
         out.append([one.reshape(shape[::-1]).T if inputs else one.reshape(shape) for one in each])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -54,6 +55,8 @@ _NAMED = {
     "adafactor": lambda c: optax.scale_by_factored_rms(),
 }
 _DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
+BY_NUMBER = ("adamw", "adam", "sgd", "lion")  # what a number becomes depends on no other number of the parameter
+BY_PARAMETER = (*BY_NUMBER, "adafactor")      # and here on those of its own parameter
 
 
 def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
@@ -115,16 +118,26 @@ def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
         return optimizer
     last = max(map(max, layers.values()))
 
-    def factor(name, step):
-        numbers = [decay ** (last - number) for number in layers[name]]
+    def factor(name, step, at):
+        numbers = jnp.asarray([decay ** (last - number) for number in layers[name]], step.dtype)
         lead = (len(numbers),) * (len(numbers) > 1)
-        return jnp.asarray(numbers, step.dtype).reshape(*lead, *(1,) * (step.ndim - len(lead)))
+        if lead and at is not None:
+            lead = step.shape[:1]
+            numbers = jax.lax.dynamic_slice(numbers, (at,), lead)
+        return numbers.reshape(*lead, *(1,) * (step.ndim - len(lead)))
 
-    def update(grads, state, params=None):
-        steps, state = optimizer.update(grads, state, params)
-        return {name: step * factor(name, step) for name, step in steps.items()}, state
+    def update(grads, state, params=None, *, at=None, **more):
+        """at: which rows of stacked layers these are, from which one on; None = all."""
+        steps, state = optax.with_extra_args_support(optimizer).update(grads, state, params, **more)
+        return {name: step * factor(name, step, at) for name, step in steps.items()}, state
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def in_parts(name: str) -> str:
+    """What of a parameter a step of an optimizer must have at a time: "rows", the whole "parameter", or, as far as is
+    known here, all of them: "none" (see training.make_update)."""
+    return "rows" if name in BY_NUMBER else "parameter" if name in BY_PARAMETER else "none"
 
 
 CRITICS_OWN = ("name", "b1", "b2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps",

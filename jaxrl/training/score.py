@@ -16,6 +16,7 @@ from jaxrl.models.feed_forward import by_token
 from jaxrl.models.placement import split_of
 from jaxrl.models.value import values
 from jaxrl.processes.exchange import to_host
+from jaxrl.sharding import memory
 from jaxrl.training import router
 from jaxrl.training.pack import pack, unpack, unpack_tokens
 
@@ -134,5 +135,6 @@ def _over_layout(program, put):
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def cast_params(params, dtype):
-    """Floating-point leaves cast to `dtype` (a frozen copy: reference, rollout)."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+    """Floating-point leaves cast to `dtype` (a frozen copy on the devices: reference, rollout)."""
+    cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    return jax.tree.map(cast, memory.fetched(params))

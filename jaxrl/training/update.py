@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.platform import platform
 from jaxrl.sharding import memory
-from jaxrl.training import router, several
+from jaxrl.training import router, several, streaming
 from jaxrl.training.objective import Objective, Outputs
 from jaxrl.training.state import merge
 
@@ -86,8 +86,16 @@ def make_accumulate(scaled):
     `count` of equally shaped microbatches, one after the other."""
 
     def one(trainable, frozen, stats, grads, metrics, batch):
-        (_, new), g = jax.value_and_grad(scaled, has_aux=True)(trainable, frozen, batch, stats)
-        grads = jax.tree.map(jnp.add, grads, g)
+        near, away = ({k: x for k, x in trainable.items() if memory.in_host(x) == there} for there in (False, True))
+
+        def of(near, sums):  # the gradient of a sum is this sum with more in it (memory.Streamed)
+            far = {k: memory.Streamed(x, sums[k]) for k, x in away.items()}
+            far = {k: x if k.startswith("layer") else memory.fetched(x) for k, x in far.items()}  # once for all uses
+            return scaled(near | far, frozen, batch, stats)
+
+        sums = {k: grads[k] for k in away}
+        (_, new), (g, sums) = jax.value_and_grad(of, (0, 1), has_aux=True)(near, sums)
+        grads = {k: jnp.add(grads[k], x) for k, x in g.items()} | sums
         metrics = {k: combined(k)(metrics[k], new[k]) for k in new}
         return grads, metrics
 
@@ -102,63 +110,75 @@ def make_accumulate(scaled):
     return accumulate
 
 
-def make_apply(optimizer, schedule, objective: Objective, model=None):
+def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None):
     """apply(state, grads, metrics) -> (state, metrics). model: whose routers' bias is moved, where it is.
 
     Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted.
     Nor does an update whose mean ratio or approximate KL is above the objective's limit, and no other one until
     `stats["stopped"]` is 0
     again: the decision is one of the whole optimizer step, so micro-batches cannot change it.
+
+    rows: where some of it is in host memory, the parameters that come in parts (training.streaming).
     """
 
     @jax.named_scope("optimizer")
     def apply(state, grads, metrics):
         scale = state.stats["loss_scale"] if objective.fp16 else 1.0
-        grads = jax.tree.map(lambda g: g / scale, grads) if objective.fp16 else grads
-        norm = optax.global_norm(grads)
+        unscaled = (lambda g: g / scale) if objective.fp16 else lambda g: g
+        if rows:
+            norm = streaming.global_norm(grads, rows, unscaled)
+        else:
+            grads = jax.tree.map(unscaled, grads)
+            norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+        clipped = lambda g: g  # noqa: E731
         if objective.max_grad_norm:
             factor = jnp.minimum(1.0, objective.max_grad_norm / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        trainable = optax.apply_updates(state.trainable, updates)
+            clipped = lambda g: g * factor.astype(g.dtype)  # noqa: E731
         stopped = objective.stops(state.stats["stopped"] > 0, metrics)
         taken = finite & ~stopped
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)  # noqa: E731
-        good, moved = finite.astype(jnp.int32), taken.astype(jnp.int32)
-        stats = {
-            **state.stats,
-            "skipped": state.stats["skipped"] + 1 - good,
-            "nonfinite_streak": (state.stats["nonfinite_streak"] + 1) * (1 - good),
-            "stopped": stopped.astype(jnp.int32),
-        }
-        if objective.entropy_target:
-            moved_on = objective.entropy_coefs(state.stats, metrics["policy/entropy"])
-            stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in moved_on.items()}
-        if "router/load" in metrics:
-            stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
-        frozen = state.frozen
-        if objective.router_bias_rate and "router/load" in metrics:
-            frozen = keep(router.corrected(model, frozen, metrics["router/load"], objective.router_bias_rate), frozen)
-        if objective.fp16:
-            stats |= _rescale(state.stats, finite)
-        metrics = router.told(metrics) | {
-            "optim/grad_norm": norm,
-            "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
-            "optim/skipped": 1.0 - good,
-        }
-        if objective.may_stop:
-            metrics["policy/early_stopped"] = stopped.astype(norm.dtype)
-        state = state.replace(
-            trainable=keep(trainable, state.trainable),
-            frozen=frozen,
-            opt_state=keep(opt_state, state.opt_state),
-            step=state.step + moved,
-            stats=stats,
-        )
-        return state, metrics
+        if rows:
+            trainable, opt_state = streaming.stepped(optimizer, state, grads, rows,
+                                                     lambda g: clipped(unscaled(g)), taken)
+        else:
+            updates, opt_state = optimizer.update(jax.tree.map(clipped, grads), state.opt_state, state.trainable)
+            trainable = optax.apply_updates(state.trainable, updates)
+            trainable, opt_state = keep(trainable, state.trainable), keep(opt_state, state.opt_state)
+        frozen, load = state.frozen, metrics.get("router/load")
+        if objective.router_bias_rate and load is not None:
+            frozen = keep(router.corrected(model, frozen, load, objective.router_bias_rate), frozen)
+        stats, metrics = _told(state, metrics, objective, finite, stopped, norm, schedule)
+        step = state.step + taken.astype(jnp.int32)
+        return state.replace(trainable=trainable, frozen=frozen, opt_state=opt_state, step=step, stats=stats), metrics
 
     return apply
+
+
+def _told(state, metrics, objective, finite, stopped, norm, schedule):
+    """(stats, metrics) behind an optimizer step."""
+    good, taken = finite.astype(jnp.int32), finite & ~stopped
+    stats = {
+        **state.stats,
+        "skipped": state.stats["skipped"] + 1 - good,
+        "nonfinite_streak": (state.stats["nonfinite_streak"] + 1) * (1 - good),
+        "stopped": stopped.astype(jnp.int32),
+    }
+    if objective.entropy_target:
+        moved_on = objective.entropy_coefs(state.stats, metrics["policy/entropy"])
+        stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in moved_on.items()}
+    if "router/load" in metrics:
+        stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
+    if objective.fp16:
+        stats |= _rescale(state.stats, finite)
+    metrics = router.told(metrics) | {
+        "optim/grad_norm": norm,
+        "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
+        "optim/skipped": 1.0 - good,
+    }
+    if objective.may_stop:
+        metrics["policy/early_stopped"] = stopped.astype(norm.dtype)
+    return stats, metrics
 
 
 def _rescale(stats, finite):
@@ -169,10 +189,10 @@ def _rescale(stats, finite):
     return {"loss_scale": jnp.clip(scale, 1.0, 2.0**24), "finite_streak": jnp.where(grow, 0, streak)}
 
 
-def _empty(trainable, frozen, batch, stats, scaled):
+def _empty(trainable, frozen, batch, stats, scaled, rows):
     """(zero gradients in fp32 or better, zero metrics). stats: their shapes do."""
     names = jax.eval_shape(scaled, trainable, frozen, batch, stats)[1]
-    zeros = {k: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for k, p in trainable.items()}
+    zeros = {k: memory.zeros(p, jnp.promote_types(p.dtype, jnp.float32), rows.get(k)) for k, p in trainable.items()}
     return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
 
 
@@ -180,19 +200,28 @@ def _shapes(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def make_update(model, optimizer, schedule, objective: Objective):
+def _scaled_and_finish(model, optimizer, schedule, objective):
+    """(make_scaled's, rows -> make_apply's) of a model, or of its several adapters."""
+    if not isinstance(optimizer, several.Optimizers):
+        finish = lambda rows: make_apply(optimizer, schedule, objective, model, rows)  # noqa: E731
+        return make_scaled(model, objective), finish
+    objectives = optimizer.objectives(objective)
+    apply = several.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
+        optimizer.each, objectives.values(), strict=True)])
+    return several.make_scaled(model, objectives), lambda rows: apply
+
+
+def make_update(model, optimizer, schedule, objective: Objective, in_parts: str = "rows"):
     """`update(state, microbatches) -> (state, metrics)`: one optimizer step; `state` is donated.
 
     `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. With a
-    several.Optimizers it is a step of each adapter.
+    several.Optimizers it is a step of each adapter. What of the state is in host memory stays there; parameters that
+    are, are computed with a layer at a time, and so are their gradients.
+
+    in_parts: what of a parameter's state such an optimizer step has on the devices at a time: some "rows", the whole
+      "parameter"; "none": all of the optimizer's state, parameters then being there too.
     """
-    if isinstance(optimizer, several.Optimizers):
-        objectives = optimizer.objectives(objective)
-        scaled = several.make_scaled(model, objectives)
-        apply = several.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
-            optimizer.each, objectives.values(), strict=True)])
-    else:
-        scaled, apply = make_scaled(model, objective), make_apply(optimizer, schedule, objective, model)
+    scaled, finish = _scaled_and_finish(model, optimizer, schedule, objective)
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
@@ -203,12 +232,14 @@ def make_update(model, optimizer, schedule, objective: Objective):
         if key not in programs:
             grads = where.trainable
             one = next(iter(grads.values()))
-            everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else one
+            everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else memory.awake(one)
+            rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows") for k in streaming.away(state)}
             programs[key] = (
-                jax.jit(functools.partial(_empty, stats=_shapes(state.stats), scaled=scaled),
+                jax.jit(functools.partial(_empty, stats=_shapes(state.stats), scaled=scaled, rows=rows),
                         out_shardings=(grads, everywhere)),
                 jax.jit(make_accumulate(scaled), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
-                jax.jit(apply, donate_argnums=0, out_shardings=(where, everywhere)),
+                jax.jit(finish({} if in_parts == "none" else rows), donate_argnums=0,
+                        out_shardings=(where, everywhere)),
             )
         return programs[key]
 
@@ -223,11 +254,16 @@ def make_update(model, optimizer, schedule, objective: Objective):
 
     def update(state, microbatches):
         grads, metrics = gradients(state, microbatches)
-        rests = jax.tree.map(lambda x: x.sharding, state.opt_state)  # in host memory, perhaps, up to here
+        far = {name: x for name, x in state.frozen.items() if memory.rests(x)}  # stay where they are
+        state = state.replace(frozen={name: x for name, x in state.frozen.items() if name not in far})
+        if in_parts != "none":
+            state, metrics = compiled(state)[2](state, grads, metrics)
+            return state.replace(frozen=state.frozen | far), metrics
+        rests = jax.tree.map(lambda x: x.sharding, state.opt_state)
         state = state.replace(opt_state=memory.to_devices(state.opt_state))
         state, metrics = compiled(state)[2](state, grads, metrics)
-        return state.replace(opt_state=memory.to_host(state.opt_state, rests)), metrics
+        return state.replace(frozen=state.frozen | far, opt_state=memory.to_host(state.opt_state, rests)), metrics
 
-    update.gradients = gradients
+    update.gradients, update.in_parts = gradients, in_parts
     update.compiled = compiled  # of a state of shapes, too: run.mode=plan lowers the programs without running them
     return update

@@ -229,8 +229,8 @@ def test_the_peak_adds_what_a_program_does_not_see():
     peaks = memory.peaks(live, {"update": program, "decode": program, "publish": {**program, "outputs": 8, "alias": 0}})
     assert peaks == {"update": 152, "decode": 142, "publish": 10 + 20 + 7 + 8 + 100}
     parts = memory.parts(live, "decode", 100, peaks["decode"])
-    away = memory.peaks(live, {"update": program, "update_apply": program}, offload=True)
-    assert away == {"update": 132, "update_apply": 152}
+    away = memory.peaks(live | {"update_optimizer": 0}, {"update": program, "update_apply": program})
+    assert away == {"update": 132, "update_apply": 132}
     assert parts["kv_cache"] == 7 and "gradients" not in parts and sum(parts.values()) == 142
 
 
@@ -244,7 +244,7 @@ def test_what_rests_and_what_is_lent_count_by_phase():
     vllm = memory.peaks(live, {"update": program}, lent=(50, 2, 4))
     assert vllm == {"update": 142, "generate": 80, "give": 84}
     assert memory.by_phase(vllm) == {"rollout": 80, "update": 142, "publish": 84}
-    assert memory.peaks(live, {}, offload=True, lent=(50, 2, 4)) == {"generate": 60, "give": 64}
+    assert memory.peaks(live | {"update_optimizer": 0}, {}, lent=(50, 2, 4)) == {"generate": 60, "give": 64}
     parts = memory.parts(live, "give", 0.0, 84, vllm=50)
     assert parts == {"vllm": 50, "parameters": 10, "optimizer": 20, "activations": 0.0, "other": 4}
 

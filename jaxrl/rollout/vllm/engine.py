@@ -27,7 +27,6 @@ from jaxrl.rollout.vllm.options import longest
 from jaxrl.rollout.vllm.publish import Publisher
 from jaxrl.rollout.vllm.router import Replica, Router
 from jaxrl.rollout.vllm.servers import Fleet, OwnServers, first_servers, share_of
-from jaxrl.sharding import memory
 
 log = logging.getLogger("jaxrl")
 
@@ -179,7 +178,7 @@ class VllmEngine(Engine):
     def _give(self, replicas: list[Replica]) -> None:
         if not replicas:
             return
-        params = memory.to_devices(self._params)
+        params = self._params  # in host memory perhaps: they come to the devices a layer at a time
         with jax.set_mesh(self._here) if self._here is not None else contextlib.nullcontext():
             self.publisher.give(replicas, params, self._version)
 

@@ -1,0 +1,123 @@
+"""An optimizer step whose moments, parameters and gradients are in host memory: each of these is on the devices a part
+at a time, and never all of them.
+
+A part is some rows of a parameter's first axis, which is the repetitions of the layers where these are stacked, with
+the same rows of its gradient and of its moments; the whole parameter where an optimizer looks at more than one number
+of it at a time, or where its first axis is split over devices. Arrays that are small stay where they are and are
+updated together. The numbers are those of the plain step (training.update.make_apply), whose program is another one
+and may round apart.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl.sharding import memory
+
+AT_ONCE = 16 << 20  # bytes of a parameter's part on one device
+TILE = 16           # rows of a matrix that accelerators lay out together
+
+
+def rows_at_once(x, whole: bool = False) -> int:
+    """Rows of the first axis of a parameter (an array, or its shape, dtype and sharding) that are updated at a time:
+    as many as AT_ONCE allows of those that divide it, at least one. whole: all of it.
+    """
+    if whole or x.ndim < 2 or x.sharding.shard_shape(x.shape)[0] != x.shape[0]:
+        return x.shape[0] if x.ndim else 1
+    one = math.prod(x.sharding.shard_shape(x.shape)[1:]) * max(4, x.dtype.itemsize)
+    fit = [n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0 and (x.ndim > 2 or n % TILE == 0)]
+    return max([n for n in fit if n * one <= AT_ONCE], default=min(fit, default=x.shape[0]))
+
+
+def away(state) -> list[str]:
+    """Names of the parameters of a TrainState that are in host memory, or whose moments are."""
+    moments = {name for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+               if memory.rests(x) and (name := _name(path, state.trainable))}
+    return sorted({name for name, x in state.trainable.items() if memory.rests(x)} | moments)
+
+
+def global_norm(grads, rows: dict[str, int], unscaled):
+    """optax.global_norm of the unscaled gradients, of which those in host memory come in parts."""
+    if not any(map(memory.in_host, grads.values())):
+        return optax.global_norm(jax.tree.map(unscaled, grads))
+    dtype = jnp.result_type(*grads.values())
+    near = [jnp.sum(jnp.square(unscaled(g))) for g in grads.values() if not memory.in_host(g)]
+    total = sum(near, jnp.zeros((), dtype))
+    for name, g in grads.items():
+        if memory.in_host(g):
+            def add(i, total, g=g, size=rows[name]):
+                return total + jnp.sum(jnp.square(unscaled(memory.part(g, i * size, size))))
+
+            total = jax.lax.fori_loop(0, len(g) // rows[name], add, total)
+    return jnp.sqrt(total)
+
+
+def stepped(optimizer, state, grads, rows: dict[str, int], prepared, taken):
+    """(trainable, opt_state) after the step.
+
+    Args:
+      optimizer: optax transformation that treats every parameter by itself.
+      rows: name -> rows at once (`rows_at_once`) of the parameters of `away`.
+      prepared: gradient as it lies -> gradient as the optimizer takes it.
+      taken: [] bool; else all stays as it is.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    found, form = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    everything, trainable = dict(found), dict(state.trainable)
+    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)  # noqa: E731
+
+    def step(grads, params, leaves, at):
+        """(parameters, leaves of the state) of one step of these parameters alone; leaves of others are left out."""
+        about, own = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, params))
+        old = own.unflatten([leaves[path] for path, _ in about])
+        updates, new = optimizer.update({k: prepared(g) for k, g in grads.items()}, old, params, at=at)
+        new, params = keep(new, old), keep(optax.apply_updates(params, updates), params)
+        return params, {path: x for (path, _), x in zip(about, own.flatten_up_to(new), strict=True)}
+
+    near = {k: x for k, x in state.trainable.items() if k not in rows}
+    moved, leaves = step({k: grads[k] for k in near}, near, everything, None)
+    trainable |= moved
+    for name, size in rows.items():
+        g, paths = grads[name], [path for path in everything if _name(path, trainable) == name]
+
+        def one(i, sums, name=name, size=size, g=g, paths=paths):
+            (param, own), at = sums, i * size
+            cut = (lambda x: memory.part(x, at, size)) if size < len(g) else memory.fetched
+            put = (lambda x, new: memory.written(x, new, at)) if size < len(g) else memory.replaced
+            parts = dict(zip(paths, map(cut, own), strict=True))
+            params, new = step({name: cut(g)}, {name: cut(param)}, everything | parts, at)
+            return put(param, params[name]), [put(x, new[path]) for path, x in zip(paths, own, strict=True)]
+
+        start = state.trainable[name], [everything[path] for path in paths]
+        trainable[name], moved = jax.lax.fori_loop(0, len(g) // size, one, start)
+        leaves |= dict(zip(paths, moved, strict=True))
+    return trainable, form.unflatten([leaves[path] for path, _ in found])
+
+
+def initial(optimizer, trainable, abstract):
+    """The optimizer's state at its start, made parameter by parameter where it is to be in host memory.
+
+    trainable: arrays, in host memory perhaps. abstract: the state's shapes with shardings."""
+    if not isinstance(optimizer, optax.GradientTransformation):  # of several adapters, which are small
+        places = jax.tree.map(lambda x: x.sharding, abstract)
+        return jax.jit(lambda x: optimizer.init(memory.fetched(x)), out_shardings=places)(trainable)
+    found, form = jax.tree_util.tree_flatten_with_path(abstract)
+    where, leaves = {path: x.sharding for path, x in found}, {}
+    far = {name for path, x in found if memory.rests(x) and (name := _name(path, trainable))}
+    for names in [[k for k in trainable if k not in far], *([name] for name in sorted(far))]:
+        params = {k: trainable[k] for k in names}
+        about, own = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, params))
+        places = own.unflatten([where[path] for path, _ in about])
+        made = jax.jit(lambda x: optimizer.init(memory.fetched(x)), out_shardings=places)(params)
+        leaves |= {path: x for (path, _), x in zip(about, own.flatten_up_to(made), strict=True)}
+    return form.unflatten([leaves[path] for path, _ in found])
+
+
+def _name(path, names) -> str:
+    """The parameter that a leaf of an optimizer's state belongs to: the last key of its path; "" = none."""
+    name = getattr(path[-1], "key", None) if path else None
+    return name if name in names else ""
