@@ -32,7 +32,7 @@ WITHOUT = {  # what it is about, off
     "guess": ("env.max_turns=1",), "library": ("env.max_turns=2",)}
 UNSCORED = ROOT / "evidence/unscored_environments.py"
 BOUNDS = {  # name -> (figure, whether it is met)
-    "ends at 0.80 or more (calc, library: 0.90)": ("after", lambda v, name: v >= (0.8 if name == "guess" else 0.9)),
+    "ends at 0.80 or more (calc, library: 0.90)": ("after", lambda v, name: v >= (0.8 if name in ("guess", "repair") else 0.9)),
     "starts at 0.45 or less": ("before", lambda v, name: v <= 0.45),
     "has a gap to the sampler of 1e-5 or less, in the mean": ("gap_mean", lambda v, name: v <= 1e-5),
     "takes 180 s or less": ("wall_s", lambda v, name: v <= 180),
