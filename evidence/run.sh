@@ -71,6 +71,9 @@
 #    1  their faults: what is seen, and what comes of it    remote_rewards.py (a minute)
 # Of adapters (not in "all"):
 #    8  several adapters in one batch beside one            many_adapters.py
+# Of experts and low precision (not in "all"):
+#    7  own, scored and sampled routes, noise in the sampler    routes.py (ten minutes a seed)
+#    7  int8 and emulated fp8 beside fp32                      low_precision.py (six minutes)
 # Of data:
 #       a second start from data.cache                     data_cache.py (not in "all")
 # Of the house:

@@ -39,7 +39,7 @@ def check(cfg) -> None:
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
                      sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
-                     _eval, _checkpoints, _uploads, _launch, _misc):
+                     _precision, _eval, _checkpoints, _uploads, _launch, _misc):
             problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -432,6 +432,28 @@ def _rewards(cfg):
     named |= {PART} if r.model.path else set()
     if cfg.eval.accuracy_from and cfg.eval.accuracy_from not in named:
         out.append(f"eval.accuracy_from={cfg.eval.accuracy_from!r}: not among the rewards {sorted(named)}")
+    return out
+
+
+def _precision(cfg):
+    """Options of numbers' formats that others leave without effect."""
+    t, out, defaults = cfg.train, [], options()
+    if t.matmul_emulated and t.matmul == "default":
+        out.append(no_effect("train.matmul_emulated", True, "with train.matmul=default", "leave it out"))
+    if t.matmul != "default" and cfg.lora.base != "none":
+        out.append(f"train.matmul={t.matmul} with lora.base={cfg.lora.base}: its products are of the numbers that the "
+                   "codes of the base stand for; leave one of them out")
+    scale = t.loss_scale
+    given = [n for n in scale if scale[n] != defaults[f"train.loss_scale.{n}"].default]
+    if given and t.compute_dtype != "fp16":
+        out.append(no_effect(f"train.loss_scale.{given[0]}", scale[given[0]],
+                             f"with train.compute_dtype={t.compute_dtype}", "set fp16"))
+    if not scale.min <= scale.initial <= scale.max:
+        out.append(f"train.loss_scale.initial={scale.initial:g}: must be between train.loss_scale.min={scale.min:g} and "
+                   f"max={scale.max:g}")
+    if scale.patience > cfg.optimizer.max_nonfinite:
+        out.append(f"train.loss_scale.patience={scale.patience}: the run ends after "
+                   f"optimizer.max_nonfinite={cfg.optimizer.max_nonfinite} overflows in a row; raise that")
     return out
 
 

@@ -57,8 +57,8 @@ NOT_YET = (
      "there are no pipelines of layers: mesh.fsdp, mesh.ep and mesh.tp split a model as far, and run.mode=plan says what fits and "
      "what it costs (docs/plan.md has layouts with pipelines and what stands for them)"),
     (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",
-     "of quantised weights there is the frozen base of adapters, lora.base=int8 or nf4; train.compute_dtype and "
-     "rollout.dtype choose among bf16, fp16 and fp32"),
+     "of quantised weights there is the frozen base of adapters, lora.base=int8 or nf4; train.matmul rounds what layers "
+     "multiply to int8 or fp8; train.compute_dtype and rollout.dtype choose among bf16, fp16 and fp32"),
     (r"images?|image_.*|videos?|audios?|vision.*|vlm|multimodal|pixel_.*",
      "only text is supported"),
 )

@@ -405,4 +405,5 @@ def _start(job, optimizer):
     of_several = isinstance(optimizer, training.several.Optimizers)
     start = training.several.init_state if of_several else training.init_state
     return functools.partial(start, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,
-                             router_load=training.router.even(job.model.config))
+                             router_load=training.router.even(job.model.config),
+                             loss_scale=job.config.train.loss_scale.initial)

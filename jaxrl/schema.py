@@ -453,6 +453,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_sequence_tokens": O(0, "bound on prompt + completion; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
+        "matmul": O("default", "numbers that the layers' matrix products round to first, forward and for the gradient of activations: default: the"
+                               " compute dtype's own; int8, fp8: a scale per token and output; the others: docs/low_precision.md",
+                    choices=("default", "int8", "fp8", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4")),
+        "matmul_emulated": O(False, "where no product of such numbers is known for the device, multiply them in fp32: the same numbers, slower"),
+        "loss_scale": {
+            "initial": O(32768.0, "fp16: what the loss is multiplied with at the start", bound=">0"),
+            "min": O(1.0, "least such factor", bound=">0"),
+            "max": O(16777216.0, "largest such factor", bound=">0"),
+            "window": O(200, "finite updates in a row after which it is doubled", bound=">0"),
+            "patience": O(1, "overflows in a row from which on it is halved", bound=">0"),
+        },
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
         "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),

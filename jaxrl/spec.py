@@ -206,7 +206,7 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
             decide("lora.base_dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":
         now = not (c.rollout.max_staleness or c.rollout.sync_every > 1)
-        exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now
+        exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now and t.matmul == "default"
         none = exact or c.algorithm.old_logprobs == "rollout"
         decide("algorithm.mismatch.correction", "none" if none else "token_tis", "engine")
     if not t.row_lengths:

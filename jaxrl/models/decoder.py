@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.models import parameters, quantized
 from jaxrl.models.adapters import dropped, stretch
 from jaxrl.models.config import Layer, ModelConfig
@@ -53,6 +54,9 @@ POLICIES = {  # what the backward pass finds, the tokens' experts always; the re
 }
 
 
+EXACT = ("mlp/shared_gate",)  # a single column, which decides: never rounded
+
+
 def like(parameter, x):
     """The parameter of the last axes with leading axes of 1, one for each further axis of x."""
     return jax.lax.broadcast_to_rank(parameter, x.ndim)
@@ -60,13 +64,15 @@ def like(parameter, x):
 
 class Weights(NamedTuple):
     """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with. real: [B, L],
-    which tokens are no padding; None = all. whose: [B, L] number of each token's adapter, where there are several."""
+    which tokens are no padding; None = all. whose: [B, L] number of each token's adapter, where there are several.
+    matmul: the scheme of its products (kernels.low_precision)."""
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
     values: dict[str, jax.Array]
     real: jax.Array | None = None
     whose: jax.Array | None = None
+    matmul: str = DEFAULT
 
     def linear(self, name: str, x):
         """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
@@ -77,7 +83,8 @@ class Weights(NamedTuple):
         if isinstance(kernel := self.kernel(name), dict):
             y = quantized.product(x, kernel, row.axes, row.inputs)
         else:
-            y = product(x, gathered(kernel, row.axes, x.dtype), row.inputs)
+            scheme = DEFAULT if name in EXACT else self.matmul
+            y = product(x, gathered(kernel, row.axes, x.dtype), row.inputs, scheme)
         if f"{name}/lora/a" in self.values:
             more = self.low_rank(name, x, "")
             if f"{name}/lora/a0" in self.values:  # at the start this is zero to the bit
@@ -285,7 +292,7 @@ def _layer(model, number: int, name: str, params, x, shared, cache, index):
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
     params = fetched(params)  # which the backward pass does again
-    own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose)
+    own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose, model.matmul)
     x = checkpoint_name(x, KEPT)
 
     def added(x, name, y):

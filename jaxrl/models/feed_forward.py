@@ -134,7 +134,7 @@ def experts(own, x):
     weights = (gathered(own.values[f"mlp/experts/{name}/kernel"], own.rows[f"mlp/experts/{name}/kernel"].axes, x.dtype)
                for name in ("gate", "up", "down"))
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
-    y = routed(x, computed, gates, *weights, activation=GATED[cfg.activation])
+    y = routed(x, computed, gates, *weights, activation=GATED[cfg.activation], matmul=own.matmul)
     if cfg.shared_expert_size:
         beside = _dense(own, "mlp/shared", x)
         y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside

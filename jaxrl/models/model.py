@@ -23,7 +23,7 @@ from jaxrl.sharding import memory
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
-          attention: str = "auto") -> Model:
+          attention: str = "auto", matmul: str = "default") -> Model:
     """The model an HF config describes.
 
     Args:
@@ -35,6 +35,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         scheduler there recomputes too early.
       remat_every: layers that are recomputed together: fewer inputs are kept, and more exists at once.
       attention: implementation, see kernels.attention.
+      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
+        have none.
 
     Raises ConfigError for configs no family here serves.
     """
@@ -46,7 +48,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         fit = [n * config.period for n in range(1, blocks + 1) if blocks % n == 0]
         raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are "
                           f"cut into equal groups of {' or '.join(map(str, fit))}")
-    return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every)
+    return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every, matmul=matmul)
 
 
 AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
@@ -100,6 +102,7 @@ class Model:
     attention: str
     remat_every: int = 1
     adapter: adapters.Adapter | None = None  # see models.adapters
+    matmul: str = "default"
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:

@@ -168,14 +168,15 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, *arguments)
 
 
-def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation):
+def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default"):
     """kernels.experts, each device with its experts where ep divides their number, on the rows of all devices of ep,
     else with all of them on its own; where tp divides their width, with its share of each."""
     def local(x, ids, gates, *weights):
         if expert and not rows:  # all rows are here: nothing is sent, only summed
             ids = ids - jax.lax.axis_index(expert) * len(weights[0])
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
-        y = experts(*flat, *weights, activation=activation, axis=expert if rows else None).reshape(x.shape)
+        axis = expert if rows else None
+        y = experts(*flat, *weights, activation=activation, axis=axis, matmul=matmul).reshape(x.shape)
         parts = tuple(axis for axis in (None if rows else expert, width) if axis)
         return jax.lax.psum(y, parts) if parts else y
 

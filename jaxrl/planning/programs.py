@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl import parameters, sharding, training
 from jaxrl.kernels.attention import shares_prompts
+from jaxrl.kernels.low_precision import sampled
 from jaxrl.limits import end
 from jaxrl.recipes import setup
 from jaxrl.recipes.algorithm import Algorithm, precision
@@ -197,7 +198,8 @@ def _sampler_of(job, mesh):
     """(model, shapes) of one process's sampler."""
     c = job.config
     dtype = jnp.dtype(DTYPES[c.rollout.dtype])
-    model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none")
+    model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none",
+                                matmul=sampled(job.model.matmul))
     return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size),
                               not shares_prompts(model.attention, mesh), model.config.routes)
 

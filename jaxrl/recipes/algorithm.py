@@ -149,7 +149,8 @@ def precision(job) -> dict:
     fp16 = job.compute_dtype == jnp.float16
     return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=fp16,
                 router_balance=c.train.router_balance, router_z=c.train.router_z,
-                router_bias_rate=c.train.router_bias_rate)
+                router_bias_rate=c.train.router_bias_rate,
+                loss_scale=training.LossScale(**c.train.loss_scale))
 
 
 class Reference(Role):

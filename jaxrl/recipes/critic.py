@@ -64,7 +64,8 @@ class Critic(Role):
         about = parameters.flat_axes(self.tree), parameters.flat_layers(job.model, self.tree)
         self.optimizer, schedule = training.make_optimizer(config, total, *about)
         self.loss = training.Value(clip=self.options.value_clip, chunk=job.config.train.logprob_chunk,
-                                   max_grad_norm=config.max_grad_norm, fp16=job.compute_dtype == jnp.float16)
+                                   max_grad_norm=config.max_grad_norm, fp16=job.compute_dtype == jnp.float16,
+                                   loss_scale=training.LossScale(**job.config.train.loss_scale))
         self.update = training.make_update(self.model, self.optimizer, schedule, self.loss,
                                            training.in_parts(config.name))
 

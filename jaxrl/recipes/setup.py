@@ -21,6 +21,7 @@ from jaxrl import models, sharding, training
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.fingerprints import compared
+from jaxrl.kernels import low_precision
 from jaxrl.limits import ends
 from jaxrl.models import adapters, hf
 from jaxrl.models.value import ValueModel
@@ -432,8 +433,10 @@ def build_model(spec, hf_config):
         log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
                     c.remat_every)
     every = 1 if c.remat == "none" else c.remat_every
+    if spec.platform is not None:
+        low_precision.check(spec.train.matmul, spec.platform.kind, spec.train.matmul_emulated)
     model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
-                         remat=c.remat, remat_every=every, attention=c.attention)
+                         remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul)
     return adapted(spec, model)
 
 

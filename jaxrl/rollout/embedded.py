@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
+from jaxrl.kernels.low_precision import sampled
 from jaxrl.models import several
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
@@ -52,7 +53,7 @@ def make_engine(*given):
     mesh = local_mesh(joint)
     shapes = from_config(config, data_shards(mesh), len(eos_ids), joint.size // mesh.size,
                          not shares_prompts(model.attention, mesh), model.config.routes)
-    model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none")
+    model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none", matmul=sampled(model.matmul))
     return EmbeddedEngine(model, shapes, mesh, context.tokenizer, eos_ids, joint)
 
 

@@ -4,7 +4,16 @@
 from jaxrl.training import router, several, streaming
 from jaxrl.training.distillation import Distillation
 from jaxrl.training.layout import Layout, Minibatch, make_layout, row_shapes
-from jaxrl.training.objective import NextToken, Objective, PolicyGradient, Score, Value, score_weights, sequence_weights
+from jaxrl.training.objective import (
+    LossScale,
+    NextToken,
+    Objective,
+    PolicyGradient,
+    Score,
+    Value,
+    score_weights,
+    sequence_weights,
+)
 from jaxrl.training.optimizer import in_parts, make_optimizer, make_schedule
 from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_reader, make_score

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,17 @@ class Outputs:
         return values(self.params, self.hidden)
 
 
+class LossScale(NamedTuple):
+    """How fp16's factor on the loss moves: doubled after `window` finite updates in a row, halved from `patience`
+    overflows in a row on, within its bounds."""
+
+    initial: float = 2.0**15
+    min: float = 1.0
+    max: float = 2.0**24
+    window: int = 200
+    patience: int = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The part that all objectives have. `columns` and `weights` are names in PackedBatch; `needs` says who must have
@@ -89,6 +100,7 @@ class Objective:
     chunk: int = 1024          # scored tokens whose logits exist at once
     max_grad_norm: float = 1.0
     fp16: bool = False
+    loss_scale: LossScale = LossScale()
     router_balance: float = 0.0  # of training.router, for every objective of a model with experts
     router_z: float = 0.0
     router_bias_rate: float = 0.0

@@ -56,9 +56,10 @@ class Optimizers:
         return {one.name: dataclasses.replace(objective, max_grad_norm=one.max_grad_norm) for one in self.each}
 
 
-def init_state(trainable, frozen, optimizer: Optimizers, fp16: bool = False, router_load=None) -> TrainState:
+def init_state(trainable, frozen, optimizer: Optimizers, fp16: bool = False, router_load=None,
+               loss_scale: float = 2.0**15) -> TrainState:
     """As training.init_state, with the tables by adapter."""
-    each = {one.name: init_one(several.taken(optimizer.model, k, trainable), {}, one.rule, fp16)
+    each = {one.name: init_one(several.taken(optimizer.model, k, trainable), {}, one.rule, fp16, loss_scale=loss_scale)
             for k, one in enumerate(optimizer.each)}
     tables = [{name: getattr(state, field) for name, state in each.items()} for field in ("opt_state", "step", "stats")]
     return TrainState(trainable, frozen, *tables)

@@ -47,14 +47,15 @@ def merge(trainable, frozen):
     return unflatten_dict({**trainable, **frozen}, sep="/")
 
 
-def init_state(trainable, frozen, optimizer, fp16: bool = False, router_load=None) -> TrainState:
+def init_state(trainable, frozen, optimizer, fp16: bool = False, router_load=None,
+               loss_scale: float = 2.0**15) -> TrainState:
     """State before the first update. Pure, so it can be jitted with out_shardings or given to eval_shape.
 
     router_load: training.router.even of a model with experts."""
     stats = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "nonfinite_streak", "stopped")}
     stats |= {name: jnp.zeros((), jnp.float32) for name in ("entropy_coef", "entropy_applied")}
     if fp16:
-        stats |= {"loss_scale": jnp.asarray(2.0**15, jnp.float32), "finite_streak": jnp.zeros((), jnp.int32)}
+        stats |= {"loss_scale": jnp.asarray(loss_scale, jnp.float32), "finite_streak": jnp.zeros((), jnp.int32)}
     if router_load is not None:
         stats["router_load"] = jnp.asarray(router_load)
     return TrainState(trainable, frozen, optimizer.init(trainable), jnp.zeros((), jnp.int32), stats)

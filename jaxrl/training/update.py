@@ -170,7 +170,7 @@ def _told(state, metrics, objective, finite, stopped, norm, schedule):
     if "router/load" in metrics:
         stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
     if objective.fp16:
-        stats |= _rescale(state.stats, finite)
+        stats |= _rescale(state.stats, finite, objective.loss_scale)
     metrics = router.told(metrics) | {
         "optim/grad_norm": norm,
         "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
@@ -181,12 +181,12 @@ def _told(state, metrics, objective, finite, stopped, norm, schedule):
     return stats, metrics
 
 
-def _rescale(stats, finite):
-    """Dynamic loss scaling for fp16: halve on overflow, double after 200 finite updates in a row."""
-    streak = jnp.where(finite, stats["finite_streak"] + 1, 0)
-    grow = streak >= 200
-    scale = jnp.where(finite, jnp.where(grow, stats["loss_scale"] * 2, stats["loss_scale"]), stats["loss_scale"] / 2)
-    return {"loss_scale": jnp.clip(scale, 1.0, 2.0**24), "finite_streak": jnp.where(grow, 0, streak)}
+def _rescale(stats, finite, how):
+    """Dynamic loss scaling for fp16; see objective.LossScale."""
+    streak, scale = jnp.where(finite, stats["finite_streak"] + 1, 0), stats["loss_scale"]
+    grow, fall = streak >= how.window, stats["nonfinite_streak"] + 1 >= how.patience
+    scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.where(fall, scale / 2, scale))
+    return {"loss_scale": jnp.clip(scale, how.min, how.max), "finite_streak": jnp.where(grow, 0, streak)}
 
 
 def _empty(trainable, frozen, batch, stats, scaled, rows):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxrl.kernels.experts import reference, tuned, walk
 from jaxrl.kernels.experts.blocks import BLOCKS
 from jaxrl.kernels.experts.exchange import Exchange
+from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.kernels.platform import platform
 
 IMPLEMENTATIONS = ("reference", "blocks")
@@ -17,7 +18,7 @@ AUTO = {"cpu": "blocks", "gpu": "blocks", "tpu": "blocks"}
 
 
 def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto",
-            axis=None):
+            axis=None, matmul=DEFAULT):
     """The output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @ up[e]) @
     down[e] with e = ids[t, k].
 
@@ -39,6 +40,8 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       gates_TxK: fp32 or float64; the weight of each slot.
       gate_ExDxF, up_ExDxF, down_ExFxD: in x's dtype; as are their gradients, summed in fp32 or better.
       activation: (gate, up) -> hidden, elementwise; a function of a module, since it is compared by identity.
+      matmul: the scheme that rounds what is multiplied (kernels.low_precision), but for the weights' gradients. Scales
+        of whole arrays are of an expert's weights and of a block of tokens here.
       implementation: auto (the platform's), reference (every expert on every token), or blocks (sorted, in XLA).
       axis: name of the mesh axis of the experts; None: all of them are here.
 
@@ -58,9 +61,9 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
         return jnp.zeros_like(x_TxD)
     arrays, exchange = (x_TxD, ids_TxK.astype(jnp.int32), gates_TxK, *weights.values()), Exchange(axis)
     if name == "reference":
-        return reference.experts(*arrays, activation, exchange)
+        return reference.experts(*arrays, activation, exchange, matmul)
     chunk = tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF) * exchange.size)
-    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, chunk, exchange), *arrays)
+    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, chunk, exchange, matmul), *arrays)
 
 
 def check(x, ids, gates, weights) -> None:

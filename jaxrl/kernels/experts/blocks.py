@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.experts.walk import Implementation, accumulator
+from jaxrl.kernels.low_precision import DEFAULT, GRADIENT, INPUT, WEIGHT, contracted
 
 
-def product(a, b, over_a, over_b):
-    """Product of matrices in fp32 or better, summed over these axes."""
+def product(a, b, over_a, over_b, matmul=DEFAULT, role=INPUT):
+    """Product of matrices in fp32 or better, summed over these axes; rounded, a being of this role and b weights."""
+    if matmul != DEFAULT:
+        return contracted(matmul, a, b, (over_a,), (over_b,), (role, WEIGHT))
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=accumulator(a.dtype))
 
 
@@ -26,8 +29,9 @@ def forward(call, lay, x, gate_ExDxF, up_ExDxF, down_ExFxD):
 
         def block(n, out):
             own = x.at(n * call.block, call.block)
-            hidden = call.activation(product(own, gate, 1, 0), product(own, up, 1, 0)).astype(own.dtype)
-            return _put(out, product(hidden, down, 1, 0), n * call.block)
+            a, b = (product(own, w, 1, 0, call.matmul) for w in (gate, up))
+            hidden = call.activation(a, b).astype(own.dtype)
+            return _put(out, product(hidden, down, 1, 0, call.matmul), n * call.block)
 
         return jax.lax.fori_loop(*blocks, block, out)
 
@@ -48,12 +52,13 @@ def backward(call, lay, x, dy, gates_R, gate_ExDxF, up_ExDxF, down_ExFxD, sums):
             start = n * call.block
             x_b, dy_b = x.at(start, call.block), dy.at(start, call.block)
             gates = jax.lax.dynamic_slice(gates_R, (start,), (call.block,))[:, None]
-            hidden, back = jax.vjp(call.activation, product(x_b, gate, 1, 0), product(x_b, up, 1, 0))
+            hidden, back = jax.vjp(call.activation, *(product(x_b, w, 1, 0, call.matmul) for w in (gate, up)))
             hidden = hidden.astype(dtype).astype(acc)
-            d_hidden = product(dy_b, down, 1, 1)
+            d_hidden = product(dy_b, down, 1, 1, call.matmul, GRADIENT)
             d_gates = jnp.sum(d_hidden * hidden, axis=1)
             da, db = (d.astype(dtype) for d in back(gates * d_hidden))
-            dx_b = product(da, gate, 1, 1) + product(db, up, 1, 1)
+            da_x, db_x = (product(d, w, 1, 1, call.matmul, GRADIENT) for d, w in ((da, gate), (db, up)))
+            dx_b = da_x + db_x
             if own:
                 pairs = (x_b, da), (x_b, db), ((gates * hidden).astype(dtype), dy_b)
                 own = tuple(s + product(*pair, 0, 0) for s, pair in zip(own, pairs, strict=True))

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jaxrl.kernels.low_precision import DEFAULT, contracted
 
-def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, activation, exchange):
+
+def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, activation, exchange, matmul=DEFAULT):
     """See api.experts. Memory and work grow with T * E."""
     x_TxD, ids_TxK, gates_TxK = exchange.gathered(x_TxD, ids_TxK, gates_TxK)
     ids_TxK = exchange.own(ids_TxK, len(gate_ExDxF))
     count, acc = gate_ExDxF.shape[0], jnp.promote_types(x_TxD.dtype, jnp.float32)
-    a, b = (jnp.einsum("td,edf->tef", x_TxD, w, preferred_element_type=acc) for w in (gate_ExDxF, up_ExDxF))
-    hidden = activation(a, b).astype(x_TxD.dtype)
-    out_TxExD = jnp.einsum("tef,efd->ted", hidden, down_ExFxD, preferred_element_type=acc)
+    if matmul == DEFAULT:
+        a, b = (jnp.einsum("td,edf->tef", x_TxD, w, preferred_element_type=acc) for w in (gate_ExDxF, up_ExDxF))
+        hidden = activation(a, b).astype(x_TxD.dtype)
+        out_TxExD = jnp.einsum("tef,efd->ted", hidden, down_ExFxD, preferred_element_type=acc)
+    else:  # not to be differentiated: rounding has no gradient
+        low = lambda x, w: contracted(matmul, x, w, (1,), (0,))  # noqa: E731
+        each = [(activation(low(x_TxD, g), low(x_TxD, u)).astype(x_TxD.dtype), d)
+                for g, u, d in zip(gate_ExDxF, up_ExDxF, down_ExFxD, strict=True)]
+        out_TxExD = jnp.stack([low(hidden, d) for hidden, d in each], axis=1)
     y = jnp.zeros(x_TxD.shape, acc)
     for k in range(ids_TxK.shape[1]):
         used = (ids_TxK[:, k] >= 0) & (ids_TxK[:, k] < count)

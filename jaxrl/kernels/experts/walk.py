@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.kernels.experts.layout import Layout, layout
+from jaxrl.kernels.low_precision import DEFAULT
 
 
 class Implementation(NamedTuple):
@@ -51,6 +52,7 @@ class Call:
     block: int              # rows of a block
     chunk: int              # tokens of a chunk, at most; of all devices of the exchange
     exchange: Exchange = Exchange()
+    matmul: str = DEFAULT   # scheme of kernels.low_precision
 
 
 class Rows(NamedTuple):
