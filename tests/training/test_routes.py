@@ -17,6 +17,7 @@ from jaxrl import training
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.experts import reference
+from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.models import build, feed_forward
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.trajectories import collect, results_from_bytes, results_to_bytes
@@ -73,7 +74,7 @@ def fixed(model, batch):
 def every(x, ids, gates, *weights, activation):
     """All experts on all tokens."""
     flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
-    return reference.experts(*flat, *weights, activation).reshape(x.shape)
+    return reference.experts(*flat, *weights, activation, Exchange()).reshape(x.shape)
 
 
 @pytest.mark.slow
