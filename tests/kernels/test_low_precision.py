@@ -25,7 +25,8 @@ from jaxrl.spec import Platform, resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
 
-NAMES, ROWS = tuple(SCHEMES), tuple(name for name, scheme in SCHEMES.items() if scheme.by_row)
+NAMES = [name if name in ("int8", "fp8_tensor") else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+ROWS = tuple(name for name, scheme in SCHEMES.items() if scheme.by_row)
 # the most that a number moves: a share of itself (half a unit in the last place), and of the scale's largest
 LOOSE = {"int8": (0, 0.5 / 127), "fp8": (2**-4, 2**-10 / 448), "fp8_tensor": (2**-4, 2**-10 / 448),
          "fp8_block": (2**-4, 2**-10 / 448), "mxfp8": (2**-3, 2**-10 / 256), "nvfp4": (0.25, 0.25)}

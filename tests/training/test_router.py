@@ -81,6 +81,26 @@ def test_the_bias_of_routers_follows_the_load(scan):
         assert (still[name] == frozen[name]).all() and (own[name] == frozen[name]).all()
 
 
+@pytest.mark.slow
+def test_an_update_moves_the_bias_of_a_family_that_has_one():
+    """GLM-4.5's: after an update it has moved by the load that was met, and nothing else that does not train."""
+    hf = {**HF, "model_type": "glm4_moe", "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 5, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "head_dim": 8,
+          "tie_word_embeddings": False}
+    model = build(hf, compute_dtype=jnp.float32, scan_layers=True)
+    assert router.has_correction(model)
+    params, (traj, columns) = params_of(model), batch_of_groups(groups=2, size=2)
+    name = "layers/sub_0/mlp/router/correction"
+    trainable, frozen = training.partition(params, (".*",), (name,))
+    state = training.init_state(trainable, frozen, optax.sgd(0.1), router_load=router.even(model.config))
+    objective = dataclasses.replace(LOSS, router_balance=0.0, router_z=0.0, router_bias_rate=0.01)
+    state, told = training.make_update(model, optax.sgd(0.1), lambda i: 0.1, objective)(state, batches_of(traj, columns, "shared", np.float32))
+    load, moved = np.asarray(state.stats["router_load"]), np.asarray(state.frozen[name])
+    step = 0.01 * np.sign(0.2 - load)
+    np.testing.assert_allclose(moved, step - step.mean(1, keepdims=True), atol=1e-6)
+    assert set(state.frozen) == {name} and np.abs(moved).max() > 0
+
+
 def test_the_bias_evens_a_load():
     """Tokens whose logits favour two experts of eight: the bias spreads them over all, and what is added to all experts alike
     is never moved."""
