@@ -449,8 +449,8 @@ def _precision(cfg):
         out.append(no_effect(f"train.loss_scale.{given[0]}", scale[given[0]],
                              f"with train.compute_dtype={t.compute_dtype}", "set fp16"))
     if not scale.min <= scale.initial <= scale.max:
-        out.append(f"train.loss_scale.initial={scale.initial:g}: must be between train.loss_scale.min={scale.min:g} and "
-                   f"max={scale.max:g}")
+        out.append(f"train.loss_scale.initial={scale.initial:g}: must be between train.loss_scale.min={scale.min:g} "
+                   f"and max={scale.max:g}")
     if scale.patience > cfg.optimizer.max_nonfinite:
         out.append(f"train.loss_scale.patience={scale.patience}: the run ends after "
                    f"optimizer.max_nonfinite={cfg.optimizer.max_nonfinite} overflows in a row; raise that")

@@ -10,8 +10,8 @@ A scheme rounds both operands of a product to few bits, each number to the neare
     nvfp4       e2m1; an e4m3 scale for 16 contracted numbers, times one for the array
 
 The scales of whole rows stand outside of the sum, so that the codes themselves are multiplied; those of blocks do not,
-and the rounded numbers are multiplied in fp32 (emulation: what the numbers are, not how fast). Sums are in fp32, float64
-where the operands are. Rows that hold an infinity or NaN give NaN.
+and the rounded numbers are multiplied in fp32 (emulation: what the numbers are, not how fast). Sums are in fp32,
+float64 where the operands are. Rows that hold an infinity or NaN give NaN.
 
 `by_row`: a row of a product depends on that row of the left operand and on the right one alone, so that what a token
 becomes does not depend on the tokens beside it. One scale for an array breaks that.
@@ -35,8 +35,8 @@ LARGEST = {jnp.int8: 127.0, E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 
 
 class Scheme(NamedTuple):
-    """coded(x, over, role) -> (codes, scale): of an operand that is contracted over these axes. scale: with axes of size 1
-    where it is one for all; None where `codes` are the rounded numbers themselves.
+    """coded(x, over, role) -> (codes, scale): of an operand that is contracted over these axes. scale: with axes of
+    size 1 where it is one for all; None where `codes` are the rounded numbers themselves.
 
     by_row: see the module. weights: the gradient of weights, whose rows are tokens, is a product of codes as well; else
     it is one of the numbers as they are. native: platforms that multiply such codes.
@@ -109,7 +109,8 @@ def _two_levels(block, largest):
 SCHEMES = {
     "int8": Scheme(_scaled({INPUT: jnp.int8}, rows=True), native=("cpu", "gpu", "tpu")),
     "fp8": Scheme(_scaled({INPUT: E4M3}, rows=True), native=("gpu",)),
-    "fp8_tensor": Scheme(_scaled({INPUT: E4M3, GRADIENT: E5M2}, rows=False), by_row=False, weights=True, native=("gpu",)),
+    "fp8_tensor": Scheme(_scaled({INPUT: E4M3, GRADIENT: E5M2}, rows=False), by_row=False, weights=True,
+                         native=("gpu",)),
     "fp8_block": Scheme(_in_blocks(_e4m3_block, E4M3, 128, square=True)),
     "mxfp8": Scheme(_in_blocks(_power_of_two, E4M3, 32)),
     "nvfp4": Scheme(_in_blocks(_two_levels, E2M1, 16), by_row=False),
@@ -121,18 +122,19 @@ def check(name: str, kind: str, emulated: bool) -> None:
     """ConfigError where no product of these numbers is known for a platform and none was asked to be emulated."""
     if name != DEFAULT and kind not in SCHEMES[name].native and not emulated:
         there = [other for other, scheme in SCHEMES.items() if kind in scheme.native]
-        raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul to "
-                          f"{' or '.join(there)}, or train.matmul_emulated=True for the same numbers at fp32's speed")
+        raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul "
+                          f"to {' or '.join(there)}, or train.matmul_emulated=True for the same numbers at the speed "
+                          "of fp32")
 
 
 def sampled(name: str) -> str:
-    """The scheme of the embedded sampler beside a trainer's: the same, unless a sample would depend on its neighbours."""
+    """The scheme of the embedded sampler beside a trainer's: the same, unless a sample depended on its neighbours."""
     return name if name == DEFAULT or SCHEMES[name].by_row else DEFAULT
 
 
 def contracted(name: str, a, b, over_a: tuple[int, ...], over_b: tuple[int, ...], roles=(INPUT, WEIGHT)):
-    """The product of two arrays over these axes, as of jax.lax.dot_general without batch axes, of what the scheme rounds
-    them to; in fp32, float64 where a is."""
+    """The product of two arrays over these axes, as of jax.lax.dot_general without batch axes, of what the scheme
+    rounds them to; in fp32, float64 where a is."""
     scheme, acc = SCHEMES[name], jnp.promote_types(a.dtype, jnp.float32)
     (a, scale_a), (b, scale_b) = (scheme.coded(x, over, role) for x, over, role in (
         (a, over_a, roles[0]), (b, over_b, roles[1])))

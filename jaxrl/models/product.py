@@ -16,11 +16,11 @@ from jaxrl.kernels.platform import platform
 
 
 def product(x, kernel, inputs: int, scheme: str = DEFAULT):
-    """Contracts the last `inputs` axes of x with the first of `kernel`, in their dtype; of numbers rounded as a scheme of
-    kernels.low_precision says.
+    """Contracts the last `inputs` axes of x with the first of `kernel`, in their dtype; of numbers rounded as a scheme
+    of kernels.low_precision says.
 
-    Gradients go straight through the rounding: that of x is the product of rounded g and kernel, each with scales of its
-    own; that of the kernel is one of g and x as they are, but where the scheme says otherwise.
+    Gradients go straight through the rounding: that of x is the product of rounded g and kernel, each with scales of
+    its own; that of the kernel is one of g and x as they are, but where the scheme says otherwise.
 
     XLA for CPUs transposes the left operand of the product that gives the kernel's gradient, on one core and fused into
     whatever made it. There the narrower one is put on the left, and the small result transposed instead (an MLP of 256

@@ -53,7 +53,8 @@ def make_engine(*given):
     mesh = local_mesh(joint)
     shapes = from_config(config, data_shards(mesh), len(eos_ids), joint.size // mesh.size,
                          not shares_prompts(model.attention, mesh), model.config.routes)
-    model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none", matmul=sampled(model.matmul))
+    model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none",
+                                matmul=sampled(model.matmul))
     return EmbeddedEngine(model, shapes, mesh, context.tokenizer, eos_ids, joint)
 
 
