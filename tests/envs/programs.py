@@ -97,6 +97,11 @@ def sides(task):
     return [title, late["choices"][0]["message"]["content"]]
 
 
+def once(task):
+    """Asks what the row asks."""
+    ask([user(task["prompt"])])
+
+
 def ends(task):
     """After a turn, in some way."""
     kind = task["row"]["how"]
@@ -135,7 +140,8 @@ def ends(task):
 
 def main():
     task = json.load(sys.stdin)
-    found = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends)}[task["row"]["kind"]](task)
+    kinds = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends, once)}
+    found = kinds[task["row"].get("kind", "once")](task)
     if found is not None:
         print(json.dumps({"said": found, "argv": sys.argv[1:], "folder": os.listdir("."), "seed": task["seed"]}))
         Path("reward.json").write_text(json.dumps({"env": 0.5, "turns": 3}))
@@ -155,6 +161,12 @@ def printed(task, ran):
         Path(path).write_text(json.dumps({"exit": ran.exit, "stdout": ran.stdout[-4000:], "size": len(ran.stdout),
                                           "stderr": ran.stderr, "messages": ran.messages}))
     return float(ran.exit == 0)
+
+
+def digits(task, ran):
+    """What worlds.single returns."""
+    text = ran.messages[-1]["content"]
+    return sum(c.isdigit() for c in text) / max(len(text), 1)
 
 
 def no_summaries(request):
