@@ -1,10 +1,12 @@
 """Pools of episodes for tests: real processes, and a model that is a function."""
 
+import sys
 import time
 from types import SimpleNamespace
 
 from jaxrl.config import default_config
 from jaxrl.envs.pool import EpisodePool
+from jaxrl.workers.supervisor import children
 
 
 def options(**changes):
@@ -51,3 +53,15 @@ def follow(episodes, ids, model=lambda id, k, said: turn("ok"), seconds=60.0):
 def texts(said) -> list[str]:
     """What an episode said, message by message."""
     return [message["content"] for data in said for message in data["messages"]]
+
+
+def alone(episodes, seconds=10.0):
+    """Waits until nothing that episodes started is left below the one worker (Linux)."""
+    def below(pid):
+        found = children(pid)
+        return len(found) + sum(map(below, found))
+
+    (worker,), deadline = episodes._workers, time.monotonic() + seconds
+    while sys.platform == "linux" and below(worker.process._process.pid) != 1:
+        assert time.monotonic() < deadline, "something outlives its episode"
+        time.sleep(0.05)

@@ -11,7 +11,6 @@ import pytest
 from env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
-from jaxrl.workers.supervisor import children
 
 STDIO = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')} stdio"
 
@@ -92,16 +91,7 @@ def test_what_servers_do_wrong(pool, url):
         ends, _ = play(q, {"a": {}}, lambda id, k, said, how=how: (
             mcp_server.Handler.sessions.clear() if how == "lost" else None, turn("", ("act", {"how": how})))[1])
         assert cause in ends["a"].data["cause"] and ends["a"].data["fault"] == "env"
-    (worker,) = p._workers
-    deadline = time.monotonic() + 10.0
-    while sys.platform == "linux" and descendants(worker.process._process.pid) != 1:
-        assert time.monotonic() < deadline, "a server outlives its episode"
-        time.sleep(0.05)
-
-
-def descendants(pid):
-    below = children(pid)
-    return len(below) + sum(map(descendants, below))
+    env_cases.alone(p)
 
 
 def test_servers_that_cannot_be_had():
