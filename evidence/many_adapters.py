@@ -2,7 +2,7 @@
 
 python evidence/many_adapters.py [--rounds N]           (about ten minutes on two cores)
 
-step       The whole update (forward, backward, AdamW) of a model of 7.4 M parameters with rank 8 on every linear map, 16 sequences
+step       The whole update (forward, backward, AdamW) of a model of 4.0 M parameters with rank 8 on every linear map, 16 sequences
            of 128 tokens in fp32: one adapter without lora.adapters, and 1, 2, 4 and 8 of them that share the sequences. Alternating
            rounds; medians, and the median of the ratios of a round.
 separate   The same update in fp32: the largest difference, over all numbers, between what an adapter becomes beside others and alone.
@@ -31,7 +31,7 @@ from jaxrl.models.adapters import Adapter, Target
 from jaxrl.training.several import Optimizers, Rule
 from jaxrl.types import Trajectories
 
-HF = dict(model_type="qwen2", vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=4,
+HF = dict(model_type="qwen2", vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
           num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True)
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 SEQUENCES, LENGTH, RANK, COUNTS = 16, 128, 8, (1, 2, 4, 8)

@@ -94,6 +94,10 @@ def _beside(cfg) -> list[str]:
         refuse("run.recipe", cfg.run.recipe, f"several adapters train in {' and '.join(SERVED)}", "train one at a time")
     if cfg.run.mode not in ("train", "eval"):
         refuse("run.mode", cfg.run.mode, "it knows of one set of weights", "leave lora.adapters out")
+    if cfg.optimizer.offload:
+        refuse("optimizer.offload", True, "a step in parts knows of one optimizer", "leave it out")
+    if cfg.mesh.roles.get("policy", {}).get("rest") == "streamed":
+        refuse("mesh.roles.policy.rest", "streamed", "a step in parts knows of one optimizer", "leave it out")
     for name in ("router_balance", "router_z"):
         if cfg.train[name]:
             refuse(f"train.{name}", cfg.train[name], "it is one term over the tokens of all", "set 0")

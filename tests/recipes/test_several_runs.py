@@ -146,6 +146,8 @@ def test_two_adapters_in_one_run_of_reinforcement_learning_are_two_runs(tmp_path
     ({"algorithm__preset": "ppo"}, "algorithm.advantage='gae' with lora.adapters"),
     ({"algorithm__whiten": True}, "algorithm.whiten=True with lora.adapters: the mean would be over the tokens of all"),
     ({"reward__norm_std": "batch"}, "reward.norm_std='batch' with lora.adapters"),
+    ({"optimizer__offload": True}, "optimizer.offload=True with lora.adapters"),
+    ({"mesh__roles": {"policy": {"rest": "streamed"}}}, "mesh.roles.policy.rest='streamed' with lora.adapters"),
     ({"run__mode": "parity"}, "run.mode='parity' with lora.adapters"),
 ])
 def test_what_cannot_go_with_several_is_refused(tmp_path, options, said):
