@@ -15,6 +15,7 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=5)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 SIGMOID = dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_group=3, topk_group=2, first_k_dense_replace=1)
+LATENT = dict(kv_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=6, num_key_value_heads=4)
 PARTIAL = ("glm4_moe",)
 BASE = {
     "llama": {},
@@ -27,6 +28,8 @@ BASE = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 8},
+    "deepseek_v3": {**SIGMOID, **LATENT, "q_lora_rank": 12, "v_head_dim": 6, "num_nextn_predict_layers": 0},
+    "glm4_moe_lite": {**{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, **LATENT, "q_lora_rank": None, "v_head_dim": 12},
     "glm4_moe": {**SIGMOID, "head_dim": 8, "num_nextn_predict_layers": 0},
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -96,8 +99,10 @@ ROPES_REFUSED = [
 ROUTER = [{"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"num_experts": 4}, {"moe_intermediate_size": 12},
           {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}, {"num_experts": 0}]
 GROUPS = [{"n_group": 2}, {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"topk_group": 3}, {"num_experts_per_tok": 3},
-          {"n_routed_experts": 12}, {"norm_topk_prob": False}, {"routed_scaling_factor": 2.5}, {"n_shared_experts": 2},
+          {"n_routed_experts": 12}, {"norm_topk_prob": False}, {"routed_scaling_factor": 3.5}, {"n_shared_experts": 2},
           {"moe_intermediate_size": 20}, {"first_k_dense_replace": 0}, {"first_k_dense_replace": 3}, {"first_k_dense_replace": 9}]
+SIZES_OF_LATENTS = [{"kv_lora_rank": 6}, {"qk_nope_head_dim": 10}, {"qk_rope_head_dim": 8}, {"v_head_dim": 16}, {"rope_interleave": False},
+                    {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}]
 MOVES = {
     "llama": [
         *ROPES, {"head_dim": 12}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": None}, {"num_key_value_heads": 1},
@@ -151,6 +156,10 @@ MOVES = {
     ],
     "olmoe": [*ROPES[4::8], {"norm_topk_prob": True}, {"num_experts_per_tok": 3}, {"num_experts": 4}, {"intermediate_size": 24},
               {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
+    "deepseek_v3": [*ROPES[3::8], *(e for e in GROUPS), *SIZES_OF_LATENTS,
+                    *(new({**YARN, "mscale_all_dim": x, "mscale": y}) for x, y in ((0.4, 0.7), (1.0, 1.0), (0.6, 0)))],
+    "glm4_moe_lite": [*ROPES[5::8], *(e for e in GROUPS if "first_k_dense_replace" not in e), *SIZES_OF_LATENTS, {"q_lora_rank": 9},
+                      {"mlp_layer_types": ["sparse"] * LAYERS}, {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}],
     "glm4_moe": [
         *ROPES[1::8], *GROUPS, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": None},
         new({**LINEAR, "partial_rotary_factor": 0.75}), {"partial_rotary_factor": 0.25, **old(YARN)}, {"use_qk_norm": True}, {"head_dim": 12},
@@ -174,6 +183,10 @@ IGNORED = {
     "qwen3_moe": [*UNUSED[1:], *TRAINING, {"max_window_layers": 1}, {"sliding_window": 4}, {"use_qk_norm": True}, {"n_group": 1}],
     "qwen2_moe": [*UNUSED[1:], *TRAINING, {"sliding_window": 4}, {"max_window_layers": 1}, {"layer_types": [FULL] * LAYERS}],
     "olmoe": [*UNUSED[1:], *TRAINING, {"clip_qkv": None}],
+    "deepseek_v3": [*(e for e in UNUSED if "kv_lora_rank" not in e), *TRAINING, *SAID, {"head_dim": 6}, {"qk_head_dim": 10},
+                    {"pretraining_tp": 2}],
+    "glm4_moe_lite": [*(e for e in UNUSED if "kv_lora_rank" not in e), *TRAINING, *SAID, {"head_dim": 6}, {"first_k_dense_replace": 1},
+                      {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, {"pretraining_tp": 2}],
     "glm4_moe": [*(e for e in UNUSED if "partial_rotary_factor" not in e), *TRAINING, *SAID, {"partial_rotary_factor": 0.5}],
     "mixtral": [*UNUSED[1:], *TRAINING, {"router_jitter_noise": 0.0}],
 }
@@ -194,6 +207,10 @@ NO_EXPERTS = [entry for entry in FOREIGN if not {"num_experts", "num_local_exper
 NO_GROUPS = [{"n_group": 4}, {"n_group": 6}, {"topk_group": 4}, {"topk_group": 1, "num_experts_per_tok": 3}, {"n_shared_experts": 0},
              {"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}, {"norm_topk_prob": None}, {"num_experts": 4},
              {"n_routed_experts": 0}, {"routed_scaling_factor": None}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}]
+NO_LATENT = [*(e for e in NO_EXPERTS if not {"n_routed_experts", "q_lora_rank", "kv_lora_rank", "head_dim", "num_key_value_heads"} & set(e)),
+             *NO_CAPS, *NO_GROUPS, {"kv_lora_rank": None}, {"kv_lora_rank": 0}, {"q_lora_rank": 0}, {"qk_rope_head_dim": 7}, {"v_head_dim": None},
+             {"head_dim": 8}, {"qk_head_dim": 12}, {"num_key_value_heads": 2}, {"rope_interleave": None}, {"sliding_window": 4},
+             {"use_qk_norm": True}, {"index_topk": 4}]
 REFUSED = {
     "llama": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"hidden_act": "relu"}, {"mlp_bias": 1},
               {"attention_bias": "false"}, {"use_qk_norm": True}, {"hidden_size": 34, "head_dim": 8}],
@@ -213,6 +230,9 @@ REFUSED = {
     "qwen2_moe": [*NO_EXPERTS, *NO_CAPS, {"num_experts_per_tok": 6}, {"shared_expert_intermediate_size": 0}, {"use_qk_norm": True},
                   {"layer_types": [SLIDING] * LAYERS}],
     "olmoe": [*NO_EXPERTS, *NO_CAPS, {"num_experts": 0}, {"sliding_window": 4}, {"decoder_sparse_step": 2}],
+    "deepseek_v3": [*NO_LATENT, {"first_k_dense_replace": -1}, {"mlp_layer_types": ["dense"] * LAYERS}, {"n_group": None}],
+    "glm4_moe_lite": [*NO_LATENT, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": ["dense", "chunked", "sparse", "sparse"]},
+                      {"first_k_dense_replace": 2}, {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 3}],
     "glm4_moe": [*(e for e in NO_EXPERTS if "n_routed_experts" not in e), *NO_CAPS, *NO_GROUPS, {"partial_rotary_factor": 0.45},
                  {"use_qk_norm": 1}, {"sliding_window": 4}, {"rope_interleave": True}],
     "mixtral": [*NO_EXPERTS, *NO_CAPS, {"router_jitter_noise": 0.1}, {"norm_topk_prob": True}],
@@ -232,6 +252,7 @@ def config(family, entries):
 
 def refused():
     """(family, entries, what the error must name)."""
+    yield "deepseek_v3", new({**LINEAR, "mscale_all_dim": 1.0}), "mscale_all_dim=1.0"
     for family, cases in REFUSED.items():
         ropes = GEMMA3_ROPES_REFUSED if family == "gemma3_text" else ROPES_REFUSED
         yield from ((family, entries, name) for entries, name in ropes if family not in PARTIAL or name != "partial_rotary_factor")

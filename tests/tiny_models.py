@@ -34,6 +34,7 @@ ARCHITECTURES = {
 FEW = {"num_experts": 6, "num_experts_per_tok": 3}
 GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
           "routed_scaling_factor": 1.7}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "num_key_value_heads": 4}
 # The same of models with experts. Their router's flags have the value that the family's defaults have not.
 EXPERTS = {
     "qwen3_moe": ("qwen3_moe", {**FEW, "head_dim": 12, "num_hidden_layers": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}),
@@ -44,6 +45,13 @@ EXPERTS = {
     "olmoe": ("olmoe", {**FEW, "norm_topk_prob": True}),
     "glm4_moe": ("glm4_moe", {**GROUPS, "head_dim": 12, "num_hidden_layers": 4, "first_k_dense_replace": 1, "use_qk_norm": True,
                               "attention_bias": True, "partial_rotary_factor": 0.5}),
+    "deepseek_v3": ("deepseek_v3", {**GROUPS, **LATENT, "num_hidden_layers": 4, "first_k_dense_replace": 1, "q_lora_rank": 20, "v_head_dim": 10,
+                                    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "mscale": 1.0,
+                                                        "mscale_all_dim": 0.8, "original_max_position_embeddings": 32}}),
+    "moonlight": ("deepseek_v3", {**GROUPS, **LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None, "v_head_dim": 12,
+                                  "n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**GROUPS, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 20, "v_head_dim": 18, "attention_bias": True,
+                                        "n_group": 1, "topk_group": 1}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
 }
 

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 
 from jaxrl.errors import ConfigError
+from jaxrl.models import scaled
 from jaxrl.models.families import ACTIVATIONS, FOREIGN, NEXT_TOKENS, REQUIRED, SCORES, UNSCALED, family_of, number
-from jaxrl.models.rope import Rope
+from jaxrl.models.rope import Rope, score_factor
 from jaxrl.models.rope_config import ropes, rotary_size
 
 
@@ -85,6 +86,52 @@ class ModelConfig:
         """Of an expert layer's experts, those that compute one token."""
         return self.experts_per_token / self.num_experts
 
+    latent_size: int = 0          # numbers that keys and values are expanded from (models.latent); 0 = there are none
+    query_rank: int = 0           # and those of queries; 0 = they are made at once
+    value_size: int = 0           # a value's, where it is not head_dim's
+    rope_interleaved: bool = False
+
+    @property
+    def ropes(self) -> list[Rope]:
+        """The distinct rotary embeddings."""
+        return list(dict.fromkeys(layer.rope for layer in self.layers))
+
+    @property
+    def value_width(self) -> int:
+        return self.value_size or self.head_dim
+
+    @property
+    def row_head_size(self) -> int:
+        """A head's size where rows attend to themselves: the larger one of keys and values, as kernels take one."""
+        return max(self.head_dim, self.value_width)
+
+    @property
+    def latent_width(self) -> int:
+        return self.latent_size + self.rotary_size
+
+    @property
+    def expanded_size(self) -> int:
+        """What one head is expanded to: a value, and its key without the part that all heads have in common."""
+        return self.head_dim - self.rotary_size + self.value_width
+
+    @property
+    def query_down_bias(self) -> bool:
+        return bool(self.query_rank) and self.qkv_bias
+
+    @property
+    def cache_widths(self) -> dict[str, int]:
+        """Numbers of a token in a layer's cache, by array."""
+        return {"latent": self.latent_width} if self.latent_size else {"k": self.key_width, "v": self.key_width}
+
+    @property
+    def cache_heads(self) -> int:
+        return 1 if self.latent_size else self.num_kv_heads
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of attention for one token that sees one more."""
+        return 2 * self.num_heads * (self.head_dim + self.value_width)
+
     @property
     def corrected(self) -> bool:
         """Whether a number per expert that is not trained is added where experts are chosen."""
@@ -136,7 +183,7 @@ def model_config(hf_config: dict) -> ModelConfig:
         hf[family.experts_count] = _expert_count(hf_config, family)
     _check(hf, family)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
-    head_dim = hf.get("head_dim") or hidden // heads
+    head_dim = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"] if family.latent else hf.get("head_dim") or hidden // heads
 
     def flag(rule):
         return rule if isinstance(rule, bool) else hf[rule]
@@ -148,22 +195,31 @@ def model_config(hf_config: dict) -> ModelConfig:
     prefix = _prefix(layers)
     experts = family.expert_size and any(layer.feed_forward != "mlp" for layer in layers)
     routed = {} if not experts else {"norm_topk": flag(family.norm_topk), **_routed(hf, family)}
+    if family.latent:
+        routed |= dict(latent_size=hf["kv_lora_rank"], query_rank=hf["q_lora_rank"] or 0, value_size=hf["v_head_dim"],
+                       rope_interleaved=hf["rope_interleave"])
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
+    query_scale = float(query) ** -0.5 * (score_factor(layers[0].rope) if family.latent else 1.0)
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
-        mlp_size=hf["intermediate_size"], num_heads=heads, num_kv_heads=hf.get("num_key_value_heads") or heads,
+        mlp_size=hf["intermediate_size"], num_heads=heads,
+        num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
         qk_norm=flag(family.qk_norm), post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
         norm_eps=number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
-        query_scale=float(query) ** -0.5,
+        query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=number(hf, "max_position_embeddings", least=1, kind=int),
         init_std=number(hf, "initializer_range", least=0), qk_norm_whole=family.qk_norm_whole,
-        rotary_size=rotary_size(hf, head_dim) if family.partial_rotary else 0,
+        rotary_size=_rotary(hf, family, head_dim),
         next_tokens=_next_tokens(hf_config, family), **routed)
+
+
+def _rotary(hf, family, head_dim: int) -> int:
+    return hf["qk_rope_head_dim"] if family.latent else rotary_size(hf, head_dim) if family.partial_rotary else 0
 
 
 def _next_tokens(given, family) -> int:
@@ -203,12 +259,32 @@ def _check(hf, family):
     if hf.get("use_bidirectional_attention") or hf.get("is_causal") is False:
         key = "use_bidirectional_attention" if hf.get("use_bidirectional_attention") else "is_causal"
         raise ConfigError(f"model config: {key}={hf[key]}; only causal models can generate")
-    if hf.get("quantization_config"):
+    if hf.get("quantization_config") and family.fp8:
+        scaled.check(hf["quantization_config"])
+    elif hf.get("quantization_config"):
         raise ConfigError("model config: quantization_config is set; take the unquantized checkpoint, or dequantize it")
     _refuse_foreign(hf, family)
 
 
+def _check_latent(hf, family):
+    """The sizes of attention over latents: a head's key is qk_nope_head_dim + qk_rope_head_dim wide."""
+    for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        number(hf, key, least=1, kind=int)
+    if hf["q_lora_rank"] is not None:
+        number(hf, "q_lora_rank", least=1, kind=int)
+    stands, turns, heads = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
+    if turns % 2:
+        raise ConfigError(f"model config: qk_rope_head_dim={turns}; rotary embeddings need an even size")
+    wanted = {"head_dim": turns, "qk_head_dim": stands + turns, "num_key_value_heads": heads}
+    for key, value in wanted.items():
+        if hf.get(key) not in (None, value):
+            raise ConfigError(f"model config: {key}={hf[key]!r}; a {hf['model_type']} model of these sizes has {value}; "
+                              "leave it out")
+
+
 def _check_heads(hf, family):
+    if family.latent:
+        return _check_latent(hf, family)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     if hf.get("num_key_value_heads") is not None:
         groups = number(hf, "num_key_value_heads", least=1, kind=int)
@@ -233,6 +309,7 @@ def _refuse_foreign(hf, family):
         own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"}
     own |= {key for key, value in family.says.items() if hf.get(key) == value}
     own |= set(NEXT_TOKENS) if family.next_tokens else set()
+    own |= {"first_k_dense_replace"} if family.listed_kinds else set()
     own |= {family.experts_count, "num_local_experts", *family.defaults} if family.expert_size else set()
     for what, keys in FOREIGN.items():
         for key in keys:
@@ -252,7 +329,8 @@ def _layers(hf, family) -> tuple[Layer, ...]:
     sliding, window = _windows(hf, family)
     full, local = ropes(hf, family)
     kinds = _feed_forwards(hf, family)
-    return tuple(Layer(local, window, feed_forward=kind) if windowed else Layer(full, feed_forward=kind)
+    mixer = "latent_attention" if family.latent else "attention"
+    return tuple(Layer(local, window, mixer, kind) if windowed else Layer(full, 0, mixer, kind)
                  for windowed, kind in zip(sliding, kinds, strict=True))
 
 
@@ -287,6 +365,7 @@ def _feed_forwards(hf, family) -> list[str]:
     step = number(hf, "decoder_sparse_step", least=1, kind=int) if "decoder_sparse_step" in family.defaults else 1
     dense = hf.get("mlp_only_layers") or [] if "mlp_only_layers" in family.defaults else []
     first = number(hf, family.dense_first, least=0, kind=int) if family.dense_first else 0
+    dense = _listed_dense(hf, family, layers) if family.listed_kinds else dense
     if not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
         raise ConfigError(f"model config: mlp_only_layers={dense!r}; give a list of layers' numbers from 0")
     kinds = [family.feed_forward if experts and i >= first and i not in dense and (i + 1) % step == 0 else "mlp"
@@ -298,6 +377,18 @@ def _feed_forwards(hf, family) -> list[str]:
     if family.router == "sigmoid":
         _check_groups(hf, experts, chosen)
     return kinds
+
+
+def _listed_dense(hf, family, layers: int) -> list[int]:
+    """The layers that a list calls dense; left out, the first one. `first_k_dense_replace` is not read over it."""
+    kinds = hf.get(family.listed_kinds) or ["dense"] + ["sparse"] * (layers - 1)
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise ConfigError(f"model config: {family.listed_kinds}={kinds!r}; give {layers} entries, each dense or sparse")
+    dense = [i for i, kind in enumerate(kinds) if kind == "dense"]
+    if (first := hf.get("first_k_dense_replace")) is not None and dense != list(range(layers))[:first]:
+        raise ConfigError(f"model config: first_k_dense_replace={first!r}, but {family.listed_kinds} (left out: the "
+                          f"first layer) makes layers {dense} dense, and that is what is read; leave one of them out")
+    return dense
 
 
 def _check_groups(hf, experts: int, chosen: int) -> None:

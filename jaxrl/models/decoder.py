@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.low_precision import DEFAULT
-from jaxrl.models import parameters, quantized
+from jaxrl.models import latent, parameters, quantized
 from jaxrl.models.adapters import dropped, stretch
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
@@ -122,12 +122,12 @@ class Weights(NamedTuple):
             kernel = quantized.dequantized(kernel, leaves["a"].shape[:inputs]).astype(acc)
         return stretch(kernel, leaves, inputs)
 
-    def norm(self, name: str, x):
-        """RMS norm over the last axis, times offset + scale."""
+    def norm(self, name: str, x, eps: float | None = None):
+        """RMS norm over the last axis, times offset + scale. eps: None = the config's."""
         scale, offset = self.values[f"{name}/scale"], self.config.norm_offset
         acc = jnp.promote_types(x.dtype, jnp.float32)
-        y = x.astype(acc)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.config.norm_eps)
+        y, eps = x.astype(acc), self.config.norm_eps if eps is None else eps
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
         if offset:
             return (y * like(offset + scale.astype(acc), y)).astype(x.dtype)
         return y.astype(x.dtype) * like(scale.astype(x.dtype), y)
@@ -168,7 +168,7 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     elif cfg.qk_norm_whole:
         q, k = (own.norm(f"attention/{name}_norm", x.reshape(*x.shape[:2], -1)).reshape(x.shape)
                 for name, x in (("query", q), ("key", k)))
-    rotation = shared.rotations[distinct_ropes(cfg).index(layer.rope)]
+    rotation = shared.rotations[cfg.ropes.index(layer.rope)]
     q, k = rotate(q, rotation), rotate(k, rotation)
     options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
                    implementation=implementation, work=shared.work[layer.window])
@@ -183,7 +183,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     return own.linear("attention/out", out), kv
 
 
-MIXERS = {"attention": Part(parameters.ATTENTION, attention)}
+MIXERS = {"attention": Part(parameters.ATTENTION, attention),
+          "latent_attention": Part(parameters.LATENT_ATTENTION, latent.attention)}
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
@@ -226,10 +227,6 @@ def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
     return (0,) if group == "embed" else (config.num_layers,)
 
 
-def distinct_ropes(config: ModelConfig) -> list:
-    return list(dict.fromkeys(layer.rope for layer in config.layers))
-
-
 def added_up(first: dict, *more: dict) -> dict:
     """Sums by name, and what is stacked one behind the other."""
     join = lambda name, a, b: jnp.concatenate([a, b]) if name in STACKED else a + b  # noqa: E731
@@ -258,7 +255,7 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     acc = jnp.promote_types(dtype, jnp.float32)
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
-    turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in distinct_ropes(cfg)]
+    turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in cfg.ropes]
     shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL)
     keep = keep_kv or cache is not None
     before, repeats, behind = spans(cfg, model.scan_layers)
@@ -280,8 +277,8 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
     if cache is not None:
         leaf = jax.tree.leaves(cache)[0]
         return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads,
-                                     cfg.num_kv_heads, **options)
-    return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, model.compute_dtype, positions_BxL,
+                                     cfg.cache_heads, **options)
+    return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.row_head_size, model.compute_dtype, positions_BxL,
                           segments_BxL, prefixes_BxL, **options)
 
 

@@ -37,9 +37,12 @@ class Family:
     router: str = "softmax"              # ModelConfig.router
     norm_topk: bool | str = False
     partial_rotary: bool = False         # partial_rotary_factor is read
+    listed_kinds: str = ""               # or a list that calls every layer dense or sparse
+    latent: bool = False                 # models.latent
     says: dict = dataclasses.field(default_factory=dict)  # fields that say of a model, by this value, what it is anyhow
     next_tokens: bool = False            # further layers on disk predict tokens behind the next one, and are not read
     classifies: bool = True              # transformers has a sequence classifier of it
+    fp8: bool = False                    # checkpoints in fp8 are read, see models.scaled
     publishes: bool = True               # vLLM takes its weights at a publish, and says digests of all of them
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
@@ -58,7 +61,9 @@ _QWEN_EXPERTS = {"use_sliding_window": False, "sliding_window": 4096, "decoder_s
 _SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
 _DEEPSEEK = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
                  shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
-                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, publishes=False)
+                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, fp8=True, publishes=False)
+_LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
+_LATENT_ATTENTION = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias")
 
 FAMILIES = {
     "llama": Family(
@@ -109,6 +114,17 @@ FAMILIES = {
         "MixtralForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                                "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
         windows="all", feed_forward="mixtral_experts", expert_size="intermediate_size", norm_topk=True),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", {**_SHARED, **_SIGMOID, **_LATENT, "max_position_embeddings": 4096, "moe_intermediate_size": 2048,
+                                  "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+                                  "first_k_dense_replace": 3, "q_lora_rank": 1536, "v_head_dim": 128, "qk_nope_head_dim": 128},
+        **_LATENT_ATTENTION, **_DEEPSEEK),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", {**_SHARED, **_SIGMOID, **_LATENT, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752,
+                                   "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_group": 1, "topk_group": 1,
+                                   "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "mlp_layer_types": None,
+                                   "q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192},
+        listed_kinds="mlp_layer_types", classifies=False, **_LATENT_ATTENTION, **{**_DEEPSEEK, "dense_first": ""}),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", {**_SHARED, **_SIGMOID, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "attention_bias": False,
                                "num_key_value_heads": 8, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_group": 1,

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import fused, tensorfile
+from jaxrl.models import fused, scaled, tensorfile
 from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of
 from jaxrl.models.tensorfile import shortened
 from jaxrl.models.value import ValueModel
@@ -75,7 +75,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             source["generation_config"] = _read_json(folder / "generation_config.json")
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
-            counts = collections.Counter(t.dtype for t in stored.values() if t.dtype in tensorfile.DTYPES)
+            counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)
             source["dtype"] = max(counts, key=counts.get) if counts else "F32"
             source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
@@ -154,10 +154,14 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
     """
     folder = folder_of(path, revision)
-    stored = fused.split(model, tensorfile.list_folder(folder))
+    stored = fused.split(model, _listed(folder))
     _match(model, stored, folder)
     load = _loader(stored, shardings or _one_device(model), dtype)
     return model.tree(load if then is None else lambda entry: then(entry, load(entry)))
+
+
+def _listed(folder) -> dict[str, tensorfile.Stored]:
+    return scaled.plain(tensorfile.list_folder(folder), folder)
 
 
 def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32,
@@ -183,7 +187,7 @@ def check_critic(tree: ValueModel, path: str, revision: str | None = None, score
     """The tensors of a folder that are read; raises what `load_critic` would raise about them. scores: it must have the
     head."""
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
-    stored = fused.split(tree.model, tensorfile.list_folder(folder))
+    stored = fused.split(tree.model, _listed(folder))
     head = stored.get(name)
     if head is None and scores and stored:
         raise ConfigError(f"{folder}: there is no {name}, the head that scores; name it if it is called otherwise, or "
@@ -222,7 +226,7 @@ def _loader(stored, shardings, dtype):
 def check_weights(model, path: str, revision: str | None = None) -> None:
     """Raises what `load_params` would raise about a folder's tensors, from the files' headers."""
     folder = folder_of(path, revision)
-    _match(model, fused.split(model, tensorfile.list_folder(folder)), folder)
+    _match(model, fused.split(model, _listed(folder)), folder)
 
 
 def _place(entry, tensors, sharding, dtype):
@@ -312,7 +316,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
     try:
         tensorfile.write_folder(temporary, planned, shard_gb * 1e9)
         config = {"architectures": [FAMILIES[model.config.family].architecture], **hf_config}
-        config.pop(SOURCE, None)
+        for key in (SOURCE, "quantization_config"):  # what is written is in plain numbers
+            config.pop(key, None)
         if config["architectures"] == [FAMILIES[model.config.family].classifier]:  # that of a trunk from there
             config["architectures"] = [FAMILIES[model.config.family].architecture]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = name

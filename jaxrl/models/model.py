@@ -178,14 +178,14 @@ class Model:
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def init_cache(self, slots: int, length: int, dtype):
-        """Zeroed cache: per layer k and v [slots, length, G * K], with the repetitions in front where scanned."""
+        """Zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), with the repetitions in
+        front where scanned."""
         self.check_length(length)
         cfg = self.config
-        shape = (slots, length, cfg.num_kv_heads * cfg.head_dim)
         before, repeats, behind = decoder.spans(cfg, self.scan_layers)
 
         def layer(*lead):
-            return {"k": jnp.zeros((*lead, *shape), dtype), "v": jnp.zeros((*lead, *shape), dtype)}
+            return {name: jnp.zeros((*lead, slots, length, width), dtype) for name, width in cfg.cache_widths.items()}
 
         cache = {f"layer_{i}": layer() for i in (*before, *behind)}
         if repeats:
@@ -252,7 +252,7 @@ class Model:
 
         Returns the cache; where `told`, (cache, auxiliary of `forward`).
         """
-        length, groups = tokens_KxL.shape[1], self.config.num_kv_heads
+        length, groups = tokens_KxL.shape[1], self.config.cache_heads
         part = jax.tree.map(lambda x: take_slots(x, slots_K, groups), cache)
         _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part,
                                              whose_BxL=_of_rows(whose_K, positions_KxL))
@@ -286,4 +286,4 @@ class Model:
         matrices = sum(e.multiplied for e in self.entries if e.path[0] != "head")
         head = cfg.hidden_size * cfg.vocab_size
         seen = sum(min(layer.window or context, context) for layer in cfg.layers)
-        return 2 * (matrices + head) + 4 * cfg.num_heads * cfg.head_dim * seen
+        return 2 * (matrices + head) + cfg.pair_flops * seen

@@ -35,7 +35,7 @@ class Row:
 
     def of(self, config) -> bool:
         """Whether a model has this parameter."""
-        return not self.when or getattr(config, self.when.removeprefix("not ")) != self.when.startswith("not ")
+        return not self.when or bool(getattr(config, self.when.removeprefix("not "))) != self.when.startswith("not ")
 
     def shape(self, config) -> tuple[int, ...]:
         sizes = self.sizes or [SIZES[axis] for axis in self.axes]
@@ -75,6 +75,20 @@ ATTENTION = (
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("query_width",), when="qk_norm_whole"),
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("key_width",), when="qk_norm_whole"),
+)
+_UP = ("embed", "heads", "head_dim")  # the few numbers that it reads are split as the hidden ones are
+LATENT_ATTENTION = (  # models.latent
+    Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1, when="not query_rank"),
+    Row("attention/query_down/kernel", ("embed", None), "self_attn.q_a_proj.weight", 1, sizes=("hidden_size", "query_rank"), when="query_rank"),
+    Row("attention/query_down/bias", (None,), "self_attn.q_a_proj.bias", init="zero", sizes=("query_rank",), when="query_down_bias"),
+    Row("attention/query_norm/scale", ("norm",), "self_attn.q_a_layernorm.weight", init="one", sizes=("query_rank",), when="query_rank"),
+    Row("attention/query_up/kernel", _UP, "self_attn.q_b_proj.weight", 1, sizes=("query_rank", "num_heads", "head_dim"), when="query_rank"),
+    Row("attention/latent/kernel", ("embed", None), "self_attn.kv_a_proj_with_mqa.weight", 1, sizes=("hidden_size", "latent_width")),
+    Row("attention/latent/bias", (None,), "self_attn.kv_a_proj_with_mqa.bias", init="zero", sizes=("latent_width",), when="qkv_bias"),
+    Row("attention/latent_norm/scale", ("norm",), "self_attn.kv_a_layernorm.weight", init="one", sizes=("latent_size",)),
+    Row("attention/expand/kernel", _UP, "self_attn.kv_b_proj.weight", 1, sizes=("latent_size", "num_heads", "expanded_size")),
+    Row("attention/out/kernel", _OUT, "self_attn.o_proj.weight", 2, sizes=("num_heads", "value_width", "hidden_size")),
+    Row("attention/out/bias", ("norm",), "self_attn.o_proj.bias", init="zero", when="out_bias"),
 )
 MLP = (
     Row("mlp/gate/kernel", ("embed", "mlp"), "mlp.gate_proj.weight", 1),

@@ -87,13 +87,18 @@ def magnitude(rope: Rope) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def scaled(mscale):
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return scaled(rope.mscale) / scaled(rope.mscale_all_dim)
-    return scaled(1.0)
+        return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all_dim)
+    return _mscale(rope, 1.0)
+
+
+def score_factor(rope: Rope) -> float:
+    """Factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
+    return _mscale(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
+
+
+def _mscale(rope: Rope, mscale: float) -> float:
+    return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
@@ -113,14 +118,15 @@ def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
     return jax.tree.map(lambda x: jnp.concatenate([x[0], x[1]], axis=-1), halves)
 
 
-def rotate(x_BxLxHxK, rotation):
+def rotate(x_BxLxHxK, rotation, interleaved: bool = False):
     """Turns the first 2F dimensions of a head, in pairs (i, i + F) by their angle, in the rotation's dtype; returns x's
-    dtype. The others, if any, stay."""
+    dtype. The others, if any, stay. interleaved: all of them, in pairs (2i, 2i + 1), which come out at i and i + F."""
     cos, sin = rotation
     size = 2 * cos.shape[-1]
     if x_BxLxHxK.shape[-1] > size:
         turned, rest = jnp.split(x_BxLxHxK, [size], axis=-1)
         return jnp.concatenate([rotate(turned, rotation), rest], axis=-1)
-    first, second = jnp.split(x_BxLxHxK.astype(cos.dtype), 2, axis=-1)
+    x = x_BxLxHxK.astype(cos.dtype)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out.astype(x_BxLxHxK.dtype)

@@ -61,6 +61,9 @@ def _rope(hf, family, table, truncate) -> Rope:
     kind = kinds[0]
     if kind not in KINDS:
         raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(KINDS)}")
+    if family.latent and kind not in ("default", "yarn") and table.get("mscale_all_dim"):
+        raise ConfigError(f"model config: mscale_all_dim={table['mscale_all_dim']!r} beside rope_type={kind}, whose "
+                          "scores would have a factor of it; it is supported with yarn alone")
     partial = {table.get("partial_rotary_factor"), hf.get("partial_rotary_factor")} - {None, 1.0}
     if partial and not family.partial_rotary:
         raise ConfigError("model config: partial_rotary_factor is not supported for this family; leave it at 1.0")

@@ -106,11 +106,12 @@ def with_kernels(model, target):
     """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are the config's.)"""
     if model.attention != "auto" or target.kind == "cpu":
         return model
-    shapes = [(1, 2, heads, model.config.head_dim) for heads in (model.config.num_heads, model.config.num_kv_heads)]
+    size = model.config.row_head_size
+    shapes = [(1, 2, heads, size) for heads in (model.config.num_heads, model.config.num_kv_heads)]
     try:
         if target.kind == "tpu":
             tpu.check(*shapes, model.compute_dtype)
-        elif target.name not in HOPPER or model.compute_dtype.itemsize > 2 or not 64 <= model.config.head_dim <= 256:
+        elif target.name not in HOPPER or model.compute_dtype.itemsize > 2 or not 64 <= size <= 256:
             return model
     except NotImplementedError:
         return model

@@ -147,8 +147,8 @@ def streamed(config) -> set[str]:
 
 def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float:
     cfg = model.config
-    kv_share = mesh["tp"] if cfg.num_kv_heads % mesh["tp"] == 0 else 1
-    return 2 * slots / data_shards(mesh) * length * cfg.num_kv_heads / kv_share * cfg.head_dim * cfg.num_layers * width
+    kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
+    return slots / data_shards(mesh) * length * sum(cfg.cache_widths.values()) / kv_share * cfg.num_layers * width
 
 
 def _batch_bytes(shape, mesh: dict) -> float:

@@ -124,7 +124,7 @@ class Programs:
         self.model, self.shapes, self.mesh, self.dtype, self.joint = model, shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
         self._coming: dict[tuple, Future] = {}
-        tp = "tp" if model.config.num_kv_heads % mesh.shape["tp"] == 0 else None
+        tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)

@@ -31,7 +31,7 @@ class Operations:
     def __init__(self, model, trainable):
         cfg = model.config
         self._windows = Counter(layer.window for layer in cfg.layers)
-        self._pair = 4 * cfg.num_heads * cfg.head_dim
+        self._pair = cfg.pair_flops
         self.head = 2 * cfg.hidden_size * cfg.vocab_size
         self._token = model.flops_per_token(1) - self.head - self._pair * cfg.num_layers
         linear = {"/".join(e.path): float(e.multiplied)

@@ -18,10 +18,11 @@ import tiny_job
 from tiny_models import EXPERTS, SIZES, edit_config, make_tiny
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import build, decoder, hf, placement, quantized
+from jaxrl.models import adapters, build, decoder, hf, placement, quantized, tensorfile
 from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
 from jaxrl.models.selection import Selection, resolved
+from jaxrl.planning import memory
 from jaxrl.recipes.setup import read_inputs
 
 SMALL = {**SIZES, **EXPERTS["qwen2_moe"][1], "model_type": "qwen2_moe", "num_hidden_layers": 5}
@@ -69,7 +70,10 @@ def test_logits_equal_transformers(checkpoints, architecture):
         ("qwen3_moe", {"num_experts_per_tok": 2}), ("qwen2_moe", {"norm_topk_prob": False}), ("olmoe", {"norm_topk_prob": False}),
         ("mixtral", {"num_experts_per_tok": 3}), ("glm4_moe", {"topk_group": 3}), ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 2}),
         ("glm4_moe", {"n_group": 2}), ("glm4_moe", {"n_group": 1, "topk_group": 1}), ("glm4_moe", {"routed_scaling_factor": 0.6}),
-        ("glm4_moe", {"norm_topk_prob": False}), ("glm4_moe", {"num_experts_per_tok": 2}))),
+        ("glm4_moe", {"norm_topk_prob": False}), ("glm4_moe", {"num_experts_per_tok": 2}), ("deepseek_v3", {"topk_group": 3}),
+        ("deepseek_v3", {"n_group": 1, "topk_group": 1}), ("deepseek_v3", {"routed_scaling_factor": 0.6}),
+        ("deepseek_v3", {"norm_topk_prob": False}), ("deepseek_v3", {"rope_interleave": False}), ("moonlight", {"rope_interleave": True}),
+        ("glm4_moe_lite", {"norm_topk_prob": False}), ("glm4_moe_lite", {"routed_scaling_factor": 0.6}))),
 ])
 def test_every_flag_of_the_router_matters_and_agrees(checkpoints, tmp_path, architecture, entry):
     """Changing one entry moves our logits, and moves them to where transformers' go."""
@@ -98,7 +102,8 @@ def test_what_no_entry_says_is_seen_too(checkpoints):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("architecture", ["mixtral", *(pytest.param(a, marks=pytest.mark.slow) for a in ("qwen2_moe", "glm4_moe"))])
+@pytest.mark.parametrize("architecture", ["mixtral", *(pytest.param(a, marks=pytest.mark.slow)
+                                                       for a in ("qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"))])
 def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path, architecture):
     """Per expert, and fused as transformers holds them: the same parameters, and each comes back byte by byte, scanned or
     not; transformers opens what was written."""
@@ -203,6 +208,82 @@ def test_what_chooses_never_trains():
     assert name not in names and "layers/sub_0/mlp/router/kernel" in names
 
 
+def test_fp8_in_blocks_is_read_as_what_it_stands_for(tmp_path):
+    """Codes times the scale of their block, also in blocks that are cut short; the export is plain, in bf16."""
+    import ml_dtypes
+
+    config = {**SIZES, **EXPERTS["deepseek_v3"][1], "model_type": "deepseek_v3", "num_nextn_predict_layers": 0}
+    model = build(config, compute_dtype=jnp.float32, scan_layers=True)
+    hf.export(model, init(model, jnp.float32), tmp_path / "plain", config, dtype="bf16")
+    stored, rng = tensorfile.list_folder(tmp_path / "plain"), np.random.default_rng(0)
+    want, planned = {}, []
+    for name, t in stored.items():
+        want[name] = value = t.read()
+        few = "_proj" in name and name.endswith("weight")
+        if few:
+            shape = tuple(-(-n // 16) for n in t.shape)
+            codes, scale = np.asarray(value, ml_dtypes.float8_e4m3fn), rng.uniform(0.5, 2, shape).astype(np.float32)
+            want[name] = codes.astype(np.float32) * np.kron(scale, np.ones((16, 16), np.float32))[:t.shape[0], :t.shape[1]]
+            planned += [(name, "F8_E4M3", codes), (f"{name}_scale_inv", "F32", scale)]
+        else:
+            planned.append((name, t.dtype, np.asarray(value)))
+    few = tmp_path / "few"
+    few.mkdir()
+    header, data = {}, b""
+    for name, kind, x in planned:
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
+        data += x.tobytes()
+    text = json.dumps(header).encode()
+    (few / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    (few / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    read = hf.load_config(str(few))
+    params = hf.load_params(build(read, compute_dtype=jnp.float32, scan_layers=True), str(few))
+    for entry in model.entries:
+        for index, name in zip(entry.indices, entry.hf_names, strict=True):
+            array = np.asarray(entry.of(params))[index] if index else np.asarray(entry.of(params))
+            np.testing.assert_array_equal(entry.to_hf(array), want[name].astype(np.float32), err_msg=name)
+    hf.export(model, params, tmp_path / "out", read)
+    out = {name: t.dtype for name, t in tensorfile.list_folder(tmp_path / "out").items()}
+    assert out == {name: t.dtype for name, t in stored.items()}
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps({**config, "quantization_config": {**said, "weight_block_size": [8, 8]}}))
+    with pytest.raises(ConfigError, match="_scale_inv has shape .* blocks of .8, 8. need"):
+        hf.check_weights(model, str(few))
+    for other in ({"quant_method": "gptq"}, {**said, "fmt": "e5m2"}, {**said, "weight_block_size": None}):
+        with pytest.raises(ConfigError, match="quantization_config"):
+            model_config({**config, "quantization_config": other})
+
+
+@pytest.mark.slow
+def test_latents_expanded_through_an_adapter():
+    """Decoding brings queries to the latents by the expanding matrix as its adapter makes it: what packed rows compute."""
+    base = build({**SIZES, **EXPERTS["deepseek_v3"][1], "model_type": "deepseek_v3"}, compute_dtype=jnp.float32, scan_layers=True)
+    model = dataclasses.replace(base, adapter=resolved(Selection(2, 4.0), base, strict=True))
+    assert {"kv_b_proj", "kv_a_proj_with_mqa", "q_a_proj", "q_b_proj"} <= {t.name.rpartition(".")[2] for t in model.adapter.targets}
+    params, arrays = init(model, jnp.float32), model_cases.batch()[0]
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 0.1 * jnp.cos(jnp.arange(x.size).reshape(x.shape)) if path[-1].key == "b" else x, params)
+    want = np.asarray(model_cases.forward(model, params, *arrays))
+    got = np.asarray(model_cases.decoded(model, params, arrays[0][:2]))
+    at = np.s_[0, model_cases.PROMPTS[0] - 1:]
+    assert np.abs(got[at] - want[at]).max() < 1e-5 * np.abs(want).max()
+    without = adapters.without(params)
+    assert np.abs(np.asarray(model_cases.forward(base, without, *arrays))[at] - want[at]).max() > 1e-2
+
+
+def test_latent_caches_are_counted():
+    """Of DeepSeek-V3 one token's cache is 576 numbers per layer, whatever mesh.tp is; attention of rows is counted by keys'
+    and values' sizes."""
+    model = build({**SIZES, **EXPERTS["deepseek_v3"][1], "model_type": "deepseek_v3"}, compute_dtype=jnp.float32, scan_layers=True)
+    cache = jax.eval_shape(lambda: model.init_cache(3, 8, jnp.float32))
+    numbers = sum(x.size for x in jax.tree.leaves(cache))
+    assert numbers == 3 * 8 * 4 * (16 + 6) and {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(cache)} == {"latent"}
+    for tp in (1, 2):
+        assert memory.cache_bytes(model, {"dp": 1, "fsdp": 1, "ep": 1, "tp": tp}, 3, 8, 2) == 2 * numbers
+    assert model.flops_per_token(9) - model.flops_per_token(8) == 4 * 2 * 4 * (14 + 10)
+
+
 @pytest.mark.torch
 def test_a_wrong_fused_tensor_is_refused(checkpoints, tmp_path):
     from safetensors.numpy import load_file, save_file
@@ -270,7 +351,8 @@ def test_both_names_of_the_count_and_models_without_experts():
 
 def test_counts_of_the_real_models():
     """By hand, and as their authors give them: 30.5 B parameters of which 3.3 B are active; 46.7 and 12.9; 6.9 and 1.3;
-    14.3 and 2.7; 106 and 12 (GLM-4.5-Air, whose authors do not count the embedding and the head as active)."""
+    14.3 and 2.7; 106 and 12 (GLM-4.5-Air, whose authors do not count the embedding and the head as active); 671 and
+    37; 16 and 3; 30 and 3."""
     def model(**entries):
         return build({"max_position_embeddings": 4096, "tie_word_embeddings": False, **entries}, compute_dtype=jnp.float32,
                      scan_layers=True)
@@ -293,8 +375,17 @@ def test_counts_of_the_real_models():
     glm = model(model_type="glm4_moe", vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46,
                 num_attention_heads=96, num_key_value_heads=8, head_dim=128, attention_bias=True)
     assert (glm.config.prefix, glm.config.period) == (1, 1)
-    found = [(round(m.num_parameters / 1e9, 1), round(m.num_active / 1e9, 1)) for m in (qwen3, mixtral, olmoe, qwen2, glm)]
-    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7), (106.9, 13.4)]
+    deepseek = model(model_type="deepseek_v3", vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61,
+                     num_attention_heads=128, num_key_value_heads=128)
+    moonlight = model(model_type="deepseek_v3", vocab_size=163840, hidden_size=2048, intermediate_size=11264, num_hidden_layers=27,
+                      num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None, moe_intermediate_size=1408, n_routed_experts=64,
+                      n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, n_group=1, topk_group=1)
+    flash = model(model_type="glm4_moe_lite", vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47,
+                  num_attention_heads=20, num_key_value_heads=20)
+    assert (deepseek.config.prefix, deepseek.config.period, deepseek.config.cache_widths) == (3, 1, {"latent": 576})
+    models = qwen3, mixtral, olmoe, qwen2, glm, deepseek, moonlight, flash
+    found = [(round(m.num_parameters / 1e9, 1), round(m.num_active / 1e9, 1)) for m in models]
+    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7), (106.9, 13.4), (671.0, 37.6), (16.0, 2.9), (29.9, 3.9)]
 
 
 def init(model, dtype):
@@ -413,11 +504,13 @@ def test_decay_spares_the_vectors_of_experts_models():
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_sharded_as_on_one_device(checkpoints, tmp_path):
+@pytest.mark.parametrize("architecture", ["qwen2_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
+def test_sharded_as_on_one_device(checkpoints, tmp_path, architecture):
     """Eight simulated devices, dp x fsdp x tp: forward, gradients, decode and export."""
     from safetensors.numpy import load_file
 
-    source = make_tiny("qwen2_moe", tmp_path / "source", tokenizer=False, num_attention_heads=4, num_key_value_heads=2)
+    source = make_tiny(architecture, tmp_path / "source", tokenizer=False, num_attention_heads=4,
+                       **({"num_key_value_heads": 2} if architecture == "qwen2_moe" else {}))
     script = Path(__file__).parent.parent / "sharded_models.py"
     done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
