@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+import tiny_job
 from service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
 
 from jaxrl.config import default_config, redacted
@@ -346,3 +349,35 @@ def test_what_cannot_work_is_refused(changes, said):
         (c.reward[group] if group else c.reward)[option] = value
     with pytest.raises(ConfigError, match=said):
         check(c)
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_a_service_and_leaves_out_what_has_no_score(tmp_path):
+    """Every fifth completion has no score and is in no mean. A service that is not there is told before the model is loaded."""
+    def answer(number, path, headers, body):
+        rows = json.loads(body)["items"]
+        scores = [tiny_job.digits(None, row["completion"]) for row in rows]
+        seen.extend(scores)
+        return {"scores": [s if (row["sample"] + row["group"]) % 5 else "broken" for s, row in zip(scores, rows, strict=True)]}
+
+    def run(url, name="run"):
+        return subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={tiny_job.__file__}", f"--config.run.dir={tmp_path}/{name}",
+                               "--config.reward.functions=remote", f"--config.reward.remote.servers={url}", "--config.train.steps=3",
+                               "--config.reward.max_failed_fraction=0.5", "--config.reward.remote.batch=8", "--config.eval.sets=",
+                               "--config.reward.remote.retries=0"], capture_output=True, text=True, timeout=300)
+
+    seen = []
+    with Scripted(answer) as server:
+        done = run(server.url)
+        assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    assert len(steps) == 3 and len(seen) >= 96
+    told = [json.loads(line) for line in sorted((tmp_path / "run/rollouts").iterdir())[0].read_text().splitlines()]
+    parts = [row["reward"]["parts"]["remote"] for row in told]
+    absent = [part is None for part in parts]
+    assert 0.1 < np.mean(absent) < 0.3 and absent == [(row["sample"] + row["group"]) % 5 == 0 for row in told]
+    assert steps[0]["reward/mean"] == pytest.approx(np.mean([part for part in parts if part is not None]), abs=1e-6)
+    assert steps[0]["reward/remote/failed_type"] == pytest.approx(np.mean(absent))
+    refused = run(server.url, "refused")
+    assert refused.returncode == 2 and "remote: error: refused" in refused.stderr + refused.stdout
