@@ -141,7 +141,7 @@ def ends(task):
 def main():
     task = json.load(sys.stdin)
     kinds = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends, once)}
-    found = kinds[task["row"].get("kind", "once")](task)
+    found = kinds.get(task["row"].get("kind"), once)(task)
     if found is not None:
         print(json.dumps({"said": found, "argv": sys.argv[1:], "folder": os.listdir("."), "seed": task["seed"]}))
         Path("reward.json").write_text(json.dumps({"env": 0.5, "turns": 3}))

@@ -1,6 +1,7 @@
 """An episode of one turn is what a completion with a reward function is: bitwise, also after a resume."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,19 @@ def test_one_turn_is_a_completion_with_a_reward(tmp_path, template):
     done, told = run(tmp_path / "resumed", template, *SAME, *episode)
     assert done == 0, told
     assert fingerprint(tmp_path / "resumed") == fingerprint(tmp_path / "episode")
+
+
+@pytest.mark.slow
+def test_a_program_is_an_episode_function(tmp_path, template):
+    """A program that asks once, through the proxy, is the function that sends once: bitwise, over steps that learn."""
+    same = ("env.max_turns=1", "env.workers=1", "reward.functions=()", "rollout.compaction=False", "train.steps=3",
+            "eval.every_steps=0", "eval.before=False", "eval.after=False", "run.stop_seconds=1")
+    programs = WORLDS.with_name("programs.py")
+    by = {"function": (f"env.function={WORLDS}:single",),
+          "program": (f"env.program={sys.executable} -S -E {programs}", f"env.score={programs}:digits")}
+    for name, how in by.items():
+        status, told = run(tmp_path / name, template, *same, *how)
+        assert status == 0, told
+    function, program = (lines(tmp_path / name, "env") for name in by)
+    assert function == program and any(line.get("grad/norm", 1) for line in function)
+    assert weights(tmp_path / "function") == weights(tmp_path / "program")
