@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 
 
 CASES = {
-    "nothing named": ({}, r"env.function and env.tools are empty: name one of them"),
+    "nothing named": ({}, r"env.function, env.program, env.tools and env.mcp are empty: name one of them"),
     "unknown name": ({"function": "gues"}, r"env.function='gues': there is no environment of this name; did you mean 'guess'\?"),
     "file alone": ({"function": "{}/things.py"}, r"env.function: '.*things.py' names no function; write .*things.py:function"),
     "missing file": ({"function": "./nowhere.py:f"}, r"env.function: .*nowhere.py does not exist \(asked for its function 'f'\)"),

@@ -66,6 +66,7 @@ def model_rank(entry):
     return entry.shape[-1] if entry.path[-1] == "a" else entry.shape[entry.stacked]
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_layers_are_the_same_model():
     """Start values, hidden states and gradients do not depend on how the layers are laid out, and padding stays zero."""
     adapter, rows, out = all_linear(skip=SKIPPED), batch(), []

@@ -15,7 +15,7 @@ import model_cases
 import numpy as np
 import pytest
 import tiny_job
-from tiny_models import EXPERTS, SIZES, edit_config, make_tiny
+from tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, build, decoder, hf, placement, quantized, tensorfile
@@ -82,8 +82,7 @@ def test_every_flag_of_the_router_matters_and_agrees(checkpoints, tmp_path, arch
     changed, row = logits_of(config, path), model_cases.batch()[0][0][0]
     assert np.abs(changed - logits_of(hf.load_config(path), path)).max() > 1e-2
     (tmp_path / "model.safetensors").symlink_to(f"{path}/model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    edit_config(tmp_path, **{k: v for k, v in config.items() if k != hf.SOURCE})
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != hf.SOURCE}))  # null means something
     assert np.abs(changed - model_cases.reference(tmp_path)(row)).max() < 1e-4
 
 
@@ -124,7 +123,7 @@ def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path
                 np.testing.assert_array_equal(got[name], tensor, err_msg=name)
         names[fused] = set(want)
         row = model_cases.batch()[0][0][0]
-        np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
+        np.testing.assert_allclose(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row), atol=1e-5)
     assert any("experts.gate_up_proj" in name for name in names[True]) and not names[True] & {
         name for name in names[False] if ".experts." in name}
     for scan_layers in (False, True):
@@ -208,6 +207,7 @@ def test_what_chooses_never_trains():
     assert name not in names and "layers/sub_0/mlp/router/kernel" in names
 
 
+@pytest.mark.slow
 def test_fp8_in_blocks_is_read_as_what_it_stands_for(tmp_path):
     """Codes times the scale of their block, also in blocks that are cut short; the export is plain, in bf16."""
     import ml_dtypes

@@ -102,6 +102,7 @@ def test_decomposed_starts_are_pefts(path, init, rslora):
     np.testing.assert_array_equal(cases.logits(model, adapters.joined(base, leaves)), cases.logits(model.base, base))
 
 
+@pytest.mark.slow
 def test_drawn_starts_have_pefts_distributions(path):
     """default: uniform up to 1/sqrt(inputs); gaussian: standard deviation 1/r; orthogonal: B A = 0 with neither zero; the subspace
     iteration keeps as much of W as PEFT's; none depends on how layers are laid out."""

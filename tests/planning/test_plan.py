@@ -431,6 +431,7 @@ def test_the_config_of_qwen3_30b_fits_and_counts_what_ep_splits():
     assert memory.dispatch(case.model, 16384, case.mesh, True) < memory.dispatch(alike.model, 16384, alike.mesh, True)
 
 
+@pytest.mark.slow
 def test_the_search_tries_ep():
     """The sampler's copy of all experts does not fit beside the trainer on one GPU; split over a host's it does."""
     case = qwen3_30b(mesh__ep=1, rollout__engine="jax", rollout__placement="auto")

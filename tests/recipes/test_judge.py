@@ -114,6 +114,7 @@ def test_its_score_is_one_more_reward(policys, tmp_path, ahead):
     assert rows[0]["reward"]["parts"].keys() == {"digits", "reward_model"}
 
 
+@pytest.mark.slow
 def test_shaping_holds_for_it(policys, tmp_path):
     """zero_without_end, scale and clip act on the sum with its score; it may be the only reward."""
     path, _ = policys

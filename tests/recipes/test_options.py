@@ -640,7 +640,7 @@ def test_warm_up_as_a_fraction_and_from_a_start():
 def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
     def check(streak, limit):
         limit = tiny("optimizer.max_nonfinite", limit).optimizer.max_nonfinite
-        check_finite(SimpleNamespace(stats={"nonfinite_streak": np.int32(streak)}), limit, setup.Path("x"))
+        check_finite(SimpleNamespace(step=np.int32(9), stats={"nonfinite_streak": np.int32(streak)}), limit, setup.Path("x"))
 
     check(2, 3)
     with pytest.raises(NothingFinite, match="optimizer.max_nonfinite=3"):

@@ -935,8 +935,8 @@ def test_the_critic_has_entries_of_the_optimizer_of_its_own(open_job):
 def test_the_values_bound_is_the_configs(open_job, monkeypatch):
     """critic.value_clip; what it does: test_values_are_clipped_around_those_of_the_steps_start."""
     losses, make = [], training.make_update
-    monkeypatch.setattr(training, "make_update", lambda model, optimizer, schedule, loss: (losses.append(loss), make(
-        model, optimizer, schedule, loss))[1])
+    monkeypatch.setattr(training, "make_update", lambda model, optimizer, schedule, loss, *more: (losses.append(loss), make(
+        model, optimizer, schedule, loss, *more))[1])
     critic_of({"critic.value_clip": 0.03}, open_job)
     shared = config({"algorithm.preset": "ppo", "critic.shared": True, "critic.value_clip": 0.04})
     assert losses[0] == training.Value(clip=0.03, chunk=losses[0].chunk, max_grad_norm=1.0)

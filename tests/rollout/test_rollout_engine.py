@@ -144,6 +144,7 @@ def test_a_groups_prompt_is_prefilled_once(fixed):
     assert grown["prefilled_prompts"] == 6
 
 
+@pytest.mark.slow
 def test_the_tail_moves_through_smaller_slot_counts(compact):
     """64 answers of 1 to 24 tokens, together: 24 steps of 64 slots without compaction."""
     lengths = [1 + i * 24 // 64 for i in range(64)]

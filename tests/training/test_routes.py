@@ -71,7 +71,7 @@ def fixed(model, batch):
     return route
 
 
-def every(x, ids, gates, *weights, activation):
+def every(x, ids, gates, *weights, activation, matmul):
     """All experts on all tokens."""
     flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
     return reference.experts(*flat, *weights, activation, Exchange()).reshape(x.shape)
@@ -161,6 +161,7 @@ def scored(m, weights, traj, **how):
     return lambda **columns: score(weights, traj, layout, columns or None)
 
 
+@pytest.mark.slow
 def test_sampled_experts_are_the_trainers_own():
     """With equal weights, in fp32: of every token but the last, prompts included, as the scoring pass chooses them."""
     m, weights, asked, results, _ = sampled()

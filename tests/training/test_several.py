@@ -115,7 +115,8 @@ def close(found, want, atol=1e-12):
 
 
 @pytest.mark.parametrize("scan, layout, bits, which", [
-    (False, "packed", "", ("second",)), pytest.param(True, "one row each", "", tuple(PARTS), marks=pytest.mark.slow),
+    pytest.param(False, "packed", "", ("second",), marks=pytest.mark.slow),
+    pytest.param(True, "one row each", "", tuple(PARTS), marks=pytest.mark.slow),
     pytest.param(False, "packed", "int8", tuple(PARTS), marks=pytest.mark.nightly)])
 def test_one_update_of_two_adapters_is_the_two_updates_of_one(scan, layout, bits, which):
     """Two steps of AdamW with clipping, warm-up and decay in float64, whatever the packing (the single runs have another): parameters,
