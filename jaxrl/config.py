@@ -106,7 +106,8 @@ def unknown_option(dotted: str) -> str:
     near = [ELSEWHERE[leaf], *near] if leaf in ELSEWHERE else near
     near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
     leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
-    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves or sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]
+    near += [n for n in names if sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]  # letters that changed places
+    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves]
     near = list(dict.fromkeys(near))[:3]
     hint = f"did you mean {' or '.join(near)}?" if near else "`--help` lists every option."
     return f"config has no option {dotted!r}; {hint}"

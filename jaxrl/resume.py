@@ -13,7 +13,8 @@ from flax.traverse_util import flatten_dict
 from jaxrl.config import options
 from jaxrl.data_checks import scheduled
 
-# An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides.
+# An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides. Entries of
+# data.sources.<name> are of every source.
 FUTURE: tuple[str, ...] = (
     # how and where it runs
     "run.mode", "run.dir", "run.resume", "run.accept_changed", "run.stop_seconds", "run.compile_cache", "run.compile_cache_gb", "run.deterministic",
@@ -23,6 +24,8 @@ FUTURE: tuple[str, ...] = (
     "model.remat", "model.remat_every", "model.attention", "model.trust_remote_code",
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.cache", "data.bad_rows",
+    # what is learnt from a source's rows, which stay the same
+    "data.sources.<name>.algorithm", "data.sources.<name>.coef", "data.sources.<name>.rewards",
     # sampling, scoring and learning from here on
     "rollout.*", "env.*", "sandbox.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*", "distill.*",
     "teacher.*", "lora.dropout", "lora.publish", "lora.export",
@@ -61,6 +64,8 @@ PAST: dict[str, str] = {
 def changes_past(name: str) -> str | None:
     """Why a change of this option is refused on resume; None when it is taken. KeyError for an unclassified one."""
     parts = name.split(".")
+    if parts[:2] == ["data", "sources"]:
+        parts[2:3] = ["<name>"]
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])
         for entry in (prefix, prefix + ".*"):

@@ -53,14 +53,20 @@ def batch():
     return tuple(np.asarray(x, np.int32) for x in (tokens, positions, segments, prefixes)), checks
 
 
-def reference(path):
-    """transformers' model: fp32, eager attention (the only one that has all soft-caps). Remembers what it computed."""
+def loaded(path):
+    """transformers' model: fp32, eager attention (the only one that has all soft-caps)."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)  # tiny matrices: threads only wait for each other
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
-    known = {}
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def reference(path):
+    """Logits of transformers' model (loaded). Remembers what it computed."""
+    import torch
+
+    model, known = loaded(path), {}
 
     def logits(sequence, mask=None):
         key = tuple(sequence), None if mask is None else tuple(mask)

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxrl.config import default_config, put, redacted
+from jaxrl.data.mixture import FURTHER, OWN
 from jaxrl.resume import FUTURE, PAST, changes_past, config_changes
 from jaxrl.schema import options
 
@@ -14,7 +15,7 @@ def test_every_option_is_classified(name):
 
 
 def test_every_entry_of_the_table_is_an_option_or_a_group_with_options():
-    names = list(options()) + ["user.anything"]
+    names = [*options(), "user.anything", *(f"data.sources.<name>.{key}" for key in (*FURTHER, *OWN))]
     for entry in (*FUTURE, *PAST):
         known = any(n.startswith(entry[:-1]) for n in names) if entry.endswith(".*") else entry in names
         assert known, entry
@@ -48,6 +49,19 @@ def test_the_past_is_refused_by_name_and_the_future_taken():
                      "mesh.tp: 1 -> 2", "optimizer.lr: None -> 1e-05", "train.steps: None -> 200",
                      "user.mine: None -> 4"]
     assert refused[0].startswith("data.seed: None -> 3 (it decides which rows there are")
+
+
+def test_how_a_source_is_learnt_from_may_change_and_which_rows_it_has_may_not():
+    config = default_config()
+    config.data.sources = {"a": {"weight": 1, "algorithm": {"advantage": "group"}}, "b": {"path": ("b.jsonl",), "coef": 1.0}}
+    old = redacted(config)
+    for entry, value in (("a.algorithm", {"advantage": "group", "advantage_std": False}), ("b.coef", 0.5),
+                         ("b.rewards", ("exact",)), ("a.weight", 2)):
+        put(config, f"data.sources.{entry}", value)
+    refused, taken = config_changes(old, redacted(config))
+    assert [text.split(":")[0] for text in refused] == ["data.sources.a.weight"]
+    assert taken == ["data.sources.a.algorithm.advantage_std: None -> False", "data.sources.b.coef: 1.0 -> 0.5",
+                     "data.sources.b.rewards: None -> ['exact']"]
 
 
 def test_options_of_another_version():

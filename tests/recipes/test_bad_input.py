@@ -65,7 +65,7 @@ def reward(folder, body):
         ),
         (
             "import jaxrl.config as j\ndef get_config(arg):\n    return j.default_config().optimizer.rl\n",
-            "config has no option 'rl'; did you mean sandbox.url or critic.lr or optimizer.lr? (line 3)",
+            "config has no option 'rl'; did you mean critic.lr or optimizer.lr or sandbox.url? (line 3)",
         ),
     ],
 )
