@@ -106,7 +106,7 @@ def parameters(name):
 
 def named_options(text):
     """The options that a text names."""
-    return {n for n in options() if re.search(rf"(?<![\w.]){re.escape(n)}(?!\w)", text)}
+    return {n for n in options() if n in text and re.search(rf"(?<![\w.]){re.escape(n)}(?!\w)", text)}
 
 
 # -- tests by name -----------------------------------------------------------------------------------------------------
@@ -115,16 +115,17 @@ def named_options(text):
 @functools.cache
 def definitions(path):
     """Name -> source of all that a test file or a helper module defines at its top or imports from helper modules."""
-    source = path.read_text("utf-8")
-    out = {}
+    source, out = path.read_text("utf-8"), {}
+    lines = source.split("\n")  # whole lines: what stands at the top stands alone
+    text = lambda node: "\n".join(lines[node.lineno - 1:node.end_lineno])  # noqa: E731
     for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            out[node.name] = "\n".join(ast.get_source_segment(source, n) for n in (*node.decorator_list, node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            out[node.name] = "\n".join(map(text, (*node.decorator_list, node)))
             if isinstance(node, ast.ClassDef):
                 out |= {f"{node.name}::{m.name}": out[node.name] for m in node.body if isinstance(m, ast.FunctionDef)}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                out |= {n.id: ast.get_source_segment(source, node) for n in ast.walk(target) if isinstance(n, ast.Name)}
+                out |= {n.id: text(node) for n in ast.walk(target) if isinstance(n, ast.Name)}
         elif isinstance(node, ast.ImportFrom) and (found := list(HERE.rglob(f"{node.module}.py"))):
             helpers = definitions(found[0])
             out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
@@ -135,6 +136,11 @@ def definitions(path):
     return out
 
 
+@functools.cache
+def words(source):
+    return frozenset(re.findall(r"[A-Za-z_]\w*", source))
+
+
 def _with_helpers(name, known):
     """The source of `name` and of everything it uses, directly or not."""
     seen, todo = {}, [name]
@@ -142,10 +148,11 @@ def _with_helpers(name, known):
         one = todo.pop()
         if one in known and one not in seen:
             seen[one] = known[one]
-            todo += set(re.findall(r"[A-Za-z_]\w*", known[one]))
+            todo += words(known[one])
     return "\n".join(seen.values())
 
 
+@functools.cache
 def test_source(test):
     """All that a test runs of the tests' own code; KeyError where there is no such test."""
     path, _, name = test.partition("::")
@@ -160,7 +167,8 @@ test_source.__test__ = False
 
 def mentions(test, option):
     """Whether a test's code has the option's own name in it."""
-    return re.search(rf"(?<![A-Za-z0-9]){re.escape(option.rsplit('.', 1)[-1])}(?![A-Za-z0-9_])", test_source(test))
+    name, source = option.rsplit(".", 1)[-1], test_source(test)
+    return name in source and re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9_])", source)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------

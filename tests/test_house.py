@@ -30,7 +30,7 @@ def modules() -> dict[str, ast.Module]:
 @cache
 def imports(inside_functions: bool) -> dict[str, set[str]]:
     """Module -> the modules of jaxrl that it imports; a package's name stands for its __init__."""
-    return {name: _imported(tree, inside_functions) - {name} for name, tree in modules().items()}
+    return {name: (_imported(tree, inside_functions) & modules().keys()) - {name} for name, tree in modules().items()}
 
 
 def _imported(node, inside_functions: bool) -> set[str]:
@@ -42,9 +42,9 @@ def _imported(node, inside_functions: bool) -> set[str]:
             assert not child.level, f"line {child.lineno}: jaxrl is imported by its full name"
             names = {f"{child.module}.{alias.name}" for alias in child.names}
             out |= {name if name in modules() else child.module for name in names}
-        elif inside_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        elif not isinstance(child, ast.expr) and (inside_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))):
             out |= _imported(child, inside_functions)
-    return out & modules().keys()
+    return out
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:

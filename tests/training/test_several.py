@@ -138,6 +138,7 @@ def test_one_update_of_two_adapters_is_the_two_updates_of_one(scan, layout, bits
     assert norms[0] > 0.01 and norms[1] < 1e3 and int(state.step["first"]) == 2
 
 
+@pytest.mark.slow
 def test_tokens_of_one_adapter_leave_the_other_as_it_is():
     """Its gradient is exactly zero, and a step without rows of its own moves neither it nor its optimizer, whose next step is then
     the one that it would have made."""
