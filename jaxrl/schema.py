@@ -89,7 +89,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "exhausted": O("repeat", "with data.sources, after data.epochs passes over one of them: repeat it, stop the run, or give its weight"
                                  " to the others", choices=("repeat", "stop", "others")),
         "prompt_column": O("prompt", "text, or a list of chat messages"),
-        "answer_column": O("answer", "reference answer handed to rewards as `answer`; empty = none"),
+        "answer_column": O("answer", "reference answer handed to rewards as `answer`, a.b: field b of column a; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
         "completion_column": O("completion", "target text for SFT (ignored by rl)"),
         "chosen_column": O("chosen", "preferences: the better answer, text or messages, with the prompt before it or without"),

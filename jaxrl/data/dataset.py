@@ -141,7 +141,7 @@ class Reader:
         columns = {k: v for k, v in row.items() if k not in (self.prompt, self.completion, *RESERVED)}
         answer = None
         if self.answer:
-            answer = row.get(self.answer)
+            answer = nested(row, self.answer)
             if answer is None or self.pattern is not None:
                 answer = self._answer(row, answer)
             columns["answer"] = answer
@@ -303,6 +303,15 @@ class Dataset:
 
 class PromptError(ValueError):
     """A prompt that cannot be rendered; becomes a bad row."""
+
+
+def nested(row, name: str):
+    """What a column holds; where there is no column a.b, field b of column a."""
+    if name in row or "." not in name:
+        return row.get(name)
+    for part in name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
 
 
 def missing(row, name: str, option: str) -> PromptError:

@@ -1,0 +1,100 @@
+"""Command line: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V] [--strict]
+[--out=DIR]
+
+Exit status: 0 the config is written, all of it or in part; 3 refused, the report says what lacks; 2 unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from jaxrl.migrate.read import read
+from jaxrl.migrate.report import name_of, write
+from jaxrl.migrate.source import Unreadable
+from jaxrl.migrate.systems import SYSTEMS, table_of
+from jaxrl.migrate.table import Migration
+
+USAGE = """usage: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
+           [--strict] [--out=DIR]
+
+SYSTEM is one of: {systems}. FILE is a config of it: a script (.sh), YAML or TOML, or a dump of a resolved config.
+Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
+script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
+  --gpus=N          GPUs of the job, where FILE does not say (and for the plan)
+  --from-version=V  version of SYSTEM whose defaults hold: {versions}
+  --strict          refuse what is not carried over whole"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or any(a in ("-h", "--help") for a in argv):
+        versions = "; ".join(f"{name} {', '.join(table_of(name).versions)}" for name in SYSTEMS)
+        print(USAGE.format(systems=", ".join(SYSTEMS), versions=versions))
+        return 0 if argv else 2
+    try:
+        system, file, flags, overrides = arguments(argv)
+        table = table_of(system)
+        version = flags.get("from-version", table.versions[-1])
+        if version not in table.versions:
+            raise Unreadable("--from-version", "", f"{version} is none of {', '.join(table.versions)}")
+        given = flags.get("gpus", "1")
+        gpus = int(given) if re.fullmatch(r"[1-9][0-9]{0,6}", given) else 0
+        if not gpus:
+            raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
+        m = Migration(
+            table, read(table, Path(file), overrides), version, gpus if "gpus" in flags else 0, name_of(file)
+        ).run()
+        data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)
+    except Unreadable as e:
+        print(f"jaxrl.migrate: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"jaxrl.migrate: {e.filename or ''}: {e.strerror or e}", file=sys.stderr)
+        return 2
+    return say(data, Path(flags.get("out", "migrated")))
+
+
+def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
+    """(system, file, flags, overrides). Raises Unreadable for anything else."""
+    flags: dict[str, str] = {}
+    places, overrides = [], []
+    for arg in argv:
+        name, eq, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and name in ("gpus", "from-version", "out") and eq:
+            flags[name] = value
+        elif arg == "--strict":
+            flags["strict"] = ""
+        elif arg.startswith("--") and len(places) < 2:
+            raise Unreadable(arg, "", "unknown; there are --gpus=N, --from-version=V, --strict and --out=DIR")
+        elif len(places) < 2 and not (places and eq and not Path(arg).exists()):
+            places.append(arg)
+        else:
+            overrides.append(arg)
+    if len(places) < 2:
+        raise Unreadable("jaxrl.migrate", "", "expected SYSTEM and FILE; --help says more")
+    return places[0], places[1], flags, overrides
+
+
+def say(data: dict, out: Path) -> int:
+    """Prints what matters; returns the exit status."""
+    counts: dict[str, int] = {}
+    for key in data["keys"]:
+        counts[key["kind"]] = counts.get(key["kind"], 0) + 1
+    print(
+        f"{data['outcome']}: {len(data['keys'])} keys ({', '.join(f'{n} {k}' for k, n in counts.items())}), "
+        f"{len(data['defaults_written'])} defaults written; see {out / 'report.md'}"
+    )
+    for entry in data["lacks"]:
+        print(f"  lacks {entry['key']}: {entry['why']}")
+    for text in data["needs_you"]:
+        print(f"  needs you: {text}")
+    for command in data["commands"].values():
+        print(f"  cd {out} && {command}")
+    return 3 if data["outcome"] == "refused" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

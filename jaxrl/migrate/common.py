@@ -1,0 +1,261 @@
+"""Meanings that several systems share, for the joint rules of their tables. Each takes the Migration, the meaning, and
+the keys of the source that it comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from jaxrl.migrate.table import Migration
+from jaxrl.schema import options
+
+DTYPES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "auto": "auto",
+}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+
+
+def data_files(m: Migration, paths: list, *keys: str) -> None:
+    """Training files, folders or hub ids."""
+    paths = [str(p) for p in paths if p]
+    if paths:
+        m.set("data.path", tuple(paths), *keys)
+
+
+def eval_sets(m: Migration, paths: list, *keys: str) -> None:
+    """Evaluation files as name=path; names from the files, made different where two are the same."""
+    out: dict[str, str] = {}
+    for path in (str(p) for p in paths if p):
+        stem = PurePosixPath(path).name
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "_", stem.rsplit(".", 1)[0] if "." in stem else stem) or "eval"
+        name, n = stem, 2
+        while name in out:
+            parent = re.sub(r"[^A-Za-z0-9_.-]", "_", PurePosixPath(path).parent.name)
+            name = f"{parent}_{stem}" if parent and n == 2 and f"{parent}_{stem}" not in out else f"{stem}{n}"
+            n += 1
+        out[name] = path
+    if out:
+        m.set("eval.sets", tuple(f"{name}={path}" for name, path in out.items()), *keys)
+
+
+def batch(m: Migration, prompts: int, group: int, keys: tuple[str, ...], group_key: str) -> None:
+    """Prompts per step and completions to each; the product is a fact of the report."""
+    m.set("data.prompts_per_step", prompts, *keys)
+    m.set("rollout.group_size", group, group_key)
+    m.facts["prompts per step"] = prompts
+    m.facts["completions per prompt"] = group
+    m.facts["sequences per step"] = prompts * group
+
+
+def minibatches(m: Migration, option: str, prompts: int, size: int | None, epochs: int, *keys: str) -> None:
+    """Optimizer steps of a pass over the batch, from the prompts of one."""
+    size = size or prompts
+    if size > prompts or prompts % size:
+        m.lacks(keys[-1], f"{prompts} prompts are no multiple of mini-batches of {size}", refuse=True)
+        return
+    m.set(option, prompts // size, *keys)
+    if option == "algorithm.num_minibatches":
+        m.facts["optimizer steps per step"] = prompts // size * epochs
+
+
+def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) -> None:
+    """A KL to the reference of this weight; 0: no reference, and the other keys do nothing."""
+    m.set("algorithm.kl.coef", coef, *keys)
+    m.facts["KL to the reference"] = f"{coef} x {estimator} in the {placement}" if coef else "none"
+    if not coef:
+        return
+    if placement == "loss" and estimator == "k1":
+        m.lacks(
+            keys[-1],
+            "k1 in the loss has no gradient on average and is refused here; k2 has the KL's gradient",
+            refuse=True,
+        )
+        return
+    m.set("algorithm.kl.estimator", estimator, *keys)
+    m.set("algorithm.kl.placement", placement, *keys)
+
+
+def triggers(m: Migration, option: str, steps: int | None, *keys: str) -> None:
+    """Every so many steps; -1, 0 and null: never."""
+    m.set(option, steps if steps and steps > 0 else 0, *keys)
+
+
+def schedule(m: Migration, name: str, kind: str, warmup: float | None, fraction: float | None, *keys: str) -> None:
+    """The shape of the learning rate: kind of the source (constant, linear, cosine), warm-up in updates or as a share
+    of all (which counts where it is above 0)."""
+    if kind not in SCHEDULES:
+        m.lacks(name, f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
+        return
+    m.set("optimizer.schedule", SCHEDULES[kind], *keys)
+    m.set("optimizer.warmup_steps", int(warmup or 0), *keys)
+    if fraction:
+        m.set("optimizer.warmup_fraction", fraction, *keys)
+    m.facts["learning rate"] = f"{m.options['optimizer.lr'][0]}, {SCHEDULES[kind]}, warm-up " + (
+        f"{fraction} of all updates" if fraction else f"{int(warmup or 0)} updates"
+    )
+
+
+def mesh(m: Migration, keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0, gpus=0) -> None:
+    """A layout of torch systems as a mesh. Pipelines have no counterpart: their share of the devices shards parameters
+    (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left."""
+    m.facts["GPUs"] = gpus or m.gpus or "unknown"
+    if tp > 1:
+        m.set("mesh.tp", tp, *keys)
+    if ep > 1:
+        m.set("mesh.ep", ep, *keys)
+    if cp > 1:
+        if "mesh.cp" in options():
+            m.set("mesh.cp", cp, *keys)
+        else:
+            m.lacks(
+                keys[-1],
+                f"sequences are not split over devices ({cp} there); fsdp and tp shard the model instead, and "
+                "run.mode=plan says whether it fits",
+            )
+    if pp > 1:
+        m.differs(
+            f"{pp} pipeline stages become shards of parameters (mesh.fsdp): the same batch and gradient, other "
+            "messages; run.mode=plan says what fits"
+        )
+    rest = (gpus or m.gpus) // (tp * cp * ep) if gpus or m.gpus else 0
+    if fsdp > 0 and rest > fsdp and rest % fsdp == 0:
+        m.set("mesh.dp", rest // fsdp, *keys)
+
+
+def engine(
+    m: Migration,
+    backend: str,
+    key: str,
+    *,
+    tp: int,
+    engines: int,
+    nodes: int,
+    gpus: int,
+    colocated: bool,
+    keys: tuple[str, ...],
+) -> None:
+    """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes; where training and sampling
+    share the GPUs they take turns."""
+    known = {
+        "vllm": "",
+        "sglang": "SGLang",
+        "trtllm": "TensorRT-LLM",
+        "trt-llm": "TensorRT-LLM",
+        "hf": "generate() of transformers",
+    }
+    if backend not in known:
+        m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
+        return
+    m.set("rollout.engine", "vllm", key)
+    if known[backend]:
+        m.differs(
+            f"completions are sampled by vLLM instead of {known[backend]}: the same distribution, other random numbers"
+        )
+    here = max(engines // max(nodes, 1), 1)
+    m.set("rollout.vllm.tensor_parallel", tp, *keys)
+    if here > 1:
+        m.set("rollout.vllm.replicas", here, *keys)
+    per_node = gpus // max(nodes, 1)
+    if colocated:
+        m.set("rollout.placement", "colocated", *keys)
+        if here * tp <= max(per_node, 1) and here > 1:
+            m.set(
+                "rollout.vllm.devices", tuple(",".join(str(i * tp + j) for j in range(tp)) for i in range(here)), *keys
+            )
+    elif per_node:
+        m.set("rollout.placement", "disaggregated", *keys)
+        m.set("mesh.roles.policy", {"devices": f"0-{per_node - 1}" if per_node > 1 else "0"}, *keys)
+        m.set(
+            "rollout.vllm.devices",
+            tuple(",".join(str(per_node + i * tp + j) for j in range(tp)) for i in range(here)),
+            *keys,
+        )
+        m.needs(
+            f"training has GPUs 0 to {per_node - 1} of every host and vLLM the {here * tp} behind "
+            "them; where hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name rollout.servers"
+        )
+
+
+def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:
+    """A bound on prompt and answer together, where it is not below their sum."""
+    needed = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    if longest and longest >= needed:
+        m.set(option, longest, *keys)
+    elif longest:
+        m.set("train.max_sequence_tokens", longest, *keys)
+
+
+def loggers(m: Migration, key: str, names: list, project: str, run: str, project_key: str, run_key: str) -> None:
+    """Where metrics go: console and wandb; what is not known is said."""
+    names = [str(n).lower() for n in names]
+    m.set("log.wandb", "wandb" in names, key)
+    m.set("log.tensorboard", True, key)
+    other = [n for n in names if n not in ("wandb", "console", "tensorboard", "print", "none", "")]
+    if other:
+        m.lacks(
+            key,
+            f"of sinks there are console, TensorBoard, JSONL and wandb, not {', '.join(other)}; log.sinks takes one of "
+            "your own",
+        )
+    if project:
+        m.set("log.wandb_project", project, project_key)
+    if run:
+        m.set("log.wandb_name", run, run_key)
+
+
+def lora(
+    m: Migration, rank: int, alpha: float, targets, exclude, init: str, dropout: float, keys: tuple[str, ...]
+) -> None:
+    """Adapters of a rank above 0."""
+    if not rank:
+        return
+    m.set("lora.rank", rank, *keys)
+    m.set("lora.alpha", float(alpha), *keys)
+    targets = targets if isinstance(targets, list) else [targets]
+    m.set("lora.targets", tuple(str(t) for t in targets if t) or ("all-linear",), *keys)
+    if exclude:
+        m.set("lora.exclude", tuple(exclude if isinstance(exclude, list) else [str(exclude)]), *keys)
+    if init not in ("kaiming", "true", "True", "", "default"):
+        m.set("lora.init", init, *keys)
+    if dropout:
+        m.lacks(keys[-1], "dropout of adapters is for SFT alone here")
+
+
+STUB = '''"""The reward of {what}: write it before you run.
+
+Called once per completion with the row's columns by name; see docs/rewards.md.
+"""
+
+
+def score(prompt, completion, answer=None, **columns):
+    raise RuntimeError("{file}: this reward has to be written: it stood in {where}")
+'''
+
+
+def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
+    """A file for a reward that cannot be carried over; it stops the run until it is written."""
+    clean = " ".join(ascii(where).strip("'").replace('"', "").replace("\\", "/").split())[:100]
+    file = reward_file(m, STUB.format(what=what.replace('"', ""), file=f"{m.name}_reward.py", where=clean), key)
+    m.needs(f"{file}: write the reward ({clean}); until then the run stops before the model is loaded")
+
+
+def reward_file(m: Migration, text: str, key: str) -> str:
+    """A file with a function `score` beside the config. Returns its name."""
+    file = f"{m.name}_reward.py"
+    m.files[file] = text
+    m.set("reward.functions", (f"./{file}:score",), key)
+    return file

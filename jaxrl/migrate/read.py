@@ -1,0 +1,121 @@
+"""A config file of any kind as settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jaxrl.migrate import shell
+from jaxrl.migrate.source import Setting, Source, Unreadable, interpolate, leaves, merge, override, scalar
+from jaxrl.migrate.table import Table
+from jaxrl.migrate.yaml_files import YamlReader, read_toml
+
+_NAME = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.S)
+OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's and OmegaConf's own keys
+
+
+def read(table: Table, path: Path, overrides: list[str]) -> Source:
+    """All settings of a file and of overrides behind it. Raises Unreadable."""
+    notes: list[str] = []
+    environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
+    settings: dict[str, Setting] = {}
+    command = ""
+    if not path.is_file():
+        raise Unreadable(str(path), "", "no such file")
+    if path.suffix in (".yaml", ".yml", ".json"):
+        merge(settings, YamlReader(notes).file(path))
+    elif path.suffix == ".toml":
+        merge(settings, read_toml(path))
+    elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
+        command, found = _script(table, path, environment, notes)
+        merge(settings, found)
+    else:
+        raise Unreadable(path.name, "", "expected a script (.sh), YAML (.yaml) or TOML (.toml)")
+    for text in overrides:
+        if _NAME.fullmatch(text):
+            continue
+        new = override(text, "the command line") or (_flag(text) if table.flags else [])
+        if not new:
+            raise Unreadable("the command line", text[:80], "expected key=value")
+        merge(settings, new)
+    if not settings:
+        raise Unreadable(path.name, "", f"holds no key of {table.title}")
+    try:
+        settings = interpolate(settings, dict(table.resolvers), environment)
+    except (ValueError, RecursionError) as e:
+        raise e if isinstance(e, Unreadable) else Unreadable(path.name, "", str(e)) from None
+    flat: dict[str, Setting] = {}
+    for s in settings.values():  # a key that named a table
+        merge(flat, [x for x in leaves(s.key, s.value, s.where)])
+    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command)
+
+
+def _flag(text: str) -> list[Setting]:
+    found = re.fullmatch(r"--([A-Za-z][\w.-]*)", text)
+    return [Setting(found[1].replace("-", "_"), True, "the command line")] if found else []
+
+
+def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Setting]]:
+    """(the command that starts the job, its settings): of those that fit the table's pattern, or of all, the one with
+    most keys."""
+    found = []
+    for command in shell.commands(path, environment, notes):
+        line = " ".join(text for text, _ in command.words if not re.match(r"[\w.+~/-]+=", text))
+        fits = bool(re.search(table.command, line))
+        settings = _command(table, command, path, notes)
+        if settings:
+            found.append((fits, len(settings), line, settings))
+    if not found:
+        raise Unreadable(path.name, "", f"no command with keys of {table.title} was found")
+    best = max(found, key=lambda entry: entry[:2])
+    others = sum(1 for entry in found if entry is not best and entry[0])
+    if others:
+        notes.append(f"{path.name}: {others} further commands that start jobs were left out")
+    return best[2], best[3]
+
+
+def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Setting]:
+    out: list[Setting] = []
+    words = command.words
+    folder, config = "", ""
+    i = 0
+    while i < len(words):
+        text, line = words[i]
+        where = f"{command.file}:{line}"
+        named = re.fullmatch(r"--(config-path|config-name|config_file|config)(?:=(.*))?", text, re.S)
+        if named:
+            value = named[2]
+            if value is None:
+                i += 1
+                value = words[i][0] if i < len(words) else ""
+            if named[1] == "config-path":
+                folder = value
+            else:
+                config = value
+        elif table.flags and (flag := re.fullmatch(r"--([A-Za-z][\w.-]*)(?:=(.*))?", text, re.S)):
+            values = [flag[2]] if flag[2] is not None else []
+            while flag[2] is None and i + 1 < len(words) and not words[i + 1][0].startswith("--"):
+                i += 1
+                values.append(words[i][0])
+            value = [scalar(v) for v in values]
+            out.append(
+                Setting(flag[1].replace("-", "_"), True if not value else value[0] if len(value) == 1 else value, where)
+            )
+        elif not text.startswith("--"):
+            out += [s for s in override(text, where) if "." in s.key or len(out)]
+        i += 1
+    if config:
+        out = [*_named_config(path, folder, config, notes), *out]
+    return out
+
+
+def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:
+    """The config that a command names, where it lies beside the script."""
+    name = config if config.endswith((".yaml", ".yml", ".toml", ".json")) else f"{config}.yaml"
+    for place in (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name):
+        if "$" not in str(place) and place.is_file():
+            return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
+    notes.append(
+        f"{path.name}: the config {config} that the command names is not at hand; the source's defaults stand for it"
+    )
+    return []

@@ -1,0 +1,275 @@
+"""What a migration leaves behind: the config file, the report in Markdown and JSON, stubs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import is_secret
+from jaxrl.migrate.source import Unreadable
+from jaxrl.migrate.table import KINDS, Migration
+from jaxrl.schema import free_tables, options
+
+MARK = "# made by jaxrl.migrate, unchanged: "
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+
+
+def shown(value: Any, most: int = 100) -> str:
+    """A value of the source as one line of ASCII."""
+    if isinstance(value, str) and value.isascii() and value.isprintable():
+        text = value
+    elif isinstance(value, bool) or value is None:
+        text = {True: "true", False: "false", None: "null"}[value]
+    else:
+        text = ascii(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def hidden(key: str, value: Any) -> Any:
+    """A value without secrets."""
+    return "<redacted>" if is_secret(key.rsplit(".", 1)[-1]) and isinstance(value, str) and value else value
+
+
+def config_text(m: Migration, title: str) -> str:
+    """The config file: options in the schema's order, the key and value they come from beside each."""
+    written, order = m.written(), list(options())
+    place = {name: i for i, name in enumerate(order)}
+    lines, group, variables = [], "", False
+    for option in sorted(written, key=lambda o: (place.get(o, place.get(_table(o), len(order))), o)):
+        value, keys = written[option]
+        if option.split(".")[0] != group:
+            group = option.split(".")[0]
+            lines.append("")
+        text, variable = literal(option, value)
+        variables |= variable
+        target = "c." + option
+        for table in free_tables():
+            if option.startswith(table + "."):
+                target = f"c.{table}[{option[len(table) + 1 :]!r}]"
+        lines.append(f"    {target} = {text}  # {because(m, keys)}")
+    helper = (
+        [
+            "",
+            "",
+            "def here(text):",
+            '    """The text with variables of this machine filled in."""',
+            "    return os.path.expandvars(text)",
+        ]
+        if variables
+        else []
+    )
+    body = "\n".join(
+        [
+            f'"""{title}',
+            "",
+            "report.md says what became of every key of the source.",
+            '"""',
+            "",
+            *(["import os", ""] if variables else []),
+            "import jaxrl",
+            *helper,
+            "",
+            "",
+            "def get_config(arg):",
+            "    c = jaxrl.default_config()",
+            *lines,
+            "",
+            "    return c",
+            "",
+        ]
+    )
+    return f"{MARK}{_digest(body)}\n{body}"
+
+
+def _table(option: str) -> str:
+    """The free table that an option lies in, or ""."""
+    return next((t for t in free_tables() if option.startswith(t + ".")), "")
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+
+def literal(option: str, value: Any) -> tuple[str, bool]:
+    """A value as Python text, and whether it needs variables of the machine."""
+    if isinstance(value, str):
+        path = value.replace("=~/", "=$HOME/", 1) if option == "eval.sets" else value
+        path = "$HOME/" + path[2:] if path.startswith("~/") else path
+        return (f"here({path!r})", True) if _VARIABLE.search(path) else (repr(value), False)
+    if isinstance(value, list | tuple):
+        parts = [literal(option, v) for v in value]
+        inner = ", ".join(p for p, _ in parts)
+        opening, closing = ("(", ",)" if len(parts) == 1 else ")") if isinstance(value, tuple) else "[]"
+        return f"{opening}{inner}{closing}", any(v for _, v in parts)
+    if isinstance(value, dict):
+        parts = [(repr(k), literal(option, v)) for k, v in value.items()]
+        return "{" + ", ".join(f"{k}: {v[0]}" for k, v in parts) + "}", any(v[1] for _, v in parts)
+    return repr(value), False
+
+
+def because(m: Migration, keys: tuple[str, ...]) -> str:
+    """The keys that an option comes from, with their values."""
+    parts = []
+    for key in keys:
+        if m.given(key):
+            parts += [f"{s.key}={shown(hidden(s.key, s.value), 60)}" for s in m.all(key)[:3]]
+        elif "*" not in key and not any(m.given(k) for k in keys):
+            parts.append(f"{key}={shown(m.default(key), 60)} is {m.table.title}'s default")
+    text = ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else "")
+    return text[:157] + "..." if len(text) > 160 else text or f"{m.table.title}'s default"
+
+
+def report(m: Migration, name: str, file: str, outcome: str) -> dict:
+    """The report as plain data."""
+    target = f"h100:{m.gpus}" if m.gpus else "h100:8"
+    run = f"python -m jaxrl.main --config={name}.py"
+    written = m.written()
+    refused = outcome == "refused"
+    return {
+        "system": m.table.name,
+        "version": m.version,
+        "file": file,
+        "outcome": outcome,
+        "config": "" if refused else f"{name}.py",
+        "gpus": m.gpus,
+        "facts": m.facts,
+        "keys": [
+            {
+                "key": r.key,
+                "value": hidden(r.key, r.value),
+                "where": r.where,
+                "kind": r.kind,
+                "targets": list(r.targets),
+                "values": list(r.targets.values()),
+                "note": r.note,
+            }
+            for r in m.records()
+        ],
+        "defaults_written": {
+            o: {"value": v, "from": because(m, keys)}
+            for o, (v, keys) in written.items()
+            if not any(m.given(k) for k in keys)
+        },
+        "lacks": [{"key": key, "why": why, "refused": refuse} for key, why, refuse in m.lacking],
+        "differs": m.different,
+        "needs_you": m.needs_you,
+        "notes": m.notes,
+        "files": sorted(m.files),
+        "commands": {}
+        if refused
+        else {"run": run}
+        if "lora.rank" in written
+        else {  # plans do not count adapters
+            "run": run,
+            "plan": f"{run} --config.run.mode=plan --config.plan.target={target}",
+        },
+    }
+
+
+HEADINGS = {
+    "exact": "Exact",
+    "equivalent": "Equivalent",
+    "automatic": "Automatic",
+    "inert": "Inert",
+    "unsupported": "Not supported",
+    "ask": "Asked of you",
+    "unknown": "Unknown",
+}
+
+
+def markdown(data: dict) -> str:
+    """The report for people."""
+    out = [f"# {data['file']}: from {data['system']} {data['version']}", "", f"Outcome: **{data['outcome']}**.", ""]
+    if data["facts"]:
+        out += [
+            "| what comes of the keys | |",
+            "|---|---|",
+            *(f"| {k} | {_cell(v)} |" for k, v in data["facts"].items()),
+            "",
+        ]
+    if data["commands"]:
+        out += ["```bash", *sorted(data["commands"].values(), key=len, reverse=True), "```", ""]
+    for title, items in (
+        ("Lacks", [f"`{e['key']}`: {e['why']}" for e in data["lacks"]]),
+        ("Needs you", data["needs_you"]),
+        ("Not followed", data["notes"]),
+    ):
+        if items:
+            out += [f"## {title}", "", *(f"- {_cell(i)}" for i in items), ""]
+    for kind in KINDS:
+        rows = [k for k in data["keys"] if k["kind"] == kind]
+        if rows:
+            out += [f"## {HEADINGS[kind]}", "", "| key | value | here | |", "|---|---|---|---|"]
+            out += [
+                f"| `{_cell(k['key'])}` | {_cell(shown(k['value'], 60))} | "
+                + _cell(", ".join(f"{t}={shown(v, 60)}" for t, v in zip(k["targets"], k["values"], strict=True)))
+                + f" | {_cell(k['note'])} |"
+                for k in rows
+            ]
+            out.append("")
+    if data["defaults_written"]:
+        out += [
+            "## Defaults written",
+            "",
+            "Keys that are not set, where the source's default is not jaxrl's.",
+            "",
+            "| here | from |",
+            "|---|---|",
+        ]
+        out += [
+            f"| {o}={_cell(shown(e['value'], 60))} | {_cell(e['from'])} |" for o, e in data["defaults_written"].items()
+        ]
+        out.append("")
+    if data["differs"]:
+        out += ["## Differs whatever the keys", "", *(f"- {_cell(i)}" for i in data["differs"]), ""]
+    return "\n".join(out)
+
+
+def _cell(value) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def name_of(file: str) -> str:
+    """A file's stem as a name of Python's."""
+    stem = re.sub(r"\W+", "_", Path(file).stem, flags=re.ASCII).strip("_").lower()
+    return stem if stem and not stem[0].isdigit() else f"job_{stem}".rstrip("_")
+
+
+def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
+    """Writes everything into a folder and returns the report. A config that was edited since is not overwritten."""
+    name, outcome = name_of(file), m.outcome(strict)
+    data = report(m, name, Path(file).name, outcome)
+    title = f"{shown(Path(file).name)} of {m.table.title} {m.version}".replace("\\", "/").replace('"', "'")
+    files = {f"{name}.py": config_text(m, title)} if outcome != "refused" else {}
+    out.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        if (out / path).exists() and not _untouched(out / path):
+            raise Unreadable(str(out / path), "", "exists and was edited; name another folder with --out=DIR")
+        (out / path).write_text(text, "utf-8")
+    for path, text in m.files.items() if files else ():
+        if not (out / path).exists():  # stubs are there to be written in
+            (out / path).write_text(text, "utf-8")
+    plain = (
+        json.dumps(data, indent=1, default=str, allow_nan=False)
+        if _finite(data)
+        else json.dumps(data, indent=1, default=str)
+    )
+    (out / "report.json").write_text(plain + "\n", "utf-8")
+    (out / "report.md").write_text(markdown(data) + "\n", "utf-8")
+    return data
+
+
+def _untouched(path: Path) -> bool:
+    first, _, body = path.read_text("utf-8", errors="replace").partition("\n")
+    return first == MARK + _digest(body)
+
+
+def _finite(node) -> bool:
+    if isinstance(node, dict):
+        return all(map(_finite, node.values()))
+    if isinstance(node, list | tuple):
+        return all(map(_finite, node))
+    return not isinstance(node, float) or abs(node) != float("inf") and node == node

@@ -1,0 +1,558 @@
+"""Bash scripts that start a training job, as settings. A script is parsed, never executed: no process is started, no
+file but scripts that it names is read.
+
+What is followed: variables with their defaults (`${X:-8}`), arrays, arithmetic, quoting, `if`, `case`, `&&`, `||` where
+their conditions can be decided from the text, scripts that are sourced or called, the first turn of a `for`. What is
+not (a command in a value, a condition on files) is said in the notes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl.migrate.source import DEEPEST, MOST, Unreadable, arithmetic
+from jaxrl.migrate.yaml_files import text_of
+
+
+class Word(NamedTuple):
+    """A word as it stands in the script, quotes and all; an operator where `op`."""
+
+    text: str
+    line: int
+    op: bool = False
+
+
+class Command(NamedTuple):
+    """A command that the script would start, its words expanded, with the line of each."""
+
+    words: list[tuple[str, int]]
+    file: str
+
+
+OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
+OUTSIDE = ("HOME", "USER", "PWD", "HOSTNAME", "TMPDIR")  # kept as $NAME, for the machine where the config runs
+
+
+def tokens(text: str, name: str) -> list[Word]:
+    """A script as words and operators. Raises Unreadable where a quote or bracket is not closed."""
+    out, i, line, n = [], 0, 1, len(text)
+    heredocs: list[str] = []
+    while i < n:
+        c = text[i]
+        if c == "\n":
+            out.append(Word("\n", line, True))
+            i, line = i + 1, line + 1
+            for mark in heredocs:
+                i, line = _skip_heredoc(text, i, line, mark)
+            heredocs = []
+        elif c in " \t\r":
+            i += 1
+        elif text.startswith("\\\n", i) or text.startswith("\\\r\n", i):
+            i, line = text.index("\n", i) + 1, line + 1
+        elif c == "#":
+            i = text.find("\n", i) if "\n" in text[i:] else n
+        elif found := re.compile(r"\d*<<-?\s*(['\"]?)([\w-]+)\1").match(text, i):
+            heredocs.append(found[2])
+            i = found.end()
+        elif found := re.compile(r"(\d*>>?&?\d*|\d*<<<|\d*<|&>>?)\s*").match(text, i):
+            i = found.end()
+            if not found[0].rstrip().endswith(("&1", "&2")):
+                i = _word_end(text, i, line, name)
+        elif op := next((o for o in OPERATORS if text.startswith(o, i)), None):
+            out.append(Word(op, line, True))
+            i += len(op)
+        else:
+            end = _word_end(text, i, line, name)
+            out.append(Word(text[i:end], line))
+            line += text.count("\n", i, end)
+            i = max(end, i + 1)
+        if len(out) > 10 * MOST:
+            raise Unreadable(f"{name}:{line}", "", "too long")
+    return [*out, Word("\n", line, True)]
+
+
+def _skip_heredoc(text, i, line, mark):
+    while i < len(text):
+        end = text.find("\n", i)
+        end = len(text) if end < 0 else end
+        done = text[i:end].strip() == mark
+        i, line = end + 1, line + 1
+        if done:
+            break
+    return i, line
+
+
+def _word_end(text: str, i: int, line: int, name: str) -> int:
+    """Where the word that begins at i ends; an array `X=(...)` is one word."""
+    start, n = i, len(text)
+    while i < n:
+        c = text[i]
+        if c in " \t\r\n;|&)" or c in "<>" and i > start:
+            return i
+        if c == "(":
+            if i > start and text[i - 1] == "=":
+                i = _closing(text, i, "(", ")", line, name)
+                continue
+            return i
+        i = _unit_end(text, i, line, name)
+    return i
+
+
+def _unit_end(text: str, i: int, line: int, name: str) -> int:
+    """Past the character, quoted text or substitution at i."""
+    c = text[i]
+    if c == "\\":
+        return min(i + 2, len(text))
+    if c == "'":
+        end = text.find("'", i + 1)
+        if end < 0:
+            raise Unreadable(f"{name}:{line}", "", "a quote (') is not closed")
+        return end + 1
+    if c == '"':
+        i += 1
+        while i < len(text) and text[i] != '"':
+            i = _unit_end(text, i, line, name) if text[i] in "\\$`" else i + 1
+        if i >= len(text):
+            raise Unreadable(f"{name}:{line}", "", 'a quote (") is not closed')
+        return i + 1
+    if c == "`":
+        end = text.find("`", i + 1)
+        if end < 0:
+            raise Unreadable(f"{name}:{line}", "", "a backtick is not closed")
+        return end + 1
+    if text.startswith("$(", i):
+        return _closing(text, i + 1, "(", ")", line, name)
+    if text.startswith("${", i):
+        return _closing(text, i + 1, "{", "}", line, name)
+    return i + 1
+
+
+def _closing(text: str, i: int, opening: str, closing: str, line: int, name: str) -> int:
+    depth = 0
+    while i < len(text):
+        c = text[i]
+        if c == "#" and opening == "(" and text[i - 1] in " \t\n(":
+            i = text.find("\n", i) if "\n" in text[i:] else len(text)
+            continue
+        if c in "'\"\\`" or c == "$" and text[i + 1 : i + 2] in ("(", "{"):
+            i = _unit_end(text, i, line, name)
+            continue
+        depth += (c == opening) - (c == closing)
+        i += 1
+        if depth == 0:
+            return i
+    raise Unreadable(f"{name}:{line}", "", f"a bracket ({opening}) is not closed")
+
+
+class Script:
+    """Walks through a script and collects the commands that it would start.
+
+    environment: variables given by the user, which win over the script's defaults (`${X:-8}`) as the shell's would.
+    """
+
+    def __init__(self, environment: dict[str, str], notes: list[str]):
+        self.variables: dict[str, str | list[str]] = dict(environment)
+        self.notes, self.commands, self.steps = notes, [], 0
+        self.positional: list[str] = []
+
+    def run(self, path: Path, depth: int = 0) -> None:
+        if depth > 8:
+            raise Unreadable(path.name, "", "scripts that call each other")
+        _Walk(self, path, tokens(text_of(path), path.name), depth).all()
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+class _Walk:
+    def __init__(self, script: Script, path: Path, words: list[Word], depth: int):
+        self.script, self.path, self.words, self.depth = script, path, words, depth
+        self.name, self.i = path.name, 0
+        self.active = [True]  # one entry per open block
+        self.blocks: list[dict] = []
+
+    def all(self):
+        self.script.steps += len(self.words)
+        if self.script.steps > 20 * MOST:
+            raise Unreadable(self.name, "", "too long")
+        skip = ""
+        while self.i < len(self.words):
+            word = self.words[self.i]
+            if word.op:
+                self.i += 1
+                if word.text in ("\n", ";", "&", "|"):
+                    skip = ""
+                elif word.text in ("&&", "||"):
+                    skip = word.text
+                elif word.text == ";;":
+                    self.end_of_case_branch()
+                continue
+            start = self.i
+            while self.i < len(self.words) and not self.words[self.i].op:
+                self.i += 1
+            result = self.simple(self.words[start : self.i], skip)
+            skip = "" if result is None else skip
+            self.last = result if result is not None else True
+
+    last: bool = True
+
+    @property
+    def on(self) -> bool:
+        return all(self.active)
+
+    def simple(self, words: list[Word], after: str):
+        """One command, or a keyword with what stands behind it. after: && or || before it."""
+        while words and words[0].text in ("then", "do", "else", "{", "!", "time"):
+            if words[0].text == "else":
+                self.branch(None)
+            words = words[1:]
+        if not words:
+            return None
+        first = words[0].text
+        if first in ("if", "elif", "while", "until"):
+            return self.condition(first, words)
+        if first in ("fi", "done", "esac", "}"):
+            if self.blocks and first != "}" or self.blocks and self.blocks[-1]["kind"] == "function":
+                self.blocks.pop()
+                self.active.pop()
+            return None
+        if first in ("case", "for", "function"):
+            return getattr(self, "_" + first)(words)
+        if self.blocks and self.blocks[-1]["kind"] == "case" and self.op() == ")":
+            return self.pattern(words)
+        if self.op() == "(" and len(words) == 1 and self.peek(1) == ")":
+            return self._function(words)
+        if not self.on or after == "&&" and self.last is False or after == "||" and self.last is not False:
+            return self.last if after else None
+        if first in ("[", "[[", "test"):
+            decided = self.test([w.text for w in words])
+            if decided is None:
+                self.script.note(
+                    f"{self.name}:{words[0].line}: a condition that the text does not decide is taken not to hold"
+                )
+            return bool(decided)
+        self.command(words)
+        return None
+
+    def op(self):
+        return self.words[self.i].text if self.i < len(self.words) and self.words[self.i].op else ""
+
+    def peek(self, ahead: int):
+        return self.words[self.i + ahead].text if self.i + ahead < len(self.words) else ""
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def condition(self, first, words):
+        decided: bool | None = None
+        if first in ("while", "until"):
+            self.script.note(f"{self.name}:{words[0].line}: what the loop does is not followed")
+            decided = False
+        elif self.on or first == "elif":
+            rest = [w.text for w in words[1:]]
+            if rest[:1] and rest[0] in ("[", "[[", "test"):
+                decided = self.test(rest)
+            while self.op() in ("&&", "||"):  # several conditions
+                joint, start = self.op(), self.i + 1
+                self.i = start
+                while not self.words[self.i].op:
+                    self.i += 1
+                other = self.test([w.text for w in self.words[start : self.i]])
+                both = None in (decided, other)
+                decided = None if both else (decided and other) if joint == "&&" else (decided or other)
+            if decided is None:
+                self.script.note(
+                    f"{self.name}:{words[0].line}: the condition of `if` is not decided by the text; its "
+                    "`else` is taken"
+                )
+        if first == "elif":
+            self.branch(decided)
+            return None
+        self.blocks.append({"kind": "if", "done": bool(decided)})
+        self.active.append(bool(decided))
+        return None
+
+    def branch(self, decided):
+        """else (None) and elif."""
+        if self.blocks and self.blocks[-1]["kind"] == "if":
+            block = self.blocks[-1]
+            self.active[-1] = not block["done"] and (decided is None or bool(decided))
+            block["done"] = block["done"] or self.active[-1]
+
+    def _case(self, words):
+        value = self.expand(words[1].text, words[1].line)[:1] if len(words) > 1 else [""]
+        self.blocks.append({"kind": "case", "value": value[0] if value else "", "done": False})
+        self.active.append(False)
+        rest = words[3:]
+        if rest and self.op() == ")":
+            return self.pattern(rest)
+        return None
+
+    def pattern(self, words):
+        block = self.blocks[-1]
+        alternatives = [w.text.strip("'\"") for w in words]
+        fits = any(fnmatch.fnmatchcase(block["value"], a) for a in alternatives) and not block["done"]
+        self.active[-1], block["done"] = fits, block["done"] or fits
+        self.i += 1  # past the bracket
+        return None
+
+    def end_of_case_branch(self):
+        if self.blocks and self.blocks[-1]["kind"] == "case":
+            self.active[-1] = False
+
+    def _for(self, words):
+        on = self.on
+        self.blocks.append({"kind": "for"})
+        self.active.append(True)
+        if on and len(words) > 3 and words[2].text == "in":
+            values = [v for w in words[3:] for v in self.expand(w.text, w.line)]
+            self.active[-1] = bool(values)
+            if values:
+                self.script.variables[words[1].text] = values[0]
+                if len(values) > 1:
+                    self.script.note(
+                        f"{self.name}:{words[0].line}: of the `for` only {words[1].text}={values[0]} is read"
+                    )
+        else:
+            self.active[-1] = False
+        return None
+
+    def _function(self, words):
+        self.blocks.append({"kind": "function"})
+        self.active.append(False)
+        while self.op() in ("(", ")"):
+            self.i += 1
+        self.script.note(f"{self.name}:{words[0].line}: the function {words[-1].text if words else ''} is not followed")
+        return None
+
+    def test(self, words: list[str]) -> bool | None:
+        """[ ... ] where it compares texts or numbers; None where the text does not decide."""
+        body = [w for w in words[1:] if w not in ("]", "]]")]
+        negate = body[:1] == ["!"]
+        body = body[1:] if negate else body
+        values = [" ".join(self.expand(w, 0)) if w[:1] != "-" else w for w in body]
+        decided: bool | None = None
+        if any("$" in v and not re.fullmatch(r"\$\w+", v) for v in values):
+            decided = None
+        elif len(values) == 2 and values[0] in ("-z", "-n"):
+            empty = values[1] == "" or values[1] == body[1].strip('"') and "$" in body[1]
+            decided = empty == (values[0] == "-z")
+        elif len(values) == 1 and values[0]:
+            decided = "$" not in values[0]
+        elif len(values) == 3 and values[1] in ("=", "=="):
+            decided = fnmatch.fnmatchcase(values[0], values[2])
+        elif len(values) == 3 and values[1] == "!=":
+            decided = not fnmatch.fnmatchcase(values[0], values[2])
+        elif len(values) == 3 and values[1] in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le"):
+            try:
+                a, b = int(values[0]), int(values[2])
+                decided = {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[
+                    values[1]
+                ]
+            except ValueError:
+                decided = None
+        return decided if decided is None else decided != negate
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def command(self, words: list[Word]):
+        while words and (found := re.match(r"([A-Za-z_]\w*)(\+?)=(.*)", words[0].text, re.S)):
+            self.assign(found[1], found[2] == "+", found[3], words[0].line)
+            words = words[1:]
+        if not words:
+            return
+        first = words[0].text
+        if first in ("export", "declare", "local", "readonly", "typeset"):
+            for w in words[1:]:
+                if found := re.match(r"([A-Za-z_]\w*)(\+?)=(.*)", w.text, re.S):
+                    self.assign(found[1], found[2] == "+", found[3], w.line)
+            return
+        expanded = [(text, w.line) for w in words for text in self.expand(w.text, w.line)]
+        if first in ("source", ".") and len(expanded) > 1:
+            self.include(expanded[1][0], expanded[2:], words[0].line, False)
+        elif first in ("bash", "sh") and len(expanded) > 1 and expanded[1][0].endswith(".sh"):
+            self.include(expanded[1][0], expanded[2:], words[0].line, True)
+        elif first == "set" and len(words) > 1 and words[1].text == "--":
+            self.script.positional = [text for text, _ in expanded[2:]]
+        elif expanded:
+            self.script.commands.append(Command(expanded, self.name))
+
+    def include(self, file: str, arguments, line: int, own: bool):
+        """A script that is sourced, or called (its variables then are its own)."""
+        path = Path(file)
+        places = [folder / path for folder in (self.path.parent, *self.path.absolute().parents[:8])]
+        found = next((p for p in (*places, self.path.parent / path.name) if p.is_file()), None)
+        if "$" in file or found is None:
+            self.script.note(f"{self.name}:{line}: the script {file} is not at hand")
+            return
+        variables, positional = dict(self.script.variables), self.script.positional
+        self.script.positional = [text for text, _ in arguments]
+        self.script.run(found, self.depth + 1)
+        self.script.positional = positional
+        if own:
+            self.script.variables = variables
+
+    def assign(self, name: str, more: bool, raw: str, line: int):
+        variables = self.script.variables
+        if raw.startswith("("):
+            inner = tokens(raw[1 : raw.rindex(")")], self.name)
+            values = [(t, line + w.line - 1) for w in inner if not w.op for t in self.expand(w.text, line)]
+            new = [t for t, _ in values]
+            old = variables.get(name, [])
+            variables[name] = [*(old if isinstance(old, list) else [old]), *new] if more else new
+            self.script.variables.setdefault("\0lines", {}).update({(name, t): at for t, at in values})
+        else:
+            value = " ".join(self.expand(raw, line, split=False))
+            old = variables.get(name, "")
+            variables[name] = f"{old}{value}" if more and isinstance(old, str) else value
+
+    # -- expansion -----------------------------------------------------------------------------------------------------
+
+    def expand(self, raw: str, line: int, split: bool = True, depth: int = 0) -> list[str]:
+        """A word with variables and quotes taken away; several where it is an array or splits at blanks."""
+        if depth > DEEPEST:
+            raise Unreadable(f"{self.name}:{line}", "", f"{raw[:40]!r} is nested too deeply")
+        out, any_quote, i = [""], False, 0
+        while i < len(raw):
+            end = _unit_end(raw, i, line, self.name)
+            unit, c = raw[i:end], raw[i]
+            if c == "\\":
+                out[-1] += "" if unit == "\\\n" else unit[1:]
+            elif c == "'":
+                out[-1] += unit[1:-1]
+                any_quote = True
+            elif c == '"':
+                any_quote = True
+                parts = self.quoted(unit[1:-1], line, depth)
+                out[-1] += parts[0] if parts else ""
+                out += parts[1:]
+            elif c in "$`":
+                end, parts = self.dollar(raw, i, line, depth)
+                whole = not (len(parts) == 1 and split and " " in parts[0].strip())
+                parts = parts if whole else parts[0].split()
+                out[-1] += parts[0] if parts else ""
+                out += parts[1:]
+            else:
+                out[-1] += unit
+            i = end
+            if sum(map(len, out)) > 1_000_000 or len(out) > MOST:
+                raise Unreadable(f"{self.name}:{line}", "", "a word that grows without end")
+        return [] if out == [""] and not any_quote else out
+
+    def quoted(self, inner: str, line: int, depth: int) -> list[str]:
+        out, i = [""], 0
+        while i < len(inner):
+            if inner[i] == "\\" and inner[i + 1 : i + 2] in ('"', "\\", "$", "`", "\n"):
+                out[-1] += "" if inner[i + 1] == "\n" else inner[i + 1]
+                i += 2
+            elif inner[i] in "$`":
+                i, parts = self.dollar(inner, i, line, depth)
+                out[-1] += parts[0] if parts else ""
+                out += parts[1:]
+            else:
+                out[-1] += inner[i]
+                i += 1
+        return out
+
+    def dollar(self, text: str, i: int, line: int, depth: int) -> tuple[int, list[str]]:
+        """What $NAME, ${...}, $((...)), $(...) at i stands for, and where it ends."""
+        if text.startswith("$((", i):
+            end = _closing(text, i + 1, "(", ")", line, self.name)
+            body = text[i + 3 : end - 2]
+            body = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: f"({self.plain(m[1])})", body)
+            try:
+                return end, [str(arithmetic(body))]
+            except ValueError:
+                return end, [text[i:end]]
+        if text.startswith("$(", i) or text[i] == "`":
+            end = _unit_end(text, i, line, self.name)
+            if text[i:end].strip("$()` ") == "pwd":
+                return end, ["."]
+            self.script.note(f"{self.name}:{line}: {text[i:end][:60]} is a command, which is not run")
+            return end, [text[i:end]]
+        if text.startswith("${", i):
+            end = _closing(text, i + 1, "{", "}", line, self.name)
+            return end, self.braces(text[i + 2 : end - 1], line, depth)
+        if found := re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?!$-])").match(text, i):
+            return found.end(), self.variable(found[1])
+        return i + 1, [text[i]]
+
+    def plain(self, name: str) -> str:
+        value = self.script.variables.get(name, "")
+        return value if isinstance(value, str) else " ".join(value)
+
+    def variable(self, name: str) -> list[str]:
+        if name in ("@", "*"):
+            return list(self.script.positional)
+        if name.isdigit():
+            index = int(name) - 1
+            return [self.script.positional[index] if 0 <= index < len(self.script.positional) else ""]
+        if name in "#?!$-":
+            return [str(len(self.script.positional)) if name == "#" else ""]
+        value = self.script.variables.get(name)
+        if value is None:
+            return [f"${name}"]
+        return [value[0] if value else ""] if isinstance(value, list) else [value]
+
+    def braces(self, inner: str, line: int, depth: int) -> list[str]:
+        """${NAME}, with a default, an index, a part cut off or replaced."""
+        found = re.match(r"(#?)([A-Za-z_]\w*|\d+|[@*])(\[[^\]]*\])?(.*)", inner, re.S)
+        if not found:
+            return ["${" + inner + "}"]
+        count, name, index, rest = found.groups()
+        known = self.script.variables.get(name)
+        if name.isdigit() or name in "@*":
+            known = self.variable(name)
+            known = known[0] or None if name.isdigit() else known
+        if index in ("[@]", "[*]"):
+            values = known if isinstance(known, list) else [] if known is None else [known]
+            return [str(len(values))] if count else list(values)
+        if index and isinstance(known, list):
+            at = index[1:-1]
+            known = known[int(at)] if at.isdigit() and int(at) < len(known) else None
+        if count:
+            return [str(len(known)) if known else "0"]
+        known = known[0] if isinstance(known, list) and known and name not in "@*" else known
+        if name in ("@", "*"):
+            return list(known)
+        if rest[:1] == ":" and rest[1:2] in ("-", "=", "+", "?") or rest[:1] in ("-", "=", "+", "?"):
+            mark, word = (rest[1], rest[2:]) if rest[0] == ":" else (rest[0], rest[1:])
+            unset = known is None or rest[0] == ":" and known == ""
+            if mark == "+":
+                return [] if unset else self.expand(word, line, False, depth + 1) or [""]
+            if not unset:
+                return [known]
+            if mark == "?":
+                return [f"${name}"]
+            value = " ".join(self.expand(word, line, False, depth + 1))
+            if mark == "=":
+                self.script.variables[name] = value
+            return [value]
+        text = f"${name}" if known is None else known
+        return [self.cut(text, rest, line, depth)]
+
+    def cut(self, text: str, rest: str, line: int, depth: int) -> str:
+        """${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b}."""
+        if found := re.match(r"(%%|%|##|#)(.*)", rest, re.S):
+            pattern = " ".join(self.expand(found[2], line, False, depth + 1))
+            front = found[1][0] == "#"
+            sizes = range(len(text) + 1) if len(found[1]) == 1 else range(len(text), -1, -1)
+            for size in sizes:
+                part = text[:size] if front else text[len(text) - size :]
+                if fnmatch.fnmatchcase(part, pattern):
+                    return text[size:] if front else text[: len(text) - size]
+            return text
+        if rest.startswith("/"):
+            old, _, new = rest.lstrip("/").partition("/")
+            return text.replace(old, new) if rest.startswith("//") else text.replace(old, new, 1)
+        return text if not rest else "${" + rest + "}"
+
+
+def commands(path: Path, environment: dict[str, str], notes: list[str]) -> list[Command]:
+    """The commands that a script would start, in order."""
+    script = Script(environment, notes)
+    script.run(path)
+    return script.commands

@@ -1,0 +1,266 @@
+"""What every reader gives: the keys of a config with their values and places; scalars, overrides and interpolation."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MOST = 20_000  # settings of a config
+DEEPEST = 40  # levels of nesting, of includes and of interpolation
+
+
+class Unreadable(ValueError):
+    """A config that cannot be read. The message names the place (file:line), the key where there is one, and why."""
+
+    def __init__(self, where: str, key: str, why: str):
+        super().__init__(f"{where}: {key + ': ' if key else ''}{why}")
+        self.where, self.key, self.why = where, key, why
+
+
+class Setting(NamedTuple):
+    """One key of the source: dotted name, value as the source would read it, and place ('run.sh:27')."""
+
+    key: str
+    value: Any
+    where: str
+
+
+class Source(NamedTuple):
+    """What was read. settings: by key, in the order of the source, the last of several wins. notes: what was not
+    followed (branches of a script, commands in its values, included files that are not at hand). command: the words
+    of a script's command that are no settings."""
+
+    settings: dict[str, Setting]
+    notes: list[str]
+    command: str = ""
+
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?")
+_WORDS = {
+    "null": None,
+    "~": None,
+    "none": None,
+    "true": True,
+    "false": False,
+    ".inf": float("inf"),
+    "inf": float("inf"),
+}
+
+
+def scalar(text: str) -> Any:
+    """What an unquoted word means: null, a bool, a number (1e-6 too), else text."""
+    if text.lower() in _WORDS and text != "none":
+        return _WORDS[text.lower()]
+    if _NUMBER.fullmatch(text):
+        plain = text.replace("_", "")
+        return float(plain) if re.search(r"[.eE]", plain) else int(plain)
+    return text
+
+
+def override_value(text: str, depth: int = 0) -> Any:
+    """The value of a hydra or OmegaConf override: quoted text, [lists], {tables}, null, bools, numbers, text.
+
+    Raises ValueError where brackets or quotes are not closed.
+    """
+    if depth > DEEPEST:
+        raise ValueError("nested too deeply")
+    text = text.strip()
+    if text[:1] in "'\"" and len(text) > 1 and text[-1] == text[0]:
+        return text[1:-1]
+    if text[:1] == "[":
+        if text[-1] != "]":
+            raise ValueError(f"{text!r} begins a list that does not end")
+        return [override_value(part, depth + 1) for part in split_top(text[1:-1], ",")]
+    if text[:1] == "{" and not text.startswith("{{"):
+        if text[-1] != "}":
+            raise ValueError(f"{text!r} begins a table that does not end")
+        out = {}
+        for part in split_top(text[1:-1], ","):
+            name, colon, value = part.partition(":")
+            if not colon:
+                raise ValueError(f"{part!r} in a table has no colon")
+            out[str(override_value(name, depth + 1))] = override_value(value, depth + 1)
+        return out
+    return scalar(text)
+
+
+def split_top(text: str, mark: str) -> list[str]:
+    """Splits at a mark outside of quotes and brackets; [] for blank text."""
+    out, depth, quote, start = [], 0, "", 0
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"":
+            quote = c
+        elif c in "[{(":
+            depth += 1
+        elif c in "]})":
+            depth -= 1
+        elif c == mark and not depth:
+            out.append(text[start:i])
+            start = i + 1
+    if quote or depth:
+        raise ValueError(f"{text!r}: a quote or bracket is not closed")
+    return [*out, text[start:]] if text.strip() else []
+
+
+_OVERRIDE = re.compile(r"(\+\+|\+|~|--)?([A-Za-z_][\w./@-]*)=(.*)", re.S)
+
+
+def override(word: str, where: str) -> list[Setting]:
+    """'+a.b=1' as settings; a table gives one setting per entry. [] where the word is no override."""
+    found = _OVERRIDE.fullmatch(word)
+    if not found:
+        return []
+    mark, key, text = found[1] or "", found[2].replace("/", "."), found[3]
+    if mark == "~":
+        return [Setting(key, None, where)]
+    try:
+        value = override_value(text)
+    except ValueError as e:
+        raise Unreadable(where, key, str(e)) from None
+    return list(leaves(key, value, where))
+
+
+def leaves(key: str, value: Any, where: str, depth: int = 0):
+    """A value as settings: tables are followed, everything else (lists, empty tables) is a leaf."""
+    if depth > DEEPEST:
+        raise Unreadable(where, key[:80], "nested too deeply")
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from leaves(f"{key}.{name}" if key else str(name), part, where, depth + 1)
+    else:
+        yield Setting(key, value, where)
+
+
+def merge(into: dict[str, Setting], new: list[Setting]) -> None:
+    """Later settings win; one that replaces a table, or a part of what was a leaf, takes the other's place away."""
+    for setting in new:
+        key = setting.key
+        for other in [k for k in into if k.startswith(key + ".")]:
+            del into[other]
+        for stop in (i for i, c in enumerate(key) if c == "."):
+            into.pop(key[:stop], None)
+        into.pop(key, None)
+        into[key] = setting
+    if len(into) > MOST:
+        raise Unreadable(new[-1].where, new[-1].key, f"more than {MOST} settings")
+
+
+# -- interpolation -----------------------------------------------------------------------------------------------------
+
+
+def interpolate(
+    settings: dict[str, Setting],
+    resolvers: dict[str, Callable] | None = None,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Setting]:
+    """Settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own resolvers
+    replaced. A variable of the environment that was not given stays as $NAME; a key that is not there stays as text
+    where the source has a default for it (the table knows), so that what reads it decides."""
+    state = _Interpolation(settings, resolvers or {}, environment or {})
+    return {key: s._replace(value=state.value(s.value, s, 0)) for key, s in settings.items()}
+
+
+class _Interpolation:
+    def __init__(self, settings, resolvers, environment):
+        self.settings, self.resolvers, self.environment = settings, resolvers, environment
+
+    def value(self, value, at: Setting, depth: int):
+        if isinstance(value, list):
+            return [self.value(v, at, depth) for v in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if depth > DEEPEST:
+            raise Unreadable(at.where, at.key, f"{value!r} refers to itself")
+        start, out = 0, []
+        while (i := value.find("${", start)) >= 0:
+            end = self._end(value, i, at)
+            inner = self.inner(value[i + 2 : end], at, depth + 1)
+            if i == 0 and end == len(value) - 1:
+                return inner
+            out += [value[start:i], "" if inner is None else str(inner)]
+            start = end + 1
+        return "".join([*out, value[start:]])
+
+    @staticmethod
+    def _end(text, i, at):
+        depth = 0
+        for j in range(i, len(text)):
+            depth += (text[j] == "{") - (text[j] == "}")
+            if text[j] == "}" and depth == 0:
+                return j
+        raise Unreadable(at.where, at.key, f"{text!r}: ${{ is not closed")
+
+    def inner(self, text, at: Setting, depth: int):
+        name, colon, arguments = text.partition(":")
+        if not colon:
+            return self.key(text.strip(), at, depth)
+        parts = [self.value(p.strip(), at, depth) for p in split_top(arguments, ",")]
+        name = name.strip()
+        if name in ("oc.env", "env"):
+            known = self.environment.get(str(parts[0]))
+            if known is not None:
+                return scalar(known)
+            return (
+                scalar(str(parts[1]).strip("'\""))
+                if len(parts) > 1
+                else f"${{{parts[0]}}}".replace("{", "").replace("}", "")
+            )
+        if name == "oc.select":
+            found = self.key(str(parts[0]), at, depth, missing=None)
+            return scalar(str(parts[1])) if found is None and len(parts) > 1 else found
+        if name in self.resolvers:
+            try:
+                return self.resolvers[name](*(scalar(p) if isinstance(p, str) else p for p in parts))
+            except Exception as e:
+                raise Unreadable(at.where, at.key, f"${{{text}}}: {e}") from None
+        raise Unreadable(at.where, at.key, f"${{{text}}}: the resolver {name!r} is not known")
+
+    def key(self, name: str, at: Setting, depth: int, missing: Any = ...):
+        if name.startswith("."):
+            up = len(name) - len(name.lstrip("."))
+            parents = at.key.split(".")[:-up]
+            name = ".".join([*parents, name.lstrip(".")])
+        if name in self.settings:
+            s = self.settings[name]
+            return self.value(s.value, s, depth)
+        below = {k: s for k, s in self.settings.items() if k.startswith(name + ".")}
+        if below:
+            return {k[len(name) + 1 :]: self.value(s.value, s, depth) for k, s in below.items()}
+        return f"${{{name}}}" if missing is ... else missing
+
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def arithmetic(text: str) -> int:
+    """An integer expression of + - * / % and brackets, as shells compute it. ValueError for anything else."""
+    if len(text) > 200:
+        raise ValueError(f"{text[:40]!r}... is too long to compute")
+
+    def walk(node):
+        if isinstance(node, ast.Expression):
+            return walk(node.body)
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -walk(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        raise ValueError(f"{text!r} cannot be computed")
+
+    try:
+        return walk(ast.parse(text.strip(), mode="eval"))
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as e:
+        raise ValueError(f"{text!r} cannot be computed: {e}") from None

@@ -1,0 +1,388 @@
+"""What a system's table consists of, and its application to a source. How to write one: jaxrl/migrate/__init__.py."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from jaxrl.errors import ConfigError
+from jaxrl.migrate.source import Setting, Source, Unreadable
+from jaxrl.option import BOUNDS
+from jaxrl.schema import element_kind, free_tables, options
+
+KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
+MISSING = object()  # a key without which the source does not run
+
+
+@dataclass(frozen=True)
+class Since:
+    """A default by version: pairs of (first version it holds from, value), oldest first."""
+
+    pairs: tuple[tuple[str, Any], ...]
+
+    def __init__(self, *pairs):
+        object.__setattr__(self, "pairs", pairs)
+
+    def at(self, versions: tuple[str, ...], version: str) -> Any:
+        value = self.pairs[0][1]
+        for first, later in self.pairs:
+            if versions.index(first) <= versions.index(version):
+                value = later
+        return value
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the source.
+
+    name: dotted; `*` stands for one part, `**` at the end for all further ones. kind: one of KINDS but unknown.
+    to: the option of ours (exact and equivalent rows that stand alone). by: value -> value of that option.
+    default: the source's, a Since where it changed; MISSING: none. also: other names of it, of other versions.
+    why: what the report says (needed but for exact). fine: of unsupported keys, values that ask for nothing.
+    refuse: whether any other value makes the job another one. other, beside: for the tests, another legal value and
+    the settings under which it matters.
+    """
+
+    name: str
+    kind: str = "exact"
+    to: str = ""
+    by: Callable[[Any], Any] | None = None
+    default: Any = None
+    also: tuple[str, ...] = ()
+    why: str = ""
+    fine: tuple = ()
+    refuse: bool = False
+    other: Any = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.also)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Several keys that make one meaning. by(m) reads them from the Migration and sets options."""
+
+    title: str
+    keys: tuple[Key, ...]
+    by: Callable[[Migration], None]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A system. versions: oldest first, the last is assumed. command: pattern of the command, in a script, that
+    starts a job. prefixes: put before keys that are not known, as in excerpts of the documentation. differs: what is
+    otherwise whatever the keys say."""
+
+    name: str
+    title: str
+    versions: tuple[str, ...]
+    command: str
+    rules: tuple[Key | Joint, ...]
+    prefixes: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+    resolvers: Mapping[str, Callable] = field(default_factory=dict)
+    flags: bool = False  # whether a command's --name value are keys
+
+    def keys(self) -> list[Key]:
+        return [key for rule in self.rules for key in (rule.keys if isinstance(rule, Joint) else (rule,))]
+
+
+class Record(NamedTuple):
+    """What became of one key of the source."""
+
+    key: str
+    value: Any
+    where: str
+    kind: str
+    targets: dict[str, Any]
+    note: str
+
+
+class Migration:
+    """The application of a table. Rules read keys (`m["a.b"]`, m.given("a.b"), m.integer, m.number, m.flag, m.text,
+    m.list) and say what follows: m.set(option, value, *keys), m.mark(key, kind, why), m.lacks(key, why, refuse),
+    m.needs(text), m.differs(text)."""
+
+    def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
+        self.name, self.table, self.version, self.gpus = name, table, version, gpus
+        self.notes, self.command = list(source.notes), source.command
+        self.unknown: list[tuple[Setting, str]] = []
+        self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
+        self.options: dict[str, tuple[Any, tuple[str, ...]]] = {}
+        self.marks: dict[str, tuple[str, str]] = {}
+        self.lacking: list[tuple[str, str, bool]] = []
+        self.needs_you: list[str] = []
+        self.different: list[str] = list(table.differs)
+        self.files: dict[str, str] = {}
+        self.facts: dict[str, Any] = {}
+        self._known = {key.name: key for key in table.keys()}
+        self.singles = source.settings  # keys of the source, which patterns took together
+        self._assign(source.settings)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _assign(self, settings):
+        exact = {n: key.name for key in self._known.values() for n in key.names() if "*" not in n}
+        wild = [(re.compile(_pattern(n)), key.name) for key in self._known.values() for n in key.names() if "*" in n]
+        for s in settings.values():
+            owner = None
+            for name in (s.key, *(p + s.key for p in self.table.prefixes)):
+                owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), None)
+                if owner:
+                    break
+            if owner:
+                self.owned.setdefault(owner, []).append(s)
+            else:
+                near = difflib.get_close_matches(s.key, list(exact), n=1, cutoff=0.5)
+                self.unknown.append((s, near[0] if near else ""))
+        for name, found in self.owned.items():
+            if "*" not in name and len(found) > 1:
+                raise Unreadable(
+                    found[-1].where,
+                    found[-1].key,
+                    f"is {found[0].key} of another version, which is set at {found[0].where}: set one of them",
+                )
+
+    def given(self, name: str) -> bool:
+        """Whether the source sets the key."""
+        return name in self.owned or name in self.singles
+
+    def default(self, name: str):
+        value = self._known[name].default if name in self._known else None
+        return value.at(self.table.versions, self.version) if isinstance(value, Since) else value
+
+    def __getitem__(self, name: str):
+        """The source's value, or its default."""
+        if found := self.all(name):
+            return found[-1].value
+        value = self.default(name)
+        if value is MISSING:
+            raise Unreadable(self.table.name, name, "is not set, and the source has no default for it")
+        return value
+
+    def all(self, name: str) -> list[Setting]:
+        """What a pattern of keys took."""
+        return self.owned.get(name) or ([self.singles[name]] if name in self.singles else [])
+
+    def where(self, name: str) -> str:
+        found = self.all(name)
+        return found[-1].where if found else f"{self.table.name}'s default"
+
+    def wrong(self, name: str, expected: str) -> Unreadable:
+        value = self[name]
+        unset = re.search(r"\$\{?(\w+)", value) if isinstance(value, str) else None
+        remedy = f"; the variable {unset[1]} is not set here: give {unset[1]}=VALUE" if unset else ""
+        return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{remedy}")
+
+    def integer(self, name: str) -> int | None:
+        """A whole number; None for null."""
+        value = self.number(name)
+        if value is not None and value != int(value):
+            raise self.wrong(name, "a whole number")
+        return None if value is None else int(value)
+
+    def number(self, name: str) -> float | None:
+        value = self[name]
+        if value is None:
+            return None
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value != value
+            or abs(value) == float("inf")
+        ):
+            raise self.wrong(name, "a number")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self[name]
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if value is None:
+            return False
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise self.wrong(name, "true or false")
+        return bool(value)
+
+    def text(self, name: str) -> str:
+        """Text; "" for null."""
+        value = self[name]
+        if isinstance(value, dict | list | bool):
+            raise self.wrong(name, "text")
+        return "" if value is None else str(value)
+
+    def choice(self, name: str, table: Mapping[str, Any]):
+        """What a table says of the text of a key; one that is not in it is unsupported, and None."""
+        value = self.text(name)
+        if value in table:
+            return table[value]
+        self.lacks(name, f"{value!r} is none of {', '.join(k for k in table if k)}")
+        return None
+
+    def list(self, name: str) -> list:
+        value = self[name]
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+    # -- saying --------------------------------------------------------------------------------------------------------
+
+    def set(self, option: str, value, *keys: str) -> None:
+        """An option of ours, because of these keys."""
+        if option in self.options and self.options[option][0] != value:
+            before = self.options[option]
+            raise Unreadable(
+                self.where(keys[0]) if keys else self.table.name,
+                keys[0] if keys else "",
+                f"{option}={value!r}, and {before[0]!r} by {', '.join(before[1])}: they contradict each other",
+            )
+        self.options[option] = (value, tuple(dict.fromkeys((*self.options.get(option, (0, ()))[1], *keys))))
+
+    def mark(self, key: str, kind: str, why: str) -> None:
+        """What became of a key, where it is not its row's kind."""
+        self.marks[key] = (kind, why)
+
+    def lacks(self, key: str, why: str, refuse: bool = False) -> None:
+        """A value that is not carried over; refuse: the job would be another one."""
+        self.marks[key] = ("unsupported", why)
+        self.lacking.append((key, why, refuse))
+
+    def needs(self, text: str) -> None:
+        if text not in self.needs_you:
+            self.needs_you.append(text)
+
+    def differs(self, text: str) -> None:
+        if text not in self.different:
+            self.different.append(text)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Migration:
+        for rule in self.table.rules:
+            keys = rule.keys if isinstance(rule, Joint) else (rule,)
+            try:
+                rule.by(self) if isinstance(rule, Joint) else self._single(rule)
+            except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as e:
+                if isinstance(e, Unreadable):
+                    raise
+                name = next((k.name for k in keys if self.given(k.name)), keys[0].name)
+                value = self[name] if "*" not in name else self.all(name)[-1].value
+                raise Unreadable(self.where(name), name, f"{_short(value)} cannot be what it should be ({e})") from None
+        self._check()
+        return self
+
+    def _single(self, key: Key) -> None:
+        settings = self.all(key.name)
+        if key.kind == "unsupported":
+            for s in settings:
+                if s.value not in (*key.fine, None) and s.value != self.default(key.name):
+                    self.lacking.append((s.key, f"{_short(s.value)}: {key.why}", key.refuse))
+                    self.marks[s.key] = ("unsupported", key.why)
+                else:
+                    self.marks[s.key] = ("inert", "asks for nothing: " + key.why)
+        elif key.kind == "ask" and settings:
+            for s in settings:
+                if s.value not in (*key.fine, None, "", [], {}):
+                    self.needs(f"{s.key}={_short(s.value)}: {key.why}")
+        elif key.to:
+            value = self[key.name] if key.default is not MISSING or settings else None
+            if value is not None:
+                self.set(key.to, key.by(value) if key.by else value, key.name)
+
+    def _check(self):
+        """Gives every option its kind, and looks at choices and bounds."""
+        for option, (value, keys) in self.options.items():
+            name = next((k for k in keys if self.given(k)), keys[0] if keys else "")
+            try:
+                self.options[option] = (fitting(option, value), keys)
+            except (ConfigError, TypeError, ValueError) as e:
+                given = f"{_short(self[name])}: " if name and "*" not in name else ""
+                raise Unreadable(self.where(name), name, f"{given}{e}") from None
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def written(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
+        """The options that a config needs: those of keys that are set, and defaults that are not ours."""
+        known = OPTIONS()
+        return {
+            option: (value, keys)
+            for option, (value, keys) in self.options.items()
+            if any(self.given(k) for k in keys) or option not in known or known[option].default != value
+        }
+
+    def records(self) -> list[Record]:
+        """One record per key of the source, in its order."""
+        written, out = self.written(), []
+        for name, settings in self.owned.items():
+            key = self._known[name]
+            for s in settings:
+                targets = {o: v for o, (v, keys) in written.items() if name in keys or s.key in keys}
+                kind, note = self.marks.get(s.key) or self.marks.get(name) or (key.kind, key.why)
+                if kind in ("exact", "equivalent") and not targets:
+                    kind, note = "inert", "nothing depends on it beside the other keys"
+                out.append(Record(s.key, s.value, s.where, kind, targets, note))
+        for s, near in self.unknown:
+            out.append(
+                Record(
+                    s.key,
+                    s.value,
+                    s.where,
+                    "unknown",
+                    {},
+                    f"no such key; the nearest is {near}" if near else "no such key",
+                )
+            )
+        return sorted(out, key=lambda r: r.key)
+
+    def outcome(self, strict: bool) -> str:
+        if any(refuse for _, _, refuse in self.lacking):
+            return "refused"
+        partial = bool(self.lacking or self.unknown or self.needs_you)
+        return ("refused" if strict else "partial") if partial else "full"
+
+
+def _pattern(name: str) -> str:
+    return re.escape(name).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+
+
+def _short(value) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+OPTIONS = cache(options)
+FREE = cache(free_tables)
+
+
+def fitting(option: str, value):
+    """A value of the source as the option's kind: 1e3 where a whole number is asked for is 1000. Raises ConfigError."""
+    opt = OPTIONS().get(option)
+    if opt is None and not any(option.startswith(t + ".") for t in FREE()):
+        raise ConfigError(f"there is no option {option}")
+    if opt is None or value is None:
+        return value
+    kind = opt.kind or type(opt.default)
+    if isinstance(opt.default, tuple):
+        entry = element_kind(option)
+        values = value if isinstance(value, list | tuple) else (value,)
+        value = tuple(entry(v) if type(v) in (int, float, str) and entry is not int else v for v in values)
+        if any(not isinstance(v, entry) for v in value):
+            raise ConfigError(f"{option}={value!r}: every entry must be of kind {entry.__name__}")
+    elif kind is int and isinstance(value, float) and value == int(value):
+        value = int(value)
+    elif kind is float and type(value) is int:
+        value = float(value)
+    elif kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    elif kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
+        raise ConfigError(f"{option}: expected {'a number' if kind in (int, float) else kind.__name__}")
+    if opt.choices and value not in opt.choices and not (opt.or_path and ":" in str(value)):
+        raise ConfigError(f"{option}={value!r}: one of {', '.join(map(str, opt.choices))}")
+    if opt.bound and not BOUNDS[opt.bound][0](value):
+        raise ConfigError(f"{option}={value!r} {BOUNDS[opt.bound][1]}")
+    return value

@@ -1,0 +1,304 @@
+"""jaxrl.migrate: configs of other systems. The tables are tested by themselves: every key, its default, another value."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config import load_config
+from jaxrl.config_checks import check
+from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.read import read
+from jaxrl.migrate.shell import commands
+from jaxrl.migrate.source import Setting, Source, Unreadable, override
+from jaxrl.migrate.systems import SYSTEMS, table_of
+from jaxrl.migrate.table import KINDS, MISSING, Migration, Since
+from jaxrl.schema import free_tables, options
+
+REQUIRED: dict[str, dict] = {}  # system -> settings without which nothing runs there
+# Keys whose default, written down, is not what they are when left out: that is their point.
+NOT_THE_SAME = {"skyrl": "generator.eval_sampling_params."}
+
+
+def migrated(system, settings=None, version=None, command="", gpus=0):
+    """The Migration of a few settings."""
+    table = table_of(system)
+    rows = {k: Setting(k, v, "test:1") for k, v in (settings or {}).items()}
+    return Migration(table, Source(rows, [], command), version or table.versions[-1], gpus).run()
+
+
+def values(m):
+    return {option: value for option, (value, _) in m.options.items()}
+
+
+# -- every table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_key_is_owned_once_and_says_why(system):
+    table = table_of(system)
+    names = [n for key in table.keys() for n in key.names()]
+    assert sorted(n for n in set(names) if names.count(n) > 1) == []
+    for key in table.keys():
+        assert key.kind in KINDS and key.kind != "unknown", key
+        assert key.kind in ("exact", "equivalent") or key.why, key
+        assert not key.to or key.to in options() or any(key.to.startswith(t + ".") for t in free_tables()), key
+        assert not isinstance(key.default, Since) or key.default.at(table.versions, table.versions[0]) is not MISSING
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_empty_config_is_the_table_of_defaults_and_passes_the_checks(system, tmp_path):
+    for version in table_of(system).versions:
+        m = migrated(system, REQUIRED.get(system), version)
+        assert set(values(m)) <= set(options()) | {o for o in values(m) if any(o.startswith(t + ".") for t in free_tables())}
+        assert m.outcome(False) != "refused", m.lacking
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_another_value_gives_another_config(system):
+    """Mutation: unless its row says automatic, inert or unsupported."""
+    same, base = [], {}
+    for key in table_of(system).keys():
+        if key.other is None or key.kind not in ("exact", "equivalent") or "*" in key.name:
+            continue
+        beside = {**REQUIRED.get(system, {}), **key.beside}
+        case = json.dumps(beside, default=str)
+        if case not in base:
+            try:
+                base[case] = values(migrated(system, beside))
+            except Unreadable:  # a default that the source refuses, too
+                base[case] = None
+        changed = migrated(system, {**beside, key.name: key.other})
+        if values(changed) == base[case]:
+            same.append(key.name)
+        assert any(r.key == key.name and r.targets for r in changed.records()), key.name
+    assert same == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_default_written_down_changes_nothing(system):
+    """Deletion: a key that is left out is the source's default."""
+    table, other = table_of(system), []
+    base = values(migrated(system, REQUIRED.get(system)))
+    for key in table.keys():
+        if key.default in (None, MISSING) or "*" in key.name or key.name.startswith(NOT_THE_SAME.get(system, "-")):
+            continue
+        default = key.default.at(table.versions, table.versions[-1]) if isinstance(key.default, Since) else key.default
+        if default is not None and values(migrated(system, {**REQUIRED.get(system, {}), key.name: default})) != base:
+            other.append(key.name)
+    assert other == []
+
+
+# -- SkyRL -------------------------------------------------------------------------------------------------------------
+
+
+def test_skyrl_counts_batches_and_minibatches_in_prompts():
+    m = migrated("skyrl", {"trainer.train_batch_size": 256, "trainer.policy_mini_batch_size": 64,
+                           "generator.n_samples_per_prompt": 4, "trainer.update_epochs_per_batch": 2})
+    v = values(m)
+    assert v["data.prompts_per_step"] == 256 and v["rollout.group_size"] == 4 and m.facts["sequences per step"] == 1024
+    assert v["algorithm.num_minibatches"] == 4 and v["algorithm.ppo_epochs"] == 2
+    assert m.facts["optimizer steps per step"] == 8
+    assert migrated("skyrl", {"trainer.train_batch_size": 100, "trainer.policy_mini_batch_size": 64}).outcome(False) == "refused"
+
+
+def test_skyrls_kl_is_on_and_its_sampler_is_not_corrected():
+    v = values(migrated("skyrl"))
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.estimator"], v["algorithm.kl.placement"]) == (0.001, "low_var", "loss")
+    assert v["algorithm.mismatch.correction"] == "none" and v["eval.temperature"] == 0
+    off = values(migrated("skyrl", {"trainer.algorithm.use_kl_loss": False}))
+    assert off["algorithm.kl.coef"] == 0 and "algorithm.kl.estimator" not in off
+
+
+def test_skyrls_evaluation_is_sampled_once_a_key_of_its_table_is_set():
+    top_p = {"generator.eval_sampling_params.top_p": 0.9}
+    assert values(migrated("skyrl", top_p))["eval.temperature"] == 1.0
+    assert values(migrated("skyrl", top_p, "train-0.3"))["eval.temperature"] == 0.0  # a default of its own, key by key
+    assert values(migrated("skyrl", {}, "docs"))["eval.temperature"] == 1.0
+
+
+def test_skyrls_constant_of_dr_grpo():
+    norm = {"trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm", "trainer.algorithm.grpo_norm_by_std": False}
+    v = values(migrated("skyrl", {**norm, "trainer.max_prompt_length": 300}))
+    assert v["algorithm.aggregation"] == "constant" and v["algorithm.aggregation_constant"] == 300 + 1024
+    assert v["algorithm.advantage_std"] == "none"
+    assert values(migrated("skyrl", {**norm, "trainer.algorithm.max_seq_len": 77}))["algorithm.aggregation_constant"] == 77
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """#!/bin/bash
+set -x
+: "${DATA:=$HOME/data}"
+: ${GPUS:=4}
+MODEL=${MODEL:-Qwen/Qwen3-0.6B}
+MINI=$((64 / 2)) # prompts
+EXTRA=(
+    trainer.epochs=3   # a comment
+    trainer.project_name="two words"
+)
+if [ "$GPUS" -gt 2 ]; then BATCH=128; else BATCH=64; fi
+case $MODEL in
+  Qwen/*) LR=1e-6 ;;
+  *) LR=2e-6 ;;
+esac
+python -m skyrl.train.entrypoints.main_base \\
+  data.train_data="['$DATA/a.parquet','$DATA/b.parquet']" \\
+  trainer.policy.model.path=$MODEL \\
+  trainer.train_batch_size=$BATCH trainer.policy_mini_batch_size=$MINI \\
+  +trainer.policy.optimizer_config.lr=$LR trainer.algorithm.use_kl_loss=false \\
+  trainer.placement.policy_num_gpus_per_node=$GPUS "${EXTRA[@]}" \\
+  trainer.run_name="run-$(date +%s)" \\
+  $@
+"""
+
+
+def run(tmp_path, text, *more, name="job.sh", system="skyrl"):
+    (tmp_path / name).write_text(text)
+    out = tmp_path / "out"
+    status = command.main([system, str(tmp_path / name), *more, f"--out={out}"])
+    return status, json.loads((out / "report.json").read_text()) if (out / "report.json").exists() else None, out
+
+
+def test_a_script_is_read_as_the_shell_would(tmp_path, capsys):
+    status, report, out = run(tmp_path, SCRIPT, "trainer.epochs=5")
+    assert status == 0
+    found = {k["key"]: k["value"] for k in report["keys"]}
+    assert found["trainer.train_batch_size"] == 128 and found["trainer.policy_mini_batch_size"] == 32
+    assert found["trainer.policy.optimizer_config.lr"] == 1e-6 and found["trainer.epochs"] == 5
+    assert found["data.train_data"] == ["$HOME/data/a.parquet", "$HOME/data/b.parquet"]
+    assert found["trainer.project_name"] == "two words" and found["trainer.policy.model.path"] == "Qwen/Qwen3-0.6B"
+    assert len(report["keys"]) == len(found) and any("date" in note for note in report["notes"])
+    where = {k["key"]: k["where"] for k in report["keys"]}
+    assert where["trainer.train_batch_size"] == "job.sh:19" and where["trainer.epochs"] == "the command line"
+    config = load_config(str(out / "job.py"))
+    assert config.data.prompts_per_step == 128 and config.optimizer.lr == 1e-6
+    config.run.mode, config.plan.target, config.log.wandb = "plan", "h100:4", False
+    config.log.wandb_project = "jaxrl"
+    check(config)
+    again = run(tmp_path, SCRIPT, "GPUS=2", "MODEL=other/model")[1]
+    found = {k["key"]: k["value"] for k in again["keys"]}
+    assert found["trainer.train_batch_size"] == 64 and found["trainer.policy.optimizer_config.lr"] == 2e-6
+
+
+def test_yaml_of_hydra(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "small.yaml").write_text("# @package _global_\ntrainer:\n  epochs: 9\n  seed: 3\n")
+    (tmp_path / "base" / "opt.yaml").write_text("lr: 3e-6\n")
+    text = ("defaults:\n  - base: small\n  - base@trainer.policy.optimizer_config: opt\n  - _self_\n  - missing: one\n"
+            "trainer:\n  seed: 4\n  max_prompt_length: 2_00\n  train_batch_size: ${.policy_mini_batch_size}\n"
+            "  policy_mini_batch_size: 32\ngenerator:\n  sampling_params:\n    max_generate_length: ${oc.env:LENGTH,77}\n"
+            "    temperature: 1e-1\n")
+    status, report, _ = run(tmp_path, text, name="job.yaml")
+    assert status == 0
+    found = {k["key"]: k["value"] for k in report["keys"]}
+    assert found == {"trainer.epochs": 9, "trainer.seed": 4, "trainer.policy.optimizer_config.lr": 3e-6,
+                     "trainer.max_prompt_length": 200, "trainer.train_batch_size": 32, "trainer.policy_mini_batch_size": 32,
+                     "generator.sampling_params.max_generate_length": 77, "generator.sampling_params.temperature": 0.1}
+    assert any("missing/one" in note for note in report["notes"])
+
+
+def test_overrides():
+    assert override("+a.b={c: 1e-6, d: [x, 'y, z', null]}", "w") == [Setting("a.b.c", 1e-6, "w"),
+                                                                    Setting("a.b.d", ["x", "y, z", None], "w")]
+    assert override("python", "w") == []
+    with pytest.raises(Unreadable, match="a.b"):
+        override("a.b=[1, 2", "here")
+
+
+@pytest.mark.parametrize("text, status, said", [
+    ("trainer:\n  train_batch_size: abc\n", 2, "job.yaml:2: trainer.train_batch_size: 'abc': expected a number"),
+    ("trainer:\n  seed: [1\n", 2, "job.yaml:"),
+    ("trainer:\n  seed: 1\n  seed: 2\n", 2, "job.yaml:3: trainer.seed: stands twice"),
+    ("trainer:\n  epochs: ${trainer.epochs}\n", 2, "job.yaml:2: trainer.epochs"),
+    ("trainer:\n  policy:\n    optimizer_config:\n      lr: -1\n", 2, "job.yaml:4: trainer.policy.optimizer_config.lr: -1"),
+    ("trainer: !!python/object/apply:os.system ['true']\n", 2, "job.yaml:1: trainer: the tag"),
+    ("trainer:\n  algorithm:\n    policy_loss_type: clip_cov\n", 3, "lacks trainer.algorithm.policy_loss_type"),
+    ("trainer:\n  trian_batch_size: 4\n", 0, "partial"),
+])
+def test_what_cannot_be_read_is_said_with_line_and_key(tmp_path, capsys, text, status, said):
+    assert run(tmp_path, text, name="job.yaml")[0] == status
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert status != 0 or "trainer.train_batch_size" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_corrupted_files_give_an_error_and_no_trace(tmp_path, capsys):
+    draw, yaml = random.Random(0), "\n".join(
+        ["trainer:", *(f"  {k}: {v}" for k, v in (("epochs", 3), ("seed", "[1, 2]"), ("ckpt_path", '"${oc.env:HOME}/x"'),
+                                                  ("train_batch_size", 64), ("policy_mini_batch_size", 32))),
+         "generator: {n_samples_per_prompt: 4, sampling_params: {top_p: 0.9}}"])
+    table, seen = table_of("skyrl"), set()
+    for i in range(200):
+        text, name = (SCRIPT, "job.sh") if i % 2 else (yaml, "job.yaml")
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(text))
+            new = draw.choice(["", "", draw.choice("\"'`${}[]()=:#\\\n|&;<>*!%@0a\x00\u2028"), text[at:at + draw.randint(0, 30)] * 2])
+            text = text[:at] + new + text[at + draw.randint(0, 3):]
+        (tmp_path / name).write_text(text, "utf-8")
+        try:
+            m = Migration(table, read(table, tmp_path / name, []), table.versions[-1]).run()
+            m.records()
+            seen.add(m.outcome(False))
+        except Unreadable as e:
+            assert str(e) and "\n" not in e.where
+            seen.add("unreadable")
+    assert seen >= {"unreadable", "partial"}
+
+
+HOSTILE = """
+import sys
+def hook(event, args):
+    if event.split(".")[0] in ("socket",) or event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "os.fork", "os.remove"):
+        print("CAUGHT", event); sys.stdout.flush()
+        import os; os._exit(9)
+sys.addaudithook(hook)
+from jaxrl.migrate.__main__ import main
+status = main(sys.argv[1:])
+assert "jax" not in sys.modules
+sys.exit(status)
+"""
+
+
+def test_a_hostile_script_leaves_nothing_behind_and_two_runs_the_same_bytes(tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text("touch $PWD/made; X=$(touch made2; echo 5)\n`touch made3`\ncat <(touch made4) > made5 &\n"
+                      "eval 'touch made6'; exec 3<>/dev/tcp/127.0.0.1/9\ntrap 'touch made7' EXIT\n" + SCRIPT +
+                      "\nrm -rf \"$HOME\"; python -c 'open(\"made8\", \"w\")'\n")
+    for out in ("a", "b"):
+        done = subprocess.run([sys.executable, "-c", HOSTILE, "skyrl", str(script), f"--out={tmp_path / out}"],
+                              capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "job.sh"]
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert files == ["job.py", "job_reward.py", "report.json", "report.md"]
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+
+
+def test_what_was_edited_is_not_overwritten_and_strict_refuses_what_is_partial(tmp_path, capsys):
+    status, _, out = run(tmp_path, SCRIPT)
+    assert status == 0 and run(tmp_path, SCRIPT, "trainer.seed=1")[0] == 0  # nobody touched it
+    (out / "job.py").write_text((out / "job.py").read_text() + "# mine\n")
+    (out / "job_reward.py").write_text("mine\n")
+    assert run(tmp_path, SCRIPT)[0] == 2 and "was edited" in capsys.readouterr().err
+    (out / "job.py").unlink()
+    assert run(tmp_path, SCRIPT)[0] == 0 and (out / "job_reward.py").read_text() == "mine\n"
+    status, report, _ = run(tmp_path, SCRIPT, "generator.step_wise_trajectories=true", "--strict")
+    assert status == 3 and report["outcome"] == "refused" and report["commands"] == {}
+
+
+def test_secrets_are_not_in_reports_and_texts_do_not_become_code(tmp_path):
+    evil = "x'); import os  # \\n\u2028"
+    status, report, out = run(tmp_path, SCRIPT, "trainer.wandb_api_key=abcdef", f"trainer.project_name='{evil}'")
+    assert status == 0 and "abcdef" not in (out / "report.json").read_text() + (out / "report.md").read_text()
+    assert load_config(str(out / "job.py")).log.wandb_project.startswith("x'); import os")
+
+
+def test_commands_of_a_script_that_calls_another(tmp_path):
+    (tmp_path / "inner.sh").write_text("python -m skyrl.main trainer.seed=$1 trainer.epochs=${N:-2} \"${@:2}\"\n")
+    (tmp_path / "outer.sh").write_text("export N=4\nbash inner.sh 7\n")
+    words = [w for c in commands(Path(tmp_path / "outer.sh"), {}, []) for w, _ in c.words]
+    assert "trainer.seed=7" in words and "trainer.epochs=4" in words
