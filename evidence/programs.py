@@ -2,6 +2,7 @@
 
     python evidence/programs.py                      (--programs, --gyms, --verifiers PYTHON: instead of environments of its own)
     python evidence/programs.py --learn=http,mcp     (those that are trained until they call the tool: 40 steps)
+    python evidence/programs.py --names=mcp --keep   (this one again, beside the others of the last result)
     python evidence/programs.py --names=             (only the first part; half a minute)
 
 First each is played by a scripted model through the pool of episodes: a right and a wrong answer get their scores, and its second call
@@ -32,7 +33,7 @@ import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "tests/envs")]
-from common import record, table  # noqa: E402
+from common import RESULTS, commit, record, table  # noqa: E402
 from quickstart import ROOT, launch  # noqa: E402
 
 HERE = Path(__file__).parent / "programs"
@@ -142,10 +143,12 @@ def run(name: str, folder: Path, warm: Path, given: tuple[str, ...], learn: int)
     began = time.monotonic()
     how = (f"model.path={warm}", "run.warm_start=", *(SLOW.get(name, (f"train.steps={learn}",)) if learn else SHORT), *given)
     done = launch(sys.executable, ROOT, folder / name, *how, config="configs/env.py:calc")["summary"]
+    if not done["finished"]:
+        sys.exit(f"{name}: stopped after {done['steps']} steps")
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     mean = lambda key: round(sum(s[key] for s in steps) / len(steps), 3)  # noqa: E731
-    out = {"name": name, "steps": len(steps), "turns": mean("env/turns"), "turns_last": round(steps[-1]["env/turns"], 3),
+    out = {"name": name, "commit": commit(), "steps": len(steps), "turns": mean("env/turns"), "turns_last": round(steps[-1]["env/turns"], 3),
            "sequences": mean("env/segments"), "absent": mean("env/absent_fraction"), "reward_first": round(steps[0]["reward/mean"], 3),
            "reward_last": round(sum(s["reward/mean"] for s in steps[-3:]) / len(steps[-3:]), 3),  # three steps' mean
            "gap_mean": sum(s["gap/mean"] for s in steps) / len(steps),
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--names", default="http,openai,agents,mcp,mcp_http,reasoning_gym,skyrl_gym,verifiers")
     parser.add_argument("--learn", default="http,mcp")
     parser.add_argument("--steps", type=int, default=40, help="of those")
+    parser.add_argument("--keep", action="store_true", help="keep the last result's other runs")
     parser.add_argument("--warm", default="", help="an exported warm start, instead of one of its own")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="programs"))
@@ -184,6 +188,9 @@ def main() -> None:
                 print(json.dumps(found[-1]), flush=True)
     finally:
         server.kill()
+    if given.keep:
+        last = json.loads((RESULTS / "programs.json").read_text())["results"]["runs"]
+        found = [one for one in last if one["name"] not in given.names.split(",")] + found
     columns = list(dict.fromkeys(k for r in found for k in r))
     if found:
         table(columns, [[r.get(k, "") for k in columns] for r in found])

@@ -22,6 +22,11 @@ def elsewhere(cfg) -> list[str]:
         out.append(f"env.options={dict(e.options)}: no use with env.program; write them into its command line")
     if e.mcp and not e.tools and e.options:
         out.append(f"env.options={dict(e.options)}: no use with env.mcp; write them into the servers' command lines")
+    if e.function == "openenv" and not e.servers:
+        out.append("env.function=openenv without env.servers: name the services, as in env.servers=http://host:8000")
+    if e.servers and e.function != "openenv":
+        out.append(no_effect("env.servers", e.servers, f"with env.function={e.function!r}", "set env.function=openenv, "
+                             "or leave it out"))
     if e.mcp_session != "episode" and not e.mcp:
         out.append(no_effect("env.mcp_session", e.mcp_session, "without env.mcp", "leave it out"))
     if e.executor != "ray":

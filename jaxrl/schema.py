@@ -209,7 +209,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "env": {
         "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
-                          " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>;"
+                          " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>; openenv;"
                           " empty = one turn, or env.tools (docs/environments.md)"),
         "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the answer without calls ends the episode"),
         "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
@@ -223,7 +223,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "mcp": O((), "MCP servers whose tools the model may call, beside env.tools: command lines (standard streams) or URLs (streamable HTTP)"),
         "mcp_session": O("episode", "each episode has servers and sessions of its own, or the episodes of a worker share them",
                          choices=("episode", "worker")),
-        "options": O({}, "keyword arguments of an environment's class, or of gymnasium.make and textarena.make"),
+        "servers": O((), "addresses of services of OpenEnv, replicas of one environment, for env.function=openenv (http://host:8000)"),
+        "options": O({}, "keyword arguments of an environment's class, or of gymnasium.make and textarena.make, or how env.servers are read"),
         "parser": O("auto", "how calls are written; auto: as the chat template writes them",
                     choices=("auto", "hermes", "qwen", "llama", "mistral", "pythonic")),
         "history": O("append", "the next prompt is what was sampled and then the new messages (append), or the chat template's rendering of"

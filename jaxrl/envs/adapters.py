@@ -1,7 +1,7 @@
 """From what env.function and env.tools name to something that plays an episode. Standard library only.
 
 `find` returns a Play. Classes become episodes by `Stepped`, tools by `Driver`; gym:<id> and textarena:<id> are classes
-like a user's (envs/libraries.py).
+like a user's (envs/libraries.py), and so is a session of env.servers (envs/openenv.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ def find(setup: dict) -> Play:
     if kind in ("gym", "textarena"):
         from jaxrl.envs import libraries
         return Stepped(libraries.find(kind, name, options), spec, {}, setup["max_turns"])
+    if setup["servers"]:
+        from jaxrl.envs import openenv
+        made = openenv.find(setup["servers"], options, setup["limits"]["step_seconds"])
+        return Stepped(made, spec, {}, setup["max_turns"])
     found = load(spec)
     if isinstance(inspect.getattr_static(found, "prepare", None), staticmethod):
         found.prepare()

@@ -166,7 +166,8 @@ class EpisodePool:
             raise ConfigError(f"env.options={setup['options']}: workers get it as JSON, which cannot hold it: {e}; "
                               "give plain values") from None
         self._decides, self._sources = setup | names(what), ""
-        del self._decides["memory_gb"]
+        for name in ("memory_gb", "servers"):  # where services are is not what they are
+            del self._decides[name]
         self._named = what["function"] or " ".join(what["program"]) or ", ".join([*what["tools"], *what["mcp"]])
         missing = [name for name in env.variables if name not in os.environ]
         if missing:

@@ -7,11 +7,15 @@ import inspect
 import os
 import shlex
 import shutil
+from urllib.parse import urlsplit
 
 from jaxrl.errors import ConfigError
 from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
 
 BUILTIN = ("calc", "guess", "library", "lake", "repair")  # of jaxrl.envs.builtin
+
+
+SERVICES = "openenv"  # of env.servers
 
 
 def plain(options) -> dict:
@@ -27,7 +31,7 @@ def interpreter(python: str) -> str:
 
 
 def specs(env, folder: FunctionFolder) -> dict:
-    """What an episode is, as a worker's setup has it: `function`, `tools`, `program` (its words), `mcp`,
+    """What an episode is, as a worker's setup has it: `function`, `tools`, `program` (its words), `mcp`, `servers`,
     `score`, `train_calls`; files in them by absolute paths. Raises ConfigError."""
     given = {"env.function": env.function, "env.program": env.program, "env.tools": len(env.tools) + len(env.mcp)}
     named = [name for name, value in given.items() if value]
@@ -45,7 +49,7 @@ def specs(env, folder: FunctionFolder) -> dict:
             raise ConfigError(f"env.tools names {tool} twice; leave one away")
     return {"function": _function(env.function, folder) if env.function else "", "tools": tools,
             "program": words("env.program", env.program), "mcp": [_server(one) for one in env.mcp],
-            "score": env.score and _spec("env.score", env.score, folder),
+            "servers": list(map(_address, env.servers)), "score": env.score and _spec("env.score", env.score, folder),
             "train_calls": env.train_calls and _spec("env.train_calls", env.train_calls, folder)}
 
 
@@ -60,6 +64,13 @@ def _server(given: str) -> str:
     return given if given.startswith(("http://", "https://")) else shlex.join(words("env.mcp", given))
 
 
+def _address(given: str) -> str:
+    url = urlsplit(given)
+    if url.scheme not in ("http", "https", "ws", "wss") or not url.hostname:
+        raise ConfigError(f"env.servers: {given!r} is no address; write http://host:8000")
+    return given
+
+
 def words(field: str, program: str) -> list[str]:
     """A command line's words, no shell's; those that are files here by absolute paths, because a program runs in a
     folder of its own. Raises ConfigError."""
@@ -72,6 +83,8 @@ def words(field: str, program: str) -> list[str]:
 
 def _function(given, folder: FunctionFolder) -> str:
     if isinstance(given, str):
+        if given == SERVICES:
+            return given
         if given in BUILTIN:
             return f"jaxrl.envs.builtin:{given}"
         kind, _, name = given.partition(":")
@@ -81,10 +94,10 @@ def _function(given, folder: FunctionFolder) -> str:
                                   "textarena:GuessTheNumber-v0")
             return given
         if ":" not in given and not given.endswith(".py"):
-            near = difflib.get_close_matches(given, BUILTIN, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(given, (*BUILTIN, SERVICES), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"env.function={given!r}: there is no environment of this name; {hint}known: "
-                              f"{', '.join(BUILTIN)}; own ones as package.module:name or ./file.py:name")
+                              f"{', '.join(BUILTIN)}, {SERVICES}; own ones as package.module:name or ./file.py:name")
     return _spec("env.function", given, folder)
 
 

@@ -127,6 +127,8 @@ def configured(**env):
     ({"python": "no/such/python"}, "env.python='no/such/python': no such program"),
     ({"variables": ("A=1",)}, "'A=1' is no name"),
     ({"publish": "turn"}, "env.publish='turn' has no effect"),
+    ({"function": "openenv"}, "env.function=openenv without env.servers: name the services"),
+    ({"function": "guess", "servers": ("http://h:1",)}, "set env.function=openenv, or leave it out"),
     ({"max_turns": 0}, "env.max_turns=0: must be above 0"),
     ({"late": "zero"}, "env.late='zero': choose one of absent, truncated"),
     ({"max_failed_fraction": 2.0}, "env.max_failed_fraction=2.0: must lie in 0..1"),
