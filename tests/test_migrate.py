@@ -34,6 +34,10 @@ def values(m):
     return {option: value for option, (value, _) in m.options.items()}
 
 
+def result(m):
+    return values(m), m.files
+
+
 # -- every table -------------------------------------------------------------------------------------------------------
 
 
@@ -68,11 +72,11 @@ def test_another_value_gives_another_config(system):
         case = json.dumps(beside, default=str)
         if case not in base:
             try:
-                base[case] = values(migrated(system, beside))
+                base[case] = result(migrated(system, beside))
             except Unreadable:  # a default that the source refuses, too
                 base[case] = None
         changed = migrated(system, {**beside, key.name: key.other})
-        if values(changed) == base[case]:
+        if result(changed) == base[case]:
             same.append(key.name)
         assert any(r.key == key.name and r.targets for r in changed.records()), key.name
     assert same == []
@@ -126,6 +130,38 @@ def test_skyrls_constant_of_dr_grpo():
     assert v["algorithm.aggregation"] == "constant" and v["algorithm.aggregation_constant"] == 300 + 1024
     assert v["algorithm.advantage_std"] == "none"
     assert values(migrated("skyrl", {**norm, "trainer.algorithm.max_seq_len": 77}))["algorithm.aggregation_constant"] == 77
+
+
+# -- verl --------------------------------------------------------------------------------------------------------------
+
+
+def test_verls_group_is_one_and_clip_ratio_does_nothing():
+    v = values(migrated("verl", {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.clip_ratio": 0.4}))
+    assert v["rollout.group_size"] == 1 and (v["algorithm.advantage_mean"], v["algorithm.advantage_std"]) == ("none", "none")
+    assert (v["algorithm.clip_low"], v["algorithm.clip_high"], v["algorithm.dual_clip"]) == (0.2, 0.2, 3.0)
+    m = migrated("verl", {"actor_rollout_ref.actor.clip_ratio": 0.4})
+    assert [r.kind for r in m.records()] == ["inert"]
+    old = values(migrated("verl", {"actor_rollout_ref.actor.clip_ratio": 0.4}, "0.3"))
+    assert (old["algorithm.clip_low"], old["algorithm.clip_high"], old["algorithm.dual_clip"]) == (0.4, 0.4, 0)
+
+
+def test_verl_counts_in_prompts_and_warms_up_by_steps_or_a_share():
+    m = migrated("verl", {"data.train_batch_size": 256, "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+                          "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.05})
+    v = values(m)
+    assert m.facts["sequences per step"] == 1024 and v["algorithm.num_minibatches"] == 4
+    assert v["optimizer.warmup_fraction"] == 0.05 and v["optimizer.warmup_steps"] == 0
+    both = {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.05, "actor_rollout_ref.actor.optim.lr_warmup_steps": 9}
+    assert values(migrated("verl", both))["optimizer.warmup_steps"] == 9
+    assert "optimizer.warmup_fraction" not in values(migrated("verl", both))
+
+
+def test_verls_kl_in_the_reward_is_k1_and_two_kls_are_refused():
+    reward = {"algorithm.use_kl_in_reward": True}
+    v = values(migrated("verl", reward))
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.estimator"], v["algorithm.kl.placement"]) == (0.001, "k1", "reward")
+    assert migrated("verl", {**reward, "actor_rollout_ref.actor.use_kl_loss": True}).outcome(False) == "refused"
+    assert values(migrated("verl"))["algorithm.kl.coef"] == 0
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ How to write a table
 --------------------
 
 1. Read the source's code, not only its documentation, at the tags whose defaults differ. Write `systems/<name>.py` with
-   `TABLE = Table(...)`, add the name to SYSTEMS in `systems/__init__.py`, the file to TABLES in tests/test_house.py
-   (rows may be wide; joint rules that take many lines go to `<name>_meaning.py`, which may not). `versions` are its
-   releases, oldest first; the last is assumed. `command` is a pattern for the words of the command, in a script, that
-   starts a job. `flags=True` where keys are given as `--name value`. `resolvers` are functions behind `${name:a,b}`.
+   `TABLE = Table(...)`, add the name to SYSTEMS in `systems/__init__.py`. (Rows of that file may be wide; joint
+   rules that take many lines go to `<name>_meaning.py`, which may not.) `versions` are its releases, oldest first;
+   the last is assumed. `command` is a pattern for the words of the command, in a script, that starts a job.
+   `flags=True` where keys are given as `--name value`. `resolvers` are functions behind `${name:a,b}`.
 2. Own every key once. A key that has one option of ours is a row:
 
        K("trainer.seed", to="run.seed", default=42, other=7)                      exact: the same value

@@ -431,7 +431,8 @@ class _Walk:
                 out += parts[1:]
             elif c in "$`":
                 end, parts = self.dollar(raw, i, line, depth)
-                whole = not (len(parts) == 1 and split and " " in parts[0].strip())
+                unread = parts and parts[0].startswith(("$(", "`"))
+                whole = unread or not (len(parts) == 1 and split and " " in parts[0].strip())
                 parts = parts if whole else parts[0].split()
                 out[-1] += parts[0] if parts else ""
                 out += parts[1:]

@@ -141,7 +141,8 @@ class Migration:
                 near = difflib.get_close_matches(s.key, list(exact), n=1, cutoff=0.5)
                 self.unknown.append((s, near[0] if near else ""))
         for name, found in self.owned.items():
-            if "*" not in name and len(found) > 1:
+            carried = self._known[name].kind in ("exact", "equivalent") and "*" not in name
+            if carried and any(s.value != found[0].value for s in found):
                 raise Unreadable(
                     found[-1].where,
                     found[-1].key,

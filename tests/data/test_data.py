@@ -240,6 +240,15 @@ def test_columns_are_mapped(plain, tmp_path):
     assert one(plain, tmp_path, {"prompt": "p"}, data__answer_column="").columns == {}
 
 
+def test_an_answer_may_be_a_field_of_a_column(plain, tmp_path):
+    row = {"prompt": "p", "spec": {"inner": {"truth": "7"}, "rule": "x"}}
+    e = one(plain, tmp_path, row, data__answer_column="spec.inner.truth")
+    assert e.answer == "7" and e.columns == {"answer": "7", "spec": row["spec"]}
+    assert one(plain, tmp_path, {"prompt": "p", "a.b": "8"}, data__answer_column="a.b").answer == "8"
+    with pytest.raises(DataError, match="spec.gone"):
+        one(plain, tmp_path, row, data__answer_column="spec.gone")
+
+
 def test_answer_pattern_errors(plain, tmp_path):
     for pattern, text in (("(", "is no regex"), ("####.*", "has no group"), ("#### (.*)", "finds nothing in column")):
         with pytest.raises(ConfigError, match=text):

@@ -552,7 +552,6 @@ def places(m: Migration):
         m.set("run.dir", m.text("trainer.ckpt_path").rstrip("/"), "trainer.ckpt_path")
     every = m.integer("trainer.hf_save_interval") or 0
     common.triggers(m, "checkpoint.export_every_steps", every, "trainer.hf_save_interval")
-    m.set("checkpoint.export_at_end", every > 0, "trainer.hf_save_interval")
     common.triggers(m, "checkpoint.every_steps", m.integer("trainer.ckpt_interval"), "trainer.ckpt_interval")
     m.set("checkpoint.every_minutes", 0.0, "trainer.ckpt_interval")
     keep = m.integer("trainer.max_ckpts_to_keep")

@@ -1,0 +1,556 @@
+"""What keys of verl mean together: the joint rules of its table. See systems/verl.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common
+from jaxrl.migrate.table import Migration
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
+MODEL, CRITIC, ALGO, DATA, TRAINER, RM = (
+    "actor_rollout_ref.model.",
+    "critic.",
+    "algorithm.",
+    "data.",
+    "trainer.",
+    "reward_model.",
+)
+VAL, CORRECTION, MEGATRON = ROLLOUT + "val_kwargs.", ALGO + "rollout_correction.", ACTOR + "megatron."
+
+
+def batch(m: Migration):
+    prompts, mini = m.integer(DATA + "train_batch_size"), m.integer(ACTOR + "ppo_mini_batch_size")
+    epochs, group = m.integer(ACTOR + "ppo_epochs"), m.integer(ROLLOUT + "n")
+    common.batch(m, prompts, group, (DATA + "train_batch_size",), ROLLOUT + "n")
+    m.set("algorithm.ppo_epochs", epochs, ACTOR + "ppo_epochs")
+    common.minibatches(
+        m,
+        "algorithm.num_minibatches",
+        prompts,
+        mini,
+        epochs,
+        DATA + "train_batch_size",
+        ACTOR + "ppo_mini_batch_size",
+    )
+    own = m.integer(CRITIC + "ppo_mini_batch_size")
+    if m.text(ALGO + "adv_estimator") == "gae" and own and own != mini:
+        common.minibatches(m, "critic.num_minibatches", prompts, own, epochs, CRITIC + "ppo_mini_batch_size")
+    if not m.given(ROLLOUT + "n"):
+        m.differs("rollout.n is not set, which is one completion per prompt in verl: no group to compare with")
+
+
+ESTIMATORS = {
+    "gae": ("gae", "none", False, True),
+    "grpo": ("outcome", "group", True, False),
+    "grpo_vectorized": ("outcome", "group", True, False),
+    "rloo": ("outcome", "leave_one_out", False, False),
+    "rloo_vectorized": ("outcome", "leave_one_out", False, False),
+    "remax": ("outcome", "greedy", False, False),
+    "reinforce_plus_plus": ("returns", "none", False, True),
+    "reinforce_plus_plus_baseline": ("outcome", "group", False, True),
+}
+
+
+def advantage(m: Migration):
+    name = ALGO + "adv_estimator"
+    if m.text(name) not in ESTIMATORS:
+        m.lacks(
+            name,
+            f"{m.text(name)!r} is none of {', '.join(ESTIMATORS)}; a function of your own is "
+            "algorithm.advantage (docs/extend.md)",
+            refuse=True,
+        )
+        return
+    kind, mean, std, whiten = ESTIMATORS[m.text(name)]
+    std = "group" if std and m.flag(ALGO + "norm_adv_by_std_in_grpo") else "none"
+    if m.integer(ROLLOUT + "n") == 1 and mean in ("group", "leave_one_out"):
+        mean = std = "none"  # of a group of one verl takes the mean for 0 and the deviation for 1
+    m.set("algorithm.advantage", kind, name)
+    m.set("algorithm.advantage_mean", mean, name, ROLLOUT + "n")
+    m.set("algorithm.advantage_std", std, name, ALGO + "norm_adv_by_std_in_grpo")
+    m.set("algorithm.whiten", whiten, name)
+    m.facts["advantage"] = m.text(name)
+    if kind in ("returns", "gae"):
+        m.set("algorithm.gamma", m.number(ALGO + "gamma"), ALGO + "gamma")
+    if kind == "gae":
+        m.set("algorithm.lam", m.number(ALGO + "lam"), ALGO + "lam")
+        _critic(m)
+
+
+def _critic(m: Migration):
+    path, own = CRITIC + "model.path", CRITIC + "optim."
+    if m.given(path) and m[path] != m[MODEL + "path"]:
+        m.set("critic.path", m.text(path), path)
+    m.set("critic.lr", m.number(own + "lr"), own + "lr")
+    m.set("critic.value_clip", m.number(CRITIC + "cliprange_value"), CRITIC + "cliprange_value")
+    m.set("critic.warmup_steps", m.integer(TRAINER + "critic_warmup"), TRAINER + "critic_warmup")
+    for option, key, ours in (
+        ("weight_decay", own + "weight_decay", ACTOR + "optim.weight_decay"),
+        ("max_grad_norm", CRITIC + "grad_clip", ACTOR + "grad_clip"),
+    ):
+        if m.number(key) != m.number(ours):
+            m.set(f"critic.optimizer.{option}", float(m.number(key)), key)
+
+
+LOSSES = {  # loss_mode -> (loss, ratio, aggregation that it has whatever loss_agg_mode says)
+    "vanilla": ("clip", "token", ""),
+    "gspo": ("clip", "sequence_token", "sequence_mean"),
+    "geo_mean": ("clip", "geometric", "sequence_mean"),
+    "cispo": ("cispo", "token", ""),
+    "sapo": ("sapo", "token", "sequence_mean"),
+    "gpg": ("pg", "token", ""),
+}
+
+
+def loss(m: Migration):
+    name, low, high = ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"
+    mode = m.text(name)
+    if mode not in LOSSES:
+        m.lacks(
+            name,
+            f"{mode!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/extend.md)",
+            refuse=True,
+        )
+        return
+    kind, ratio, aggregation = LOSSES[mode]
+    bounds = []
+    for key in (low, high):  # clip_ratio counts only where they are null
+        bound, used = m.number(key), key
+        if bound is None:
+            bound, used = m.number(ACTOR + "clip_ratio"), ACTOR + "clip_ratio"
+        bounds.append((bound, used))
+    if all(used != ACTOR + "clip_ratio" for _, used in bounds):
+        m.mark(ACTOR + "clip_ratio", "inert", "clip_ratio_low and clip_ratio_high are not null, and win")
+    m.set("algorithm.policy_loss", kind, name)
+    m.set("algorithm.ratio", ratio, name)
+    dual = m.number(ACTOR + "clip_ratio_c") if mode == "vanilla" and m.version != "0.3" else 0.0
+    m.set("algorithm.dual_clip", dual, ACTOR + "clip_ratio_c", name)
+    (a, low), (b, high) = bounds
+    if kind == "cispo":
+        m.set("algorithm.cispo_min_ratio", max(1 - a, 0.0), low)
+        m.set("algorithm.cispo_max_ratio", 1 + b, high)
+    elif kind == "sapo":
+        m.set("algorithm.sapo_tau_pos", m.number(ACTOR + "tau_pos"), ACTOR + "tau_pos")
+        m.set("algorithm.sapo_tau_neg", m.number(ACTOR + "tau_neg"), ACTOR + "tau_neg")
+    elif kind == "clip":
+        m.set("algorithm.clip_low", a, low)
+        m.set("algorithm.clip_high", b, high)
+        m.facts["clip"] = f"{1 - a:g} to {1 + b:g}" + (f", dual {dual:g}" if dual else "")
+    _aggregation(m, aggregation)
+
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "constant",
+}
+
+
+def _aggregation(m: Migration, fixed: str):
+    name = ACTOR + "loss_agg_mode"
+    if fixed:
+        m.set("algorithm.aggregation", fixed, ACTOR + "policy_loss.loss_mode")
+        m.mark(name, "inert", "this loss has an aggregation of its own")
+        return
+    kind = m.choice(name, AGGREGATIONS)
+    if kind is None:
+        return
+    m.set("algorithm.aggregation", kind, name)
+    if kind == "constant":
+        factor = ACTOR + "loss_scale_factor"
+        total = m.integer(factor) or m.integer(DATA + "max_response_length")
+        keys = (factor,) if m[factor] else (factor, DATA + "max_response_length")
+        m.set("algorithm.aggregation_constant", total, name, *keys)
+        m.facts["Dr.GRPO's constant"] = total
+        m.differs(
+            "verl's seq-mean-token-sum-norm adds up the answers of a micro-batch and does not divide by their number; "
+            "here it is their mean, as Dr.GRPO has it: its learning rate may have to be that much larger"
+        )
+
+
+KL = {
+    "low_var_kl": "low_var",
+    "k3": "low_var",
+    "kl": "k1",
+    "k1": "k1",
+    "mse": "k2",
+    "k2": "k2",
+    "abs": "abs",
+    "k3+": "k2",
+    "low_var_kl+": "k2",
+    "k1+": "k2",
+    "kl+": "k2",
+}
+
+
+def kl(m: Migration):
+    in_loss, in_reward = m.flag(ACTOR + "use_kl_loss"), m.flag(ALGO + "use_kl_in_reward")
+    coef, key = m.number(ACTOR + "kl_loss_coef"), ACTOR + "kl_loss_coef"
+    kind = ACTOR + "kl_loss_type"
+    if in_loss and in_reward and coef and m.number(ALGO + "kl_ctrl.kl_coef"):
+        m.lacks(ALGO + "use_kl_in_reward", "the KL is in the loss or in the reward, not in both", refuse=True)
+        return
+    if in_reward and not (in_loss and coef):
+        coef, key, kind = m.number(ALGO + "kl_ctrl.kl_coef"), ALGO + "kl_ctrl.kl_coef", ALGO + "kl_penalty"
+        if m.text(ALGO + "kl_ctrl.type") == "adaptive":
+            m.lacks(ALGO + "kl_ctrl.type", "the coefficient of the KL is fixed here")
+    elif not in_loss:
+        coef = 0.0
+    estimator = m.choice(kind, KL)
+    if estimator is None and coef:
+        m.lacks(kind, f"{m.text(kind)!r} is none of {', '.join(KL)}", refuse=True)
+        return
+    placed = "reward" if kind == ALGO + "kl_penalty" else "loss"
+    common.kl(m, coef, estimator or "low_var", placed, ACTOR + "use_kl_loss", ALGO + "use_kl_in_reward", key, kind)
+    m.set("algorithm.entropy_coef", m.number(ACTOR + "entropy_coeff"), ACTOR + "entropy_coeff")
+
+
+def mismatch(m: Migration):
+    level, reject, c = m[CORRECTION + "rollout_is"], m.text(CORRECTION + "rollout_rs"), CORRECTION
+    threshold, key = m.number(c + "rollout_is_threshold"), c + "rollout_is"
+    if not level and m.number(ACTOR + "tis_imp_ratio_cap") and m.number(ACTOR + "tis_imp_ratio_cap") > 0:
+        level, threshold, key = "token", m.number(ACTOR + "tis_imp_ratio_cap"), ACTOR + "tis_imp_ratio_cap"
+    if reject:
+        m.lacks(
+            c + "rollout_rs",
+            "what is rejected is also weighed here (algorithm.mismatch.correction=..._mis)",
+            refuse=True,
+        )
+    if m.flag(c + "bypass_mode"):
+        if m.text(c + "loss_type") != "ppo_clip":
+            m.lacks(c + "loss_type", "around the sampler's log-probs there is the clipped loss", refuse=True)
+        m.set("algorithm.old_logprobs", "rollout", c + "bypass_mode")
+        m.set("algorithm.mismatch.correction", "none", c + "bypass_mode", c + "rollout_is")
+        return
+    if level in ("token", "sequence"):
+        m.set("algorithm.mismatch.correction", f"{level}_tis", key)
+        m.set("algorithm.mismatch.cap", threshold, c + "rollout_is_threshold" if key.endswith("rollout_is") else key)
+        if m.flag(c + "rollout_is_batch_normalize"):
+            m.lacks(c + "rollout_is_batch_normalize", "weights are not brought to a mean of 1")
+    elif level:
+        m.lacks(c + "rollout_is", f"{level!r} is none of token and sequence", refuse=True)
+    else:
+        m.set("algorithm.mismatch.correction", "none", c + "rollout_is")
+
+
+def lengths(m: Migration):
+    m.set("data.max_prompt_tokens", m.integer(DATA + "max_prompt_length"), DATA + "max_prompt_length")
+    m.set("rollout.max_new_tokens", m.integer(DATA + "max_response_length"), DATA + "max_response_length")
+    cut = m.choice(DATA + "truncation", {"error": "error", "left": "truncate_left", "right": None, "middle": None})
+    if m.flag(DATA + "filter_overlong_prompts"):
+        cut = "filter"
+    if cut is None:
+        m.lacks(DATA + "truncation", "prompts are cut on the left, left out, or an error; here they are left out")
+        cut = "filter"
+    m.set("data.overlong_prompt", cut, DATA + "filter_overlong_prompts", DATA + "truncation")
+
+
+def sampling(m: Migration):
+    for name in ("temperature", "top_p", "top_k"):
+        value = m.number(ROLLOUT + name)
+        m.set(f"rollout.{name}", -1 if name == "top_k" and value == 0 else value, ROLLOUT + name)
+    if not m.flag(ROLLOUT + "do_sample"):
+        m.lacks(
+            ROLLOUT + "do_sample", "greedy completions of a group are all equal: nothing can be learnt", refuse=True
+        )
+    m.facts["sampling"] = (
+        f"temperature {m[ROLLOUT + 'temperature']}, top_p {m[ROLLOUT + 'top_p']}, top_k {m[ROLLOUT + 'top_k']}"
+    )
+
+
+def evaluation(m: Migration):
+    interval = m.integer(TRAINER + "test_freq")
+    common.triggers(m, "eval.every_steps", interval, TRAINER + "test_freq")
+    m.set("eval.before", m.flag(TRAINER + "val_before_train"), TRAINER + "val_before_train")
+    m.set("eval.after", interval > 0, TRAINER + "test_freq")
+    old = m.table.versions.index(m.version) < m.table.versions.index("0.7")
+    greedy = old and not m.flag(VAL + "do_sample")  # later versions look at the temperature alone
+    temperature = 0.0 if greedy else m.number(VAL + "temperature")
+    keys = (VAL + "temperature", VAL + "do_sample") if old else (VAL + "temperature",)
+    m.set("eval.temperature", temperature, *keys)
+    m.set("eval.top_p", m.number(VAL + "top_p"), VAL + "top_p")
+    m.set("eval.top_k", -1 if m.integer(VAL + "top_k") == 0 else m.integer(VAL + "top_k"), VAL + "top_k")
+    samples = m.integer(VAL + "n")
+    if samples > 1 and not temperature:
+        m.lacks(VAL + "n", "several greedy answers are all the same, and are refused: one is sampled")
+        samples = 1
+    m.set("eval.samples", samples, VAL + "n")
+    rows = m.integer(DATA + "val_max_samples")
+    m.set("eval.max_rows", rows if rows and rows > 0 else 0, DATA + "val_max_samples")
+    m.facts["evaluation"] = (
+        f"every {interval} steps, temperature {temperature:g}, {samples} answers" if interval > 0 else "none in between"
+    )
+    if m.flag(TRAINER + "val_only"):
+        m.set("run.mode", "eval", TRAINER + "val_only")
+
+
+SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+
+
+def optimizer(m: Migration):
+    o = ACTOR + "optim."
+    mega = m.text(ACTOR + "strategy") == "megatron"
+    default = 1e-3 if mega and not m.given(o + "lr") else m.number(o + "lr")
+    m.set("optimizer.lr", default, o + "lr", *([ACTOR + "strategy"] if mega else []))
+    betas = m.list(o + "betas")
+    m.set("optimizer.b1", float(betas[0]), o + "betas")
+    m.set("optimizer.b2", float(betas[1]), o + "betas")
+    name = next(
+        (o + n for n in ("lr_scheduler_type", "warmup_style", "lr_decay_style") if m[o + n]), o + "lr_scheduler_type"
+    )
+    steps, share = m.number(o + "lr_warmup_steps"), m.number(o + "lr_warmup_steps_ratio")
+    counts = steps is not None and steps > 0 if mega else steps is not None and steps >= 0
+    common.schedule(
+        m,
+        name,
+        m.text(name) or "constant",
+        steps if counts else 0,
+        None if counts else share,
+        name,
+        o + "lr_warmup_steps" if counts else o + "lr_warmup_steps_ratio",
+    )
+    m.set("optimizer.floor", m.number(o + "min_lr_ratio") or 0.0, o + "min_lr_ratio")
+
+
+MESH = tuple(
+    MEGATRON + n
+    for n in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "context_parallel_size",
+    )
+)
+
+
+def layout(m: Migration):
+    nodes, per = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node")
+    m.gpus = m.gpus or nodes * per
+    mega = m.text(ACTOR + "strategy") == "megatron"
+    size = lambda name: (m.integer(MEGATRON + name) or 1) if mega else 1  # noqa: E731
+    ulysses = ACTOR + "ulysses_sequence_parallel_size"
+    fsdp = ACTOR + "fsdp_config.fsdp_size"
+    m.set("mesh.fsdp", -1, ACTOR + "strategy")
+    common.mesh(
+        m,
+        (TRAINER + "nnodes", TRAINER + "n_gpus_per_node", fsdp, *MESH, ulysses),
+        tp=size("tensor_model_parallel_size"),
+        pp=size("pipeline_model_parallel_size"),
+        ep=size("expert_model_parallel_size"),
+        cp=size("context_parallel_size") if mega else m.integer(ulysses),
+        fsdp=m.integer(fsdp) or 0,
+        gpus=m.gpus,
+    )
+    tp = m.integer(ROLLOUT + "tensor_model_parallel_size")
+    engines = max(m.gpus // tp, 1)
+    common.engine(
+        m,
+        m.text(ROLLOUT + "name"),
+        ROLLOUT + "name",
+        tp=tp,
+        engines=engines,
+        nodes=max(m.gpus // max(per, 1), 1),
+        gpus=m.gpus,
+        colocated=True,
+        keys=(ROLLOUT + "tensor_model_parallel_size", TRAINER + "nnodes", TRAINER + "n_gpus_per_node"),
+    )
+    _rest(m, mega)
+
+
+def _rest(m: Migration, mega: bool):
+    """Where parameters and optimizer state are between and during uses."""
+    where = MEGATRON if mega else ACTOR + "fsdp_config."
+    params, state = m.flag(where + "param_offload"), m.flag(where + "optimizer_offload")
+    if m.flag(ACTOR + "fsdp_config.offload_policy"):
+        m.set("mesh.roles.policy", {"rest": "streamed"}, ACTOR + "fsdp_config.offload_policy")
+    elif params or state:
+        m.set("mesh.roles.policy", {"rest": "host"}, where + "param_offload", where + "optimizer_offload")
+    ref = REF + ("megatron." if mega else "fsdp_config.") + "param_offload"
+    adapted = m.integer(MODEL + "lora_rank") or m.text(MODEL + "lora_adapter_path")  # their base is the reference
+    if m.flag(ref) and m.options["algorithm.kl.coef"][0] and not adapted:
+        m.set("mesh.roles.reference", {"rest": "host"}, ref)
+
+
+def memory(m: Migration):
+    longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    micro, dynamic = ACTOR + "ppo_micro_batch_size_per_gpu", ACTOR + "use_dynamic_bsz"
+    total = ACTOR + "ppo_max_token_len_per_gpu"
+    if m.flag(dynamic):
+        m.set("train.tokens_per_microbatch", max(m.integer(total), longest), dynamic, total)
+    elif m.integer(micro):
+        m.set("train.tokens_per_microbatch", m.integer(micro) * longest, micro)
+    score = ROLLOUT + "log_prob_micro_batch_size_per_gpu"
+    train = m.options.get("train.tokens_per_microbatch", (0, ()))[0]
+    scored = ROLLOUT + "log_prob_max_token_len_per_gpu"
+    if m.flag(dynamic) and m.integer(scored) and max(m.integer(scored), longest) != train:
+        m.set("train.score_tokens_per_microbatch", max(m.integer(scored), longest), scored)
+    elif not m.flag(dynamic) and m.integer(score) and m.integer(score) * longest != train:
+        m.set("train.score_tokens_per_microbatch", m.integer(score) * longest, score)
+
+
+def adapters(m: Migration):
+    keys = tuple(MODEL + n for n in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"))
+    common.lora(m, m.integer(keys[0]) or 0, m.number(keys[1]), m[keys[2]], m[keys[3]], "", 0.0, keys)
+    if m.text(MODEL + "lora_adapter_path"):
+        m.set("lora.path", m.text(MODEL + "lora_adapter_path"), MODEL + "lora_adapter_path")
+
+
+def template(m: Migration):
+    text = m.text(MODEL + "custom_chat_template")
+    if text:
+        m.files[f"{m.name}_template.jinja"] = text
+        m.set("model.chat_template", f"{m.name}_template.jinja", MODEL + "custom_chat_template")
+
+
+RULES = '''"""verl's rewards by data_source, for the sources that have a rule here; another one stops the run.
+
+GSM8K: the last "#### number" of the end of a completion, without commas, is the answer's text. MATH: the last box.
+AIME and DAPO: the last "Answer: ..." of the end; 1 where it is right, else -1. verl normalises texts of MATH more.
+"""
+
+import re
+
+from jaxrl.rewards.builtin import boxed_reward
+
+
+def plain(text):
+    return re.sub(r"\\\\boxed|[\\s,${}\\\\]", "", str(text)).rstrip(".").lower()
+
+
+def score(prompt, completion, answer, data_source=None, **columns):
+    source = str(data_source)
+    if source == "openai/gsm8k":
+        found = re.findall(r"#### (-?[0-9.,]+)", completion[-300:])
+        return float(bool(found) and found[-1].replace(",", "").replace("$", "") == str(answer))
+    if source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"):
+        return boxed_reward(prompt, completion, answer)
+    if source in ("math_dapo", "math", "math_dapo_reasoning") or source.startswith("aime"):
+        found = re.findall(r"(?i)answer\\s*:\\s*([^\\n]+)", completion[-300:])
+        return 1.0 if found and plain(found[-1]) == plain(answer) else -1.0
+    raise RuntimeError(f"data_source {source!r}: write its reward into this file")
+'''
+OWN = '''"""The reward function of the source, called as verl calls it."""
+
+import importlib.util
+import os
+
+PLACE = os.path.expandvars({path!r})
+spec = importlib.util.spec_from_file_location("custom_reward_function", PLACE)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+
+def score(prompt, completion, answer=None, data_source=None, extra_info=None, **columns):
+    found = getattr(module, {name!r})(data_source=data_source, solution_str=completion, ground_truth=answer,
+                                      extra_info=extra_info{more})
+    return float(found["score"] if isinstance(found, dict) else found)
+'''
+
+
+def reward(m: Migration):
+    path, name = m.text("custom_reward_function.path"), m.text("custom_reward_function.name")
+    m.set("data.answer_column", "reward_model.ground_truth", "custom_reward_function.path", RM + "enable")
+    if m.flag(RM + "enable"):
+        m.set("reward.model.path", m.text(RM + "model.path"), RM + "model.path", RM + "enable")
+        if not path:
+            m.set("reward.functions", (), RM + "enable")
+            return
+    if path:
+        more = "".join(
+            f", {s.key.rsplit('.', 1)[1]}={s.value!r}" for s in m.all("custom_reward_function.reward_kwargs.*")
+        )
+        path = "$HOME/" + path[2:] if path.startswith("~/") else path
+        file = common.reward_file(m, OWN.format(path=path, name=name, more=more), "custom_reward_function.path")
+        m.needs(
+            f"{file} calls {name} of {path} once per completion, in a process without jax: what it imports must be "
+            "installed there"
+        )
+    else:
+        file = common.reward_file(m, RULES, "custom_reward_function.path")
+        m.differs(
+            f"{file} has verl's rules for GSM8K, MATH (whose texts verl normalises more) and AIME by the column "
+            "data_source; a row of another source stops the run until its rule is written there"
+        )
+
+
+def length_penalty(m: Migration):
+    k = RM + "reward_kwargs.overlong_buffer_cfg."
+    if m.flag(k + "enable") and m.integer(k + "len"):
+        m.set("reward.overlong_buffer", m.integer(k + "len"), k + "enable", k + "len")
+        m.set("reward.overlong_penalty", m.number(k + "penalty_factor"), k + "penalty_factor")
+
+
+def filtering(m: Migration):
+    f = ALGO + "filter_groups."
+    on = m.flag(f + "enable")
+    m.set("algorithm.dynamic_sampling", "refill" if on else "off", f + "enable")
+    if on:
+        rounds = m.integer(f + "max_num_gen_batches") or 0
+        m.set("algorithm.dynamic_sampling_rounds", rounds if rounds > 0 else 1000, f + "max_num_gen_batches")
+        if m.text(f + "metric") not in ("acc", "score", "seq_reward", ""):
+            m.lacks(f + "metric", "groups are judged by their scores (algorithm.keep_group takes a reward's name)")
+
+
+def places(m: Migration):
+    if m.given(TRAINER + "default_local_dir"):
+        m.set("run.dir", m.text(TRAINER + "default_local_dir").rstrip("/"), TRAINER + "default_local_dir")
+    common.triggers(m, "checkpoint.every_steps", m.integer(TRAINER + "save_freq"), TRAINER + "save_freq")
+    m.set("checkpoint.every_minutes", 0.0, TRAINER + "save_freq")
+    keep = m.integer(TRAINER + "max_actor_ckpt_to_keep")
+    m.set("checkpoint.keep", keep if keep and keep > 0 else -1, TRAINER + "max_actor_ckpt_to_keep")
+    mode = m.choice(TRAINER + "resume_mode", {"auto": "auto", "disable": "never", "resume_path": "auto", "": "auto"})
+    m.set("run.resume", mode or "auto", TRAINER + "resume_mode")
+    if m.text(TRAINER + "resume_mode") == "resume_path":
+        m.needs(
+            f"trainer.resume_from_path={m[TRAINER + 'resume_from_path']}: verl's checkpoints are not read; merge it to "
+            "a Hugging Face folder and name that in model.path"
+        )
+
+
+def engine_options(m: Migration):
+    for s in m.all(ROLLOUT + "engine_kwargs.**"):
+        parts = s.key.split("engine_kwargs.", 1)[1].split(".")
+        if parts[0] != "vllm" or s.value in (None, {}):
+            m.mark(s.key, "inert", "of another engine, or empty")
+        elif len(parts) == 2:
+            m.set(f"rollout.vllm.engine_kwargs.{parts[1]}", s.value, s.key)
+        else:
+            m.lacks(s.key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
+
+
+def context(m: Migration):
+    longest = m.integer(ROLLOUT + "max_model_len")
+    if longest:
+        common.context(m, longest, "rollout.vllm.max_model_len", ROLLOUT + "max_model_len")
+
+
+def turns(m: Migration):
+    t = ROLLOUT + "multi_turn."
+    if m.flag(t + "enable"):
+        m.lacks(
+            t + "enable",
+            "tools and interactions of several turns: name the tools as functions in env.tools, or write an "
+            "episode (docs/environments.md)",
+            refuse=True,
+        )
+
+
+def loggers(m: Migration):
+    common.loggers(
+        m,
+        TRAINER + "logger",
+        m.list(TRAINER + "logger"),
+        m.text(TRAINER + "project_name"),
+        m.text(TRAINER + "experiment_name"),
+        TRAINER + "project_name",
+        TRAINER + "experiment_name",
+    )
+
+
+def column(m: Migration):
+    m.set("data.prompt_column", m.text(DATA + "prompt_key"), DATA + "prompt_key")
+    rows = m.integer(DATA + "train_max_samples")
+    m.set("data.max_rows", rows if rows and rows > 0 else 0, DATA + "train_max_samples")
+    m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
+    if m[DATA + "seed"] is not None:
+        m.set("data.seed", m.integer(DATA + "seed"), DATA + "seed")
