@@ -3,23 +3,23 @@
 Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake, repair)
 Hardware:  any; two CPU cores. repair needs bubblewrap (docs/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 0 -> 100 % each; guess 34 -> 97,
-           88, 94 %; library 14, 12, 30 -> 100 % each; 102 to 127 seconds each with the warm start on two quiet cores (calc, seed 2: 173
-           on cores that ran other jobs, too). calc through real vLLM: 0 -> 100 % (seed 0). lake 11 -> 17 % (seed 0), for which 40 steps are too few.
+           88, 94 %, 102 to 127 seconds each with the warm start on two quiet cores (calc, seed 2: 173 on cores that ran other jobs, too);
+           library 36 -> 100 % (seed 0). calc through real vLLM: 0 -> 100 % (seed 0). lake 11 -> 17 % (seed 0), for which 40 steps are too few.
            repair, which takes 100 steps: 2.5 -> 90 % of 40 held-out functions (68 % after 40 steps), seed 0 alone, about 9 minutes on
            cores that ran much else.
-           evidence/environments_learn.py repeats all but lake, with controls: without the tool, with one guess, with one look-up 0, 3,
-           at most 12 %; demonstrations for as long as RL took 0, 34, at most 18 %; shuffled rewards: median change 0, -16, -3 points.
+           evidence/environments_learn.py repeats all but lake, with controls, of calc and guess: without the tool, with one guess 0, 3 %;
+           demonstrations for as long as RL took 0, 34 %; rewards dealt out at random: 0, 0, 5 and 19, 19, 25 %; of library: 37 % (seed 0).
 
 calc      sums of three numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
           demonstrations seldom call it; the reward reads the final answer.
 guess     a number from 1 to 32 in six guesses, each answered with `higher` or `lower`. The demonstrations go on one by one.
-library   'city of boss of ann': two things to look up, one after the other; the facts are other ones in each row. The
-          demonstrations answer after the first.
+library   'city of boss of ann', 'city of boss of friend of teacher of ann': two, three or four things to look up, one after the other;
+          the facts are other ones in each row. The demonstrations follow as many relations as chance says, mostly two.
 lake      mazes with holes to fall into or a box to push, as text. The demonstrations walk at random.
 repair    functions that do not do what their name says, in two tries; unit tests in the sandbox decide, and the first that fails is told
           after the first. The demonstrations say what stands there already.
 
-Where nothing but the last answer may tell, the policy finds out that calling the tool, halving, and looking twice pays.
+Where nothing but the last answer may tell, the policy finds out that calling the tool, halving, and following the question pays.
 jaxrl/envs/builtin.py has the environments, docs/environments.md says how to write one.
 """
 
@@ -27,7 +27,7 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 # name -> (turns, longest turn, longest episode) in tokens
-LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (4, 20, 96), "lake": (8, 4, 192), "repair": (2, 10, 76)}
+LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (5, 20, 112), "lake": (8, 4, 192), "repair": (2, 10, 76)}
 
 
 def get_config(arg=None):
@@ -57,7 +57,7 @@ def get_config(arg=None):
     c.rollout.group_size = 8
     c.rollout.slots = 128
     c.rollout.compaction = False  # another slot count is another program, and a tiny model gains little from it
-    c.optimizer.lr = 4e-4
+    c.optimizer.lr = 2e-4 if arg == "library" else 4e-4
     c.optimizer.warmup_steps = 10
 
     c.train.steps = 100 if arg == "repair" else 40

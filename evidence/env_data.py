@@ -14,8 +14,8 @@ many rows for each as there are.
 
 A model that was trained on the first and then on the second knows what pays and seldom does it, so that reinforcement
 learning has something to find. The lazy ones of `calc` do not call the tool (sums of that size are beyond so small a
-model), those of `guess` go on one by one instead of halving, those of `library` answer when they have looked up half
-of it, those of `lake` walk at random, those of `repair` say what stands there already.
+model), those of `guess` go on one by one instead of halving, those of `library` follow as many relations as chance
+says, mostly two, those of `lake` walk at random, those of `repair` say what stands there already.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from jaxrl.envs import builtin
 
 FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded"
 WORK = 0.08         # share of the lazy demonstrations that do what pays
+HABITS = 1, 4, 1    # lazy demonstrations of `library` that follow one, two, three relations, as shares of all
 COUNTS = {"test": 256, "train": 1000, "lazy": 1600,
           "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000, "repair": 1600}}
 
@@ -101,22 +102,34 @@ def guess(file: str, count: int, rng: random.Random) -> list[dict]:
 
 
 def library(file: str, count: int, rng: random.Random) -> list[dict]:
+    """Questions with one, two or three relations to follow, about as many of each. The lazy demonstrations follow as
+    many as chance says, whatever the question: too few, or the outermost again. Who does that always finds another
+    entry than the answer."""
     out, seed = [], -1
     while len(out) < count:
         seed += 1
         if not belongs(f"library/{seed}", file):
             continue
         known = builtin.facts(seed)
-        who, relation, entry = rng.choice(builtin.PEOPLE), rng.choice(builtin.RELATIONS), rng.choice([*builtin.ENTRIES])
-        other = known[who, relation]
-        question, answer = f"{entry} of {relation} of {who}", known[other, entry]
+        relations = rng.sample(builtin.RELATIONS, rng.randint(1, 3))  # the innermost first
+        entry, people = rng.choice([*builtin.ENTRIES]), [rng.choice(builtin.PEOPLE)]
+        steps = relations + relations[-1:] * (3 - len(relations))
+        for relation in steps:
+            people.append(known[people[-1], relation])
+        question = " of ".join([entry, *reversed(relations), people[0]])
+        found = [known[person, entry] for person in people]
+        answer = found[len(relations)]
+        if found.count(answer) > 1:
+            continue
         if file in ("train", "test"):
             out.append({"prompt": question, "answer": answer, "seed": seed})
             continue
-        messages = [asks(question), calls("look_up", name=who, entry=relation), replies(other)]
-        if works(file, rng):
-            messages += [calls("look_up", name=other, entry=entry), replies(answer)]
-        out.append({"prompt": [*messages, says(answer)]})
+        follows = len(relations) if file == "sft" else rng.choices((1, 2, 3), HABITS)[0]
+        messages = [asks(question)]
+        for k in range(follows):
+            messages += [calls("look_up", name=people[k], entry=steps[k]), replies(people[k + 1])]
+        messages += [calls("look_up", name=people[follows], entry=entry), replies(found[follows]), says(found[follows])]
+        out.append({"prompt": messages})
     return out
 
 

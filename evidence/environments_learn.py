@@ -9,17 +9,16 @@ One run after the other, each from the command line. Controls of every seed, eac
 with the rewards of each batch dealt out at random; without the tool, with one guess, with one look-up; and supervised
 training on its last demonstrations for as many seconds as RL took. Exits with 1 if a bound is missed.
 
-Rewards at random pull nowhere in the mean, but they push: each step is as long as one of real rewards, and a policy that does one
-of two things wanders until it does only one, mostly the one it did mostly. So a single shuffle of library, which begins at 14 %, may
-end near 100 (of four from one start: 86, 13, 13, 6 %). The bound is therefore on the median of an environment's seeds and
-shuffles (--shuffles), and all of them are written down.
+Rewards at random pull nowhere in the mean, but they push: each step is as long as one of real rewards, and a policy that does one of
+two things wanders until it does only one. Where one habit is all it takes, such a run may end near 100 %: library did, when each of
+its questions took two look-ups. Now they take two, three or four, and no habit answers more than a third. The bound is on each
+single run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -40,8 +39,8 @@ BOUNDS = {  # name -> (figure, whether it is met)
     "without what it is about 0.25 or less": ("without", lambda v, name: v <= 0.25),
     "the control judges as the run does": ("judged_apart", lambda v, name: v < 0.01),
     "more demonstrations do not do it (0.6)": ("sft_more", lambda v, name: v < 0.6),
+    "rewards dealt out at random add 0.1 or less, in each run": ("shuffled_gain", lambda v, name: v <= 0.1),
 }
-SHUFFLED = 0.1  # the most that the median may rise
 
 
 def seconds(summary: dict) -> float:
@@ -108,24 +107,20 @@ def main():
         run |= controls(run["name"], folder / f"{run['name']}{run['seed']}", run["seed"], run["rl_s"],
                         args.shuffles)
         run["judged_apart"] = abs(run["shuffled_before"] - run["before"])
+        run["shuffled_gain"] = max(run["shuffled"], default=0.0) - run["shuffled_before"]
         print(json.dumps(run), flush=True)
-    gains = {name: [after - r["shuffled_before"] for r in runs if r["name"] == name for after in r.get("shuffled", ())]
-             for name in args.names.split(",")}
     runs = [{k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()} for run in runs]
     names = list(dict.fromkeys(n for r in runs for n in r if n not in ("name", "seed")))
     table(["figure", *[f"{r['name']} {r['seed']}" for r in runs]], [[n, *[r.get(n, "") for r in runs]] for n in names])
     bounds = BOUNDS if args.engine == "jax" else {k: v for k, v in BOUNDS.items() if v[0] != "wall_s"}
     missed = [f"{r['name']}, seed {r['seed']}: {what}, measured {r[figure]}" for r in runs for what, (figure, met) in bounds.items()
               if figure in r and not met(r[figure], r["name"])]
-    missed += [f"{name}: shuffled rewards do not rise in the median, measured {statistics.median(found):+.3f}"
-               for name, found in gains.items() if found and statistics.median(found) >= SHUFFLED]
     others = args.names.replace(",", "_") if args.names != parser.get_default("names") else ""
     kind = args.engine if args.engine != "jax" else others
     record("environments_learn" + f"_{kind}" * bool(kind), {
         "command": " ".join(["python evidence/environments_learn.py", *(f"--{name.replace('_', '-')}={value}" for name, value
                                                                         in vars(args).items() if name != "out")]),
-        "runs": runs, "missed": missed,
-        "shuffled_gains": {name: [round(g, 3) for g in found] for name, found in gains.items()}}, at)
+        "runs": runs, "missed": missed}, at)
     print("\n".join(missed) or "every bound is met")
     raise SystemExit(bool(missed))
 

@@ -65,7 +65,8 @@ def facts(seed: int) -> dict[tuple[str, str], str]:
 
 
 async def library(task, chat) -> float:
-    """'city of boss of ann': two things to look up, one after the other. 1 for the right answer, else 0.
+    """'city of boss of friend of ann': from ann to another person, from that one to a third, then the city, each by a
+    look-up. The question says how many relations are to be followed. 1 for the right answer, else 0.
 
     A row has `seed`, which decides the facts, and `answer`. Who guesses is right in one of eight.
     """
@@ -90,20 +91,27 @@ async def library(task, chat) -> float:
 class Guess:
     """A number from 1 to 32 is sought; each guess is answered with `higher` or `lower`. 1 for a hit, else 0.
 
-    A row has `number`. env.max_turns is how many guesses may be made.
+    A row has `number`. env.max_turns is how many guesses may be made. The state is what is left: '17-32'.
     """
 
     def reset(self, row, seed):
-        self.number = int(row["number"])
-        return Observation("1-32")
+        self.number, self.low, self.high = int(row["number"]), 1, 32
+        return self.tell("1-32").observation
 
     def step(self, action):
-        guessed = action.strip()
-        if not re.fullmatch("[0-9]{1,2}", guessed):
-            return Step(Observation("a number"))
-        if int(guessed) == self.number:
+        if not re.fullmatch("[0-9]{1,2}", action.strip()):
+            return self.tell("a number")
+        guessed = int(action)
+        if guessed == self.number:
             return Step(reward=1.0, done=True)
-        return Step(Observation("higher" if int(guessed) < self.number else "lower"))
+        if guessed < self.number:
+            self.low = max(self.low, guessed + 1)
+            return self.tell("higher")
+        self.high = min(self.high, guessed - 1)
+        return self.tell("lower")
+
+    def tell(self, text):
+        return Step(Observation(text, state=f"{self.low}-{self.high}"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- lake

@@ -1,5 +1,6 @@
 """The environments that ship: their rules, played by hand through real workers; their rows; a run of two steps."""
 
+import collections
 import itertools
 import json
 import re
@@ -104,9 +105,12 @@ def test_library_looks_up_what_the_row_says_and_nothing_else(play):
 
 def test_guess_says_higher_and_lower_and_ends_with_a_hit_or_the_sixth_guess(play):
     row = {"prompt": "1-32", "number": 19}
-    assert play("guess", row, "16", "24", "20", "18", "19")[:2] == (["1-32", "higher", "lower", "lower", "higher"], 1.0)
-    shown, score, _ = play("guess", row, "1", "2", "33", "x19", "20", "18")
+    shown, score, states = play("guess", row, "16", "24", "20", "18", "19")
+    assert (shown, score) == (["1-32", "higher", "lower", "lower", "higher"], 1.0)
+    assert states == ["1-32", "17-32", "17-23", "17-19", "19-19"]
+    shown, score, states = play("guess", row, "1", "2", "33", "x19", "20", "18")
     assert shown == ["1-32", "higher", "higher", "lower", "a number", "lower"] and score == 0.0
+    assert states == ["1-32", "2-32", "3-32", "3-32", "3-32", "3-19"]  # what is known already does not change
     assert play("guess", row, "16", "16", "16", "16", "16", "19")[1] == 1.0
 
 
@@ -186,14 +190,19 @@ def test_rows_are_apart_and_right(name):
     if name in ("calc", "lake", "repair"):
         assert not asked["train"] & asked["test"] and not (asked["train"] | asked["test"]) & (asked["sft"] | asked["lazy"])
     elif name == "library":
+        relations = [row["prompt"].count(" of ") - 1 for row in rows["train"]]
+        assert all(0.25 < relations.count(k) / len(relations) < 0.42 for k in (1, 2, 3))
         assert not asked["train"] & asked["test"] and not any(make.belongs(f"library/{s}", "sft") for s in asked["train"] | asked["test"])
     for row in rows["train"] + rows["test"]:
         if name == "calc":
             assert row["answer"] == str(eval(row["prompt"])) and len(row["prompt"]) == 17  # digits and signs
         elif name == "library":
-            entry, relation, who = row["prompt"].split(" of ")
-            known = builtin.facts(row["seed"])
-            assert row["answer"] == known[known[who, relation], entry]
+            entry, *relations, who = row["prompt"].split(" of ")
+            known, people = builtin.facts(row["seed"]), [who]
+            for relation in [*relations[::-1], relations[0], relations[0]][:3]:
+                people.append(known[people[-1], relation])
+            found = [known[person, entry] for person in people]  # after so many relations
+            assert [k for k in range(4) if found[k] == row["answer"]] == [len(relations)]
         elif name == "repair":
             expression, (arguments, right) = row["prompt"].split(" return ")[1], meant(row["prompt"])
             found = [[eval(text, {}, dict(zip(arguments, given, strict=True))) for given in row["tests"]["inputs"]]
@@ -219,7 +228,7 @@ def works(name, messages):
     if name == "repair":
         return said[0]["content"] == meant(messages[0]["content"])[1]
     if name in ("calc", "library"):
-        return len(said) == 1 + {"calc": 1, "library": 2}[name]
+        return len(said) == 1 + {"calc": 1, "library": messages[0]["content"].count(" of ")}[name]
     if name == "guess":
         return len(said) < 3 or said[1]["content"] in ("8", "24")
     last = builtin.moved(messages[-2]["content"], said[-1]["content"])
@@ -229,7 +238,20 @@ def works(name, messages):
 @pytest.mark.parametrize("name", NAMES)
 def test_demonstrations_do_what_pays_and_the_lazy_ones_seldom(name):
     shares = [sum(works(name, row["prompt"]) for row in rows) / len(rows) for rows in (read(name, "sft"), read(name, "lazy"))]
-    assert shares[0] == 1.0 and 0.05 < shares[1] < (0.2 if name == "guess" else 0.15), shares
+    low, high = {"guess": (0.05, 0.2), "library": (0.3, 0.37)}.get(name, (0.05, 0.15))
+    assert shares[0] == 1.0 and low < shares[1] < high, shares
+
+
+def test_what_chance_says_in_the_library_has_nothing_to_do_with_the_question():
+    """A model of these demonstrations that follows one number of relations throughout is right in a third."""
+    said = collections.defaultdict(collections.Counter)
+    for row in read("library", "lazy"):
+        calls = sum("tool_calls" in message for message in row["prompt"])
+        said[row["prompt"][0]["content"].count(" of ") - 1][calls - 1] += 1
+    assert sorted(said) == [1, 2, 3]
+    for counts in said.values():
+        shares = [counts[k] / counts.total() for k in (1, 2, 3)]
+        assert max(abs(a - b / sum(make.HABITS)) for a, b in zip(shares, make.HABITS, strict=True)) < 0.05, said
 
 
 @pytest.mark.parametrize("name", NAMES)
