@@ -18,7 +18,7 @@ from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import KINDS, MISSING, Migration, Since
 from jaxrl.schema import free_tables, options
 
-REQUIRED: dict[str, dict] = {}  # system -> settings without which nothing runs there
+REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8}}  # system -> settings without which nothing runs there
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"skyrl": "generator.eval_sampling_params."}
 
@@ -162,6 +162,54 @@ def test_verls_kl_in_the_reward_is_k1_and_two_kls_are_refused():
     assert (v["algorithm.kl.coef"], v["algorithm.kl.estimator"], v["algorithm.kl.placement"]) == (0.001, "k1", "reward")
     assert migrated("verl", {**reward, "actor_rollout_ref.actor.use_kl_loss": True}).outcome(False) == "refused"
     assert values(migrated("verl"))["algorithm.kl.coef"] == 0
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def test_trls_batches_are_completions_per_process_and_its_steps_are_optimizer_steps():
+    keys = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "num_generations": 14, "num_processes": 7}
+    m = migrated("trl", {**keys, "max_steps": 100})
+    v = values(m)
+    assert v["data.prompts_per_step"] == 32 and m.facts["sequences per step"] == 448  # 16 x 7 x 4 / 14
+    assert v["algorithm.num_minibatches"] == 1 and v["train.steps"] == 100
+    more = migrated("trl", {**keys, "steps_per_generation": 16, "num_iterations": 2, "max_steps": 800, "save_steps": 80})
+    v = values(more)
+    assert v["data.prompts_per_step"] == 128 and v["algorithm.num_minibatches"] == 4 and v["algorithm.ppo_epochs"] == 2
+    assert v["train.steps"] == 100 and v["checkpoint.every_steps"] == 10
+    assert migrated("trl", {**keys, "num_processes": 8}).outcome(False) == "refused"  # 512 / 14
+    assert values(migrated("trl", {k: n for k, n in keys.items() if k != "num_processes"}, gpus=7))["data.prompts_per_step"] == 32
+    with pytest.raises(Unreadable, match="num_processes"):
+        migrated("trl", {"num_generations": 8})
+
+
+def test_trls_defaults_by_version():
+    what = ("algorithm.kl.coef", "algorithm.aggregation", "rollout.temperature", "rollout.top_k", "data.overlong_prompt",
+            "optimizer.schedule", "model.remat")
+    by = {version: tuple(values(migrated("trl", {"num_processes": 8}, version))[o] for o in what)
+          for version in ("0.17", "0.19", "0.22", "1.9")}
+    assert by["0.17"] == (0.04, "token_mean", 0.9, 50, "truncate_left", "linear", "none")
+    assert by["0.19"] == (0.0, "token_mean", 1.0, -1, "truncate_left", "linear", "none")
+    assert by["0.22"] == (0.0, "token_mean", 1.0, -1, "truncate_left", "linear", "full")
+    assert by["1.9"] == (0.0, "token_mean", 1.0, -1, "error", "linear", "full")
+    vllm = {"num_processes": 8, "use_vllm": True, "vllm_mode": "colocate"}
+    of = lambda version: tuple(values(migrated("trl", vllm, version)).get(f"algorithm.mismatch.{n}") for n in ("correction", "cap"))  # noqa: E731
+    assert of("0.22") == ("none", None) and of("0.23") == ("token_tis", 2.0) and of("0.26") == ("sequence_mis", 3.0)
+    table = table_of("trl")
+    assert command.version_of(table, "0.24.1") == "0.23" and command.version_of(table, "1.10") == "1.9"
+    with pytest.raises(Unreadable):
+        command.version_of(table, "0.9")
+
+
+def test_trls_flags_of_a_script(tmp_path):
+    text = ("accelerate launch --multi_gpu --num_processes 4 grpo.py \\\n  --config job.yaml --learning_rate=2e-6 \\\n"
+            "  --reward-funcs accuracy_reward mine.rewards.short --bf16\n")
+    (tmp_path / "job.yaml").write_text("model_name_or_path: a/b\nlearning_rate: 1e-6\nnum_generations: 4\n")
+    status, report, out = run(tmp_path, text, system="trl")
+    found = {k["key"]: k["value"] for k in report["keys"]}
+    assert status == 0 and found["learning_rate"] == 2e-6 and found["num_generations"] == 4 and found["num_processes"] == 4
+    assert load_config(str(out / "job.py")).reward.functions == ("math", "./job_reward.py:short")
+    assert "called" in (out / "job_reward.py").read_text()
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

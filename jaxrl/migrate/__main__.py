@@ -14,7 +14,7 @@ from jaxrl.migrate.read import read
 from jaxrl.migrate.report import name_of, write
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
-from jaxrl.migrate.table import Migration
+from jaxrl.migrate.table import Migration, Table
 
 USAGE = """usage: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
@@ -37,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         system, file, flags, overrides = arguments(argv)
         table = table_of(system)
-        version = flags.get("from-version", table.versions[-1])
-        if version not in table.versions:
-            raise Unreadable("--from-version", "", f"{version} is none of {', '.join(table.versions)}")
+        version = version_of(table, flags.get("from-version", table.versions[-1]))
         given = flags.get("gpus", "1")
         gpus = int(given) if re.fullmatch(r"[1-9][0-9]{0,6}", given) else 0
         if not gpus:
@@ -76,6 +74,20 @@ def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
     if len(places) < 2:
         raise Unreadable("jaxrl.migrate", "", "expected SYSTEM and FILE; --help says more")
     return places[0], places[1], flags, overrides
+
+
+def version_of(table: Table, asked: str) -> str:
+    """The version of a table whose defaults hold for the one that is asked for: itself, or the last before it."""
+    if asked in table.versions:
+        return asked
+
+    def numbers(text):
+        return [int(n) for n in text.split(".")] if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})*", text) else []
+
+    before = [v for v in table.versions if numbers(v) and numbers(asked) and numbers(v) <= numbers(asked)]
+    if not before:
+        raise Unreadable("--from-version", "", f"{asked} is none of {', '.join(table.versions)}")
+    return before[-1]
 
 
 def say(data: dict, out: Path) -> int:

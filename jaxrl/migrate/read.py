@@ -77,7 +77,7 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
 def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Setting]:
     out: list[Setting] = []
     words = command.words
-    folder, config = "", ""
+    folder, configs = "", []
     i = 0
     while i < len(words):
         text, line = words[i]
@@ -91,10 +91,10 @@ def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Se
             if named[1] == "config-path":
                 folder = value
             else:
-                config = value
+                configs.append(value)
         elif table.flags and (flag := re.fullmatch(r"--([A-Za-z][\w.-]*)(?:=(.*))?", text, re.S)):
             values = [flag[2]] if flag[2] is not None else []
-            while flag[2] is None and i + 1 < len(words) and not words[i + 1][0].startswith("--"):
+            while flag[2] is None and i + 1 < len(words) and _value(words[i + 1][0]):
                 i += 1
                 values.append(words[i][0])
             value = [scalar(v) for v in values]
@@ -104,9 +104,12 @@ def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Se
         elif not text.startswith("--"):
             out += [s for s in override(text, where) if "." in s.key or len(out)]
         i += 1
-    if config:
-        out = [*_named_config(path, folder, config, notes), *out]
-    return out
+    return [*(s for config in configs for s in _named_config(path, folder, config, notes)), *out]
+
+
+def _value(word: str) -> bool:
+    """Whether a word behind a flag is its value: not a further flag, not the script that is started."""
+    return not re.match(r"-+[A-Za-z]", word) and not word.endswith(".py")
 
 
 def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:

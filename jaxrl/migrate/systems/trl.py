@@ -1,0 +1,194 @@
+"""TRL's GRPO: what its keys mean here (flat YAML, or flags of `trl grpo` and `accelerate launch`).
+
+Read from its code at the tags v0.17.0 to v1.9.0, and from transformers' TrainingArguments. Batches are completions per
+process, so that the number of processes must be known. A step is an optimizer step there, a generation batch here.
+"""
+
+from __future__ import annotations
+
+from jaxrl.migrate.systems import trl_meaning as meaning
+from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
+
+K = Key
+IS = "vllm_importance_sampling_"
+VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "server"}, {"use_peft": True}, {
+    "eval_strategy": "steps", "eval_steps": 10}
+SUPERVISED = "its other trainers are not read: run.recipe=sft, preference, reward_model or distill are ours"
+
+TABLE = Table(
+    name="trl", title="TRL", command=r"grpo", flags=True,
+    versions=("0.17", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9"),
+    differs=(
+        "the standard deviation has 1e-6 added, TRL's 1e-4",
+        "no weight decay on norms, biases and other vectors (as transformers)",
+        "the order of the data is drawn from another generator",
+    ),
+    rules=(
+        Joint("lengths", (
+            K("max_prompt_length", "equivalent", default=Since(("0.17", 512), ("0.26", None)), other=700),
+            K("max_completion_length", "equivalent", default=256, other=700)), meaning.lengths),
+        Joint("batch", (
+            K("per_device_train_batch_size", "equivalent", default=8, other=16),
+            K("gradient_accumulation_steps", "equivalent", default=1, other=4),
+            K("num_processes", "equivalent", default=MISSING, other=2, also=("num_gpus", "nproc_per_node")),
+            K("num_generations", "equivalent", default=8, other=4),
+            K("steps_per_generation", "equivalent", other=4),
+            K("generation_batch_size", "equivalent", other=128),
+            K("num_iterations", "equivalent", default=1, other=2)), meaning.batch),
+        Joint("length of the run", (
+            K("max_steps", "equivalent", default=-1, other=100),
+            K("num_train_epochs", "equivalent", default=3.0, other=1)), meaning.length_of_run),
+        Joint("loss", (
+            K("loss_type", "equivalent", default=Since(("0.17", "bnpo"), ("0.22", "dapo")), other="grpo"),
+            K("importance_sampling_level", "equivalent", default="token", other="sequence"),
+            K("epsilon", "equivalent", default=0.2, other=0.1),
+            K("epsilon_high", "equivalent", other=0.28),
+            K("delta", "equivalent", other=2.0),
+            K("sapo_temperature_pos", "equivalent", default=1.0, other=2.0, beside={"loss_type": "sapo"}),
+            K("sapo_temperature_neg", "equivalent", default=1.05, other=2.0, beside={"loss_type": "sapo"}),
+            K("scale_rewards", "equivalent", default="group", other=False),
+            K("mask_truncated_completions", "equivalent", default=False, other=True),
+            K("top_entropy_quantile", "equivalent", default=1.0),
+            K("entropy_coef", "equivalent", default=0.0, other=0.01),
+            K("use_adaptive_entropy", "equivalent", default=False, other=True),
+            K("entropy_target", "equivalent", default=0.2, other=0.3, beside={"use_adaptive_entropy": True}),
+            K("entropy_coef_max", "equivalent", default=1.0, other=0.1, beside={"use_adaptive_entropy": True}),
+            K("entropy_coef_delta", "equivalent", default=0.005, other=0.01, beside={"use_adaptive_entropy": True})), meaning.loss),
+        K("entropy_coef_min", "unsupported", fine=(0, 0.0), why="the adaptive coefficient begins at 0"),
+        Joint("KL", (
+            K("beta", "equivalent", default=Since(("0.17", 0.04), ("0.19", 0.0)), other=0.01),
+            K("use_bias_correction_kl", "equivalent", default=False, other=True, beside={"beta": 0.1}),
+            K("sync_ref_model", "equivalent", default=False, other=True, beside={"beta": 0.1, "ref_model_mixup_alpha": 1.0}),
+            K("ref_model_mixup_alpha", "equivalent", default=0.6),
+            K("ref_model_sync_steps", "equivalent", default=512, other=64,
+              beside={"beta": 0.1, "ref_model_mixup_alpha": 1.0, "sync_ref_model": True})), meaning.kl),
+        Joint("mismatch", (
+            K("use_vllm", "equivalent", default=False, other=True),
+            K(IS + "correction", "equivalent", default=True, other=False, beside=VLLM),
+            K(IS + "mode", "equivalent", default=Since(("0.17", "token_truncate"), ("0.26", "sequence_mask")), other="token_mask",
+              beside=VLLM),
+            K(IS + "clip_max", "equivalent", default=Since(("0.17", 2.0), ("0.26", 3.0)), other=5.0, beside=VLLM, also=(IS + "cap",)),
+            K(IS + "clip_min", "equivalent", other=0.5, beside=VLLM),
+            K("off_policy_mask_threshold", "equivalent", other=0.1)), meaning.mismatch),
+        Joint("sampling", (
+            K("temperature", "equivalent", default=Since(("0.17", 0.9), ("0.19", 1.0)), other=0.7),
+            K("top_p", "equivalent", default=1.0, other=0.9),
+            K("top_k", "equivalent", default=Since(("0.17", 50), ("0.19", None), ("0.27", 0)), other=20),
+            K("min_p", "equivalent", other=0.1),
+            K("repetition_penalty", "equivalent", default=1.0, other=1.1)), meaning.sampling),
+        Joint("engine", (
+            K("vllm_mode", "equivalent", default=Since(("0.17", "server"), ("1.0", "colocate")), other="server", beside=VLLM),
+            K("vllm_tensor_parallel_size", "equivalent", default=1, other=2, beside=VLLM),
+            K("vllm_gpu_memory_utilization", "equivalent", default=0.3, other=0.5, beside=VLLM),
+            K("vllm_server_base_url", "equivalent", other="http://127.0.0.1:9", beside=SERVER),
+            K("vllm_server_host", "equivalent", default="0.0.0.0", other="127.0.0.1", beside=SERVER),
+            K("vllm_server_port", "equivalent", default=8000, other=8001, beside={**SERVER, "vllm_server_host": "127.0.0.1"})),
+              meaning.engine),
+        K("vllm_max_model_length", to="rollout.vllm.max_model_len", other=9000, also=("vllm_max_model_len",)),
+        K("vllm_enable_sleep_mode", "automatic", why="colocated engines sleep during the update"),
+        K("vllm_*", "automatic", why="rollout.vllm.* decide"),
+        Joint("optimizer", (
+            K("learning_rate", "equivalent", default=1e-6, other=2e-6),
+            K("lr_scheduler_type", "equivalent", default="linear", other="cosine"),
+            K("lr_scheduler_kwargs.*", "equivalent"),
+            K("warmup_steps", "equivalent", default=0, other=7),
+            K("warmup_ratio", "equivalent", default=0.0, other=0.1),
+            K("optim", "equivalent", default="adamw_torch", other="sgd")), meaning.optimizer),
+        K("weight_decay", to="optimizer.weight_decay", default=0.0, other=0.1),
+        K("adam_beta1", to="optimizer.b1", default=0.9, other=0.8),
+        K("adam_beta2", to="optimizer.b2", default=0.999, other=0.95),
+        K("adam_epsilon", to="optimizer.eps", default=1e-8, other=1e-6),
+        K("max_grad_norm", to="optimizer.max_grad_norm", default=1.0, other=0.1),
+        Joint("evaluation", (
+            K("eval_strategy", "equivalent", default="no", other="epoch", also=("evaluation_strategy",)),
+            K("eval_steps", "equivalent", other=20, beside={"eval_strategy": "steps"}),
+            K("eval_on_start", "equivalent", default=False, other=True, beside=EVAL),
+            K("num_generations_eval", "equivalent", other=2, beside=EVAL),
+            K("logging_steps", "equivalent", default=10),
+            K("dataset_test_split", "equivalent", default="test", other="validation", beside={**EVAL, "dataset_name": "a/b"})),
+              meaning.evaluation),
+        Joint("saving", (
+            K("save_strategy", "equivalent", default="steps", other="epoch"),
+            K("save_steps", "equivalent", default=500, other=20),
+            K("save_total_limit", "equivalent", other=2),
+            K("output_dir", "equivalent", other="runs/x"),
+            K("push_to_hub", "equivalent", default=False, other=True, beside={"hub_model_id": "a/b"}),
+            K("hub_model_id", "equivalent", other="a/c", beside={"push_to_hub": True}),
+            K("resume_from_checkpoint", "equivalent", other=True)), meaning.saving),
+        Joint("data", (
+            K("dataset_name", "equivalent", other="a/b"),
+            K("dataset_config", "equivalent", other="main", also=("dataset_config_name",)),
+            K("dataset_train_split", "equivalent", default="train", other="validation", also=("dataset_split",)),
+            K("shuffle_dataset", "equivalent", default=True, other=False)), meaning.data),
+        K("system_prompt", to="data.system_prompt", other="Be brief."),
+        K("dataset_prompt_column", to="data.prompt_column", default="prompt", other="problem"),
+        Joint("rewards", (
+            K("reward_funcs", "equivalent", other=["accuracy_reward"]),
+            K("reward_weights", "equivalent", other=[2.0], beside={"reward_funcs": ["accuracy_reward"]}),
+            K("reward_model_name_or_path", "equivalent", other="a/rm")), meaning.rewards),
+        K("multi_objective_aggregation", "unsupported", fine=("sum_then_normalize",), refuse=True,
+          why="rewards are added up, then normalised"),
+        K("model_name_or_path", to="model.path", other="a/model"),
+        Joint("model", (
+            K("model_revision", "equivalent", default="main", other="abc"),
+            K("dtype", "equivalent", other="bfloat16", also=("torch_dtype",)),
+            K("bf16", "equivalent", other=False),
+            K("fp16", "equivalent", default=False, other=True),
+            K("chat_template_path", "equivalent", other="t.jinja"),
+            K("chat_template", "equivalent", other="{{ messages }}")), meaning.model),
+        K("trust_remote_code", to="model.trust_remote_code", default=False, other=True),
+        K("gradient_checkpointing", "equivalent", "model.remat", lambda on: "full" if on else "none",
+          default=Since(("0.17", False), ("0.22", True)), other=False),
+        Joint("adapters", (
+            K("use_peft", "equivalent", default=False, other=True),
+            K("lora_r", "equivalent", default=16, other=32, beside=PEFT),
+            K("lora_alpha", "equivalent", default=32, other=64, beside=PEFT),
+            K("lora_target_modules", "equivalent", other=["o_proj"], beside=PEFT),
+            K("lora_dropout", "equivalent", default=0.05),
+            K("lora_modules_to_save", "equivalent", other=["lm_head"], beside=PEFT),
+            K("use_rslora", "equivalent", default=False, other=True, beside=PEFT),
+            K("use_dora", "equivalent", default=False, other=True, beside=PEFT),
+            K("load_in_4bit", "equivalent", default=False, other=True, beside=PEFT),
+            K("load_in_8bit", "equivalent", default=False, other=True, beside=PEFT)), meaning.adapters),
+        K("lora_task_type", "automatic", why="a language model"),
+        K("bnb_4bit_*", "automatic", why="lora.base=nf4", also=("use_bnb_nested_quant",)),
+        K("lora_*", "unsupported", why="an option of adapters"),
+        Joint("loggers", (
+            K("report_to", "equivalent", default="none", other=["wandb"]),
+            K("wandb_project", "equivalent", other="mine"),
+            K("run_name", "equivalent", other="mine")), meaning.loggers),
+        Joint("memory", (), meaning.memory),
+        K("seed", to="run.seed", default=42, other=7),
+        K("data_seed", to="data.seed", other=7),
+        K("generation_kwargs.*", "unsupported", why="further sampling parameters"),
+        K("chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
+        K("max_tool_calling_iterations", to="env.max_turns", other=4),
+        K("disable_dropout", "automatic", why="the decoder has no dropout"),
+        K("router_aux_loss_coef", "unsupported", fine=(0.001, 0, 0.0), why="set train.router_balance by hand"),
+        *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
+            "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
+            "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),
+        *(K(name, "automatic", why=why, also=also) for name, why, also in (
+            ("multi_gpu", "processes find each other (launch.hosts)", (
+                "num_machines", "machine_rank", "main_process_*", "rdzv_backend", "same_network", "compute_environment", "distributed_type", "debug",
+                "downcast_bf16", "main_training_function", "mixed_precision", "tpu_*", "use_cpu", "enable_cpu_affinity", "nnodes",
+                "node_rank", "master_addr", "master_port", "gpu_ids", "dynamo_*", "rdzv_endpoint")),
+            ("deepspeed", "no DeepSpeed: mesh.fsdp", ("deepspeed_config.**", "fsdp", "fsdp_config.**", "fsdp_config", "ddp_*",
+                                                     "ds3_gather_for_generation", "parallelism_config.**")),
+            ("logging_*", "every step is a line of metrics", ("log_level", "log_completions", "log_level_*", "disable_tqdm", "log_*",
+                                                            "num_completions_to_print", "include_num_input_tokens_seen",
+                                                            "wandb_*", "trackio_*", "wandb_log_unique_prompts", "project")),
+            ("dataloader_*", "rows are read ahead by data.workers", ("remove_unused_columns", "group_by_length", "dataset_streaming",
+                                                                   "dataset_num_proc", "pad_to_multiple_of", "auto_find_batch_size",
+                                                                   "per_device_eval_batch_size", "eval_accumulation_steps",
+                                                                   "batch_eval_metrics", "average_tokens_across_devices")),
+            ("attn_implementation", "attention is the platform's (model.attention)", (
+                "use_liger_kernel", "use_liger_loss", "tf32", "torch_compile", "torch_compile_*", "cast_lm_head_to_fp32",
+                "gradient_checkpointing_kwargs.**", "use_cache", "model_init_kwargs.**", "torch_empty_cache_steps", "bf16_full_eval",
+                "fp16_full_eval", "cache_implementation", "use_transformers_*", "use_kernels")),
+            ("hub_*", "checkpoint.upload.*", ("push_to_hub_*", "overwrite_output_dir", "overwrite_hub_revision", "save_*", "do_train",
+                                             "do_eval", "do_predict", "load_best_model_at_end", "metric_for_best_model",
+                                             "greater_is_better", "full_determinism", "callbacks", "benchmarks", "tags")),
+            ("ignore_bias_buffers", "no process groups", ("ddp_timeout", "local_rank", "jit_mode_eval", "no_cuda")))),
+    ),
+)

@@ -1,0 +1,466 @@
+"""What keys of TRL mean together: the joint rules of its table. See systems/trl.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common
+from jaxrl.migrate.table import Migration
+
+
+def processes(m: Migration) -> int:
+    """Processes that train: --gpus, or what accelerate is told."""
+    count = m.gpus or m.integer("num_processes")
+    m.gpus = m.gpus or count
+    m.facts["GPUs"] = count
+    return count
+
+
+def batch(m: Migration):
+    """Batches are completions per process: a generation batch is per_device x processes x steps_per_generation of them,
+    an optimizer step per_device x processes x gradient_accumulation_steps."""
+    per, accumulated = m.integer("per_device_train_batch_size"), m.integer("gradient_accumulation_steps")
+    group, count = m.integer("num_generations"), processes(m)
+    steps, whole = m.integer("steps_per_generation"), m.integer("generation_batch_size")
+    if steps and whole:
+        m.lacks("steps_per_generation", "TRL refuses it beside generation_batch_size", refuse=True)
+        return
+    whole = whole or per * count * (steps or accumulated)
+    step, keys = (
+        per * count * accumulated,
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"),
+    )
+    if whole % group or step % group or whole % step:
+        m.lacks(
+            "num_generations" if whole % group or step % group else "generation_batch_size",
+            f"{whole} completions are generated at once and {step} make an optimizer step: neither is a whole "
+            f"number of groups of {group}, or they do not divide",
+            refuse=True,
+        )
+        return
+    bigger = [k for k in ("generation_batch_size", "steps_per_generation") if m[k]]
+    common.batch(m, whole // group, group, (*keys, *bigger, "num_generations"), "num_generations")
+    m.set("algorithm.num_minibatches", whole // step, *keys, *bigger)
+    m.set("algorithm.ppo_epochs", m.integer("num_iterations"), "num_iterations")
+    m.facts["optimizer steps per step"] = updates(m)
+
+
+def updates(m: Migration) -> int:
+    """Optimizer steps, which TRL counts as steps, to one of ours."""
+    found = [m.options.get(f"algorithm.{n}", (1, ()))[0] for n in ("num_minibatches", "ppo_epochs")]
+    return found[0] * found[1]
+
+
+def in_steps(m: Migration, key: str, count: int) -> int:
+    """Optimizer steps as steps of ours, at least one."""
+    ours = max(round(count / updates(m)), 1)
+    if ours * updates(m) != count:
+        m.differs(f"{key}={count} optimizer steps are {ours} steps of {updates(m)}")
+    return ours
+
+
+def length_of_run(m: Migration):
+    steps, epochs = m.integer("max_steps"), m.number("num_train_epochs")
+    if steps and steps > 0:
+        m.set("train.steps", in_steps(m, "max_steps", steps), "max_steps")
+        m.mark("num_train_epochs", "inert", "max_steps wins")
+    elif epochs != int(epochs):
+        m.lacks("num_train_epochs", "passes over the data are whole here: rounded up")
+        m.set("data.epochs", int(epochs) + 1, "num_train_epochs")
+    else:
+        m.set("data.epochs", int(epochs), "num_train_epochs")
+
+
+def lengths(m: Migration):
+    longest = m.integer("max_prompt_length")
+    m.set("rollout.max_new_tokens", m.integer("max_completion_length"), "max_completion_length")
+    if longest:
+        m.set("data.max_prompt_tokens", longest, "max_prompt_length")
+        m.set("data.overlong_prompt", "truncate_left", "max_prompt_length")
+    else:
+        m.set("data.overlong_prompt", "error", "max_prompt_length")
+        m.set("data.max_prompt_tokens", 2048, "max_prompt_length")
+        m.differs("prompts have no bound in TRL: here one of more than data.max_prompt_tokens=2048 tokens is an error")
+
+
+LOSSES = {  # loss_type -> (loss, aggregation)
+    "grpo": ("clip", "sequence_mean"),
+    "bnpo": ("clip", "token_mean"),
+    "dapo": ("clip", "token_mean"),
+    "dr_grpo": ("clip", "constant"),
+    "cispo": ("cispo", "token_mean"),
+    "sapo": ("sapo", "sequence_mean"),
+}
+
+
+def loss(m: Migration):
+    name = m.text("loss_type")
+    if name not in LOSSES:
+        m.lacks(
+            "loss_type",
+            f"{name!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/extend.md)",
+            refuse=True,
+        )
+        return
+    kind, aggregation = LOSSES[name]
+    m.set("algorithm.policy_loss", kind, "loss_type")
+    m.set("algorithm.aggregation", aggregation, "loss_type")
+    if aggregation == "constant":
+        m.set(
+            "algorithm.aggregation_constant", m.integer("max_completion_length"), "max_completion_length", "loss_type"
+        )
+    if name == "bnpo":
+        m.differs(
+            "bnpo's token mean is one per micro-batch in TRL; here it is one over the optimizer step (TRL's dapo)"
+        )
+    level = m.choice(
+        "importance_sampling_level", {"token": "token", "sequence": "sequence", "sequence_token": "sequence_token"}
+    )
+    m.set("algorithm.ratio", level or "token", "importance_sampling_level")
+    low, high = m.number("epsilon"), m.number("epsilon_high")
+    if kind == "clip":
+        m.set("algorithm.clip_low", low, "epsilon")
+        m.set("algorithm.clip_high", low if high is None else high, "epsilon" if high is None else "epsilon_high")
+        m.set("algorithm.delta", m.number("delta") or 0.0, "delta")
+        m.facts["clip"] = f"{1 - low:g} to {1 + (low if high is None else high):g}"
+    elif kind == "cispo":
+        m.set("algorithm.cispo_max_ratio", low if high is None else high, "epsilon" if high is None else "epsilon_high")
+    else:
+        m.set("algorithm.sapo_tau_pos", m.number("sapo_temperature_pos"), "sapo_temperature_pos")
+        m.set("algorithm.sapo_tau_neg", m.number("sapo_temperature_neg"), "sapo_temperature_neg")
+    scale = {"group": "group", "batch": "batch", "none": "none", "true": "group", "false": "none"}
+    text = str(m["scale_rewards"]).lower()
+    if text not in scale:
+        raise m.wrong("scale_rewards", "group, batch or none")
+    m.set("algorithm.advantage_std", scale[text], "scale_rewards")
+    m.set("algorithm.mask_truncated", m.flag("mask_truncated_completions"), "mask_truncated_completions")
+    quantile = m.number("top_entropy_quantile")
+    if quantile != 1:
+        m.lacks("top_entropy_quantile", "all tokens are trained, not those of highest entropy alone", refuse=True)
+    _entropy(m)
+
+
+def _entropy(m: Migration):
+    if m.flag("use_adaptive_entropy"):
+        m.set("algorithm.entropy_target", m.number("entropy_target"), "entropy_target", "use_adaptive_entropy")
+        m.set("algorithm.entropy_max", m.number("entropy_coef_max"), "entropy_coef_max")
+        m.set("algorithm.entropy_rate", m.number("entropy_coef_delta"), "entropy_coef_delta")
+    else:
+        m.set("algorithm.entropy_coef", m.number("entropy_coef"), "entropy_coef")
+
+
+def kl(m: Migration):
+    unbiased = m.flag("use_bias_correction_kl")
+    common.kl(m, m.number("beta"), "k3_unbiased" if unbiased else "k3", "loss", "beta", "use_bias_correction_kl")
+    if m.number("beta") and m.flag("sync_ref_model"):
+        if m.number("ref_model_mixup_alpha") == 1:
+            m.set(
+                "reference.reset_steps",
+                in_steps(m, "ref_model_sync_steps", m.integer("ref_model_sync_steps")),
+                "sync_ref_model",
+                "ref_model_sync_steps",
+            )
+        else:
+            m.lacks(
+                "ref_model_mixup_alpha",
+                "the reference becomes the policy (reference.reset_steps), or stays; it is not mixed",
+            )
+
+
+MODES = {
+    "token_truncate": "token_tis",
+    "token_mask": "token_mis",
+    "sequence_truncate": "sequence_tis",
+    "sequence_mask": "sequence_mis",
+}
+
+
+def mismatch(m: Migration):
+    v = "vllm_importance_sampling_"
+    versions = m.table.versions
+    has = versions.index(m.version) >= versions.index("0.23")
+    if m.flag("use_vllm") and has and m.flag(v + "correction"):
+        mode = m.choice(v + "mode", MODES)
+        if mode is None:
+            return
+        m.set("algorithm.mismatch.correction", mode, v + "correction", v + "mode", "use_vllm")
+        cap = m.number(v + "clip_max")
+        if cap is None:
+            m.lacks(v + "clip_max", "a weight without a bound above: the bound is 1000")
+        m.set("algorithm.mismatch.cap", 1000.0 if cap is None else cap, v + "clip_max")
+        low = m.number(v + "clip_min")
+        if low and mode.endswith("_mis"):
+            m.set("algorithm.mismatch.low", low, v + "clip_min")
+        elif low:
+            m.lacks(v + "clip_min", "weights that are truncated have a bound above alone")
+    else:
+        m.set("algorithm.mismatch.correction", "none", v + "correction", "use_vllm")
+    threshold = m.number("off_policy_mask_threshold")
+    if threshold:
+        m.set("algorithm.mismatch.sequence_delta", threshold, "off_policy_mask_threshold")
+
+
+def sampling(m: Migration):
+    m.set("rollout.temperature", m.number("temperature"), "temperature")
+    m.set("rollout.top_p", m.number("top_p"), "top_p")
+    m.set("rollout.top_k", int(m.number("top_k") or -1), "top_k")
+    m.set("rollout.min_p", m.number("min_p") or 0.0, "min_p")
+    penalty = m.number("repetition_penalty")
+    if penalty != 1:
+        m.set("rollout.repetition_penalty", penalty, "repetition_penalty")
+        m.set("rollout.penalties_in_training", True, "repetition_penalty")
+    m.facts["sampling"] = f"temperature {m['temperature']}, top_p {m['top_p']}, top_k {m['top_k']}"
+
+
+def engine(m: Migration):
+    if not m.flag("use_vllm"):
+        m.differs("completions come from jaxrl's engine (rollout.engine=auto), not from generate() of transformers")
+        return
+    if m.text("vllm_mode") == "colocate":
+        tp = m.integer("vllm_tensor_parallel_size")
+        common.engine(
+            m,
+            "vllm",
+            "use_vllm",
+            tp=tp,
+            engines=max(m.gpus // tp, 1),
+            nodes=1,
+            gpus=m.gpus,
+            colocated=True,
+            keys=("vllm_mode", "vllm_tensor_parallel_size", "num_processes"),
+        )
+        m.set("rollout.vllm.memory_fraction", m.number("vllm_gpu_memory_utilization"), "vllm_gpu_memory_utilization")
+        return
+    m.set("rollout.engine", "vllm", "use_vllm", "vllm_mode")
+    host = m.text("vllm_server_host")
+    if m.text("vllm_server_base_url"):
+        m.set("rollout.servers", (m.text("vllm_server_base_url"),), "vllm_server_base_url")
+    elif m.given("vllm_server_host"):
+        host = "127.0.0.1" if host == "0.0.0.0" else host
+        m.set(
+            "rollout.servers",
+            (f"http://{host}:{m.integer('vllm_server_port')}",),
+            "vllm_server_host",
+            "vllm_server_port",
+        )
+    m.needs(
+        "vLLM has GPUs of its own: `trl vllm-serve` is not spoken to; name servers of `vllm serve` in "
+        "rollout.servers (docs/vllm.md), or GPUs in rollout.vllm.devices"
+    )
+
+
+def optimizer(m: Migration):
+    m.set("optimizer.lr", m.number("learning_rate"), "learning_rate")
+    warmup, share = m.number("warmup_steps") or 0, m.number("warmup_ratio") or 0
+    if 0 < warmup < 1:
+        warmup, share = 0, warmup
+    if warmup:
+        share = 0
+    common.schedule(
+        m,
+        "lr_scheduler_type",
+        m.text("lr_scheduler_type"),
+        warmup,
+        share,
+        "lr_scheduler_type",
+        "warmup_steps",
+        "warmup_ratio",
+    )
+    for s in m.all("lr_scheduler_kwargs.*"):
+        if s.key.endswith((".min_lr_rate", ".min_lr")):
+            value = float(s.value) if s.key.endswith("rate") else float(s.value) / m.number("learning_rate")
+            m.set("optimizer.floor", value, s.key)
+        else:
+            m.lacks(s.key, "of schedules there are shapes, a floor and decay_steps")
+    names = {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_hf": "adamw",
+        "adamw": "adamw",
+        "sgd": "sgd",
+        "adafactor": "adafactor",
+        "lion_32bit": "lion",
+    }
+    name = m.choice("optim", names)
+    m.set("optimizer.name", name or "adamw", "optim")
+
+
+def evaluation(m: Migration):
+    kind, every = m.text("eval_strategy") or "no", m.number("eval_steps") or m.number("logging_steps")
+    keys = ("eval_strategy", "eval_steps")
+    m.set("eval.every_steps", in_steps(m, "eval_steps", int(every)) if kind == "steps" else 0, *keys)
+    m.set("eval.before", m.flag("eval_on_start") and kind != "no", "eval_on_start", "eval_strategy")
+    m.set("eval.after", kind == "epoch", "eval_strategy")
+    if kind == "epoch":
+        m.set("eval.every_epochs", 1.0, "eval_strategy")
+    m.facts["evaluation"] = (
+        "none" if kind == "no" else f"every {'epoch' if kind == 'epoch' else f'{every:g} steps'}, as training"
+    )
+    if kind != "no":
+        m.set("eval.temperature", m.number("temperature"), "temperature")
+        m.set("eval.samples", m.integer("num_generations_eval") or m.integer("num_generations"), "num_generations_eval")
+        if m.text("dataset_name"):
+            split = m.text("dataset_test_split")
+            m.set("eval.sets", (f"test={m.text('dataset_name')}@{split}",), "dataset_name", "dataset_test_split")
+
+
+def saving(m: Migration):
+    kind, every = m.text("save_strategy"), m.number("save_steps")
+    m.set(
+        "checkpoint.every_steps",
+        in_steps(m, "save_steps", int(every)) if kind == "steps" and every >= 1 else 0,
+        "save_strategy",
+        "save_steps",
+    )
+    m.set("checkpoint.every_minutes", 0.0, "save_strategy")
+    if kind == "epoch":
+        m.set("checkpoint.every_epochs", 1.0, "save_strategy")
+    keep = m.integer("save_total_limit")
+    m.set("checkpoint.keep", keep if keep and keep > 0 else -1, "save_total_limit")
+    if m.text("output_dir"):
+        m.set("run.dir", m.text("output_dir").rstrip("/"), "output_dir")
+    if m.flag("push_to_hub"):
+        if "/" in m.text("hub_model_id"):
+            m.set("checkpoint.upload.to", ("hf://" + m.text("hub_model_id"),), "push_to_hub", "hub_model_id")
+        else:
+            m.needs(
+                "push_to_hub without an owner in hub_model_id: name owner/name in checkpoint.upload.to=hf://owner/name"
+            )
+    at = m["resume_from_checkpoint"]
+    if at is not None:
+        m.set("run.resume", "auto" if at else "never", "resume_from_checkpoint")
+        if isinstance(at, str):
+            m.needs("resume_from_checkpoint: TRL's checkpoints are not read; name the folder in model.path")
+
+
+def data(m: Migration):
+    common.data_files(m, [m["dataset_name"]], "dataset_name")
+    if not m.text("dataset_name"):
+        m.needs("data.path: the source names no data set (dataset_name)")
+    if m.text("dataset_config"):
+        m.set("data.subset", m.text("dataset_config"), "dataset_config")
+    m.set("data.split", (m.text("dataset_train_split"),), "dataset_train_split")
+    m.set("data.shuffle", m.flag("shuffle_dataset"), "shuffle_dataset")
+    m.set("data.answer_column", "solution", "reward_funcs")
+
+
+ADAPTER = '''"""Reward functions of TRL, called as it calls them: whole batches, conversations where prompts are."""
+
+import importlib
+import os
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+
+def _called(place, prompts, completions, columns):
+    module, _, name = place.rpartition(".")
+    spoken = bool(prompts) and not isinstance(prompts[0], str)
+    said = [[{"role": "assistant", "content": c}] for c in completions] if spoken else list(completions)
+    return getattr(importlib.import_module(module), name)(prompts=prompts, completions=said, **columns)
+'''
+ONE = """
+
+def {own}(prompts, completions, **columns):
+    columns.setdefault("solution", columns.get("answer"))
+    return _called({place!r}, prompts, completions, columns)
+"""
+UNKNOWN = """
+
+def {own}(prompts, completions, **columns):
+    raise RuntimeError("{own}: write this reward; it returns a number per completion")
+"""
+THINK = r"<think>(?!.*<think>)(.*?)</think>.*"  # once, at the start, and an answer behind it
+
+
+def rewards(m: Migration):
+    names = [str(n) for n in m.list("reward_funcs")]
+    weights = m.list("reward_weights")
+    text, functions = "", []
+    for name in names:
+        if name in ("accuracy_reward", "accuracy", "reasoning_accuracy_reward"):
+            functions.append("math")
+        elif name == "think_format_reward":
+            functions.append("format")
+            m.set("reward.format_pattern", "(?s)" + THINK, "reward_funcs")
+        elif name == "get_soft_overlong_punishment":
+            m.lacks(
+                "reward_funcs",
+                "get_soft_overlong_punishment is reward.overlong_buffer, which counts from max_new_tokens",
+            )
+        elif "." in name:
+            own = name.rpartition(".")[2]
+            text += ONE.format(own=own, place=name)
+            functions.append(f"./{m.name}_reward.py:{own}")
+        else:
+            own = "".join(c if c.isalnum() and c.isascii() else "_" for c in name) or "reward"
+            text += UNKNOWN.format(own=own)
+            functions.append(f"./{m.name}_reward.py:{own}")
+            m.needs(
+                f"{m.name}_reward.py: write the reward {ascii(name)}; until then the run stops at its start"
+            )
+    if text:
+        m.files[f"{m.name}_reward.py"] = ADAPTER + text
+        m.needs(
+            f"{m.name}_reward.py calls your reward functions in a process without jax, from the folder where you start"
+        )
+    if m.text("reward_model_name_or_path"):
+        m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
+    if not names and not m.text("reward_model_name_or_path"):
+        common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
+        return
+    m.set("reward.functions", tuple(functions), "reward_funcs")
+    if weights and len(weights) == len(functions):
+        m.set("reward.weights", tuple(float(w) for w in weights), "reward_weights")
+    elif weights:
+        m.lacks("reward_weights", f"{len(weights)} weights for {len(functions)} functions that are carried over")
+
+
+def model(m: Migration):
+    dtype = {"float32": "fp32", "bfloat16": "bf16", "auto": "", "": "", "float16": ""}.get(m.text("dtype").lower(), "")
+    if dtype:
+        m.set("train.param_dtype", dtype, "dtype")
+    bf16 = m["bf16"]
+    fp16 = m.flag("fp16")
+    old = m.table.versions.index(m.version) < m.table.versions.index("0.19")
+    bf16 = (not old and not fp16) if bf16 is None else m.flag("bf16")
+    m.set("train.compute_dtype", "fp16" if fp16 else "bf16" if bf16 else "fp32", "bf16", "fp16")
+    revision = m.text("model_revision")
+    if revision and revision != "main":
+        m.set("model.revision", revision, "model_revision")
+    if m.text("chat_template_path"):
+        m.set("model.chat_template", m.text("chat_template_path"), "chat_template_path")
+    if m.text("chat_template"):
+        m.files[f"{m.name}_template.jinja"] = m.text("chat_template")
+        m.set("model.chat_template", f"{m.name}_template.jinja", "chat_template")
+
+
+def adapters(m: Migration):
+    if not m.flag("use_peft"):
+        return
+    keys = ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
+    targets = m["lora_target_modules"] or ["q_proj", "v_proj"]
+    common.lora(m, m.integer("lora_r"), m.number("lora_alpha"), targets, None, "", 0.0, keys)
+    if not m["lora_target_modules"]:
+        m.differs(
+            "lora_target_modules is not set: PEFT chooses, for Llama and Qwen q_proj, v_proj, which are written out"
+        )
+    if m.number("lora_dropout"):
+        m.differs("dropout of adapters is left out: it is for supervised training alone here")
+    m.set("lora.rslora", m.flag("use_rslora"), "use_rslora")
+    m.set("lora.dora", m.flag("use_dora"), "use_dora")
+    if m["lora_modules_to_save"]:
+        m.set("lora.modules_to_save", tuple(m.list("lora_modules_to_save")), "lora_modules_to_save")
+    base = "nf4" if m.flag("load_in_4bit") else "int8" if m.flag("load_in_8bit") else "none"
+    m.set("lora.base", base, "load_in_4bit", "load_in_8bit")
+
+
+def loggers(m: Migration):
+    names = [str(n) for n in m.list("report_to")]
+    names = ["wandb"] if names == ["all"] else [n for n in names if n != "none"]
+    common.loggers(m, "report_to", names, m.text("wandb_project"), m.text("run_name"), "wandb_project", "run_name")
+
+
+def memory(m: Migration):
+    longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    m.set(
+        "train.tokens_per_microbatch", m.integer("per_device_train_batch_size") * longest, "per_device_train_batch_size"
+    )
