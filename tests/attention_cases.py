@@ -34,6 +34,7 @@ class Case:
     scale: float | None = None
     shuffled: bool = False  # keys in another order than queries
     queries: int = 0        # only the last so many queries; 0 = all
+    sinks: bool = False
 
     @property
     def options(self):
@@ -58,6 +59,7 @@ CASES = [
     Case("documents", length=700, heads=2, groups=1, window=200),
     Case("prompts", dtype="bfloat16"), Case("documents", dtype="bfloat16", size=128, softcap=20.0),
     Case("ones", dtype="bfloat16", size=96), Case("padding", dtype="bfloat16", window=40, heads=8),
+    Case("prompts", sinks=True, window=50), Case("padding", sinks=True, softcap=2.0, dtype="bfloat16"),
 ]
 
 
@@ -72,6 +74,7 @@ HOPPER_CASES = [
     Case("all_padding", length=40, heads=1, groups=1, size=96, dtype="float16"),
     Case("whole", length=300, heads=1, groups=1, dtype="bfloat16"),
     Case("documents", length=260, heads=1, groups=1, queries=70, dtype="bfloat16"),
+    Case("prompts", length=150, heads=2, groups=1, window=33, sinks=True, dtype="bfloat16"),
 ]
 
 
@@ -127,7 +130,7 @@ def all_padding(length):
 
 
 def inputs(case: Case):
-    """(q, k, v), cotangent, Ids, [B, L] which queries mean something: numpy, float32."""
+    """(q, k, v) and perhaps sinks, cotangent, Ids, [B, L] which queries mean something: numpy, float32."""
     rng = np.random.default_rng(len(str(case)))
     positions, segments, prefixes = globals()[case.layout](case.length)
     batch, shape = positions.shape[0], (case.length, case.size)
@@ -144,12 +147,13 @@ def inputs(case: Case):
     of_keys = [None if x is None else x[:, order] for x in (positions, segments)]
     of_queries = [None if x is None else x[:, last] for x in (positions, segments, prefixes)]
     ids = Ids(of_queries[0], of_keys[0], of_queries[1], of_keys[1], of_queries[2])
-    return (q[:, last], k[:, order], v[:, order]), cotangent[:, last], ids, means[:, last]
+    more = (2 * rng.normal(size=case.heads).astype(np.float32),) * case.sinks
+    return (q[:, last], k[:, order], v[:, order], *more), cotangent[:, last], ids, means[:, last]
 
 
 @functools.cache
 def truth(case: Case):
-    """[out, dq, dk, dv] in float64, of inputs that are what `case.dtype` holds."""
+    """[out, dq, dk, dv, perhaps that of the sinks] in float64, of inputs that are what `case.dtype` holds."""
     qkv, cotangent, ids, _ = inputs(case)
     with jax.enable_x64(True):
         qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (qkv, cotangent))
@@ -157,9 +161,12 @@ def truth(case: Case):
 
 
 def _both(attend, case: Case):
-    """The jitted function (qkv, cotangent, ids) -> (out, dq, dk, dv)."""
+    """The jitted function (q, k, v and perhaps sinks, cotangent, ids) -> (out, their gradients)."""
     def both(qkv, cotangent, ids):
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, ids, **case.options), *qkv)
+        def run(q, k, v, *more):
+            return attend(q, k, v, ids, **case.options, **dict(zip(("sinks",), more, strict=False)))
+
+        out, pull = jax.vjp(run, *qkv)
         return (out, *pull(cotangent))
 
     return jax.jit(both)
@@ -173,11 +180,14 @@ def check(implementation, case: Case):
     """
     attend = packed.api.IMPLEMENTATIONS[implementation] if isinstance(implementation, str) else implementation
     qkv, cotangent, ids, means = inputs(case)
-    qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), (qkv, cotangent))
+    more = tuple(map(jnp.asarray, qkv[3:]))
+    qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), (qkv[:3], cotangent))
+    qkv += more
     run, means = _both(attend, case), means[..., None, None]
     first, again = run(qkv, cotangent, ids), run(qkv, cotangent, ids)
-    for name, got, same, want in zip(("out", "dq", "dk", "dv"), first, again, truth(case), strict=True):
-        assert str(got.dtype) == case.dtype, name
+    names = ("out", "dq", "dk", "dv", "dsinks")[:len(first)]
+    for name, got, same, want in zip(names, first, again, truth(case), strict=True):
+        assert str(got.dtype) == ("float32" if name == "dsinks" else case.dtype), name
         got, same = np.asarray(got), np.asarray(same)
         assert got.tobytes() == same.tobytes(), f"{name} of {case} differs when run again"
         got = got.astype(np.float64)
@@ -204,15 +214,17 @@ class SharedCase:
     size: int = 64
     dtype: str = "float32"
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def options(self):
-        return dict(window=0, softcap=self.softcap, scale=self.size ** -0.5)
+        sinks = jnp.linspace(-2.0, 3.0, self.heads) if self.sinks else None
+        return dict(window=0, softcap=self.softcap, scale=self.size ** -0.5, sinks=sinks)
 
 
 SHARED_CASES = [
     SharedCase(((0, 2), (300, 3), (127, 2), (128, 2), (256, 1))),
-    SharedCase(((140, 11), (64, 3)), length=272, heads=7, groups=1, size=128, softcap=5.0, dtype="bfloat16"),
+    SharedCase(((140, 11), (64, 3)), length=272, heads=7, groups=1, size=128, softcap=5.0, dtype="bfloat16", sinks=True),
     SharedCase(((350, 9),), heads=12, groups=1, size=128, dtype="bfloat16"),
     SharedCase(((150, 3), (1, 2)), length=160, heads=20, groups=1, size=128, dtype="bfloat16"),
 ]

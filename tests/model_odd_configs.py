@@ -31,6 +31,7 @@ BASE = {
     "deepseek_v3": {**SIGMOID, **LATENT, "q_lora_rank": 12, "v_head_dim": 6, "num_nextn_predict_layers": 0},
     "glm4_moe_lite": {**{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, **LATENT, "q_lora_rank": None, "v_head_dim": 12},
     "glm4_moe": {**SIGMOID, "head_dim": 8, "num_nextn_predict_layers": 0},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 8, "swiglu_limit": 0.9},
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -167,6 +168,10 @@ MOVES = {
     ],
     "mixtral": [*ROPES[6::8], {"num_experts_per_tok": 3}, {"num_local_experts": 4}, {"sliding_window": 3}, {"head_dim": 12},
                 {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
+    "gpt_oss": [*ROPES[7::8], {"original_max_position_embeddings": 16}, {"num_experts_per_tok": 3}, {"num_local_experts": 4},
+                {"intermediate_size": 24}, {"sliding_window": 3}, {"layer_types": [FULL] * LAYERS}, {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+                {"swiglu_limit": 0.4}, {"swiglu_alpha": 1.0}, {"attention_bias": False}, {"head_dim": 12}, {"rms_norm_eps": 0.5},
+                {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
@@ -189,6 +194,8 @@ IGNORED = {
                       {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, {"pretraining_tp": 2}],
     "glm4_moe": [*(e for e in UNUSED if "partial_rotary_factor" not in e), *TRAINING, *SAID, {"partial_rotary_factor": 0.5}],
     "mixtral": [*UNUSED[1:], *TRAINING, {"router_jitter_noise": 0.0}],
+    "gpt_oss": [*(e for e in UNUSED[1:] if "original_max_position_embeddings" not in e), *TRAINING, {"experts_per_token": 2},
+                {"initial_context_length": 4096}, {"layer_types": [SLIDING, FULL] * (LAYERS // 2)}],
 }
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
@@ -236,6 +243,9 @@ REFUSED = {
     "glm4_moe": [*(e for e in NO_EXPERTS if "n_routed_experts" not in e), *NO_CAPS, *NO_GROUPS, {"partial_rotary_factor": 0.45},
                  {"use_qk_norm": 1}, {"sliding_window": 4}, {"rope_interleave": True}],
     "mixtral": [*NO_EXPERTS, *NO_CAPS, {"router_jitter_noise": 0.1}, {"norm_topk_prob": True}],
+    "gpt_oss": [*NO_EXPERTS, *NO_CAPS, {"norm_topk_prob": True}, {"hidden_act": "gelu"}, {"swiglu_limit": 0}, {"swiglu_limit": None},
+                {"swiglu_alpha": 0.0}, {"attention_bias": None}, {"sliding_window": None}, {"sliding_window": 0},
+                {"sliding_window_pattern": 4}, {"experts_per_token": 4}, {"num_local_experts": 0}, {"num_experts_per_tok": 6}],
 }
 GEMMA3_ROPES_REFUSED = [
     ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),

@@ -1,9 +1,10 @@
 # ruff: noqa: E402, I001
 """What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
 
-Usage: sharded_layouts.py numbers|experts|piled|memory|logprob|steps FOLDER dp,fsdp,tp or dp,fsdp,ep,tp ...
+Usage: sharded_layouts.py numbers|experts|gpt_oss|piled|memory|logprob|steps FOLDER dp,fsdp,tp or dp,fsdp,ep,tp ...
   numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
   experts: numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz.
+  gpt_oss: the same of one of its family, whose experts and attention have biases and sinks.
   piled:   the kernel of experts where all tokens go to two of them.
   memory:  compiled temporaries of a deep model's gradient.
   logprob: the log-prob kernel against its reference.
@@ -45,6 +46,8 @@ HF = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_
       "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
 EXPERTS = HF | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
                 "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3}
+GPT_OSS = HF | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "sliding_window": 16,
+                "num_hidden_layers": 4}
 LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
 
@@ -86,15 +89,18 @@ def numbers(folder, shape, hf=HF):
     return {"share": share(params), "moments": share(moments), "microbatches": len(batches)}
 
 
-def experts(folder, shape):
+def experts(folder, shape, hf=EXPERTS):
     """numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz."""
-    found = numbers(folder, shape, EXPERTS)
+    found = numbers(folder, shape, hf)
     with jax.enable_x64(True):
-        model = models.build(EXPERTS, compute_dtype=jnp.float64, scan_layers=True, remat="full")
+        model = models.build(hf, compute_dtype=jnp.float64, scan_layers=True, remat="full")
         params = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0)))
         name, grads = ",".join(map(str, shape)), gradients(model, params, model_batch())[1]
         np.savez(f"{folder}/{name}.float64.npz", **flatten_dict(jax.device_get(grads), sep="/"))
     return found
+
+
+gpt_oss = functools.partial(experts, hf=GPT_OSS)
 
 
 def model_batch():

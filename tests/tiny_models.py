@@ -53,6 +53,10 @@ EXPERTS = {
     "glm4_moe_lite": ("glm4_moe_lite", {**GROUPS, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 20, "v_head_dim": 18, "attention_bias": True,
                                         "n_group": 1, "topk_group": 1}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "intermediate_size": 24,
+                            "num_hidden_layers": 5, "sliding_window": 6, "swiglu_limit": 0.7, "swiglu_alpha": 1.3,
+                            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "truncate": False,
+                                                "original_max_position_embeddings": 32}}),
 }
 
 
@@ -78,7 +82,7 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
+            if weight.ndim == 1 or name.endswith("_bias"):  # those of all experts are a matrix
                 weight.normal_(0.0, 0.3)
                 if "norm" in name and "gemma" not in model_type:
                     weight.add_(1.0)

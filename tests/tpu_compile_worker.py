@@ -26,11 +26,13 @@ from jaxrl.planning import compiling, programs
 # rows, queries, query heads, key-value heads, head size, dtype, options
 ROWS = [(2, 640, 4, 2, 128, "bfloat16", {}), (1, 300, 6, 2, 64, "float32", {"softcap": 5.0, "window": 100}),
         (1, 512, 7, 1, 64, "bfloat16", {}), (1, 512, 4, 4, 80, "float32", {}), (1, 512, 4, 2, 96, "bfloat16", {}),
-        (1, 512, 2, 1, 256, "bfloat16", {"softcap": 50.0}), (1, 512, 2, 1, 256, "float32", {})]
+        (1, 512, 2, 1, 256, "bfloat16", {"softcap": 50.0}), (1, 512, 2, 1, 256, "float32", {}),
+        (1, 512, 8, 2, 64, "bfloat16", {"sinks_H": np.arange(8.0, dtype=np.float32), "window": 128})]
 # layers, slots, cache length, then as above
 CACHES = [(3, 8, 1100, 12, 2, 128, "bfloat16", {"window": 300}), (2, 8, 520, 14, 2, 64, "bfloat16", {}),
           (2, 8, 528, 8, 4, 256, "float32", {"softcap": 5.0}), (2, 8, 70, 8, 8, 80, "float32", {}),
-          (28, 256, 1536, 12, 2, 128, "bfloat16", {}), (2, 64, 2048, 32, 8, 128, "bfloat16", {})]
+          (28, 256, 1536, 12, 2, 128, "bfloat16", {}), (2, 64, 2048, 32, 8, 128, "bfloat16", {}),
+          (2, 8, 528, 14, 2, 64, "bfloat16", {"sinks_H": np.arange(14.0, dtype=np.float32)})]
 JOB = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 9,
        "max_position_embeddings": 2048}  # scanned: more than 8 layers
 

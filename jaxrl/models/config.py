@@ -64,6 +64,11 @@ class ModelConfig:
     routed_scale: float = 1.0     # factor on the weights
     next_tokens: int = 0          # layers on disk behind the last one that are not read
     rotary_size: int = 0          # first dimensions of a head, which the rotary embedding turns; 0 = all
+    sinks: bool = False           # a score per head beside those of the keys, see kernels.attention.sinks
+    router_bias: bool = False     # added to the router's logits
+    expert_bias: bool = False     # of each expert's three products
+    gate_alpha: float = 0.0       # gates are clamped ones (feed_forward.clamped) of this factor and limit; 0 = by activation
+    gate_limit: float = 0.0
 
     @functools.cached_property
     def period(self) -> int:
@@ -198,6 +203,8 @@ def model_config(hf_config: dict) -> ModelConfig:
     if family.latent:
         routed |= dict(latent_size=hf["kv_lora_rank"], query_rank=hf["q_lora_rank"] or 0, value_size=hf["v_head_dim"],
                        rope_interleaved=hf["rope_interleave"])
+    if family.clamped:
+        routed |= {f"gate_{k}": float(number(hf, f"swiglu_{k}", above=0)) for k in ("alpha", "limit")}
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
     query_scale = float(query) ** -0.5 * (score_factor(layers[0].rope) if family.latent else 1.0)
 
@@ -214,7 +221,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=number(hf, "max_position_embeddings", least=1, kind=int),
         init_std=number(hf, "initializer_range", least=0), qk_norm_whole=family.qk_norm_whole,
-        rotary_size=_rotary(hf, family, head_dim),
+        rotary_size=_rotary(hf, family, head_dim), sinks=family.sinks, router_bias=family.router_bias,
+        expert_bias=family.expert_bias,
         next_tokens=_next_tokens(hf_config, family), **routed)
 
 
@@ -256,11 +264,14 @@ def _check(hf, family):
     activation = hf[family.activation]
     if activation not in ACTIVATIONS:
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
+    if family.clamped and activation != family.defaults[family.activation]:
+        raise ConfigError(f"model config: {family.activation}={activation!r} is not what the gates of {hf['model_type']} "
+                          "models are made with, and transformers does not read it; leave it out")
     if hf.get("use_bidirectional_attention") or hf.get("is_causal") is False:
         key = "use_bidirectional_attention" if hf.get("use_bidirectional_attention") else "is_causal"
         raise ConfigError(f"model config: {key}={hf[key]}; only causal models can generate")
-    if hf.get("quantization_config") and family.fp8:
-        scaled.check(hf["quantization_config"])
+    if hf.get("quantization_config") and family.few_bits:
+        scaled.check(hf["quantization_config"], family.few_bits)
     elif hf.get("quantization_config"):
         raise ConfigError("model config: quantization_config is set; take the unquantized checkpoint, or dequantize it")
     _refuse_foreign(hf, family)
@@ -310,6 +321,7 @@ def _refuse_foreign(hf, family):
     own |= {key for key, value in family.says.items() if hf.get(key) == value}
     own |= set(NEXT_TOKENS) if family.next_tokens else set()
     own |= {"first_k_dense_replace"} if family.listed_kinds else set()
+    own |= {"experts_per_token"} if hf.get("experts_per_token") == hf.get("num_experts_per_tok") else set()
     own |= {family.experts_count, "num_local_experts", *family.defaults} if family.expert_size else set()
     for what, keys in FOREIGN.items():
         for key in keys:

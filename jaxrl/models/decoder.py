@@ -172,6 +172,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     q, k = rotate(q, rotation), rotate(k, rotation)
     options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
                    implementation=implementation, work=shared.work[layer.window])
+    if cfg.sinks:
+        options["sinks"] = gathered(own.values["attention/sinks"], ("heads",), jnp.promote_types(q.dtype, jnp.float32))
     positions, segments = shared.positions, shared.segments
     if cache is None:
         kv = {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*v.shape[:2], -1)}

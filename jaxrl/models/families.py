@@ -42,7 +42,12 @@ class Family:
     says: dict = dataclasses.field(default_factory=dict)  # fields that say of a model, by this value, what it is anyhow
     next_tokens: bool = False            # further layers on disk predict tokens behind the next one, and are not read
     classifies: bool = True              # transformers has a sequence classifier of it
-    fp8: bool = False                    # checkpoints in fp8 are read, see models.scaled
+    few_bits: str = ""                   # fp8 or mxfp4, see models.scaled: checkpoints in which are read
+    sinks: bool = False                  # ModelConfig.sinks
+    router_bias: bool = False            # ModelConfig.router_bias
+    expert_bias: bool = False            # ModelConfig.expert_bias
+    clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
+    interleaved: bool = False            # experts lie on a disk as models.fused says, and in no other way
     publishes: bool = True               # vLLM takes its weights at a publish, and says digests of all of them
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
@@ -61,7 +66,7 @@ _QWEN_EXPERTS = {"use_sliding_window": False, "sliding_window": 4096, "decoder_s
 _SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
 _DEEPSEEK = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
                  shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
-                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, fp8=True, publishes=False)
+                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, few_bits="fp8", publishes=False)
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias")
 
@@ -131,6 +136,15 @@ FAMILIES = {
                                "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False,
                                "partial_rotary_factor": 0.5},
         qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, classifies=False, **_DEEPSEEK),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000.0,
+                              "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                                  "truncate": False, "original_max_position_embeddings": 4096},
+                              "head_dim": 64, "attention_bias": True, "num_key_value_heads": 8, "sliding_window": 128,
+                              "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        qkv_bias="attention_bias", out_bias="attention_bias", windows="pattern", feed_forward="gpt_oss_experts",
+        expert_size="intermediate_size", experts_count="num_local_experts", norm_topk=True, sinks=True, router_bias=True,
+        expert_bias=True, clamped=True, interleaved=True, few_bits="mxfp4", publishes=False),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -139,10 +153,10 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
                 "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
-                "num_experts_per_tok", "num_experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block", "mlp_only_layers",
-                "shared_expert_intermediate_size", "norm_topk_prob", "moe_layer_freq", "expert_layer_period", "num_zero_experts"),
+                "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block",
+                "mlp_only_layers", "shared_expert_intermediate_size", "norm_topk_prob", "moe_layer_freq", "expert_layer_period", "num_zero_experts"),
     "another router": ("router_jitter_noise", "input_jitter_noise", "routed_scaling_factor", "n_group", "topk_group", "topk_method",
-                       "moe_router_enable_expert_bias", "router_bias", "router_logit_softcapping", "swiglu_limit", "capacity_factor",
+                       "moe_router_enable_expert_bias", "router_bias", "router_logit_softcapping", "swiglu_limit", "swiglu_alpha", "capacity_factor",
                        "expert_capacity", "moe_expert_capacity_factor"),
     "latent attention": ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     "another attention": ("attention_sinks", "attention_sink", "use_attention_sinks", "num_sink_tokens", "attention_chunk_size",

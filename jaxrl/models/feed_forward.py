@@ -21,6 +21,7 @@ Legend: B rows, L tokens per row, D hidden size, E experts, K experts of a token
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -58,6 +59,16 @@ def _gated(activation):
 GATED = {name: _gated(activation) for name, activation in ACTIVATIONS.items()}
 
 
+@functools.cache  # experts compare it by identity
+def clamped(alpha: float, limit: float) -> Callable:
+    """gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within it on both sides."""
+    def gated(gate, up):
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+    return gated
+
+
 def mlp(own, x):
     """down(activation(gate) * up); (output, nothing beside)."""
     return _dense(own, "mlp", x), {}
@@ -82,7 +93,7 @@ def route(own, x) -> Routing:
     """A token's experts and their weights, in fp32 or better.
 
     softmax: the K most probable of a softmax over all experts; of equal ones the first. Their weights are their
-    probabilities, divided by their sum where config.norm_topk.
+    probabilities, divided by their sum where config.norm_topk, which is a softmax over the K logits.
     sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16): each expert's score is the sigmoid of its logit. Chosen are
     the K best by score plus correction, of the experts of the best groups alone; the weights are the scores, without
     the correction, divided by their sum (+ 1e-20) where config.norm_topk, times config.routed_scale.
@@ -92,6 +103,8 @@ def route(own, x) -> Routing:
     kernel = gathered(own.values[parameters.ROUTER], own.rows[parameters.ROUTER].axes, acc)
     logits = jax.lax.dot_general(x.astype(acc), kernel, (((x.ndim - 1,), (0,)), ((), ())),
                                  precision=jax.lax.Precision.HIGHEST)
+    if cfg.router_bias:
+        logits += jax.lax.broadcast_to_rank(own.values[parameters.ROUTER_BIAS].astype(acc), logits.ndim)
     scores = jax.nn.softmax(logits) if cfg.router == "softmax" else jax.nn.sigmoid(logits)
     choice = jax.lax.stop_gradient(scores)
     if cfg.corrected:
@@ -131,10 +144,12 @@ def experts(own, x):
     """sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output, where there
     is one, times a sigmoid of its own, where it has one. Padding reaches no expert."""
     cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
-    weights = (gathered(own.values[f"mlp/experts/{name}/kernel"], own.rows[f"mlp/experts/{name}/kernel"].axes, x.dtype)
-               for name in ("gate", "up", "down"))
+    of_all = lambda leaf: tuple(  # noqa: E731
+        gathered(own.values[path], own.rows[path].axes, x.dtype)
+        for path in (f"mlp/experts/{name}/{leaf}" for name in ("gate", "up", "down")) if path in own.rows)
+    gate = clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
-    y = routed(x, computed, gates, *weights, activation=GATED[cfg.activation], matmul=own.matmul)
+    y = routed(x, computed, gates, *of_all("kernel"), activation=gate, matmul=own.matmul, biases=of_all("bias"))
     if cfg.shared_expert_size:
         beside = _dense(own, "mlp/shared", x)
         y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside
@@ -163,4 +178,5 @@ FEED_FORWARDS = {
     "experts": Part(parameters.EXPERTS, experts),
     "deepseek_experts": Part(parameters.DEEPSEEK_EXPERTS, experts),
     "mixtral_experts": Part(parameters.MIXTRAL_EXPERTS, experts),
+    "gpt_oss_experts": Part(parameters.GPT_OSS_EXPERTS, experts),
 }

@@ -71,6 +71,7 @@ ATTENTION = (
     Row("attention/value/bias", _KV[1:], "self_attn.v_proj.bias", init="zero", when="qkv_bias"),
     Row("attention/out/kernel", _OUT, "self_attn.o_proj.weight", 2),
     Row("attention/out/bias", ("norm",), "self_attn.o_proj.bias", init="zero", when="out_bias"),
+    Row("attention/sinks", ("heads",), "self_attn.sinks", when="sinks"),
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("query_width",), when="qk_norm_whole"),
@@ -98,10 +99,10 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
-ROUTER = "mlp/router/kernel"
+ROUTER, ROUTER_BIAS = "mlp/router/kernel", "mlp/router/bias"
 
 
-def _experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def _experts(module: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[Row, ...]:
     """A layer of experts, by HF's name of the module and of an expert's three matrices. Those of all experts are one
     array; the router stays whole over tp and, as vectors do, in full precision where it is used."""
     def one(path, axes, sizes, name):
@@ -109,7 +110,7 @@ def _experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
                    sizes=("num_experts", *sizes), stacked=1, share="experts_share", adapts=False)
 
     into, out = (("expert_embed", "mlp"), ("hidden_size", "expert_size")), (("mlp", "expert_embed"), ("expert_size", "hidden_size"))
-    return (Row(ROUTER, ("embed", None), f"{module}.gate.weight", 1, sizes=("hidden_size", "num_experts"), adapts=False),
+    return (Row(ROUTER, ("embed", None), f"{module}.{router}.weight", 1, sizes=("hidden_size", "num_experts"), adapts=False),
             one("gate", *into, gate), one("up", *into, up), one("down", *out, down))
 
 
@@ -135,6 +136,18 @@ DEEPSEEK_EXPERTS = (
     *_shared("mlp.shared_experts"),
 )
 MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
+
+
+def _expert_bias(name: str, axis: str, size: str) -> Row:
+    return Row(f"mlp/experts/{name}/bias", ("expert", axis), f"mlp.experts.{{}}.{name}_proj.bias", init="zero",
+               sizes=("num_experts", size), stacked=1, share="experts_share", when="expert_bias")
+
+
+GPT_OSS_EXPERTS = (  # on a disk experts lie together, see models.fused
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj", router="router"),
+    Row(ROUTER_BIAS, (None,), "mlp.router.bias", init="zero", sizes=("num_experts",), when="router_bias"),
+    _expert_bias("gate", "mlp", "expert_size"), _expert_bias("up", "mlp", "expert_size"), _expert_bias("down", "norm", "hidden_size"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,7 @@ embed.defvjp(_embed, _embed_gradient, symbolic_zeros=True)
 
 
 def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments=None, k_segments=None,
-                      q_prefixes=None, work=None, **options):
+                      q_prefixes=None, work=None, sinks=None, **options):
     """kernels.attention, each device on its own rows and heads.
 
     Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the
@@ -151,43 +151,47 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes)
     mesh = _mesh()
     if mesh is None:
-        return attention(*arguments, work=work, **options)
+        return attention(*arguments, work=work, sinks_H=sinks, **options)
     batch, _, heads, _ = q_BxLxHxK.shape
     groups, tp = k_BxSxGxK.shape[2], mesh.shape["tp"]
     data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, batch), _heads(mesh, heads, groups)
 
-    def local(work, q, k, v, *rest):
+    def local(work, sinks, q, k, v, *rest):
         if shared_kv:
             mine = jax.lax.axis_index("tp") * groups // tp
             k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
-        return attention(q, k, v, *rest, work=work, **options)
+        return attention(q, k, v, *rest, work=work, sinks_H=sinks, **options)
 
     q_spec, kv_spec = P(data, None, q_axis, None), P(data, None, kv_axis, None)
-    specs = [P(data), q_spec, kv_spec, kv_spec, *(None if x is None else P(data if x.shape[0] == batch else None)
-                                                  for x in arguments[3:])]
-    return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, *arguments)
+    specs = [P(data), P(q_axis), q_spec, kv_spec, kv_spec,
+             *(None if x is None else P(data if x.shape[0] == batch else None) for x in arguments[3:])]
+    return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
 
 
-def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default"):
+def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default", biases=()):
     """kernels.experts, each device with its experts where ep divides their number, on the rows of all devices of ep,
     else with all of them on its own; where tp divides their width, with its share of each."""
-    def local(x, ids, gates, *weights):
+    def local(x, ids, gates, gate, up, down, *biases):
+        if biases and width:  # what the devices of tp sum up holds the bias of the output once
+            biases = *biases[:2], biases[2] * (jax.lax.axis_index(width) == 0)
         if expert and not rows:  # all rows are here: nothing is sent, only summed
-            ids = ids - jax.lax.axis_index(expert) * len(weights[0])
+            ids = ids - jax.lax.axis_index(expert) * len(gate)
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
         axis = expert if rows else None
-        y = experts(*flat, *weights, activation=activation, axis=axis, matmul=matmul).reshape(x.shape)
+        y = experts(*flat, gate, up, down, activation=activation, axis=axis, matmul=matmul, biases=biases)
+        y = y.reshape(x.shape)
         parts = tuple(axis for axis in (None if rows else expert, width) if axis)
         return jax.lax.psum(y, parts) if parts else y
 
-    mesh, arguments = _mesh(), (x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down)
+    mesh, arguments = _mesh(), (x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *biases)
     if mesh is None:
         rows = expert = width = None
         return local(*arguments)
     rows, (ep, tp) = _data_axes(mesh, x_BxLxD.shape[0]), (mesh.shape[a] for a in ("ep", "tp"))
     expert = "ep" if ep > 1 and len(gate) % ep == 0 else None
     width = "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
-    specs = P(rows), P(rows), P(rows), P(expert, None, width), P(expert, None, width), P(expert, width)
+    into, of_biases = P(expert, None, width), (P(expert, width), P(expert, width), P(expert))
+    specs = P(rows), P(rows), P(rows), into, into, P(expert, width), *of_biases[:len(biases)]
     return jax.shard_map(local, in_specs=specs, out_specs=P(rows), check_vma=False)(*arguments)
 
 
@@ -206,7 +210,7 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
     return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(*rows)
 
 
-def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, **options):
+def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, sinks=None, **options):
     """kernels.attention.cached_attention, each device on its own slots and heads, split as in sharded_attention.
 
     k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with `index` saying which of the N is meant.
@@ -215,22 +219,22 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
         k_cache, v_cache, index = k_cache[None], v_cache[None], 0
     mesh = _mesh()
     if mesh is None:
-        return cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=work, **options)
+        return cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=work, sinks_H=sinks, **options)
     slots, _, heads, size = q_Sx1xHxK.shape
     groups, tp = k_cache.shape[3] // size, mesh.shape["tp"]
     data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, slots), _heads(mesh, heads, groups)
 
-    def local(work, q, k, v, positions, index):
+    def local(work, sinks, q, k, v, positions, index):
         if shared_kv:
             mine = jax.lax.axis_index("tp") * groups // tp
             at, shape = (index, 0, 0, mine * size), (1, *k.shape[1:3], size)
             k, v, index = jax.lax.dynamic_slice(k, at, shape), jax.lax.dynamic_slice(v, at, shape), 0
-        return cached_attention(q, k, v, positions, index, work=work, **options)
+        return cached_attention(q, k, v, positions, index, work=work, sinks_H=sinks, **options)
 
     q_spec, kv_spec = P(data, None, q_axis, None), P(None, data, None, kv_axis)
-    specs = (P(data), q_spec, kv_spec, kv_spec, P(data), P())
+    specs = (P(data), P(q_axis), q_spec, kv_spec, kv_spec, P(data), P())
     return jax.shard_map(local, in_specs=specs, out_specs=q_spec, check_vma=False)(
-        work, q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index)
+        work, sinks, q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index)
 
 
 def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **options):

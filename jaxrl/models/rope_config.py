@@ -11,6 +11,7 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
     """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
     `rope_scaling`."""
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
+    tables = family.defaults.get("rope_parameters") if tables is None else tables
     for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"model config: {key}={value!r}; give a table")

@@ -34,14 +34,14 @@ class Stored:
     shape: tuple[int, ...]
     start: int  # byte in the file
 
-    def read(self) -> np.ndarray:
-        """A read-only view of the mapped file. ConfigError for a dtype that is not a plain float."""
+    def read(self, index=...) -> np.ndarray:
+        """A read-only view of the mapped file, at an index. ConfigError for a dtype that is not a plain float."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; only unquantized checkpoints "
                               f"({', '.join(DTYPES)}) can be loaded")
         if 0 in self.shape:
-            return np.zeros(self.shape, DTYPES[self.dtype])
-        return np.memmap(self.file, DTYPES[self.dtype], "r", self.start, self.shape)
+            return np.zeros(self.shape, DTYPES[self.dtype])[index]
+        return np.memmap(self.file, DTYPES[self.dtype], "r", self.start, self.shape)[index]
 
 
 def read_header(file: Path) -> dict[str, Stored]:

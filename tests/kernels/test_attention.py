@@ -21,7 +21,9 @@ from jaxrl.kernels.platform import platform
 from jaxrl.models import build
 
 B, L, H, G, K = 2, 13, 6, 2, 4
-OPTIONS = [dict(window=w, softcap=c) for w, c in itertools.product((0, 3), (0.0, 2.0))]
+SINKS = np.array([-30.0, -1.0, 0.0, 0.5, 2.0, 30.0])  # of nearly no weight, and of nearly all
+OPTIONS = [dict(window=w, softcap=c) for w, c in itertools.product((0, 3), (0.0, 2.0))] + [
+    dict(window=3, softcap=2.0, sinks_H=SINKS)]
 
 
 def inputs(length=L, dtype=np.float64, seed=0):
@@ -44,7 +46,7 @@ def run(q, k, v, positions, segments, prefixes, order=None, **options):
                      prefixes, **options)
 
 
-def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale):
+def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale, sinks_H=None):
     """The docstring of api.attention, one query, head and key at a time."""
     out = np.zeros_like(q)
     for b, i, h in itertools.product(*map(range, q.shape[:3])):
@@ -57,8 +59,9 @@ def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale):
                 s = scale * q[b, i, h] @ k[b, j, h // (H // G)]
                 scores.append(softcap * np.tanh(s / softcap) if softcap else s)
                 values.append(v[b, j, h // (H // G)])
+        scores += [] if sinks_H is None else [sinks_H[h]]
         p = np.exp(np.array(scores) - max(scores))
-        out[b, i, h] = p / p.sum() @ np.array(values)
+        out[b, i, h] = (p / p.sum())[:len(values)] @ np.array(values)
     return out
 
 
@@ -133,8 +136,31 @@ def test_padding_is_finite_and_invisible(name):
     np.testing.assert_array_equal(np.where(padding, 0, other), np.where(padding, 0, real))
 
 
+def test_gradients_of_sinks(monkeypatch):
+    """In float64 against automatic differentiation of the reference at 1e-12 per tensor, with windows, shared prompts and
+    padding; a sink far below all scores is as good as none, to the bit."""
+    monkeypatch.setattr(blockwise, "BLOCK", 5)
+    with jax.enable_x64(True):
+        q, k, v, *rest = inputs()
+        weights = np.random.default_rng(2).normal(size=q.shape) * (rest[1] > 0)[..., None, None]
+
+        @functools.partial(jax.jit, static_argnums=2)
+        def loss(qkv, sinks, name):
+            return (run(*qkv, *rest, implementation=name, window=4, softcap=3.0, sinks_H=sinks) * weights).sum()
+
+        grad = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+        want = jax.tree.leaves(grad((q, k, v), SINKS / 10, "reference"))
+        for a, b in zip(want, jax.tree.leaves(grad((q, k, v), SINKS / 10, "blockwise")), strict=True):
+            assert np.linalg.norm(a - b) < 1e-12 * np.linalg.norm(a)
+        assert np.abs(want[3]).min() > 1e-3
+        moved = SINKS / 10 + 1e-6 * np.eye(H)
+        slopes = [float(loss((q, k, v), m, "reference") - loss((q, k, v), SINKS / 10, "reference")) / 1e-6 for m in moved]
+        np.testing.assert_allclose(want[3], slopes, rtol=1e-4, atol=1e-6)
+        assert loss((q, k, v), np.full(H, -1e4), "blockwise") == loss((q, k, v), None, "blockwise")
+
+
 EVERY_DAY = {"prompts-shuffled=True", "prompts-window=33-softcap=5.0-scale=0.3", "padding",
-             "ones-size=96-dtype=bfloat16"}
+             "ones-size=96-dtype=bfloat16", "prompts-window=50-sinks=True"}
 
 
 PUSHED = {"documents-queries=70", "prompts-heads=6-groups=1-size=128", "all_padding-length=140"}  # by .ci/run
@@ -237,7 +263,8 @@ def cached_inputs(slots=5, length=300, heads=6, groups=2, size=64, dtype=np.floa
 
 CACHED_CASES = [dict(), dict(window=70, softcap=2.0, scale=0.3), dict(heads=7, groups=1, size=128),
                 dict(length=1100, window=600),
-                dict(heads=4, groups=4, size=64, dtype=jnp.bfloat16), dict(length=20, heads=8, groups=8, size=80)]
+                dict(heads=4, groups=4, size=64, dtype=jnp.bfloat16), dict(length=20, heads=8, groups=8, size=80),
+                dict(window=70, softcap=2.0, sinks_H=SINKS.astype(np.float32)), dict(heads=7, groups=1, size=128, sinks_H=np.arange(7.0))]
 
 
 @pytest.mark.parametrize("case", CACHED_CASES, ids=str)
@@ -246,7 +273,7 @@ def test_cached_implementations_agree(case, monkeypatch):
     """XLA's and the TPU kernel against the reference in float64, in one layer of three, twice; float64 too where it is
     taken. What lies behind a slot's position does not matter."""
     monkeypatch.setattr(cached.tuned, "CACHE_BYTES", 1)  # 128 positions at a time
-    options = {name: case[name] for name in ("window", "softcap", "scale") if name in case}
+    options = {name: case[name] for name in ("window", "softcap", "scale", "sinks_H") if name in case}
     sizes = {name: case[name] for name in case if name not in options}
     q, k, v, positions = cached_inputs(**sizes)
     busy = positions[:, 0] < k.shape[2]

@@ -106,9 +106,9 @@ def test_plan():
             assert layout != "whole" or window or counts[..., 0].sum() > 0
 
 
-DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, multiprocessors
-    (3, 208, 4, 2, 64, 0, 0.0, 2), (2, 144, 14, 2, 128, 50, 0.0, 1), (1, 1072, 2, 1, 128, 0, 0.0, 132),
-    (1, 96, 8, 8, 256, 0, 5.0, 1), (2, 1104, 8, 1, 96, 600, 0.0, 132),
+DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, multiprocessors, sinks
+    (3, 208, 4, 2, 64, 0, 0.0, 2, False), (2, 144, 14, 2, 128, 50, 0.0, 1, True), (1, 1072, 2, 1, 128, 0, 0.0, 132, True),
+    (1, 96, 8, 8, 256, 0, 5.0, 1, False), (2, 1104, 8, 1, 96, 600, 0.0, 132, False),
 ]
 
 
@@ -117,7 +117,7 @@ DECODES = [  # slots, cache length, heads, groups, head size, window, soft-cap, 
 def test_decoding(case, monkeypatch):
     """Slots of unequal length and an idle one; positions split or not; more pieces of work than multiprocessors; what
     lies behind a slot's blocks is not read."""
-    slots, length, heads, groups, size, window, softcap, chips = case
+    slots, length, heads, groups, size, window, softcap, chips, sinks = case
     monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", chips)
     rng = np.random.default_rng(2)
     q = jnp.asarray(rng.normal(size=(slots, 1, heads, size)), jnp.bfloat16)
@@ -127,7 +127,7 @@ def test_decoding(case, monkeypatch):
     keys = sizes_of(cached.tuned.GPU, size).block
     unread = (np.arange(length) // keys > positions // keys) & (np.arange(length) < length - keys)
     k, v = (jnp.where(unread[..., None], jnp.nan, x) for x in (k, v))
-    options = dict(window=window, softcap=softcap, scale=size ** -0.5)
+    options = dict(window=window, softcap=softcap, scale=size ** -0.5, sinks=jnp.linspace(-1.0, 4.0, heads) if sinks else None)
     got = np.asarray(cached.gpu.attention(q, k, v, positions, 1, interpret=strict(), **options), np.float32)
     want = cached.reference.attention(*(jnp.nan_to_num(x).astype(jnp.float32) for x in (q, k, v)), positions, 1,
                                       **options)

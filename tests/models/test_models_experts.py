@@ -73,7 +73,10 @@ def test_logits_equal_transformers(checkpoints, architecture):
         ("glm4_moe", {"norm_topk_prob": False}), ("glm4_moe", {"num_experts_per_tok": 2}), ("deepseek_v3", {"topk_group": 3}),
         ("deepseek_v3", {"n_group": 1, "topk_group": 1}), ("deepseek_v3", {"routed_scaling_factor": 0.6}),
         ("deepseek_v3", {"norm_topk_prob": False}), ("deepseek_v3", {"rope_interleave": False}), ("moonlight", {"rope_interleave": True}),
-        ("glm4_moe_lite", {"norm_topk_prob": False}), ("glm4_moe_lite", {"routed_scaling_factor": 0.6}))),
+        ("glm4_moe_lite", {"norm_topk_prob": False}), ("glm4_moe_lite", {"routed_scaling_factor": 0.6}), ("gpt_oss", {"swiglu_limit": 7.0}),
+        ("gpt_oss", {"swiglu_alpha": 1.702}), ("gpt_oss", {"num_experts_per_tok": 2}), ("gpt_oss", {"sliding_window": 3}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 5}),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": True, "original_max_position_embeddings": 32}}))),
 ])
 def test_every_flag_of_the_router_matters_and_agrees(checkpoints, tmp_path, architecture, entry):
     """Changing one entry moves our logits, and moves them to where transformers' go."""
@@ -92,7 +95,9 @@ def test_what_no_entry_says_is_seen_too(checkpoints):
     """Mixtral always divides by the sum; OLMoE norms all heads together; GLM-4.5's scores are sigmoids, half of a head
     turns, the shared expert has no gate. The comparison would not pass without."""
     for architecture, change in (("mixtral", {"norm_topk": False}), ("olmoe", {"norm_eps": 0.1}), ("glm4_moe", {"rotary_size": 0}),
-                                 ("glm4_moe", {"routed_scale": 1.0}), ("glm4_moe", {"rotary_size": 4})):
+                                 ("glm4_moe", {"routed_scale": 1.0}), ("glm4_moe", {"rotary_size": 4}), ("gpt_oss", {"sinks": False}),
+                                 ("gpt_oss", {"norm_topk": False}), ("gpt_oss", {"router_bias": False}), ("gpt_oss", {"expert_bias": False}),
+                                 ("gpt_oss", {"gate_limit": 0.0})):
         path = checkpoints(architecture)
         other = lambda model, change=change: dataclasses.replace(  # noqa: E731
             model, config=dataclasses.replace(model.config, **change))
@@ -128,6 +133,81 @@ def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path
         name for name in names[False] if ".experts." in name}
     for scan_layers in (False, True):
         jax.tree.map(np.testing.assert_array_equal, params[False, scan_layers], params[True, scan_layers])
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_experts_whose_columns_take_turns(checkpoints, tmp_path):
+    """gpt-oss's one layout: a folder comes back byte by byte, in fp32 and in bf16, scanned or not, and one is written in it
+    where nothing was read. Gate and up stand in the places that transformers looks for them."""
+    from safetensors.numpy import load_file
+
+    source = Path(checkpoints("gpt_oss"))
+    config, want = hf.load_config(str(source)), load_file(source / "model.safetensors")
+    for scan_layers, dtype in ((False, "auto"), (True, "auto"), (True, "bf16")):
+        model = build(config, compute_dtype=jnp.float32, scan_layers=scan_layers)
+        params = hf.load_params(model, str(source))
+        hf.export(model, params, tmp_path / "out", config, dtype=dtype)
+        got = load_file(tmp_path / "out" / "model.safetensors")
+        assert set(got) == set(want)
+        for name, tensor in want.items():
+            np.testing.assert_array_equal(got[name], tensor.astype(got[name].dtype), err_msg=name)
+    fresh = build({k: v for k, v in config.items() if k != hf.SOURCE}, compute_dtype=jnp.float32, scan_layers=True)
+    hf.export(fresh, init(fresh, jnp.float32), tmp_path / "new", {k: v for k, v in config.items() if k != hf.SOURCE})
+    assert {n: x.shape for n, x in load_file(tmp_path / "new" / "model.safetensors").items()} == {n: x.shape for n, x in want.items()}
+    again, row = hf.load_config(str(tmp_path / "new")), model_cases.batch()[0][0][0]
+    np.testing.assert_allclose(model_cases.reference(tmp_path / "new")(row), logits_of(again, tmp_path / "new"), atol=1e-4)
+    wrong = {**want, "model.layers.1.mlp.experts.down_proj_bias": want["model.layers.1.mlp.experts.down_proj_bias"][:, :-1]}
+    save(wrong, tmp_path / "wrong", config)
+    with pytest.raises(ConfigError, match=r"down_proj_bias has shape \(6, 31\), the config needs \(6, 32\)"):
+        hf.check_weights(fresh, str(tmp_path / "wrong"))
+
+
+def save(tensors, folder, config):
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != hf.SOURCE}))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_mxfp4_is_read_as_what_it_stands_for(tmp_path):
+    """Blocks and scales of experts, as gpt-oss is published, against transformers' own reading of the same folder: all 16
+    codes, scales of every size; the export is plain. Blocks without scales are refused."""
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    source = Path(make_tiny("gpt_oss", tmp_path / "source", tokenizer=False, intermediate_size=32, num_hidden_layers=3))
+    rng = np.random.default_rng(0)
+    config, tensors = hf.load_config(str(source)), {}
+    for name, x in load_file(source / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, outputs = x.shape[0], x.shape[2]
+            tensors[f"{name}_blocks"] = rng.integers(0, 256, (count, outputs, 1, 16)).astype(np.uint8)
+            tensors[f"{name}_scales"] = rng.integers(118, 126, (count, outputs, 1)).astype(np.uint8)
+        else:
+            tensors[name] = x
+    config |= {"quantization_config": {"quant_method": "mxfp4"}}
+    save(tensors, tmp_path / "few", config)
+    read = hf.load_config(str(tmp_path / "few"))
+    model = build(read, compute_dtype=jnp.float32, scan_layers=True)
+    params = hf.load_params(model, str(tmp_path / "few"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "few", dtype="float32", quantization_config=Mxfp4Config(dequantize=True))
+    hf.export(model, params, tmp_path / "out", read)
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    own = {name: x.float().numpy() for name, x in theirs.state_dict().items()}
+    assert set(out) == set(own) and len(np.unique(out["model.layers.0.mlp.experts.down_proj"])) > 40
+    for name, x in own.items():
+        np.testing.assert_array_equal(out[name], x, err_msg=name)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    gone = {name: x for name, x in tensors.items() if name != "model.layers.2.mlp.experts.down_proj_scales"}
+    save(gone, tmp_path / "gone", config)
+    with pytest.raises(ConfigError, match="layers.2.mlp.experts.down_proj in mxfp4"):
+        hf.check_weights(model, str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="quantization_config=.*quant_method=mxfp4"):
+        model_config({**config, "quantization_config": {"quant_method": "fp8"}})
 
 
 @pytest.mark.slow
@@ -315,6 +395,11 @@ def test_a_wrong_fused_tensor_is_refused(checkpoints, tmp_path):
         ({"moe_layer_freq": 2}, "moe_layer_freq=2"), ({"partial_rotary_factor": 0.3}, "partial_rotary_factor=0.3"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor=2"), ({"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
         ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers=True"), ({"routed_scaling_factor": 0}, "routed_scaling_factor=0"))),
+    *(({"model_type": "gpt_oss", **entry}, said) for entry, said in (
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"swiglu_limit": 0}, "swiglu_limit=0"), ({"swiglu_alpha": None}, "swiglu_alpha=None"),
+        ({"experts_per_token": 2, "num_experts_per_tok": 4}, "experts_per_token=2"), ({"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ({"sliding_window_pattern": 4}, "sliding_window_pattern=4"), ({"num_experts": 3, "num_local_experts": 6}, "num_experts=3"))),
+    ({"model_type": "qwen3", "swiglu_alpha": 1.702}, "swiglu_alpha=1.702"),
 ])
 def test_what_is_not_computed_is_refused_by_name(entry, said):
     kind = entry.get("model_type", "qwen2_moe")
@@ -352,7 +437,7 @@ def test_both_names_of_the_count_and_models_without_experts():
 def test_counts_of_the_real_models():
     """By hand, and as their authors give them: 30.5 B parameters of which 3.3 B are active; 46.7 and 12.9; 6.9 and 1.3;
     14.3 and 2.7; 106 and 12 (GLM-4.5-Air, whose authors do not count the embedding and the head as active); 671 and
-    37; 16 and 3; 30 and 3."""
+    37; 16 and 3; 30 and 3; 20.9 and 3.6, 116.8 and 5.1 (gpt-oss, whose authors count the head but not the embedding)."""
     def model(**entries):
         return build({"max_position_embeddings": 4096, "tie_word_embeddings": False, **entries}, compute_dtype=jnp.float32,
                      scan_layers=True)
@@ -383,9 +468,16 @@ def test_counts_of_the_real_models():
     flash = model(model_type="glm4_moe_lite", vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47,
                   num_attention_heads=20, num_key_value_heads=20)
     assert (deepseek.config.prefix, deepseek.config.period, deepseek.config.cache_widths) == (3, 1, {"latent": 576})
-    models = qwen3, mixtral, olmoe, qwen2, glm, deepseek, moonlight, flash
+    oss = dict(model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_attention_heads=64)
+    small, large = model(**oss, num_hidden_layers=24, num_local_experts=32), model(**oss, num_hidden_layers=36)
+    assert (small.config.prefix, small.config.period) == (0, 2)
+    for context, seen in ((100, 24 * 100), (1000, 12 * 1000 + 12 * 128)):  # every second layer has a window
+        assert small.flops_per_token(context) - small.flops_per_token(0) == 4 * 64 * 64 * seen
+    assert [round((m.num_active - 201088 * 2880) / 1e9, 1) for m in (small, large)] == [3.6, 5.1]
+    models = qwen3, mixtral, olmoe, qwen2, glm, deepseek, moonlight, flash, small, large
     found = [(round(m.num_parameters / 1e9, 1), round(m.num_active / 1e9, 1)) for m in models]
-    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7), (106.9, 13.4), (671.0, 37.6), (16.0, 2.9), (29.9, 3.9)]
+    assert found == [(30.5, 3.4), (46.7, 12.9), (6.9, 1.3), (14.3, 2.7), (106.9, 13.4), (671.0, 37.6), (16.0, 2.9), (29.9, 3.9),
+                     (20.9, 4.2), (116.8, 5.7)]
 
 
 def init(model, dtype):

@@ -56,7 +56,11 @@ def converted(own, tensors):
         return jnp.asarray(np.stack(parts) if entry.stacked else parts[0])
 
     for name, parts, whole in fused.tensors(own):  # as transformers holds experts
-        found = tensors[name] if whole else tensors[name].reshape(len(parts), len(parts[0]), -1, tensors[name].shape[-1])
+        found, each = tensors[name], len(parts[0])
+        if fused.interleaved(own):
+            found = np.stack([np.stack([x[..., j::each].T for j in range(each)]) for x in found])
+        elif not whole:
+            found = found.reshape(len(parts), each, -1, found.shape[-1])
         named = {parts[0][0]: found} if whole else {n: found[i, j] for i, own_ in enumerate(parts) for j, n in enumerate(own_)}
         tensors = {**tensors, **named}
     return own.tree(array)

@@ -131,6 +131,19 @@ def test_experts_on_meshes(meshes, tmp_path):
 
 
 @pytest.mark.slow
+def test_biases_and_sinks_on_meshes(tmp_path):
+    """gpt-oss, as one device: what devices of ep and tp sum up holds an expert's bias once, and each has the sinks of its
+    heads, where heads are split and where tp divides their groups too."""
+    meshes = ("1,1,1,1", "1,2,2,2", "1,1,1,8")
+    on_eight("gpt_oss", tmp_path, *meshes)
+    for kind, bound in (("", 1e-5), (".float64", 1e-12)):
+        whole, *others = (dict(np.load(tmp_path / f"{m}{kind}.npz")) for m in meshes)
+        assert sum("bias" in name or "sinks" in name for name in whole) == 2 * 9
+        for name in whole:
+            assert np.linalg.norm(whole[name]) and all(relative(other[name], whole[name]) < bound for other in others), name
+
+
+@pytest.mark.slow
 def test_all_tokens_to_the_same_experts(tmp_path):
     """Whose device of ep computes alone: the same program as of an even routing, nothing dropped, and temporaries that are
     no larger than those of all experts on one device, and grow with the tokens a device has, not with what comes to it."""

@@ -25,7 +25,7 @@ def test_kernels_compile_alone_and_in_a_sharded_job(target):
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(found["rows"]) == 7 and len(found["caches"]) == 6
+    assert len(found["rows"]) == 8 and len(found["caches"]) == 7
     job = found["job"]
     assert job["update"]["kernels"] == ["attention_forward", "attention_key_gradients", "attention_query_gradient"]
     assert job["prefill"]["kernels"] == ["attention_forward"] and job["decode"]["kernels"] == ["attention_decode"]

@@ -71,10 +71,10 @@ def fixed(model, batch):
     return route
 
 
-def every(x, ids, gates, *weights, activation, matmul):
+def every(x, ids, gates, *weights, activation, matmul, biases):
     """All experts on all tokens."""
     flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
-    return reference.experts(*flat, *weights, activation, Exchange()).reshape(x.shape)
+    return reference.experts(*flat, (*weights, *biases), activation, Exchange()).reshape(x.shape)
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ AUTO = {"cpu": "blocks", "gpu": "blocks", "tpu": "blocks"}
 
 
 def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto",
-            axis=None, matmul=DEFAULT):
+            axis=None, matmul=DEFAULT, biases=()):
     """The output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @ up[e]) @
-    down[e] with e = ids[t, k].
+    down[e] with e = ids[t, k]; each of the three products plus a bias of the expert where there are some.
 
     Products are summed in fp32 (float64 where x is), the activation is computed in it and rounded to x's dtype, and
     what experts return is weighted and added in it in the order of slots. No token is dropped, whatever the routing,
@@ -44,6 +44,7 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
         of whole arrays are of an expert's weights and of a block of tokens here.
       implementation: auto (the platform's), reference (every expert on every token), or blocks (sorted, in XLA).
       axis: name of the mesh axis of the experts; None: all of them are here.
+      biases: () or those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
 
     Returns:
       y_TxD in x's dtype; 0 for a token without a slot. NaN where ids repeat within tokens so that they need more rows
@@ -53,20 +54,21 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       ValueError: unknown implementation; shapes or dtypes that do not fit.
     """
     weights = {"gate": gate_ExDxF, "up": up_ExDxF, "down": down_ExFxD}
-    check(x_TxD, ids_TxK, gates_TxK, weights)
+    check(x_TxD, ids_TxK, gates_TxK, weights, biases)
     name = AUTO[platform()] if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"experts: implementation={name!r}; choose auto, {', '.join(IMPLEMENTATIONS)}")
     if not ids_TxK.size or not x_TxD.size:
         return jnp.zeros_like(x_TxD)
-    arrays, exchange = (x_TxD, ids_TxK.astype(jnp.int32), gates_TxK, *weights.values()), Exchange(axis)
+    arrays, exchange = (x_TxD, ids_TxK.astype(jnp.int32), gates_TxK), Exchange(axis)
+    weights = (*weights.values(), *biases)
     if name == "reference":
-        return reference.experts(*arrays, activation, exchange, matmul)
+        return reference.experts(*arrays, weights, activation, exchange, matmul)
     chunk = tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF) * exchange.size)
-    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, chunk, exchange, matmul), *arrays)
+    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, chunk, exchange, matmul), *arrays, *weights)
 
 
-def check(x, ids, gates, weights) -> None:
+def check(x, ids, gates, weights, biases=()) -> None:
     """ValueError where shapes or dtypes do not fit; names the argument."""
     def refuse(name, value, remedy):
         raise ValueError(f"experts: {name} is {value.dtype}{list(value.shape)}; {remedy}")
@@ -84,3 +86,10 @@ def check(x, ids, gates, weights) -> None:
             refuse(name, w, f"gate and up are [E, D={x.shape[1]}, F], down is [E, F, D={x.shape[1]}]")
         if w.dtype != x.dtype:
             refuse(name, w, f"cast it to x's {x.dtype}")
+    wanted = [(count, width), (count, width), (count, x.shape[1])]
+    if biases and [b.shape for b in biases] != wanted:
+        raise ValueError(f"experts: biases of shapes {[b.shape for b in biases]}; give those of gate, up and down, "
+                         f"{wanted}")
+    for name, b in zip(weights, biases, strict=False):
+        if b.dtype != x.dtype:
+            refuse(f"{name}'s bias", b, f"cast it to x's {x.dtype}")

@@ -22,16 +22,17 @@ def product(a, b, over_a, over_b, matmul=DEFAULT, role=INPUT):
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=accumulator(a.dtype))
 
 
-def forward(call, lay, x, gate_ExDxF, up_ExDxF, down_ExFxD):
+def forward(call, lay, x, *weights):
     """See walk.Implementation."""
     def group(expert, blocks, out):
-        gate, up, down = (_of(w, expert) for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
+        gate, up, down, *biases = (_of(w, expert) for w in weights)
 
         def block(n, out):
             own = x.at(n * call.block, call.block)
-            a, b = (product(own, w, 1, 0, call.matmul) for w in (gate, up))
+            a, b = _raised([product(own, w, 1, 0, call.matmul) for w in (gate, up)], biases[:2])
             hidden = call.activation(a, b).astype(own.dtype)
-            return _put(out, product(hidden, down, 1, 0, call.matmul), n * call.block)
+            y, = _raised([product(hidden, down, 1, 0, call.matmul)], biases[2:])
+            return _put(out, y, n * call.block)
 
         return jax.lax.fori_loop(*blocks, block, out)
 
@@ -39,12 +40,12 @@ def forward(call, lay, x, gate_ExDxF, up_ExDxF, down_ExFxD):
     return _each_expert(lay, group, jnp.zeros((lay.slots.size, x.tokens.shape[1]), dtype))
 
 
-def backward(call, lay, x, dy, gates_R, gate_ExDxF, up_ExDxF, down_ExFxD, sums):
+def backward(call, lay, x, dy, gates_R, weights, sums):
     """See walk.Implementation."""
     acc, dtype = accumulator(x.tokens.dtype), x.tokens.dtype
 
     def group(expert, blocks, state):
-        gate, up, down = (_of(w, expert) for w in (gate_ExDxF, up_ExDxF, down_ExFxD))
+        gate, up, down, *biases = (_of(w, expert) for w in weights)
         dx, dgates, sums = state
 
         def block(n, state):
@@ -52,16 +53,21 @@ def backward(call, lay, x, dy, gates_R, gate_ExDxF, up_ExDxF, down_ExFxD, sums):
             start = n * call.block
             x_b, dy_b = x.at(start, call.block), dy.at(start, call.block)
             gates = jax.lax.dynamic_slice(gates_R, (start,), (call.block,))[:, None]
-            hidden, back = jax.vjp(call.activation, *(product(x_b, w, 1, 0, call.matmul) for w in (gate, up)))
+            inner = _raised([product(x_b, w, 1, 0, call.matmul) for w in (gate, up)], biases[:2])
+            hidden, back = jax.vjp(call.activation, *inner)
             hidden = hidden.astype(dtype).astype(acc)
             d_hidden = product(dy_b, down, 1, 1, call.matmul, GRADIENT)
             d_gates = jnp.sum(d_hidden * hidden, axis=1)
+            for bias in biases[2:]:
+                d_gates += product(dy_b, bias[:, None], 1, 0)[:, 0]
             da, db = (d.astype(dtype) for d in back(gates * d_hidden))
             da_x, db_x = (product(d, w, 1, 1, call.matmul, GRADIENT) for d, w in ((da, gate), (db, up)))
             dx_b = da_x + db_x
             if own:
                 pairs = (x_b, da), (x_b, db), ((gates * hidden).astype(dtype), dy_b)
-                own = tuple(s + product(*pair, 0, 0) for s, pair in zip(own, pairs, strict=True))
+                more = [product(*pair, 0, 0) for pair in pairs]
+                more += [jnp.sum(d.astype(acc), axis=0) for d in (da, db, gates * dy_b)[:len(biases)]]
+                own = tuple(s + m for s, m in zip(own, more, strict=True))
             return _put(dx, dx_b, start), jax.lax.dynamic_update_slice(dgates, d_gates, (start,)), own
 
         own = tuple(_of(s, expert) for s in sums)
@@ -75,6 +81,11 @@ def backward(call, lay, x, dy, gates_R, gate_ExDxF, up_ExDxF, down_ExFxD, sums):
 BLOCKS = Implementation(forward, backward)
 
 
+def _raised(products, biases):
+    """Products and, where there are some, the biases of their outputs."""
+    return [p + b.astype(p.dtype)[None] for p, b in zip(products, biases, strict=True)] if biases else products
+
+
 def _each_expert(lay, group, state):
     """group(expert, (first block, the one behind its last), state) for every expert that holds rows."""
     def one(carry):
@@ -86,8 +97,8 @@ def _each_expert(lay, group, state):
     return jax.lax.while_loop(lambda carry: carry[0] < lay.used, one, (jnp.int32(0), state))[1]
 
 
-def _of(w_ExAxB, expert):
-    return jax.lax.dynamic_index_in_dim(w_ExAxB, expert, keepdims=False)
+def _of(w_Ex, expert):
+    return jax.lax.dynamic_index_in_dim(w_Ex, expert, keepdims=False)
 
 
 def _put(x, part, at):

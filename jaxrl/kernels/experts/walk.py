@@ -8,7 +8,8 @@ is some tokens of each, and goes around once per walk (exchange.py): no device i
 
 With r a row, t its token, g its gate: h = act(x_t G, x_t U), y_t = sum g (h D). Hence dh = dy_t D^T, dg = sum dh h (the
 product h D is not needed), (da, db) = act'(g dh), dx_t = sum da G^T + db U^T, dG += x_t^T da, dU += x_t^T db,
-dD += (g h)^T dy_t.
+dD += (g h)^T dy_t. Biases of the three products, where there are some, get da, db and g dy_t, and dg that of the third
+times dy_t more.
 
 Legend: T tokens, K slots per token, E experts, D hidden size, F an expert's width, n chunks, t tokens of a chunk,
 R rows of a chunk's blocks.
@@ -32,11 +33,12 @@ from jaxrl.kernels.low_precision import DEFAULT
 class Implementation(NamedTuple):
     """What computes on the rows of a chunk.
 
-    forward(call, layout, x_RxD, gate, up, down) -> out_RxD.
-    backward(call, layout, x_RxD, dy_RxD, gates_R, gate, up, down, sums) -> (dx_RxD, dgates_R, sums).
+    forward(call, layout, x_RxD, *weights) -> out_RxD.
+    backward(call, layout, x_RxD, dy_RxD, gates_R, weights, sums) -> (dx_RxD, dgates_R, sums).
 
-    x and dy are Rows; results are fp32 or better, and rows without a slot mean nothing in them. sums: the weights'
-    gradients so far, fp32 or better, to which the chunk's are added, or () where nobody asks for them.
+    weights: gate, up and down, and perhaps a bias of each. x and dy are Rows; results are fp32 or better, and rows
+    without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which the chunk's are
+    added, or () where nobody asks for them.
     """
 
     forward: Callable
@@ -78,18 +80,18 @@ def accumulator(dtype):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def experts(call: Call, x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD):
+def experts(call: Call, x_TxD, ids_TxK, gates_TxK, *weights):
     """See api.experts."""
     def one(_, xs):
         x, ids, gates = call.exchange.gathered(*xs)
-        lay = layout(call.exchange.own(ids, len(gate_ExDxF)), len(gate_ExDxF), call.block)
-        out = call.run.forward(call, lay, Rows(x, lay.slots, ids.shape[1]), gate_ExDxF, up_ExDxF, down_ExFxD)
+        lay = layout(call.exchange.own(ids, count), count, call.block)
+        out = call.run.forward(call, lay, Rows(x, lay.slots, ids.shape[1]), *weights)
         y = added(lay, gates.astype(out.dtype), out)
-        if ids.shape[1] > len(gate_ExDxF):  # ids that repeat within a token may need more rows than there are
+        if ids.shape[1] > count:  # ids that repeat within a token may need more rows than there are
             y = jnp.where(lay.used <= lay.experts.size, y, jnp.nan)
         return None, call.exchange.returned(y.astype(x.dtype))
 
-    cut = _cut(call, x_TxD)
+    cut, count = _cut(call, x_TxD), len(weights[0])
     return cut.joined(cut.walk(one, None, (x_TxD, ids_TxK, gates_TxK))[1])
 
 
@@ -109,7 +111,7 @@ def _backward(call, saved, dy_TxD):
         lay, slots = layout(call.exchange.own(ids, len(weights[0])), len(weights[0]), call.block), ids.shape[1]
         own = gates.astype(acc).reshape(-1).at[lay.slots].get(mode="fill", fill_value=0)
         dx, dgates, sums = call.run.backward(call, lay, Rows(x, lay.slots, slots), Rows(dy, lay.slots, slots), own,
-                                             *weights, sums)
+                                             weights, sums)
         held = lay.rows < lay.slots.size
         dgates = jnp.where(held, dgates.at[lay.rows].get(mode="clip"), 0).astype(gates.dtype)
         return sums, tuple(map(call.exchange.returned, (added(lay, None, dx).astype(x.dtype), dgates)))
@@ -117,7 +119,7 @@ def _backward(call, saved, dy_TxD):
     cut = _cut(call, x_TxD)
     sums = () if wanted is None else tuple(jnp.zeros(w.shape, acc) for w in weights)
     sums, (dx, dgates) = cut.walk(one, sums, (x_TxD, ids_TxK, gates_TxK, dy_TxD.astype(x_TxD.dtype)))
-    dweights = [s.astype(w.dtype) for s, w in zip(sums, weights, strict=True)] if sums else [None] * 3
+    dweights = [s.astype(w.dtype) for s, w in zip(sums, weights, strict=True)] if sums else [None] * len(weights)
     return cut.joined(dx), None, cut.joined(dgates), *dweights
 
 

@@ -5,6 +5,7 @@ Legend: B slots, C cache length, N layers, H query heads, G key-value heads, K h
 
 from __future__ import annotations
 
+from jaxrl.kernels.attention import sinks
 from jaxrl.kernels.attention.cached import gpu, reference, tpu, xla
 from jaxrl.kernels.attention.fallback import first_that_serves
 from jaxrl.kernels.platform import platform
@@ -15,11 +16,11 @@ ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 
 def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=0, softcap=0.0, scale=None,
-                     implementation="auto", shared=None, work=None):
+                     implementation="auto", shared=None, work=None, sinks_H=None):
     """One query per slot over a slotted cache, of which it sees its own position and those before it.
 
     Args:
-      q_Bx1xHxK, window, softcap, scale: as packed.api.attention's.
+      q_Bx1xHxK, window, softcap, scale, sinks_H: as packed.api.attention's.
       k_NxBxCxGK, v_NxBxCxGK: the cache of N layers, of any float dtype; entry c has position c.
       positions_Bx1: a slot at or beyond C is idle and returns a finite value without meaning.
       layer: int scalar, which of the N is read.
@@ -39,7 +40,7 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
         if name in WORK:
             known = {"work": work[name]} if work and name in work else {"shared": None if window else shared}
         return IMPLEMENTATIONS[name](q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=window,
-                                     softcap=softcap, scale=scale, **known)
+                                     softcap=softcap, scale=scale, sinks=sinks.of(sinks_H, q_Bx1xHxK.dtype), **known)
 
     return first_that_serves(order(implementation), ask)
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention import gpu_chip
+from jaxrl.kernels.attention import sinks as at_sinks
 from jaxrl.kernels.attention.cached import tuned
 from jaxrl.kernels.attention.cached.shared import WIDTH, of_slots
 from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS, Op, check_chip, interpreted, sizes_of
@@ -64,7 +65,7 @@ def padded(rows: int) -> int:
 
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
-              work=None, interpret=None):
+              work=None, sinks=None, interpret=None):
     """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
 
     work: of `work_of`, or None. interpret: as packed.gpu.attention's.
@@ -87,9 +88,13 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
     if parts:
         out, lse = _as_slots(out, lse, work, parts)
     lse = lse[..., :q.shape[2]]
-    if splits + parts > 1:
+    if sinks is not None:
+        of_rows = jnp.pad(sinks.reshape(groups, rows) * at_sinks.BASE_2[2], [(0, 0), (0, q.shape[2] - rows)])
+        lse = jnp.concatenate([lse, jnp.broadcast_to(of_rows[None, None], (1, *lse.shape[1:]))])
+    if splits + parts > 1 or sinks is not None:
         weights = jnp.exp2(lse - lse.max(axis=0, keepdims=True))
-        out = (out * (weights / weights.sum(axis=0, keepdims=True))[..., None]).sum(axis=0)
+        share = weights / weights.sum(axis=0, keepdims=True)
+        out = (out * share[:len(out), ..., None]).sum(axis=0)
     else:
         out = out[0]
     return out[:, :, :rows].reshape(q_Bx1xHxK.shape).astype(q_Bx1xHxK.dtype)

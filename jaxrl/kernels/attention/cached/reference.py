@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxrl.kernels.attention.packed import reference
 
 
-def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale):
+def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale,
+              sinks=None):
     """See api.cached_attention."""
     batch, _, _, size = q_Bx1xHxK.shape
     k, v = (x[layer].astype(q_Bx1xHxK.dtype).reshape(batch, x.shape[2], -1, size) for x in (k_NxBxCxGK, v_NxBxCxGK))
     ids = reference.Ids(positions_Bx1, jnp.arange(k.shape[1], dtype=positions_Bx1.dtype)[None])
-    return reference.attention(q_Bx1xHxK, k, v, ids, window=window, softcap=softcap, scale=scale)
+    return reference.attention(q_Bx1xHxK, k, v, ids, window=window, softcap=softcap, scale=scale, sinks=sinks)

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxrl.kernels.attention.cached import tuned
 from jaxrl.kernels.attention.cached.shared import WIDTH, of_slots
 from jaxrl.kernels.attention.cached.xla import by_group, own_group
-from jaxrl.kernels.attention.tpu_parts import LOWEST, VMEM, WORDS, dot, masked_scores
+from jaxrl.kernels.attention.tpu_parts import LOG2E, LOWEST, VMEM, WORDS, dot, masked_scores
 from jaxrl.kernels.platform import platform
 
 ALIGNED = 16  # positions and query rows of whole tiles of memory, in every dtype
@@ -153,7 +153,7 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=
 
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
-              work=None, interpret=None):
+              work=None, sinks=None, interpret=None):
     """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
 
     work: of `work_of`, or None. interpret: for pallas_call; None = where this is no TPU.
@@ -173,9 +173,13 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
     else:  # a tile's queries follow each other, and its heads are whole tiles of memory
         q = jnp.pad(by_group(q[places[0]], groups), [(0, call.width), (0, -heads % ALIGNED), (0, 0)])
     queries, cache = _specs(call, q.shape[1:])
-    rows = call.width * q.shape[1]
+    rows, more = call.width * q.shape[1], ()
+    if sinks is not None:
+        of_rows = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, q.shape[1] - heads))
+        more = jnp.tile(of_rows, call.width)[:, None],
+    whole = [pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in more]
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=4, grid=(work.count[0],), in_specs=[queries, cache, cache],
+        num_scalar_prefetch=4, grid=(work.count[0],), in_specs=[queries, cache, cache, *whole],
         out_specs=pl.BlockSpec((1, heads, width), lambda t, words, places, *_: (places[0, call.place(words[t])], 0, 0)),
         scratch_shapes=[pltpu.VMEM((rows, n), jnp.float32) for n in (1, 1, width)])
     out = pl.pallas_call(
@@ -184,7 +188,7 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM),
         interpret=platform() != "tpu" if interpret is None else interpret, name="attention_decode",
     )(work.words[0], places, positions_Bx1[:, 0].astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), q,
-      k_NxBxCxGK, v_NxBxCxGK)
+      k_NxBxCxGK, v_NxBxCxGK, *more)
     return own_group(out, groups)[:, None]
 
 
@@ -206,7 +210,8 @@ def _specs(call, shape_HxGK):
                 layer[0], source(t, words, places), pl.multiple_of(call.read(words[t]), ALIGNED), 0)))
 
 
-def _decode(words, places, positions, q_ref, k_ref, v_ref, out_ref, top_ref, sum_ref, acc_ref, *, call):
+def _decode(words, places, positions, q_ref, k_ref, v_ref, *refs, call):
+    *sinks, out_ref, top_ref, sum_ref, acc_ref = refs
     t = pl.program_id(0)
     word = words[t]
     place, heads = call.place(word), q_ref.shape[1]
@@ -216,8 +221,8 @@ def _decode(words, places, positions, q_ref, k_ref, v_ref, out_ref, top_ref, sum
 
     @pl.when((t == 0) | (places[1, before] != first))
     def _():
-        top_ref[...] = jnp.full(top_ref.shape, LOWEST, jnp.float32)
-        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+        top_ref[...] = sinks[0][...] if sinks else jnp.full(top_ref.shape, LOWEST, jnp.float32)
+        sum_ref[...] = jnp.full(sum_ref.shape, float(len(sinks)), jnp.float32)  # a sink is 2 ** (sink - sink)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
     def add(q, own, end):

@@ -11,12 +11,14 @@ Legend: B slots, C cache length, N layers, H query heads, G key-value heads, R =
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention.packed.reference import Ids, hidden_score, visible
 
 
-def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale):
+def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale,
+              sinks=None):
     """See api.cached_attention."""
     batch, _, heads, size = q_Bx1xHxK.shape
     k_BxCxGK, v_BxCxGK = (x[layer].astype(q_Bx1xHxK.dtype) for x in (k_NxBxCxGK, v_NxBxCxGK))
@@ -28,8 +30,14 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
         scores = softcap * jnp.tanh(scores / softcap)
     mask = visible(Ids(positions_Bx1, jnp.arange(k_BxCxGK.shape[1], dtype=positions_Bx1.dtype)[None]), window)
     scores = jnp.where(mask.swapaxes(1, 2), scores, hidden_score(acc))
-    weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
-    weights = (weights / weights.sum(axis=1, keepdims=True)).astype(v_BxCxGK.dtype)
+    top = scores.max(axis=1, keepdims=True)
+    if sinks is not None:
+        sinks = jax.lax.broadcast_to_rank(sinks.astype(acc), 3)
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
+    weights = (weights / total).astype(v_BxCxGK.dtype)
     out = jnp.einsum("bsh,bsk->bhk", weights, v_BxCxGK, preferred_element_type=acc)
     return own_group(out, groups).astype(v_BxCxGK.dtype)[:, None]
 

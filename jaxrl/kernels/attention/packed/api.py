@@ -5,6 +5,7 @@ Legend: B rows, L queries per row, S keys per row, H query heads, G key-value he
 
 from __future__ import annotations
 
+from jaxrl.kernels.attention import sinks
 from jaxrl.kernels.attention.fallback import first_that_serves
 from jaxrl.kernels.attention.packed import blockwise, cudnn, gpu, reference, tpu
 from jaxrl.kernels.attention.packed.reference import Ids
@@ -26,8 +27,8 @@ ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL=None,
               k_segments_BxS=None, q_prefixes_BxL=None, window=0, softcap=0.0, scale=None, implementation="auto",
-              work=None):
-    """Grouped-query attention, softmax(softcap(scale * q.k) over the visible keys) @ v.
+              work=None, sinks_H=None):
+    """Grouped-query attention, softmax(softcap(scale * q.k) over the visible keys, and the head's sink) @ v.
 
     Query i sees key j where all of these hold:
       k_positions[j] <= q_positions[i];
@@ -48,6 +49,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
       implementation: "auto" (the platform's: the first of ORDERS that serves the call), or a name in IMPLEMENTATIONS,
         behind which stand those of XLA where it raises NotImplementedError. A kernel's refusal is logged once.
       work: of work_of for the same ids, window and implementation; None = each call looks for itself.
+      sinks_H: a score per head of a key that every query sees and that has no value (see sinks.py); None = there is
+        none.
 
     Returns:
       out_BxLxHxK in v's dtype; scores and softmax are fp32 or better.
@@ -65,7 +68,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
     def ask(name):
         known = {"work": work[name]} if work and name in work else {}
         return IMPLEMENTATIONS[name](q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window=window, softcap=softcap, scale=scale,
-                                     chosen=implementation == name, **known)
+                                     chosen=implementation == name, sinks=sinks.of(sinks_H, q_BxLxHxK.dtype), **known)
 
     return first_that_serves(order(implementation), ask, silent=XLA)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl.kernels.attention import sinks as at_sinks
 from jaxrl.kernels.attention.packed import reference
 from jaxrl.kernels.attention.packed.blocks import NO_KEY, NO_QUERY, BlockLists, active_blocks, block_lists
 from jaxrl.kernels.attention.packed.reference import Ids
@@ -55,7 +56,8 @@ def _lists(rows, ids: Ids, window) -> BlockLists:
     return block_lists(_joined(found, blocks))
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None):
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
+              sinks=None):
     """See api.attention. Without `chosen`, short rows are left to the reference (NotImplementedError)."""
     rows, length = q_BxLxHxK.shape[:2]
     if not chosen and length < WORTH_IT:
@@ -69,7 +71,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     ids = Ids(*(_cut(jnp.broadcast_to(x, (rows, x.shape[1])), value)
                 for x, value in zip(ids, (NO_QUERY, NO_KEY, 0, 0, 0), strict=True)))
     work = BlockLists(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in work))
-    return _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, _Options(window, softcap, float(scale)))
+    return _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks, ids, work, _Options(window, softcap, float(scale)))
 
 
 class _Options(NamedTuple):
@@ -92,12 +94,12 @@ def sizes_of(blocks: int) -> tuple[int, ...]:
     return (*sizes[:-1], blocks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
-    return _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
+    return _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options)[0]
 
 
-def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
+def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
     k, v = _keys(k_BxSxGxK), _keys(v_BxSxGxK)
     cut = _Cut.of(q_BxLxHxK.shape, k.shape)
 
@@ -111,12 +113,15 @@ def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
 
     xs = cut.queries(q_BxLxHxK), *cut.blocks((_of_queries(ids), work.blocks, work.counts))
     _, (out, log_sum) = jax.lax.scan(group, None, xs)
+    if sinks_H is not None:
+        share, log_sum = at_sinks.share(log_sum, cut.of_heads(sinks_H))
+        out = (out * share[..., None]).astype(out.dtype)
     out = cut.joined(out)
-    return out, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, out, log_sum)
+    return out, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, out, log_sum)
 
 
 def _backward(options, saved, g_BxLxHxK):
-    q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, out_BxLxHxK, log_sum = saved
+    q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, out_BxLxHxK, log_sum = saved
     acc = jnp.promote_types(g_BxLxHxK.dtype, jnp.float32)
     k, v = _keys(k_BxSxGxK), _keys(v_BxSxGxK)
     cut = _Cut.of(q_BxLxHxK.shape, k.shape)
@@ -131,11 +136,15 @@ def _backward(options, saved, g_BxLxHxK):
 
         return _sized(run, k.shape[2], counts)
 
-    xs = (*map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta)), log_sum,
-          *cut.blocks((_of_queries(ids), work.blocks, work.counts)))
+    q, g, delta = map(cut.queries, (q_BxLxHxK, g_BxLxHxK, delta))
+    xs = q, g, delta, log_sum, *cut.blocks((_of_queries(ids), work.blocks, work.counts))
     (gk, gv), gq = jax.lax.scan(group, (jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc)), xs)
     gk, gv = (_from_keys(x, like) for x, like in ((gk, k_BxSxGxK), (gv, v_BxSxGxK)))
-    return cut.joined(gq), gk, gv, None, None
+    gs = None
+    if sinks_H is not None:
+        of_each = at_sinks.gradient(log_sum, cut.of_heads(sinks_H), delta[..., 0])
+        gs = of_each.sum(axis=(0, 1, 3, 5)).reshape(-1).astype(sinks_H.dtype)
+    return cut.joined(gq), gk, gv, gs, None, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -176,6 +185,10 @@ class _Cut(NamedTuple):
         """[count, B, G, n, R, C, K]"""
         x = _cut_blocks(_cut(x_BxLxHxK, 0), self.count, self.each)
         return x.reshape(*x.shape[:4], self.groups, -1, x.shape[5]).transpose(0, 1, 4, 2, 5, 3, 6)
+
+    def of_heads(self, x_H):
+        """Numbers of heads, beside those of queries' without their last axis."""
+        return x_H.reshape(self.groups, 1, -1, 1)
 
     def joined(self, x):
         """The inverse of `queries`."""

@@ -15,7 +15,8 @@ from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True):
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True,
+              sinks=None):
     """See api.attention. NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
     del chosen
     if platform() != "gpu":
@@ -25,6 +26,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     if not q_BxLxHxK.dtype == k_BxSxGxK.dtype == v_BxSxGxK.dtype:
         raise NotImplementedError(
             f"inputs of {q_BxLxHxK.dtype}, {k_BxSxGxK.dtype} and {v_BxSxGxK.dtype}; cuDNN takes one type")
+    if sinks is not None:
+        raise NotImplementedError("attention sinks; cuDNN is not asked for them")
     if softcap:
         raise NotImplementedError(f"softcap {softcap}; cuDNN has none")
     _, length, _, size = q_BxLxHxK.shape

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl.kernels.attention import sinks as at_sinks
 from jaxrl.kernels.attention.gpu_chip import Op, check_chip, interpreted, sizes_of
 from jaxrl.kernels.attention.packed import tuned
 from jaxrl.kernels.attention.packed.gpu_plan import UNIT, plan
@@ -54,7 +55,7 @@ def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Ke
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
-              interpret=None):
+              sinks=None, interpret=None):
     """See api.attention. Raises NotImplementedError for what `check` names.
 
     work: of `work_of`, for these ids and this window; None = made here. interpret: False, True, or what the interpreter
@@ -62,7 +63,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     """
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
-    return _attend(call, *arrays)[:, :q_BxLxHxK.shape[1]]
+    return _attend(call, sinks, *arrays)[:, :q_BxLxHxK.shape[1]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,27 +91,33 @@ def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, work, q, k, v):
-    return _forward(call, work, q, k, v)[0]
+def _attend(call, sinks, work, q, k, v):
+    return _forward(call, sinks, work, q, k, v)[0]
 
 
-def _forward(call, work, q, k, v):
+def _forward(call, sinks, work, q, k, v):
     from jaxrl.kernels.attention.packed.gpu_forward import forward
 
     out, lse, _ = forward(q, k, v, work.forward, call.op, call.sizes.forward, call.interpret)
-    return out, (work, q, k, v, out, lse)
+    if sinks is not None:
+        share, lse = at_sinks.share(lse, sinks[:, None], at_sinks.BASE_2)
+        out = (out * share.swapaxes(1, 2)[..., None]).astype(out.dtype)
+    return out, (sinks, work, q, k, v, out, lse)
 
 
 def _backward(call, saved, d_out):
     from jaxrl.kernels.attention.packed.gpu_backward import dkv, dq, stats
 
-    work, q, k, v, out, lse = saved
-    rest = (q, k, v, d_out, stats(out, d_out, lse))
+    sinks, work, q, k, v, out, lse = saved
+    both = stats(out, d_out, lse)
+    rest = (q, k, v, d_out, both)
     d_q, _ = dq(*rest, work.queries, call.op, call.sizes.queries, call.interpret)
     if call.interpret:
         rest, d_q = jax.lax.optimization_barrier((rest, d_q))  # the interpreter cannot run two kernels at once
     d_k, d_v, _ = dkv(*rest, work.keys, call.op, call.sizes.keys, call.interpret)
-    return None, d_q, d_k, d_v
+    d_sinks = sinks if sinks is None else at_sinks.gradient(
+        lse, sinks[:, None], both[:, :, 1], at_sinks.BASE_2).sum(axis=(0, 2))
+    return d_sinks, None, d_q, d_k, d_v
 
 
 _attend.defvjp(_forward, _backward)

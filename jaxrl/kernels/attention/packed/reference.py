@@ -51,15 +51,24 @@ def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
     return jnp.where(mask_BxLxS[:, None, None], scores, hidden_score(acc))
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True):
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True,
+              sinks=None):
     """See api.attention. Memory grows with L * S."""
     del chosen
     batch, length, heads, size = q_BxLxHxK.shape
     groups = k_BxSxGxK.shape[2]
     q = q_BxLxHxK.reshape(batch, length, groups, heads // groups, size)
     scores = capped_scores(q, k_BxSxGxK, visible(ids, window), softcap, scale)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(v_BxSxGxK.dtype)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is None:
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+    else:
+        sink = sinks.reshape(1, groups, -1, 1, 1).astype(scores.dtype)
+        top = jnp.maximum(top, sink)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top)
+    weights = (weights / total).astype(v_BxSxGxK.dtype)
     acc = jnp.promote_types(v_BxSxGxK.dtype, jnp.float32)
     out = jnp.einsum("bgrls,bsgk->blgrk", weights, v_BxSxGxK, preferred_element_type=acc)
     return out.astype(v_BxSxGxK.dtype).reshape(batch, length, heads, size)

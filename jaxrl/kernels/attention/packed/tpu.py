@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl.kernels.attention import sinks as at_sinks
 from jaxrl.kernels.attention.packed import tpu_kernels, tuned
 from jaxrl.kernels.attention.packed.blocks import NO_QUERY, active_blocks, filled_ids
 from jaxrl.kernels.attention.packed.reference import Ids
@@ -69,14 +70,14 @@ def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
 
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
-              interpret=None):
+              sinks=None, interpret=None):
     """See api.attention. Raises NotImplementedError for what `check` names.
 
     work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = off a TPU.
     """
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
-    return _attend(call, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
+    return _attend(call, sinks, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
 def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
@@ -109,22 +110,28 @@ def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, work, *arrays):
-    return _attend_forward(call, work, *arrays)[0]
+def _attend(call, sinks, work, *arrays):
+    return _attend_forward(call, sinks, work, *arrays)[0]
 
 
-def _attend_forward(call, work, *arrays):
+def _attend_forward(call, sinks, work, *arrays):
     out, lse = tpu_kernels.forward(call, (work.words[0], work.count[0]), *arrays)
-    return out, (work, arrays, out, lse)
+    if sinks is not None:
+        share, lse = at_sinks.share(lse, sinks[:, None], at_sinks.BASE_2)
+        out = (out * share[..., None]).astype(out.dtype)
+    return out, (sinks, work, arrays, out, lse)
 
 
 def _attend_backward(call, saved, do_BxHxLxK):
-    work, arrays, out, lse = saved
+    sinks, work, arrays, out, lse = saved
     delta_BxHxL = (do_BxHxLxK.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
     rest = (*arrays, do_BxHxLxK, lse, delta_BxHxL)
     dq, = tpu_kernels.query_gradient(call, (work.words[0], work.count[0]), *rest)
     dk, dv = tpu_kernels.key_gradients(call, (work.key_words[0], work.key_count[0]), *rest)
-    return None, dq, dk, dv, None, None
+    ds = None
+    if sinks is not None:
+        ds = at_sinks.gradient(lse, sinks[:, None], delta_BxHxL, at_sinks.BASE_2).sum(axis=(0, 2))
+    return ds, None, dq, dk, dv, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
