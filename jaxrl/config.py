@@ -130,9 +130,11 @@ def find_config(spec: str) -> tuple[Path, str | None]:
 def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
     """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
 
-    `spec` is a path or the bare name of a shipped config, optionally with ':arg'. An empty `run.dir` becomes
+    `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty `run.dir` becomes
     `runs/<file name>`, with _<arg> if there is one.
     """
+    if spec.endswith("config.json"):
+        return recorded_config(spec, overrides or {})
     path, arg = find_config(spec)
     module_spec = importlib.util.spec_from_file_location(f"jaxrl_config_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
@@ -155,6 +157,18 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
         put(cfg, name, value)
     if not cfg.run.dir:
         cfg.run.dir = f"runs/{path.stem}" + (f"_{arg}" if arg else "")
+    return cfg
+
+
+def recorded_config(path: str, overrides: dict[str, Any]) -> config_dict.ConfigDict:
+    """The config of a run, from the config.json in its directory (secrets are not in it)."""
+    try:
+        held = json.loads(Path(path).read_text("utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"--config={path}: no config.json of a run ({type(e).__name__}: {e})") from None
+    cfg = default_config()
+    for name, value in [*_by_name(held), *overrides.items()]:
+        put(cfg, name, value)
     return cfg
 
 

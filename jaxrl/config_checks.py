@@ -21,6 +21,7 @@ from jaxrl.names_elsewhere import not_yet
 from jaxrl.option import BOUNDS
 from jaxrl.preference_checks import preference
 from jaxrl.registry import Recipe, recipe_of
+from jaxrl.replay_checks import AGAIN, replays
 from jaxrl.reward_model_checks import PART, reward_models
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
@@ -39,8 +40,9 @@ def check(cfg) -> None:
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
                      sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
-                     _precision, _eval, _checkpoints, _uploads, _launch, _misc):
-            problems += rule(cfg)
+                     _precision, _eval, _checkpoints, _uploads, _launch, replays, _misc):
+            if cfg.run.mode not in AGAIN or rule not in (_engine, _rewards, sandbox, services):  # they stay closed
+                problems += rule(cfg)
     if problems:
         raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -215,7 +217,7 @@ def _data(cfg):
     if cfg.run.mode not in recipe_of(cfg).modes:
         out.append(f"run.mode={cfg.run.mode} with run.recipe={cfg.run.recipe}: it has "
                    f"{', '.join(recipe_of(cfg).modes)}; set run.recipe=rl")
-    if cfg.run.mode not in ("eval", "plan") and not cfg.data.path and not cfg.data.sources:
+    if cfg.run.mode not in ("eval", "plan", *AGAIN) and not cfg.data.path and not cfg.data.sources:
         out.append("data.path is empty: name at least one file, folder or hub id")
     share = cfg.data.eval_fraction
     if share < 0 or (share > 1 and share != int(share)):

@@ -113,6 +113,10 @@ class Policy(Role):
         self.held, metrics = self._update(self.held, batches)
         return metrics
 
+    def gradients(self, state, batches):
+        """(gradient of the objective, metrics) of a state on microbatches, None where there are none; changes nothing."""
+        return self._update.gradients(state, batches)
+
     def restart_optimizer(self) -> None:
         """The optimizer's state as at its start; learning-rate schedules go on where they are."""
         state = self.held

@@ -27,7 +27,7 @@ PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo"
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
         "recipe": O("rl", "the job to run; or the import path of a Recipe of your own (docs/extend.md)", choices=RECIPES, or_path=True),
-        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan")),
+        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan", "replay")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
@@ -566,6 +566,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wait_seconds": O(0.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation; 0 = an"
                                " hour more than rollout.timeout_seconds", bound=">=0"),
     },
+    "record": jobs.RECORD,
+    "replay": jobs.REPLAY,
     "faults": {
         "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),
     },

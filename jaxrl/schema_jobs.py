@@ -85,3 +85,14 @@ TEACHER = {
     "files": O("", "folder that teacher.save wrote: what the teacher said, instead of the teacher"),
     "save": O("", "folder to write what the teacher says of the data's rows (distill.top_k of the forward loss); empty = nowhere"),
 }
+
+RECORD = {
+    "every": O(0, "write what a step needs to be computed again (docs/replay.md) into run.dir/record: of the steps 1, 1 + every, 1 + 2 every"
+                  " ..., which follow checkpoints of checkpoint.every_steps=every; 1 = every step, 0 = none", bound=">=0"),
+    "last": O(0, "keep only so many, the newest; 0 = all", bound=">=0"),
+}
+
+REPLAY = {
+    "run": O("", "run.mode=replay: directory of the recorded run; empty = run.dir"),
+    "steps": O("", "steps to compute again, as 812 or 10:20,30 (20 included); empty = all that are recorded and can be"),
+}

@@ -409,8 +409,12 @@ def digest(params) -> np.ndarray:
 
 @jax.jit
 def _hashes(flat):
-    return {name: jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
-            for name, x in memory.fetched(flat).items()}
+    return {name: hashes(x) for name, x in memory.fetched(flat).items()}
+
+
+def hashes(x):
+    """[2] uint32 of an array's contents, for programs; the same whatever the mesh and the layout."""
+    return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
 
 
 def _hash(x, seed: int):

@@ -40,7 +40,7 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
         raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
                           f"== '__main__':, or the {kind} function into a file of its own")
-    from jaxrl import config_checks, telemetry
+    from jaxrl import config_checks, replay_checks, telemetry
     from jaxrl import data as data_room
     from jaxrl.given import taken
 
@@ -48,12 +48,14 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     if not config.run.dir:
         config.run.dir = f"runs/{short_name(config.run.recipe)}"
     given = taken(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
+    replay_checks.place(config)
     config_checks.check(config)
     if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
         from jaxrl.planning import plan
 
         return plan.run(config)
-    data_room.check_paths(config, given.data is not None, given.eval or ())
+    if config.run.mode not in replay_checks.AGAIN:  # what was recorded needs no data
+        data_room.check_paths(config, given.data is not None, given.eval or ())
     telemetry.setup_logging(config.log.level)
     from jaxrl.processes import group
 
@@ -72,7 +74,7 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
 
 def _train(config, given, peers) -> dict:
     """`train` in a process that has met its peers."""
-    from jaxrl import telemetry
+    from jaxrl import replay_checks, telemetry
     from jaxrl.config import redacted
     from jaxrl.planning.comparison import comparison
     from jaxrl.processes.exchange import check_equal, facts
@@ -87,7 +89,8 @@ def _train(config, given, peers) -> dict:
     if config.run.warm_start:
         config = _after_warm_start(config, given)
     given = given._replace(comparison=comparison)
-    run = recipe_of(config).run
+    recipe = recipe_of(config)
+    run = recipe.again if config.run.mode in replay_checks.AGAIN else recipe.run
     out = (run if callable(run) else importlib.import_module(run).run)(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out

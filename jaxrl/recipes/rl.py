@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from jaxrl.recipes import parity
 from jaxrl.recipes.algorithm import Algorithm, advantages_by_source, start_of_step
 from jaxrl.recipes.episodes import conversations
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
+from jaxrl.recipes.recording import Recording
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.recipes.trajectories import records
@@ -50,6 +51,18 @@ class Parts(NamedTuple):
     policy: Policy
     rollouts: Rollouts
     speed: Speed
+    recording: Recording | None = None
+
+
+class Prepared(NamedTuple):
+    """What the update reads of a batch, and what is told of it."""
+
+    layout: Any
+    columns: dict[str, np.ndarray]  # [T] by name
+    found: Any  # Advantages
+    values: np.ndarray | None  # [T] of the critic
+    kl: np.ndarray | None  # [T], where it is taken from the reward
+    seed: int  # of the mini-batches
 
 
 def run(config, given=None) -> dict:
@@ -82,7 +95,8 @@ def run(config, given=None) -> dict:
         s.begin(s.given.comparison and s.given.comparison(spec, job, s.step), speed.rates)
         evaluate = Evaluation(s, job, sync, rollouts.queue.receive) if job.eval_sets else None
         s.before_first_step(evaluate)
-        parts = Parts(s, job, algorithm, policy, rollouts, speed)
+        recording = Recording(s, job, algorithm, policy)
+        parts = Parts(s, job, algorithm, policy, rollouts, speed, recording)
         while s.goes_on():
             done = one_step(parts)
             if done is None:  # asked to stop in the middle of a step: nothing of it is kept
@@ -93,21 +107,55 @@ def run(config, given=None) -> dict:
                     sync()
             metrics |= job.engine.metrics()
             s.after_step(metrics, evaluate, policy.export, records=records_)
-        return s.finish(evaluate, policy.export)
+        out = s.finish(evaluate, policy.export)
+        s.telemetry.summary(recording.told())
+        return out | recording.told()
 
 
 def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the
     update."""
-    s, job, algorithm, policy, rollouts, speed = parts
-    c, critic, values = s.spec, algorithm.critic, None
+    s, job, algorithm, policy, rollouts, speed, recording = parts
+    c, critic = s.spec, algorithm.critic
     with policy.resting(job.engine):
         batch = rollouts.next(s.progress)
     if batch is None or s.stopping():
         return None
     if job.rests("sampler"):
         job.engine.rest()
-    traj, seed = batch.traj, hash_seed(c.run.seed, s.step)
+    prepared, traj = prepare(parts, batch), batch.traj
+    layout, columns, found, values, kl, _ = prepared
+    per_completion = traj.total(found.tokens) / np.maximum(traj.total(), 1)  # [N] means over scored tokens
+    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
+                   conversations(traj, job.tokenizer) if c.episodes else None)
+    admitted = [{"admitted": group.admitted} for group in batch.groups]
+    s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
+    begun = recording.begin(batch, prepared) if recording is not None else None
+    with s.changing():
+        metrics = learn(parts, batch, prepared)
+        if begun is not None:
+            recording.end(begun, metrics)
+        metrics |= rollouts.metrics(batch) | s.stream.measured(batch.pass_rates, batch.cursor)
+    s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
+    metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
+    metrics |= found.metrics
+    metrics |= algorithm.operations(s.step, speed.operations, traj)
+    if critic is not None:
+        metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)
+        metrics["value/return_mean"] = float(found.returns[traj.loss_mask].mean())
+    if kl is not None:
+        metrics["policy/kl_in_reward"] = float(kl[traj.loss_mask].mean())
+    check_gap(c.algorithm.mismatch, s.step, metrics)
+    if (c.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
+        metrics["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
+    return metrics, rows
+
+
+def prepare(parts: Parts, batch) -> Prepared:
+    """Where every sequence goes, log-probs under the policies that the loss asks for, advantages."""
+    s, job, algorithm, policy = parts.s, parts.job, parts.algorithm, parts.policy
+    c, critic, traj, values = s.spec, algorithm.critic, batch.traj, None
+    seed = hash_seed(c.run.seed, s.step)
     lay_out = functools.partial(training.make_layout, traj.sizes, share_prompts=c.train.share_prompts)
     minibatches = min(c.algorithm.num_minibatches, len(np.unique(traj.group)))
     layout = lay_out(job.row_shapes, num_minibatches=minibatches, seed=seed)
@@ -126,32 +174,18 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         columns["advantage"] = found.tokens.astype(np.float32)
         if critic is not None:
             columns |= critic.columns(found.returns, raw, traj.loss_mask)
-    per_completion = traj.total(found.tokens) / np.maximum(traj.total(), 1)  # [N] means over scored tokens
-    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
-                   conversations(traj, job.tokenizer) if c.episodes else None)
-    admitted = [{"admitted": group.admitted} for group in batch.groups]
-    s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
-    with s.changing():
-        with s.phase("update"):
-            s.fault("update")
-            metrics = update_all(parts, batch, layout, columns, seed)
-        s.advance(batch.cursor, samples=traj.num_trajectories)
-        rollouts.release(batch.cursor)
-        metrics |= rollouts.metrics(batch) | s.stream.measured(batch.pass_rates, batch.cursor)
-        metrics |= algorithm.reference.after_step(s, policy) if algorithm.reference is not None else {}
-    s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
-    metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
-    metrics |= found.metrics
-    metrics |= algorithm.operations(s.step, speed.operations, traj)
-    if critic is not None:
-        metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)
-        metrics["value/return_mean"] = float(found.returns[traj.loss_mask].mean())
-    if kl is not None:
-        metrics["policy/kl_in_reward"] = float(kl[traj.loss_mask].mean())
-    check_gap(c.algorithm.mismatch, s.step, metrics)
-    if (c.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
-        metrics["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
-    return metrics, rows
+    return Prepared(layout, columns, found, values, kl, seed)
+
+
+def learn(parts: Parts, batch, prepared: Prepared) -> dict[str, float]:
+    """All that a step changes: the update, then it counts. Returns the update's metrics."""
+    s, reference = parts.s, parts.algorithm.reference
+    with s.phase("update"):
+        s.fault("update")
+        metrics = update_all(parts, batch, prepared.layout, prepared.columns, prepared.seed)
+    s.advance(batch.cursor, samples=batch.traj.num_trajectories)
+    parts.rollouts.release(batch.cursor)
+    return metrics | (reference.after_step(s, parts.policy) if reference is not None else {})
 
 
 def judged(c, result):
@@ -181,6 +215,24 @@ def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, flo
 def policy_steps(parts: Parts, batch, layout, columns) -> list:
     """The policy's optimizer steps on one batch; returns their metrics on the device."""
     c, policy, traj, pending = parts.s.spec, parts.policy, batch.traj, []
+    a, weigh = c.algorithm, weigher(parts, batch)
+    if a.early_stop_ratio or a.early_stop_kl:
+        policy.held = start_of_step(policy.state)
+    for _ in range(a.ppo_epochs):
+        for minibatch in layout.minibatches:
+            weights = weigh(minibatch)
+            packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
+            metrics = policy.update(map(policy.put, packed))
+            if weigh.keep is not None:
+                metrics["policy/prefix_masked_fraction"] = float((~weigh.keep[traj.loss_mask]).mean())
+            pending.append(metrics)
+            parts.rollouts.poll()  # while the device works
+    return pending
+
+
+def weigher(parts: Parts, batch):
+    """A function minibatch -> {loss term: weights [T]}; its `keep` says which tokens of shared beginnings count."""
+    c, traj = parts.s.spec, batch.traj
     a = c.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
     keep = None
@@ -190,20 +242,14 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
     positive = None
     if a.positive_nll_coef:
         positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
-    if a.early_stop_ratio or a.early_stop_kl:
-        policy.held = start_of_step(policy.state)
     constant = a.aggregation_constant or c.rollout.max_new_tokens
-    for _ in range(a.ppo_epochs):
-        for minibatch in layout.minibatches:
-            weights = training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
-                                            dropped=dropped, keep=keep, positive=positive)
-            packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
-            metrics = policy.update(map(policy.put, packed))
-            if keep is not None:
-                metrics["policy/prefix_masked_fraction"] = float((~keep[traj.loss_mask]).mean())
-            pending.append(metrics)
-            parts.rollouts.poll()  # while the device works
-    return pending
+
+    def weigh(minibatch):
+        return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant, dropped=dropped,
+                                     keep=keep, positive=positive)
+
+    weigh.keep = keep
+    return weigh
 
 
 def averaged(steps: list[dict]) -> dict[str, float]:

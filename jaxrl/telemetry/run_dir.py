@@ -19,7 +19,7 @@ import jaxrl
 from jaxrl.config import redacted
 from jaxrl.errors import ConfigError
 
-OWN_FILES = ("metrics.jsonl", "summary.json", "rollouts", "eval", "tensorboard")  # what a fresh start moves away
+OWN_FILES = ("metrics.jsonl", "summary.json", "rollouts", "record", "eval", "tensorboard")  # what a fresh start moves away
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -147,6 +147,11 @@ class Telemetry:
             file = self.run_dir / ROLLOUTS.format(step)
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
+    def aside(self, action: Callable[[], object]) -> None:
+        """Has it done in the thread that writes rollouts, before the next `flush` returns. It says itself what fails."""
+        if not self._silent:
+            self._later("rollouts", action)
+
     def read_rollouts(self, step: int) -> list[dict]:
         """The records of a step, also those of an earlier process; [] where there are none, or the file is damaged."""
         if step <= self._newest_rollouts:

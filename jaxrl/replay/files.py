@@ -1,0 +1,145 @@
+"""Files of a record: <run_dir>/record/step_<step>.<checksum>.npz, one for each recorded step.
+
+A file is what `numpy.load` opens: arrays by name ("traj/tokens", "column/advantage", "reward/<function>" ...) and a
+member `header.json` with all that is no array. The checksum in its name is of all its bytes (BLAKE2b, 64 bits); zip has
+one for each member beside it (CRC-32), which tells which array a damaged file has lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import zipfile
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.errors import ConfigError
+
+FOLDER, HEADER = "record", "header.json"
+FORMAT = 1  # raised when an older jaxrl could not read what a newer one writes
+_NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{16})\.npz")
+
+
+class Record(NamedTuple):
+    """One step."""
+
+    step: int
+    header: dict
+    arrays: dict[str, np.ndarray]
+
+    def part(self, prefix: str) -> dict[str, np.ndarray]:
+        """Arrays below `prefix/`, by the rest of their names."""
+        return {name[len(prefix) + 1:]: x for name, x in self.arrays.items() if name.startswith(f"{prefix}/")}
+
+
+def encoded(record: Record) -> bytes:
+    """The content of a record's file. Equal records give equal bytes."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        def add(name, content):
+            file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 1)
+
+        add(HEADER, json.dumps({"format": FORMAT, "step": record.step, **record.header}, ensure_ascii=False))
+        for name, array in record.arrays.items():
+            held = io.BytesIO()
+            np.lib.format.write_array(held, np.asarray(array), allow_pickle=False)
+            add(f"{name}.npy", held.getvalue())
+    return out.getvalue()
+
+
+def checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def write(folder, record: Record) -> int:
+    """Writes a record whole or not at all, in place of another one of its step; returns its size in bytes."""
+    folder, content = Path(folder), encoded(record)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{record.step:08d}.{checksum(content)}.npz"
+    tmp = folder / f".{path.name}.tmp-{os.getpid()}"
+    try:
+        tmp.write_bytes(content)
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+    for step, other in _files(folder):
+        if step == record.step and other != path:
+            other.unlink()
+    return len(content)
+
+
+def _files(folder) -> list[tuple[int, Path]]:
+    """(step, path) of every record, by step."""
+    named = [(_NAME.fullmatch(p.name), p) for p in Path(folder).glob("step_*.npz")]
+    return sorted((int(found[1]), p) for found, p in named if found)
+
+
+def steps(folder) -> dict[int, Path]:
+    """Recorded steps in their order -> files. Raises ConfigError where a step has two, or a file another name."""
+    out = {}
+    for step, path in _files(folder):
+        if step in out:
+            raise ConfigError(f"{path}: step {step} has another record, {out[step].name}; delete the one that is not of "
+                              "this run")
+        out[step] = path
+    named = set(out.values())
+    if strange := sorted(p.name for p in Path(folder).glob("*.npz") if p not in named):
+        raise ConfigError(f"{Path(folder) / strange[0]}: not the name of a record, step_<step>.<checksum>.npz")
+    return out
+
+
+def read(path) -> Record:
+    """A record, checked. Raises ConfigError naming the file and, where it is known, the array that is damaged."""
+    path, (_, step, wanted) = Path(path), _NAME.fullmatch(Path(path).name).group(0, 1, 2)
+    content = path.read_bytes()
+    if (found := checksum(content)) != wanted:
+        raise ConfigError(f"{path}: damaged: its checksum is {found}, its name says {wanted} ({_damage(content)}); bring "
+                          "the file back, or replay steps from a checkpoint behind it")
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        header = json.loads(file.read(HEADER))
+        if header["format"] > FORMAT:
+            raise ConfigError(f"{path}: has format {header['format']} of records, this jaxrl reads up to {FORMAT}: upgrade "
+                              "jaxrl")
+        names = [name for name in file.namelist() if name != HEADER]
+        arrays = {name.removesuffix(".npy"): np.lib.format.read_array(io.BytesIO(file.read(name)), allow_pickle=False)
+                  for name in names}
+    if header["step"] != int(step):
+        raise ConfigError(f"{path}: holds step {header['step']}")
+    return Record(header["step"], header, arrays)
+
+
+def _damage(content: bytes) -> str:
+    """Which members of a damaged file cannot be read."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as file:
+            broken = [name.removesuffix(".npy") for name in file.namelist() if not _whole(file, name)]
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, UnicodeError) as e:
+        return f"its table of contents: {e}"
+    return f"in {', '.join(broken)}" if broken else "between its arrays"
+
+
+def _whole(file, name) -> bool:
+    try:
+        file.read(name)
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, NotImplementedError, RuntimeError, IndexError):
+        return False
+    return True
+
+
+def keep_newest(folder, count: int) -> None:
+    """Deletes all but the newest `count` records; 0 = none."""
+    for _, path in _files(folder)[:-count] if count else ():
+        path.unlink(missing_ok=True)
+
+
+def delete_after(folder, step: int) -> None:
+    """Deletes the records of later steps, which a run that goes on from `step` makes again."""
+    for found, path in _files(folder):
+        if found > step:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,175 @@
+"""The record of a run: what is written, and that nothing of it is lost in silence; and its steps computed again."""
+
+import dataclasses
+import json
+import shutil
+
+import algorithm_runs
+import jax
+import numpy as np
+import pytest
+
+import jaxrl
+from jaxrl.config import load_config
+from jaxrl.config_checks import check
+from jaxrl.errors import ConfigError
+from jaxrl.recipes import recording
+from jaxrl.replay import files
+from jaxrl.replay_checks import numbers
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(run directory, its batches and columns by step) of a run that records every step and has a reference."""
+    folder = tmp_path_factory.mktemp("run")
+    config = algorithm_runs.job(folder, {"record.every": 1, "algorithm.kl.coef": 0.01,
+                                          "checkpoint.export_at_end": False})
+    _, steps, _ = algorithm_runs.watched(config)
+    return folder, steps
+
+
+def equal(a, b) -> bool:
+    """Bitwise, NaNs too."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def test_a_record_holds_the_batch_bit_by_bit(run):
+    folder, steps = run
+    found = files.steps(folder / files.FOLDER)
+    assert list(found) == [1, 2]
+    for path, step in zip(found.values(), steps, strict=True):
+        record, batch = files.read(path), step.batch
+        again = recording.batch_of(record)
+        assert all(equal(getattr(again.traj, f.name), getattr(batch.traj, f.name)) for f in dataclasses.fields(batch.traj)
+                   if f.name != "columns")
+        for mine, theirs in ((again.traj.columns, batch.traj.columns), (again.result.parts, batch.result.parts)):
+            assert mine.keys() == theirs.keys() and all(equal(mine[name], theirs[name]) for name in mine)
+        assert equal(again.scores, batch.scores) and equal(again.dropped, batch.dropped) and again.cursor == batch.cursor
+        held = record.part("column")
+        assert held.keys() == {"ref", "advantage"} and all(equal(x, step.columns[name]) for name, x in held.items())
+        assert {name.split("/")[1] for name in record.header["states"]} == {"trainable", "opt_state", "step", "stats"}
+    first, second = (files.read(found[step]).arrays for step in (1, 2))
+    assert equal(first["state/after"], second["state/before"]) and not equal(first["state/before"], first["state/after"])
+    told = json.loads((folder / "summary.json").read_text())["record"]
+    assert told["steps"] == 2 and told["bytes"] == sum(path.stat().st_size for path in found.values())
+    assert told["tokens"] == sum(len(step.batch.traj.tokens) for step in steps)
+
+
+def test_a_flipped_bit_is_found_and_named(run, tmp_path):
+    path = files.steps(run[0] / files.FOLDER)[2]
+    content, draw = path.read_bytes(), np.random.default_rng(0)
+    for bit in draw.integers(0, 8 * len(content), 40):
+        broken = bytearray(content)
+        broken[bit // 8] ^= 1 << bit % 8
+        (tmp_path / path.name).write_bytes(bytes(broken))
+        with pytest.raises(ConfigError, match="step_00000002.*damaged"):
+            files.read(tmp_path / path.name)
+    broken = bytearray(content)
+    broken[content.index(b"column/advantage.npy") + len("column/advantage.npy") + 20] ^= 4
+    (tmp_path / path.name).write_bytes(bytes(broken))
+    with pytest.raises(ConfigError, match="in column/advantage"):
+        files.read(tmp_path / path.name)
+
+
+def test_two_records_of_a_step_and_strange_names_are_refused(run, tmp_path):
+    path = files.steps(run[0] / files.FOLDER)[1]
+    shutil.copy(path, tmp_path / path.name)
+    record = files.read(path)
+    shutil.copy(path, tmp_path / path.name.replace("00000001", "1"))
+    with pytest.raises(ConfigError, match="not the name of a record"):
+        files.steps(tmp_path)
+    (tmp_path / path.name.replace("00000001", "1")).unlink()
+    shutil.copy(path, tmp_path / f"step_00000001.{'0' * 16}.npz")
+    with pytest.raises(ConfigError, match="another record"):
+        files.steps(tmp_path)
+    files.write(tmp_path, record._replace(header={**record.header, "engine": "other"}))  # in place of both
+    assert files.read(files.steps(tmp_path)[1]).header["engine"] == "other"
+
+
+def test_bounds_and_what_a_resumed_run_makes_again(tmp_path):
+    record = files.Record(1, {}, {"x": np.arange(3)})
+    for step in (1, 2, 3, 4):
+        files.write(tmp_path, record._replace(step=step))
+    files.keep_newest(tmp_path, 3)
+    assert list(files.steps(tmp_path)) == [2, 3, 4]
+    files.delete_after(tmp_path, 2)
+    assert list(files.steps(tmp_path)) == [2]
+
+
+@pytest.mark.slow
+def test_every_and_last_decide_which_steps(tmp_path):
+    """With record.every=2 the first step and every second behind it; with record.last=1 the newest."""
+    config = algorithm_runs.job(tmp_path, {"record.every": 2, "record.last": 1, "train.steps": 4,
+                                           "checkpoint.export_at_end": False})
+    jaxrl.train(config)
+    assert list(files.steps(tmp_path / files.FOLDER)) == [3]
+
+
+def again(folder, **options) -> dict:
+    """What run.mode=replay says of a recorded run, by its own config."""
+    mesh = jax.sharding.get_mesh()
+    config = load_config(str(folder / "config.json"), {"run.mode": "replay", **options})
+    try:
+        return jaxrl.train(config)["replay"]
+    finally:
+        jax.set_mesh(mesh)
+
+
+def test_a_replay_is_bitwise(run, tmp_path):
+    """Of the same steps, from a checkpoint and from the beginning; and what it takes to be another step."""
+    folder, _ = run
+    assert [(s["step"], s["result"]) for s in again(folder)["steps"]] == [(1, "bitwise"), (2, "bitwise")]
+    other = again(folder, **{"replay.steps": "2", "algorithm.kl.coef": 0.1})["steps"]
+    assert [(s["step"], s["result"], s["first"]) for s in other] == [(2, "different", "the update's metrics")]
+
+
+KINDS = {
+    "sync, two updates per batch": {"algorithm.num_minibatches": 2, "algorithm.ppo_epochs": 2},
+    "asynchronous": {"rollout.max_staleness": 2, "rollout.partial": True, "algorithm.preset": "decoupled_ppo"},
+    "ppo": {"algorithm.preset": "ppo"},
+    "lora": {"lora.rank": 4},
+    "episodes": {"env.tools": ("calculator",), "env.max_turns": 2, "algorithm.advantage": "turn"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_is_bitwise_from_a_checkpoint(kind, tmp_path):
+    config = algorithm_runs.job(tmp_path, {"record.every": 1, "train.steps": 4, "checkpoint.every_steps": 2,
+                                           "checkpoint.export_at_end": False, **KINDS[kind]})
+    jaxrl.train(config)
+    assert {s["result"] for s in again(tmp_path, **{"replay.steps": "3:4"})["steps"]} == {"bitwise"}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_computed_again_is_refused(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    with pytest.raises(ConfigError, match="step 9 is not recorded; recorded are steps 1:2"):
+        again(folder, **{"replay.steps": "1:9", "run.dir": "", "replay.run": str(folder)})
+    with pytest.raises(ConfigError, match="run.seed"):
+        again(folder, **{"run.dir": str(folder), "run.seed": 1})
+    shutil.rmtree(folder / "checkpoints")
+    files.steps(folder / files.FOLDER)[1].unlink()
+    with pytest.raises(ConfigError, match="step 2 cannot be computed again"):
+        again(folder, **{"run.dir": str(folder), "replay.steps": "2"})
+    path = files.steps(folder / files.FOLDER)[2]
+    path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
+    with pytest.raises(ConfigError, match="damaged"):
+        again(folder, **{"run.dir": str(folder), "replay.steps": "2"})
+
+
+def test_impossible_records_are_refused(tmp_path):
+    config = algorithm_runs.job(tmp_path, {"record.last": 3})
+    with pytest.raises(ConfigError, match="record.last=3"):
+        check(config)
+    config.record.every, config.run.recipe = 1, "sft"
+    with pytest.raises(ConfigError, match="record.every=1 with run.recipe=sft"):
+        check(config)
+    config = algorithm_runs.job(tmp_path, {"replay.steps": "3", "replay.run": str(tmp_path)})
+    with pytest.raises(ConfigError, match="replay.run=.*run.mode=train"):
+        check(config)
+    config.run.mode, config.replay.steps = "replay", "5:3"
+    with pytest.raises(ConfigError, match="'5:3' is no step"):
+        check(config)
+    assert numbers("10:12,3, 11") == [3, 10, 11, 12]
