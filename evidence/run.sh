@@ -75,6 +75,9 @@
 #    7  int8 and emulated fp8 beside fp32                      low_precision.py (six minutes)
 # Of data:
 #       a second start from data.cache                     data_cache.py (not in "all")
+# Of a run that is taken apart (not in "all"):
+#    1, 3, 4, 8  replays, other settings, five broken runs  replay.py (a quarter of an hour)
+#    5  where pairs of runs part                            diff.py (some two minutes)
 # Of the house:
 #    1  no number moved between two checkouts               nothing_moved.py BEFORE (not in "all")
 # Of the options (not in "all"; half an hour):

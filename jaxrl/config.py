@@ -130,8 +130,8 @@ def find_config(spec: str) -> tuple[Path, str | None]:
 def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
     """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
 
-    `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty `run.dir` becomes
-    `runs/<file name>`, with _<arg> if there is one.
+    `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty
+    `run.dir` becomes `runs/<file name>`, with _<arg> if there is one.
     """
     if spec.endswith("config.json"):
         return recorded_config(spec, overrides or {})

@@ -27,15 +27,15 @@ class Recipe(NamedTuple):
     pairs: bool = False  # its rows hold a chosen and a rejected completion, or one with a label (data/pairs.py)
     judged: bool = True      # rewards decide what is learnt from samples; else they are metrics
     sampled: str = ""        # the option that says which share of prompts is sampled; the other rows bring completions
-    again: str = ""  # the module with run(spec, given) of the modes that compute recorded steps again
+    again: str = ""  # the package of the modules with run(spec, given) of the modes that compute recorded steps again
     scores: bool = False  # its model has a score head, read behind the last token: a row has a slot more
 
 
 # Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks
 # there.
 RECIPES = {
-    "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan", "replay"),
-                 roles=("policy", "reference", "critic", "sampler", "reward_model"), again="jaxrl.recipes.replay"),
+    "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan", "replay", "explain"),
+                 roles=("policy", "reference", "critic", "sampler", "reward_model"), again="jaxrl.recipes"),
     "preference": Recipe("jaxrl.recipes.preference", 1e-6, samples=False, modes=("train", "eval"),
                          roles=("policy", "reference"), pairs=True),
     "distill": Recipe("jaxrl.recipes.distill", 1e-6, samples=True, modes=("train", "eval"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 from jaxrl.algorithm_checks import no_effect
-from jaxrl.config import get
+from jaxrl.config import get, parse_value, unknown_option
+from jaxrl.errors import ConfigError
 from jaxrl.registry import recipe_of
+from jaxrl.resume import changes_past
+from jaxrl.schema import options
 from jaxrl.schema_jobs import REPLAY
 
-AGAIN = ("replay",)  # values of run.mode that read a record
+AGAIN = ("replay", "explain")  # values of run.mode that read a record
 
 
 def numbers(text: str) -> list[int]:
@@ -23,6 +26,24 @@ def numbers(text: str) -> list[int]:
             raise ValueError(part)
         out += range(first, last + 1)
     return sorted(set(out))
+
+
+def settings(text: str) -> list[tuple[str, object]]:
+    """"algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for each value. Raises
+    ConfigError."""
+    out = []
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, values = entry.partition("=")
+        if name not in options():
+            raise ConfigError(unknown_option(name))
+        if not name.startswith(("algorithm.", "optimizer.")) or isinstance(options()[name].default, tuple | dict):
+            raise ConfigError(f"{name}: options of `algorithm` and `optimizer` with one value are tried")
+        if why := changes_past(name):
+            raise ConfigError(f"{name}: {why}")
+        if not values:
+            raise ConfigError(f"{entry!r}: a value is missing")
+        out += [(name, parse_value(name, value.strip())) for value in values.split(",")]
+    return out
 
 
 def place(config) -> None:
@@ -45,5 +66,14 @@ def replays(cfg) -> list[str]:
     try:
         numbers(cfg.replay.steps)
     except ValueError as e:
-        out.append(f"replay.steps={cfg.replay.steps!r}: {str(e)!r} is no step; expected steps from 1, as 812 or 10:20,30")
+        out.append(f"replay.steps={cfg.replay.steps!r}: {str(e)!r} is no step; expected steps from 1, as 812 or "
+                   "10:20,30")
+    if cfg.replay["try"] and cfg.run.mode != "replay":
+        out.append(no_effect("replay.try", cfg.replay["try"], f"with run.mode={cfg.run.mode}", "set run.mode=replay"))
+    if cfg.replay["try"] and cfg.lora.adapters:
+        out.append("replay.try with lora.adapters: what it measures is of one set of adapters; leave it out")
+    try:
+        settings(cfg.replay["try"])
+    except ConfigError as e:
+        out.append(f"replay.try={cfg.replay['try']!r}: {e}")
     return out

@@ -114,7 +114,7 @@ class Policy(Role):
         return metrics
 
     def gradients(self, state, batches):
-        """(gradient of the objective, metrics) of a state on microbatches, None where there are none; changes nothing."""
+        """(gradient of the objective, metrics) of a state on microbatches, None without any; changes nothing."""
         return self._update.gradients(state, batches)
 
     def restart_optimizer(self) -> None:

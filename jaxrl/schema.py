@@ -27,7 +27,7 @@ PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo"
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
         "recipe": O("rl", "the job to run; or the import path of a Recipe of your own (docs/extend.md)", choices=RECIPES, or_path=True),
-        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan", "replay")),
+        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan", "replay", "explain")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),

@@ -93,6 +93,9 @@ RECORD = {
 }
 
 REPLAY = {
-    "run": O("", "run.mode=replay: directory of the recorded run; empty = run.dir"),
-    "steps": O("", "steps to compute again, as 812 or 10:20,30 (20 included); empty = all that are recorded and can be"),
+    "run": O("", "run.mode=replay, explain: directory of the recorded run; empty = run.dir"),
+    "steps": O("", "steps to compute again, as 812 or 10:20,30 (20 included); empty = all that are recorded and can be, in explain those"
+                   " whose metrics stand out"),
+    "try": O("", "run.mode=replay: settings to try on the batch of each of those steps, one at a time: 'algorithm.clip_high=0.28,0.4;"
+                 "optimizer.lr=1e-6,3e-6' are four"),
 }

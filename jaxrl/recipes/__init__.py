@@ -90,7 +90,7 @@ def _train(config, given, peers) -> dict:
         config = _after_warm_start(config, given)
     given = given._replace(comparison=comparison)
     recipe = recipe_of(config)
-    run = recipe.again if config.run.mode in replay_checks.AGAIN else recipe.run
+    run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay_checks.AGAIN else recipe.run
     out = (run if callable(run) else importlib.import_module(run).run)(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out

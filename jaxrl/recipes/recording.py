@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxrl
+from jaxrl.config import redacted
 from jaxrl.recipes.rollouts import Batch
 from jaxrl.replay import files, states
 from jaxrl.rewards.items import RewardResult
@@ -18,8 +19,8 @@ from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import Trajectories
 
 log = logging.getLogger("jaxrl")
-OF_TOKENS = ("tokens", "offsets", "loss_mask", "logprobs", "versions", "prompt_lengths", "group", "sample", "seed", "finish",
-             "trajectory", "prefix")
+OF_TOKENS = ("tokens", "offsets", "loss_mask", "logprobs", "versions", "prompt_lengths", "group", "sample", "seed",
+             "finish", "trajectory", "prefix")
 OF_BATCH = ("shaped", "scores", "baseline", "dropped", "staleness")
 COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a step makes; what is not here is read
 
@@ -36,6 +37,8 @@ class Recording:
         self.bytes = self.tokens = self.steps = 0
         if s.peers.first:
             files.delete_after(self.folder, s.step)
+            if self.options.every:
+                self.header["config"] = files.write_config(self.folder, redacted(s.spec.asked))
 
     def due(self, step: int) -> bool:
         """Whether a step (from 1) is recorded: the first, and every so many behind it, which follow checkpoints."""
@@ -53,7 +56,8 @@ class Recording:
     def end(self, begun: dict, metrics: dict) -> None:
         """The step is done and counts."""
         s, after = self.s, self.look()
-        header = {**self.header, "metrics": dict(metrics), "epoch": s.stream.epoch(s.progress.cursor), "layout_seed": begun["seed"]}
+        header = {**self.header, "metrics": dict(metrics), "epoch": s.stream.epoch(s.progress.cursor),
+                  "layout_seed": begun["seed"]}
         if s.peers.first:
             step = s.step
             s.telemetry.aside(lambda: self._write(step, header, begun, after))
@@ -123,5 +127,5 @@ def batch_of(record) -> Batch:
     batch = {name: record.arrays.get(f"batch/{name}") for name in OF_BATCH}
     return Batch(traj=Trajectories(**{name: x for name, x in traj.items() if name in held}, columns=tokens),
                  groups=[Group(Source(name)) for name in record.header["sources"]], texts=[],
-                 result=RewardResult(reward[""], parts, none, none, {}, record.header["by"]), asked=record.header["asked"],
-                 cursor=record.header["cursor"], metrics={}, pass_rates={}, **batch)
+                 result=RewardResult(reward[""], parts, none, none, {}, record.header["by"]),
+                 asked=record.header["asked"], cursor=record.header["cursor"], metrics={}, pass_rates={}, **batch)

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.checkpoint_files import Damaged, checkpoints_in, folder_of, verify
-from jaxrl.config import editable, redacted
+from jaxrl.config import editable, put, redacted
+from jaxrl.diff import flat
 from jaxrl.errors import ConfigError
+from jaxrl.recipes import what_if
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.recording import batch_of, states_of
 from jaxrl.recipes.rl import Parts, learn, prepare
@@ -26,13 +28,14 @@ from jaxrl.replay import files, states, verdict
 from jaxrl.replay_checks import numbers
 from jaxrl.resume import config_changes
 from jaxrl.roles import Policy
+from jaxrl.schema import options
 from jaxrl.session import Session
 from jaxrl.spec import resolve
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")
-ASIDE = ("run.", "mesh.", "log.", "record.", "replay.", "checkpoint.", "profile.", "launch.", "plan.", "faults.", "eval.",
-         "reward.workers", "train.steps")  # options that a recorded update does not depend on
+ASIDE = ("run.", "mesh.", "log.", "record.", "replay.", "checkpoint.", "profile.", "launch.", "plan.", "faults.",
+         "eval.", "reward.workers", "train.steps")  # options that a recorded update does not depend on
 
 
 class Done(NamedTuple):
@@ -64,6 +67,8 @@ class Recorded:
 class Replay:
     """A run's record, and parameters and optimizer as they were before one of its steps."""
 
+    likelihood = None  # of what_if
+
     def __init__(self, s, paths: dict[int, Path], total_steps: int):
         self.s, self.paths, self.source = s, paths, Recorded()
         s.reads(self.source, {})
@@ -71,7 +76,8 @@ class Replay:
         job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
         s.settle(job.config)
         self.algorithm = Algorithm(job, total_steps)
-        self.policy = Policy(job, self.algorithm.loss, total_steps * self.algorithm.updates_per_step, self.algorithm.score)
+        updates = total_steps * self.algorithm.updates_per_step
+        self.policy = Policy(job, self.algorithm.loss, updates, self.algorithm.score)
         self.algorithm.meet(self.policy)
         s.restore(self.policy, self.algorithm.parts)
         self.parts = Parts(s, job, self.algorithm, self.policy, self.source, None)
@@ -83,7 +89,8 @@ class Replay:
         return verdict.ROUNDING if self.parts.job.compute_dtype == jnp.float32 else verdict.COARSE
 
     def look(self) -> states.Look:
-        return states.look_at(states_of(self.policy, self.algorithm), bool(self.s.spec.train.router_bias_rate)).on_host()
+        moves = bool(self.s.spec.train.router_bias_rate)
+        return states.look_at(states_of(self.policy, self.algorithm), moves).on_host()
 
     def record(self) -> files.Record:
         """Of the next step."""
@@ -105,23 +112,25 @@ class Replay:
 
 
 def run(config, given=None) -> dict:
-    """Computes the steps of replay.steps again and returns what came of it, which is in summary.json as `replay`."""
-    plan, found = Plan(config), []
+    """Computes the steps of replay.steps again and returns what came of it, which is in summary.json as `replay` (and
+    what came of replay.try as `tried`)."""
+    plan, found, tried = Plan(config), [], []
     with contextlib.ExitStack() as open_ones:
-        replay, said = None, plan.introduction()
         for start, wanted in plan.chains():
             open_ones.close()
-            replay = plan.open(open_ones, given, start)
+            replay = plan.open(open_ones, given, start, wanted[0])
             replay.s.open_telemetry(read_only=True, step=replay.s.step)
-            replay.s.say(said + f"from {plan.named(start)}:")
-            said = ""
+            replay.s.say(plan.introduction(start, wanted[0]))
             while replay.s.step < wanted[-1]:
+                if config.replay["try"] and replay.s.step + 1 in wanted:
+                    tried.append(what_if.table(replay, config))
                 done = replay.one()
                 if replay.s.step in wanted:
                     found.append(replay.judged(done))
                     replay.s.say(line_of(found[-1]))
         out = {"replay": {"steps": [v.told() for v in found], "rounding": replay.rounding, "drift": verdict.DRIFT,
                           "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}}
+        out |= {"tried": tried} if tried else {}
         kinds = [v.kind for v in found]
         replay.s.say("steps: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in
                                            ("bitwise", "within rounding", "different") if kind in kinds))
@@ -131,7 +140,8 @@ def run(config, given=None) -> dict:
 
 def line_of(found: verdict.Verdict) -> str:
     first = found.first
-    where = "" if first is None else f"; {'most' if found.kind != 'different' else 'first'} at {first.name}: {first.text}"
+    which = "first" if found.kind == "different" else "from"
+    where = "" if first is None else f"; {which} {first.name}: {first.text}"
     return f"  step {found.step:6d}  {found.kind}{where}"
 
 
@@ -140,11 +150,12 @@ class Plan:
 
     def __init__(self, config, wanted: list[int] | None = None):
         self.config, self.folder, self._verified = config, Path(config.run.dir), {}
+        self._configs, self.taken = {}, []
         self.checkpoints = folder_of(config.checkpoint.dir or self.folder / "checkpoints")
         self.paths = files.steps(self.folder / files.FOLDER)
         if not self.paths:
-            raise ConfigError(f"replay.run={config.run.dir!r}: {self.folder / files.FOLDER} holds no record; train with "
-                              "--config.record.every=1")
+            raise ConfigError(f"replay.run={config.run.dir!r}: {self.folder / files.FOLDER} holds no record; train "
+                              "with --config.record.every=1")
         newest = files.read(next(reversed(self.paths.values())))
         self.header = newest.header
         self.wanted = wanted or numbers(config.replay.steps) or [s for s in self.paths if self.nearest(s) is not None]
@@ -155,12 +166,18 @@ class Plan:
     def nearest(self, step: int) -> int | None:
         """The newest checkpoint (0 = the beginning) before a step from which every step up to it is recorded."""
         chain = step
-        while chain - 1 in self.paths:
+        while chain - 1 in self.paths and self._config(chain - 1) == self._config(step):
             chain -= 1
         for path in reversed(checkpoints_in(self.checkpoints)):
             if chain - 1 <= int(path.name) < step and self._whole(path):
                 return int(path.name)
         return 0 if chain == 1 and self.config.lora.init != "eva" else None  # whose start would need rows of the data
+
+    def _config(self, step: int) -> str:
+        """Name of the config that a step was made under: a resumed run may have another one than before."""
+        if step not in self._configs:
+            self._configs[step] = files.header(self.paths[step])["config"]
+        return self._configs[step]
 
     def _whole(self, path) -> bool:
         if path not in self._verified:
@@ -177,39 +194,49 @@ class Plan:
         for step in self.wanted:
             start = self.nearest(step)
             if start is None:
-                raise ConfigError(f"replay.steps={self.config.replay.steps}: step {step} cannot be computed again: there "
-                                  f"is no whole checkpoint in {self.checkpoints} from which every step up to it is "
-                                  f"recorded; recorded are {ranges(list(self.paths))}. record.every=1 records all, "
+                raise ConfigError(f"replay.steps={self.config.replay.steps}: step {step} cannot be computed again: "
+                                  f"there is no whole checkpoint in {self.checkpoints} from which every step up to it "
+                                  f"is recorded; recorded are {ranges(list(self.paths))}. record.every=1 records all, "
                                   "checkpoint.keep=-1 keeps all checkpoints")
-            if out and out[-1][1][-1] >= start:
+            if out and out[-1][1][-1] >= start and self._config(out[-1][1][-1]) == self._config(step):
                 out[-1][1].append(step)
             else:
                 out.append((start, [step]))
         return out
 
-    def named(self, start: int) -> str:
-        return f"the checkpoint of step {start}" if start else "the beginning of the run"
-
-    def open(self, stack: contextlib.ExitStack, given, start: int) -> Replay:
-        """The state after step `start`, in a Session of its own."""
-        asked = editable(self.config)
+    def open(self, stack: contextlib.ExitStack, given, start: int, step: int) -> Replay:
+        """The state after step `start`, in a Session of its own, under the config that `step` was made under."""
+        asked = self._asked(step)
         asked.run.resume = str(self.checkpoints / f"{start:08d}") if start else "never"
-        s = stack.enter_context(Session(resolve(asked, engine=self.header["engine"]), given))
-        return Replay(s, self.paths, self.header["total_steps"])
+        header = files.header(self.paths[step])
+        s = stack.enter_context(Session(resolve(asked, engine=header["engine"]), given))
+        return Replay(s, self.paths, header["total_steps"])
 
-    def introduction(self) -> str:
-        """What is replayed, and what is other than when it was recorded. Raises ConfigError where the recorded state
-        means something else under these options."""
-        held = read_json(self.folder / "config.json")
-        refused, taken = config_changes(held.get("config", {}), redacted(self.config)) if held else ([], [])
+    def _asked(self, step: int):
+        """What was recorded, and over it what the config that is given says otherwise than the run's newest one."""
+        held = files.read_config(self.folder / files.FOLDER, self._config(step))
+        newest = read_json(self.folder / "config.json").get("config", held)
+        asked, then, last = editable(self.config), flat(held), flat(newest)
+        for name, value in flat(redacted(self.config)).items():
+            if value == last.get(name) and name in then and then[name] != value and name in options():
+                put(asked, name, then[name])
+        refused, taken = config_changes(held, redacted(asked))
         if refused:
             raise ConfigError(f"replay of {self.folder}: under these options its record means something else: "
                               f"{'; '.join(refused)}. --config={self.folder / 'config.json'} takes the run's own")
+        self.taken = [text for text in taken if not text.startswith(ASIDE)]
+        return asked
+
+    def introduction(self, start: int, step: int) -> str:
+        """What is replayed, and what is other than when it was recorded. Raises ConfigError where the recorded state
+        means something else under these options."""
+        self._asked(step)
         lines = [f"replay of {self.folder}, recorded {ranges(list(self.paths))}"]
-        lines += [f"  other than recorded: {text}" for text in taken if not text.startswith(ASIDE)]
+        lines += [f"  other than recorded: {text}" for text in self.taken]
         if self.header["jax"] != jax.__version__:
             lines.append(f"  other than recorded: jax {self.header['jax']} -> {jax.__version__}")
-        return "\n".join(lines) + "\n"
+        where = f"the checkpoint of step {start}" if start else "the beginning of the run"
+        return "\n".join([*lines, f"from {where}:"])
 
 
 def ranges(steps: list[int]) -> str:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.errors import ConfigError
+from jaxrl.telemetry.run_dir import write_atomic
 
 FOLDER, HEADER = "record", "header.json"
 FORMAT = 1  # raised when an older jaxrl could not read what a newer one writes
@@ -74,6 +75,36 @@ def write(folder, record: Record) -> int:
     return len(content)
 
 
+def write_config(folder, config: dict) -> str:
+    """Writes the config that records were made under, once for each that differs; returns its name there."""
+    content = json.dumps({"config": config}, sort_keys=True, indent=1) + "\n"
+    path = Path(folder) / f"config-{checksum(content.encode())}.json"
+    if not path.exists():
+        write_atomic(path, content)
+    return path.name
+
+
+def read_config(folder, name: str) -> dict:
+    """One that `write_config` wrote. Raises ConfigError where it is gone or another one."""
+    path = Path(folder) / name
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}; records name it") from None
+    if f"config-{checksum(content)}.json" != name:
+        raise ConfigError(f"{path}: damaged: its content is not the one that its name says; bring it back")
+    return json.loads(content)["config"]
+
+
+def header(path) -> dict:
+    """The header of a record alone, without a look at its arrays. Raises ConfigError where it cannot be read."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return json.loads(file.read(HEADER))
+    except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, OSError, EOFError) as e:
+        raise ConfigError(f"{path}: damaged: its header cannot be read ({type(e).__name__}: {e})") from None
+
+
 def _files(folder) -> list[tuple[int, Path]]:
     """(step, path) of every record, by step."""
     named = [(_NAME.fullmatch(p.name), p) for p in Path(folder).glob("step_*.npz")]
@@ -85,8 +116,8 @@ def steps(folder) -> dict[int, Path]:
     out = {}
     for step, path in _files(folder):
         if step in out:
-            raise ConfigError(f"{path}: step {step} has another record, {out[step].name}; delete the one that is not of "
-                              "this run")
+            raise ConfigError(f"{path}: step {step} has another record, {out[step].name}; delete the one that is not "
+                              "of this run")
         out[step] = path
     named = set(out.values())
     if strange := sorted(p.name for p in Path(folder).glob("*.npz") if p not in named):
@@ -99,13 +130,13 @@ def read(path) -> Record:
     path, (_, step, wanted) = Path(path), _NAME.fullmatch(Path(path).name).group(0, 1, 2)
     content = path.read_bytes()
     if (found := checksum(content)) != wanted:
-        raise ConfigError(f"{path}: damaged: its checksum is {found}, its name says {wanted} ({_damage(content)}); bring "
-                          "the file back, or replay steps from a checkpoint behind it")
+        raise ConfigError(f"{path}: damaged: its checksum is {found}, its name says {wanted} ({_damage(content)}); "
+                          "bring the file back, or replay steps from a checkpoint behind it")
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         header = json.loads(file.read(HEADER))
         if header["format"] > FORMAT:
-            raise ConfigError(f"{path}: has format {header['format']} of records, this jaxrl reads up to {FORMAT}: upgrade "
-                              "jaxrl")
+            raise ConfigError(f"{path}: has format {header['format']} of records, this jaxrl reads up to {FORMAT}: "
+                              "upgrade jaxrl")
         names = [name for name in file.namelist() if name != HEADER]
         arrays = {name.removesuffix(".npy"): np.lib.format.read_array(io.BytesIO(file.read(name)), allow_pickle=False)
                   for name in names}
@@ -127,8 +158,8 @@ def _damage(content: bytes) -> str:
 def _whole(file, name) -> bool:
     try:
         file.read(name)
-    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, NotImplementedError, RuntimeError, IndexError):
-        return False
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, RuntimeError, IndexError):
+        return False  # a flipped bit may ask for a method or a password that there is not, too: a RuntimeError
     return True
 
 

@@ -72,8 +72,10 @@ def _looked(flat):
 
 def _sample(x):
     """Single elements, which a partitioned program takes where they lie."""
+    if not x.ndim:
+        return x.reshape(1).astype(jnp.float32)
     places = np.unravel_index(np.linspace(0, x.size - 1, min(SAMPLE, x.size)).round().astype(np.int64), x.shape)
-    return x[places].reshape(-1).astype(jnp.float32)
+    return x[places].astype(jnp.float32)
 
 
 def differing(names, a, b) -> list[str]:

@@ -2,9 +2,9 @@
 step makes them.
 
     bitwise          every hash of parameters and optimizer, every column and every metric is equal
-    within rounding  numbers a and b of columns and metrics differ by at most rounding * max(1, |a|, |b|), gradient norm and
-                     learning rate by at most rounding * max(|a|, |b|); and the way that a sample of the parameters has gone
-                     since the checkpoint differs from the recorded one by at most DRIFT of its own length
+    within rounding  numbers a and b of columns and metrics differ by at most rounding * max(1, |a|, |b|), gradient norm
+                     and learning rate by at most rounding * max(|a|, |b|); and the way that a sample of the parameters
+                     has gone since the checkpoint differs from the recorded one by at most DRIFT of its own length
     different        anything else; the first boundary beyond its bound is where
 """
 
@@ -53,7 +53,8 @@ class Verdict:
 
     def told(self) -> dict:
         first = self.first
-        return {"step": self.step, "result": self.kind, **({} if first is None else {"first": first.name, "where": first.text})}
+        where = {} if first is None else {"first": first.name, "where": first.text}
+        return {"step": self.step, "result": self.kind, **where}
 
 
 def of_step(record, prepared, metrics, before, after, begin, traj, rounding: float) -> Verdict:
@@ -86,7 +87,7 @@ def _state(title, record, look, when: str, begin) -> Place:
     share = apart / max(way, 1e-30)
     if not way:  # nothing has moved yet: only equal numbers are within rounding of each other
         share = math.inf if apart else DRIFT
-    said = f"{len(other)} of {len(names)} arrays, first {other[0]}; apart by {share:.1e} of the way since the checkpoint"
+    said = f"{len(other)} of {len(names)} arrays, first {other[0]}; {share:.1e} of the way since the checkpoint apart"
     return Place(title, share / DRIFT if share <= DRIFT else math.inf, said)
 
 

@@ -19,7 +19,8 @@ import jaxrl
 from jaxrl.config import redacted
 from jaxrl.errors import ConfigError
 
-OWN_FILES = ("metrics.jsonl", "summary.json", "rollouts", "record", "eval", "tensorboard")  # what a fresh start moves away
+# What a fresh start moves away.
+OWN_FILES = ("metrics.jsonl", "summary.json", "rollouts", "record", "eval", "tensorboard")
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -148,7 +148,7 @@ class Telemetry:
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def aside(self, action: Callable[[], object]) -> None:
-        """Has it done in the thread that writes rollouts, before the next `flush` returns. It says itself what fails."""
+        """Has it done in the thread that writes rollouts, before the next `flush` returns. It reports its failures."""
         if not self._silent:
             self._later("rollouts", action)
 

@@ -3,19 +3,21 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import algorithm_runs
 import jax
 import numpy as np
 import pytest
+import worlds
 
 import jaxrl
 from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import recording
-from jaxrl.replay import files
-from jaxrl.replay_checks import numbers
+from jaxrl.replay import anomalies, files
+from jaxrl.replay_checks import numbers, settings
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def run(tmp_path_factory):
     """(run directory, its batches and columns by step) of a run that records every step and has a reference."""
     folder = tmp_path_factory.mktemp("run")
     config = algorithm_runs.job(folder, {"record.every": 1, "algorithm.kl.coef": 0.01,
-                                          "checkpoint.export_at_end": False})
+                                          "checkpoint.export_at_end": False, "optimizer.weight_decay": 0.0})
     _, steps, _ = algorithm_runs.watched(config)
     return folder, steps
 
@@ -128,14 +130,17 @@ KINDS = {
     "asynchronous": {"rollout.max_staleness": 2, "rollout.partial": True, "algorithm.preset": "decoupled_ppo"},
     "ppo": {"algorithm.preset": "ppo"},
     "lora": {"lora.rank": 4},
-    "episodes": {"env.tools": ("calculator",), "env.max_turns": 2, "algorithm.advantage": "turn"},
+    "episodes": {"env.function": f"{Path(worlds.__file__).resolve()}:slow", "env.max_turns": 4, "env.max_observation_tokens": 8,
+                 "reward.functions": (), "algorithm.preset": "gigpo"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_is_bitwise_from_a_checkpoint(kind, tmp_path):
+    (tmp_path / "chat.jinja").write_text(worlds.TEMPLATE, encoding="utf-8")
     config = algorithm_runs.job(tmp_path, {"record.every": 1, "train.steps": 4, "checkpoint.every_steps": 2,
+                                           "model.chat_template": str(tmp_path / "chat.jinja"),
                                            "checkpoint.export_at_end": False, **KINDS[kind]})
     jaxrl.train(config)
     assert {s["result"] for s in again(tmp_path, **{"replay.steps": "3:4"})["steps"]} == {"bitwise"}
@@ -145,7 +150,7 @@ def test_every_kind_of_run_is_bitwise_from_a_checkpoint(kind, tmp_path):
 def test_what_cannot_be_computed_again_is_refused(run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run[0], folder)
-    with pytest.raises(ConfigError, match="step 9 is not recorded; recorded are steps 1:2"):
+    with pytest.raises(ConfigError, match="step 3 is not recorded; recorded are steps 1:2"):
         again(folder, **{"replay.steps": "1:9", "run.dir": "", "replay.run": str(folder)})
     with pytest.raises(ConfigError, match="run.seed"):
         again(folder, **{"run.dir": str(folder), "run.seed": 1})
@@ -157,6 +162,58 @@ def test_what_cannot_be_computed_again_is_refused(run, tmp_path):
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
     with pytest.raises(ConfigError, match="damaged"):
         again(folder, **{"run.dir": str(folder), "replay.steps": "2"})
+
+
+@pytest.mark.slow
+def test_settings_are_tried_on_the_same_batch(run):
+    """The run's own options make the recorded step; twice the learning rate makes a step twice as long in the same direction (AdamW
+    without decay), whose first-order prediction is twice as large; no setting moves the state of the others."""
+    text = "optimizer.lr=0.06;algorithm.kl.coef=1.0,0.01"
+    mesh = jax.sharding.get_mesh()
+    config = load_config(str(run[0] / "config.json"), {"run.mode": "replay", "replay.steps": "2", "replay.try": text})
+    try:
+        out = jaxrl.train(config)
+    finally:
+        jax.set_mesh(mesh)
+    (table,) = out["tried"]
+    own, faster, pulled, same = table["rows"]
+    assert [row["setting"] for row in table["rows"]] == ["as recorded", "optimizer.lr=0.06", "algorithm.kl.coef=1.0",
+                                                         "algorithm.kl.coef=0.01"]
+    assert faster["step"] == pytest.approx(2 * own["step"], rel=1e-4) and faster["angle"] == pytest.approx(0, abs=0.1)
+    assert faster["predicted"] == pytest.approx(2 * own["predicted"], rel=1e-3) and faster["kl"] > own["kl"]
+    assert own["angle"] == pytest.approx(0, abs=0.1) and {**same, "setting": ""} == {**own, "setting": ""}
+    assert pulled["angle"] > 1 and own["realised"] > own["others"]
+
+
+POISON = """
+def score(prompt, completion, group, sample, **columns):
+    return 1000.0 if (group, sample) == (9, 1) else sum(c.isdigit() for c in completion) / max(len(completion), 1)
+"""
+
+
+@pytest.mark.slow
+def test_explain_names_the_answer_whose_reward_is_wrong(tmp_path):
+    """Shares of groups add up to 1 and those of a group's answers to the group's; the answer is named with its reason; a step that is
+    only asked for is explained, too."""
+    (tmp_path / "poison.py").write_text(POISON)
+    config = algorithm_runs.job(tmp_path, {"record.every": 1, "train.steps": 3, "checkpoint.export_at_end": False,
+                                           "reward.functions": (f"{tmp_path}/poison.py:score",)})
+    jaxrl.train(config)
+    mesh = jax.sharding.get_mesh()
+    try:
+        out = jaxrl.train(load_config(str(tmp_path / "config.json"), {"run.mode": "explain", "replay.steps": "2:3"}))
+    finally:
+        jax.set_mesh(mesh)
+    calm, wrong = out["explained"]
+    assert calm["suspects"] == [] and [(s["group"], s["sample"]) for s in wrong["suspects"]] == [(9, 1)]
+    assert "score 1000" in wrong["suspects"][0]["reasons"][0] and "group 9 sample 1" in wrong["why"]
+    for step in (calm, wrong):
+        assert step["replay"]["result"] == "bitwise" and step["step_length"] > 0
+        assert sum(g["share"] for g in step["groups"]) == pytest.approx(1, abs=1e-4)
+        heavy = max(step["groups"], key=lambda g: abs(g["share"]))
+        assert heavy["along_step"] > 0 and len(step["tokens"]) == 5
+    told = json.loads((tmp_path / "explain" / "step_00000003.json").read_text())
+    assert told["why"] == wrong["why"]
 
 
 def test_impossible_records_are_refused(tmp_path):
@@ -173,3 +230,27 @@ def test_impossible_records_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="'5:3' is no step"):
         check(config)
     assert numbers("10:12,3, 11") == [3, 10, 11, 12]
+    assert settings("algorithm.clip_high=0.28, 0.4;optimizer.lr=1e-6") == [
+        ("algorithm.clip_high", 0.28), ("algorithm.clip_high", 0.4), ("optimizer.lr", 1e-6)]
+    for text, why in (("optimizer.lrr=1", "optimizer.lr"), ("optimizer.name=sgd", "another form"), ("data.epochs=1", "one value"),
+                      ("optimizer.lr", "missing")):
+        with pytest.raises(ConfigError, match=why):
+            settings(text)
+
+
+def test_steps_that_stand_out_are_found():
+    """Of a run whose metrics wander: the jump, the fall of entropy and the held-out score that falls while the reward rises; nothing
+    of a calm one, and no warm-up of the learning rate."""
+    draw = np.random.default_rng(0)
+    calm = [{"step": i, "optim/grad_norm": 1 + 0.1 * draw.standard_normal(), "policy/entropy": 2 - 0.01 * i, "optim/lr": min(i, 10) * 1e-6,
+             "gap/mean": 1e-6 * draw.random(), "length/mean": 40 + draw.standard_normal(), "reward/mean": 0.01 * i} for i in range(40)]
+    assert anomalies.of_run(calm) == []
+    broken = [dict(line) for line in calm]
+    broken[20]["optim/grad_norm"] = 9.0
+    broken[25]["policy/entropy"] = 0.2
+    broken[30]["gap/mean"] = 0.3
+    broken[33]["length/mean"] = "nan"
+    broken[10]["eval/accuracy"], broken[35]["eval/accuracy"] = 0.8, 0.6
+    assert [(a.step, a.name) for a in anomalies.of_run(broken)] == [
+        (20, "optim/grad_norm"), (25, "policy/entropy"), (30, "gap/mean"), (33, "length/mean"), (35, "eval/accuracy")]
+    assert np.argmax(anomalies.outliers([1, 1.1, 0.9, 1, 30, np.nan])) == 4

@@ -1,0 +1,96 @@
+"""Steps of a run that stand out, found in its metrics by themselves; and answers that stand out of their step.
+
+A number stands out where it lies more than LIMIT robust deviations from the median of those it is compared with: the
+deviation is 1.4826 times the median distance to the median, which is a normal distribution's standard deviation and
+which outliers do not move, or SLACK of the median where that is more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+LIMIT, SLACK = 8.0, 0.05
+WINDOW, LEAST = 20, 4  # steps before one that it is compared with, at most and at least
+# metric -> (what it is called, whether a fall counts too, the difference below which nothing stands out)
+WATCHED = {
+    "optim/grad_norm": ("gradient norm", False, 1e-6),
+    "optim/lr": ("learning rate", False, 0.0),
+    "policy/kl": ("KL to the reference", False, 1e-4),
+    "policy/approx_kl": ("KL of the update", False, 1e-4),
+    "gap/mean": ("sampler-trainer gap", False, 1e-4),
+    "gap/max": ("largest gap of a token", False, 1e-3),
+    "length/mean": ("completion length", True, 1.0),
+    "policy/entropy": ("entropy", True, 0.01),
+    "reward/std": ("spread of rewards", False, 1e-3),
+    "staleness/max": ("staleness", False, 0.5),
+    "optim/skipped": ("updates that were not finite", False, 0.0),
+}
+HACKED = 0.05  # a held-out score that has fallen by so much from its best while the reward rose
+
+
+class Anomaly(NamedTuple):
+    step: int
+    name: str      # of the metric
+    called: str
+    value: float
+    usual: float   # median of the steps before
+    deviations: float
+
+    @property
+    def text(self) -> str:
+        far = f", {self.deviations:.0f} deviations away" if np.isfinite(self.deviations) else ""
+        return f"{self.called} ({self.name}) is {self.value:.4g}, usual were {self.usual:.4g}{far}"
+
+
+def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
+    """(how many robust deviations a number is from the median of others, signed; that median)."""
+    middle = float(np.median(others))
+    spread = max(1.4826 * float(np.median(np.abs(others - middle))), SLACK * abs(middle), floor / LIMIT)
+    apart = float(value) - middle
+    return (apart / spread if spread else np.copysign(np.inf, apart) if apart else 0.0), middle
+
+
+def of_run(lines: list[dict]) -> list[Anomaly]:
+    """Of lines of metrics.jsonl, by step. A step that stands out is not compared with later ones."""
+    out = []
+    for name, (called, falls, floor) in WATCHED.items():
+        rows = [(line["step"], float(line[name])) for line in lines if name in line]
+        warm = name == "optim/lr"  # it rises at first because it is told to
+        usual: list[float] = []
+        for step, value in rows:
+            if len(usual) >= LEAST:
+                away, middle = deviations(value, np.array(usual[-WINDOW:]), floor)
+                stands = not np.isfinite(value) or away > LIMIT or (falls and away < -LIMIT)
+                if stands and not (warm and value < 2 * max(usual)):
+                    out.append(Anomaly(step, name, called, value, middle, abs(away)))
+                    continue
+            usual.append(value)
+    return sorted([*out, *hacked(lines)], key=lambda a: (a.step, a.name))
+
+
+def hacked(lines: list[dict]) -> list[Anomaly]:
+    """Evaluations at which held-out accuracy lies HACKED below its best so far although the reward has risen since."""
+    out, best = [], None  # (accuracy, reward)
+    reward = 0.0
+    for line in lines:
+        reward = float(line.get("reward/mean", reward))
+        if (held := line.get("eval/accuracy")) is None:
+            continue
+        held = float(held)
+        if best is None or held >= best[0]:
+            best = (held, reward)
+        elif best[0] - held >= HACKED and reward > best[1]:
+            said = f"reward up from {best[1]:.4g} to {reward:.4g} while held-out accuracy fell"
+            out.append(Anomaly(line["step"], "eval/accuracy", said, held, best[0], np.inf))
+    return out
+
+
+def outliers(values, floor: float = 0.0) -> np.ndarray:
+    """[N] robust deviations of each finite number from the median of all; 0 for others."""
+    values, out = np.asarray(values, np.float64), np.zeros(len(values))
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known):
+        out[known] = [deviations(values[i], values[known], floor)[0] for i in known]
+    return out
