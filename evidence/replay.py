@@ -160,14 +160,15 @@ def is_spiked(told, sure):
 
 
 def is_stale(told, sure):
-    sure("steps 7 and 8", told["step"] >= 7)
+    sure("step 6, the first that samples from weights of version 5", told["step"] == 6)
     sure("all", "the sampler held other weights" in told["why"])
 
 
 def is_exploited(told, sure):
     sure("the sign", "held-out accuracy" in told["why"])
-    named = told["answers"][-5:]
-    sure("digits", bool(named) and np.mean([r["score"] for r in named]) > 0.5)
+    named = told["heaviest"]
+    sure("what was rewarded", bool(named) and all(r["advantage"] > 0 for r in named))
+    sure("digits", np.mean([r["score"] for r in named]) > told["score"])
 
 
 CASES = {

@@ -295,6 +295,7 @@ class Explained:
                 "corrected_fraction": float(a.corrected @ a.length / max(a.length.sum(), 1)),
                 "masked_answers": int(a.masked.sum()), "truncated_answers": int(a.truncated.sum()),
                 "suspects": [{**self._row(s["answer"]), "reasons": s["reasons"]} for s in self.suspects],
+                "heaviest": [self._row(i) for i in self.heaviest()], "score": float(np.nanmean(a.score)),
                 "answers": [self._row(i) for i in listed], "pushed": pushes, "tokens": self._tokens()}
 
     def text(self) -> str:

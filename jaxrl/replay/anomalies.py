@@ -13,6 +13,7 @@ import numpy as np
 
 LIMIT, SLACK = 8.0, 0.05
 WINDOW, LEAST = 20, 4  # steps before one that it is compared with, at most and at least
+NEW = 3  # steps in a row that stand out, after which they are what is usual
 # metric -> (what it is called, whether a fall counts too, the difference below which nothing stands out)
 WATCHED = {
     "optim/grad_norm": ("gradient norm", False, 1e-6),
@@ -53,20 +54,24 @@ def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
 
 
 def of_run(lines: list[dict]) -> list[Anomaly]:
-    """Of lines of metrics.jsonl, by step. A step that stands out is not compared with later ones."""
+    """Of lines of metrics.jsonl, by step. A step that stands out is not compared with later ones,
+    unless NEW before it did, too."""
     out = []
     for name, (called, falls, floor) in WATCHED.items():
         rows = [(line["step"], float(line[name])) for line in lines if name in line]
         warm = name == "optim/lr"  # it rises at first because it is told to
-        usual: list[float] = []
+        usual, in_a_row = [], 0
         for step, value in rows:
+            stands = False
             if len(usual) >= LEAST:
                 away, middle = deviations(value, np.array(usual[-WINDOW:]), floor)
                 stands = not np.isfinite(value) or away > LIMIT or (falls and away < -LIMIT)
-                if stands and not (warm and value < 2 * max(usual)):
-                    out.append(Anomaly(step, name, called, value, middle, abs(away)))
-                    continue
-            usual.append(value)
+                stands = stands and not (warm and value < 2 * max(usual))
+            if stands:
+                out.append(Anomaly(step, name, called, value, middle, abs(away)))
+            in_a_row = in_a_row + 1 if stands else 0
+            if not stands or (in_a_row > NEW and np.isfinite(value)):
+                usual.append(value)
     return sorted([*out, *hacked(lines)], key=lambda a: (a.step, a.name))
 
 
