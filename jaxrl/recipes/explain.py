@@ -219,7 +219,8 @@ class Explained:
         if self.earlier is not None:
             known, low, high = self.earlier, self.earlier.min(), self.earlier.max()
             usual = f"those of earlier steps lie between {low:.4g} and {high:.4g}"
-            far = np.array([abs(anomalies.deviations(x, known, anomalies.LIMIT * (high - low) / 4)[0])
+            room = max(high - low, self.replay.s.spec.reward.pass_mark) / 4  # a first success is nothing strange
+            far = np.array([abs(anomalies.deviations(x, known, anomalies.LIMIT * room)[0])
                             if np.isfinite(x) else 0.0 for x in a.score])
             add(far > anomalies.LIMIT, lambda i: f"score {a.score[i]:.4g}; {usual}", far)
         far = anomalies.outliers(a.gap, 1e-3)
