@@ -18,9 +18,12 @@ from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import KINDS, MISSING, Migration, Since
 from jaxrl.schema import free_tables, options
 
-REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8}}  # system -> settings without which nothing runs there
+# System -> settings without which nothing runs there.
+REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8},
+                             "areal": {"train_dataset.batch_size": 64, "gconfig.n_samples": 4}}
 # Keys whose default, written down, is not what they are when left out: that is their point.
-NOT_THE_SAME = {"skyrl": "generator.eval_sampling_params."}
+NOT_THE_SAME = {"skyrl": ("generator.eval_sampling_params.",),
+                "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}
 
 
 def migrated(system, settings=None, version=None, command="", gpus=0):
@@ -88,7 +91,8 @@ def test_the_default_written_down_changes_nothing(system):
     table, other = table_of(system), []
     base = values(migrated(system, REQUIRED.get(system)))
     for key in table.keys():
-        if key.default in (None, MISSING) or "*" in key.name or key.name.startswith(NOT_THE_SAME.get(system, "-")):
+        its_point = key.name in REQUIRED.get(system, {}) or key.name.startswith(NOT_THE_SAME.get(system, ("-",)))
+        if key.default in (None, MISSING) or "*" in key.name or its_point:
             continue
         default = key.default.at(table.versions, table.versions[-1]) if isinstance(key.default, Since) else key.default
         if default is not None and values(migrated(system, {**REQUIRED.get(system, {}), key.name: default})) != base:
@@ -210,6 +214,52 @@ def test_trls_flags_of_a_script(tmp_path):
     assert status == 0 and found["learning_rate"] == 2e-6 and found["num_generations"] == 4 and found["num_processes"] == 4
     assert load_config(str(out / "job.py")).reward.functions == ("math", "./job_reward.py:short")
     assert "called" in (out / "job_reward.py").read_text()
+
+
+# -- AReaL -------------------------------------------------------------------------------------------------------------
+
+AREAL = {"train_dataset.batch_size": 256, "gconfig.n_samples": 4}
+
+
+def test_areals_reward_is_r_and_bias_times_scale_and_bounded():
+    v = values(migrated("areal", {**AREAL, "actor.reward_scaling": 10.0, "actor.reward_bias": -0.5}))
+    assert (v["reward.scale"], v["reward.bias"], v["reward.clip"]) == (10.0, -5.0, 20.0)  # 10 r - 5 = (r - 0.5) 10
+    assert values(migrated("areal", AREAL))["reward.clip"] == 20.0
+
+
+def test_areals_kl_is_on_and_batches_are_prompts():
+    m = migrated("areal", AREAL)
+    v = values(m)
+    assert m.facts["sequences per step"] == 1024 and v["algorithm.num_minibatches"] == 4
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.estimator"], v["algorithm.kl.placement"]) == (0.1, "k1", "reward")
+    assert m.outcome(False) == "partial"  # without ref.* it is a bonus for unlikely tokens there
+    assert values(migrated("areal", {**AREAL, "actor.kl_ctl": 0.0}))["algorithm.kl.coef"] == 0
+    old = values(migrated("areal", AREAL, "0.3"))
+    assert (old["optimizer.lr"], old["optimizer.b2"], old["optimizer.eps"]) == (2e-5, 0.95, 1e-5)
+    assert (v["optimizer.lr"], v["optimizer.b2"], v["optimizer.eps"]) == (1e-3, 0.999, 1e-8)
+
+
+def test_areals_ratios():
+    base = {**AREAL, "actor.kl_ctl": 0.0}
+    of = lambda **keys: tuple(values(migrated("areal", {**base, **{f"actor.{k}": v for k, v in keys.items()}})).get(  # noqa: E731
+        f"algorithm.{n}") for n in ("old_logprobs", "mismatch.correction", "mismatch.cap"))
+    assert of() == ("rollout", "none", None)
+    assert of(recompute_logprob=True) == ("recompute", "none", None)
+    assert of(use_decoupled_loss=True) == ("recompute", "none", None)
+    assert of(use_decoupled_loss=True, behav_imp_weight_cap=5.0) == ("recompute", "token_mis", 5.0)
+    assert of(use_decoupled_loss=True, **{"rejection_sampling.upper": 3.0, "rejection_sampling.action": "clamp"}) == (
+        "recompute", "token_tis", 3.0)
+    assert values(migrated("areal", base, "0.4"))["algorithm.mismatch.correction"] == "none"
+
+
+def test_areals_allocations():
+    m = migrated("areal", {**AREAL, "allocation_mode": "sglang.d2p1t2+d2p2t1"})
+    v = values(m)
+    assert v["rollout.vllm.replicas"] == 2 and v["rollout.vllm.tensor_parallel"] == 2 and "mesh.tp" not in v
+    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["rollout.vllm.devices"] == ("4,5", "6,7")
+    assert any("pipeline" in text for text in m.different)
+    new = values(migrated("areal", {**AREAL, "rollout.backend": "vllm:d4", "actor.backend": "megatron:(attn:d1p1t2c1|ffn:d1p1t1e2)"}))
+    assert new["mesh.tp"] == 2 and new["mesh.ep"] == 2 and new["rollout.vllm.replicas"] == 4
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

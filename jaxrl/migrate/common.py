@@ -147,9 +147,10 @@ def engine(
     gpus: int,
     colocated: bool,
     keys: tuple[str, ...],
+    host: int = 0,
 ) -> None:
-    """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes; where training and sampling
-    share the GPUs they take turns."""
+    """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many GPUs;
+    where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
     known = {
         "vllm": "",
         "sglang": "SGLang",
@@ -176,6 +177,11 @@ def engine(
             m.set(
                 "rollout.vllm.devices", tuple(",".join(str(i * tp + j) for j in range(tp)) for i in range(here)), *keys
             )
+    elif host and per_node + here * tp > host:
+        m.needs(
+            f"vLLM has GPUs of its own, on other hosts: {engines} servers of {tp}. Start them by `vllm serve` and name "
+            "them in rollout.servers (docs/vllm.md)"
+        )
     elif per_node:
         m.set("rollout.placement", "disaggregated", *keys)
         m.set("mesh.roles.policy", {"devices": f"0-{per_node - 1}" if per_node > 1 else "0"}, *keys)
@@ -184,10 +190,11 @@ def engine(
             tuple(",".join(str(per_node + i * tp + j) for j in range(tp)) for i in range(here)),
             *keys,
         )
-        m.needs(
-            f"training has GPUs 0 to {per_node - 1} of every host and vLLM the {here * tp} behind "
-            "them; where hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name rollout.servers"
-        )
+        if not host:
+            m.needs(
+                f"training has GPUs 0 to {per_node - 1} of every host and vLLM the {here * tp} behind "
+                "them; where hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers"
+            )
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:

@@ -1,0 +1,491 @@
+"""What keys of AReaL mean together: the joint rules of its table. See systems/areal.py."""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.migrate import common
+from jaxrl.migrate.table import Migration
+
+ACTOR, OPTIM, REJECT, CRITIC, GCONFIG, EVAL, DATA = (
+    "actor.",
+    "actor.optimizer.",
+    "actor.rejection_sampling.",
+    "critic.",
+    "gconfig.",
+    "eval_gconfig.",
+    "train_dataset.",
+)
+
+
+def has(m: Migration, prefix: str) -> bool:
+    """Whether the source sets anything below a table."""
+    return any(key.startswith(prefix) and s.value is not None for key, s in m.singles.items())
+
+
+def batch(m: Migration):
+    prompts, group = m.integer(DATA + "batch_size"), m.integer(GCONFIG + "n_samples")
+    common.batch(m, prompts, group, (DATA + "batch_size",), GCONFIG + "n_samples")
+    count = m.integer(ACTOR + "ppo_n_minibatches")
+    if count and prompts % count:
+        m.lacks(ACTOR + "ppo_n_minibatches", f"{prompts} prompts are no multiple of {count} mini-batches", refuse=True)
+        return
+    m.set("algorithm.num_minibatches", count, ACTOR + "ppo_n_minibatches")
+    m.facts["optimizer steps per step"] = count
+    own = m.integer(CRITIC + "ppo_n_minibatches")
+    if has(m, CRITIC) and own and own != count and prompts % own == 0:
+        m.set("critic.num_minibatches", own, CRITIC + "ppo_n_minibatches")
+
+
+def reward(m: Migration):
+    """(r + bias) x scale, then the bound, then the norm: our factor comes first, so the bias is scaled with it."""
+    scale, bias, bound = (m.number(ACTOR + n) for n in ("reward_scaling", "reward_bias", "reward_clip"))
+    m.set("reward.scale", scale, ACTOR + "reward_scaling")
+    m.set("reward.bias", bias * scale, ACTOR + "reward_bias", ACTOR + "reward_scaling")
+    m.set("reward.clip", bound, ACTOR + "reward_clip")
+    m.facts["reward"] = f"(r + {bias:g}) x {scale:g} within {bound:g}"
+    m.set("reward.zero_without_end", m.flag(ACTOR + "mask_no_eos_with_zero"), ACTOR + "mask_no_eos_with_zero")
+    if m.flag(ACTOR + "mask_no_eos_with_zero"):
+        m.differs(
+            "an answer that does not end has reward 0 before scale and bias here, after them and the norm in AReaL"
+        )
+    if m.flag(ACTOR + "overlong_reward_penalty"):
+        m.set(
+            "reward.overlong_buffer",
+            m.integer(ACTOR + "overlong_tokens"),
+            ACTOR + "overlong_tokens",
+            ACTOR + "overlong_reward_penalty",
+        )
+        m.set(
+            "reward.overlong_penalty",
+            m.number(ACTOR + "overlong_penalty_factor") * scale,
+            ACTOR + "overlong_penalty_factor",
+            ACTOR + "reward_scaling",
+        )
+    _norm(m)
+
+
+def _norm(m: Migration):
+    n = ACTOR + "reward_norm."
+    on = has(m, n) or m.flag(ACTOR + "group_reward_norm")
+    if m.flag(ACTOR + "group_reward_norm"):  # of earlier versions
+        mean = std = "group"
+        keys = (ACTOR + "group_reward_norm",)
+    else:
+        mean, std = (m.text(n + f"{k}_level") or "none" for k in ("mean", "std"))
+        keys = (n + "mean_level", n + "std_level")
+    if not on:
+        mean = std = "none"
+    unknown = {mean, std} - {"group", "batch", "none"}
+    if unknown:
+        m.lacks(n + "mean_level", f"levels are group, batch and null, not {', '.join(unknown)}", refuse=True)
+        return
+    alone = on and m.flag(n + "mean_leave1out")
+    if alone and mean == "group":
+        m.set("algorithm.advantage_mean", "leave_one_out", n + "mean_leave1out", n + "mean_level")
+        m.set("algorithm.advantage_std", std, n + "std_level")
+        mean = std = "none"
+    elif alone:
+        m.lacks(n + "mean_leave1out", "each is left out of the mean of its group, not of the batch", refuse=True)
+    else:
+        m.set("algorithm.advantage_mean", "none", *keys)
+        m.set("algorithm.advantage_std", "none", *keys)
+    m.set("reward.norm_mean", mean, keys[0])
+    m.set("reward.norm_std", std, keys[-1])
+    if on and not m.flag(n + "std_unbiased"):
+        m.lacks(n + "std_unbiased", "standard deviations divide by n - 1")
+
+
+def advantage(m: Migration):
+    gamma, lam = m.number(ACTOR + "discount"), m.number(ACTOR + "gae_lambda")
+    if has(m, CRITIC):
+        m.set("algorithm.advantage", "gae", CRITIC + "path")
+        m.set("algorithm.gamma", gamma, ACTOR + "discount")
+        m.set("algorithm.lam", lam, ACTOR + "gae_lambda")
+        m.set("critic.value_clip", m.number(CRITIC + "eps_clip"), CRITIC + "eps_clip")
+        if m.number(CRITIC + "optimizer.lr") is not None:
+            m.set("critic.lr", m.number(CRITIC + "optimizer.lr"), CRITIC + "optimizer.lr")
+        if m.text(CRITIC + "path") and m.text(CRITIC + "path") != m.text(ACTOR + "path"):
+            m.set("critic.path", m.text(CRITIC + "path"), CRITIC + "path")
+    else:  # without values the estimator is the discounted reward to go
+        m.set("algorithm.advantage", "returns", CRITIC + "path")
+        m.set("algorithm.gamma", gamma * lam, ACTOR + "discount", ACTOR + "gae_lambda")
+    n = ACTOR + "adv_norm."
+    levels = [m.text(n + f"{k}_level") or "none" for k in ("mean", "std")] if has(m, n) else ["none", "none"]
+    if levels not in (["batch", "batch"], ["none", "none"]):
+        m.lacks(
+            n + "mean_level",
+            f"advantages are whitened over the step's tokens or not at all, not by {levels}",
+            refuse=True,
+        )
+    m.set("algorithm.whiten", levels == ["batch", "batch"], n + "mean_level", n + "std_level")
+    m.facts["advantage"] = ("GAE" if has(m, CRITIC) else "reward to go") + (
+        ", whitened" if levels[0] == "batch" else ""
+    )
+
+
+def kl(m: Migration):
+    coef, estimator = m.number(ACTOR + "kl_ctl"), m.text(ACTOR + "kl_estimator")
+    if estimator not in ("k1", "k2", "k3"):
+        m.lacks(ACTOR + "kl_estimator", f"{estimator!r} is none of k1, k2, k3", refuse=True)
+        return
+    common.kl(m, coef, estimator, "reward", ACTOR + "kl_ctl", ACTOR + "kl_estimator")
+    if coef and not has(m, "ref."):
+        m.lacks(
+            ACTOR + "kl_ctl",
+            "without a table ref AReaL takes the reference's log-probs for 0, and rewards unlikely tokens; "
+            "here the KL is to the policy as it starts. Set actor.kl_ctl=0 if none was meant",
+        )
+    elif coef and m.text("ref.path") and m.text("ref.path") != m.text(ACTOR + "path"):
+        m.set("reference.path", m.text("ref.path"), "ref.path")
+    if not m.given(ACTOR + "kl_ctl"):
+        m.differs("actor.kl_ctl is not set, which is 0.1 in AReaL: a KL in the reward, and a reference in memory")
+
+
+def loss(m: Migration):
+    low, high, dual = m.number(ACTOR + "eps_clip"), m.number(ACTOR + "eps_clip_higher"), m.number(ACTOR + "c_clip")
+    sapo = m.flag(ACTOR + "use_sapo_loss")
+    m.set("algorithm.policy_loss", "sapo" if sapo else "clip", ACTOR + "use_sapo_loss")
+    level = m.choice(ACTOR + "importance_sampling_level", {"token": "token", "sequence": "sequence"})
+    m.set("algorithm.ratio", level or "token", ACTOR + "importance_sampling_level")
+    m.set("algorithm.aggregation", "token_mean", ACTOR + "use_sapo_loss")
+    if m[ACTOR + "m2_threshold"] is not None:
+        m.lacks(
+            ACTOR + "m2_threshold", "M2PO's bound on the second moment; a loss of your own is a function", refuse=True
+        )
+        return
+    if sapo:
+        m.set("algorithm.sapo_tau_pos", m.number(ACTOR + "sapo_tau_pos"), ACTOR + "sapo_tau_pos")
+        m.set("algorithm.sapo_tau_neg", m.number(ACTOR + "sapo_tau_neg"), ACTOR + "sapo_tau_neg")
+    else:
+        m.set("algorithm.clip_low", low, ACTOR + "eps_clip")
+        m.set(
+            "algorithm.clip_high",
+            low if high is None else high,
+            ACTOR + ("eps_clip" if high is None else "eps_clip_higher"),
+        )
+        m.set("algorithm.dual_clip", dual or 0.0, ACTOR + "c_clip")
+        m.facts["clip"] = f"{1 - low:g} to {1 + (low if high is None else high):g}" + (
+            f", dual {dual:g}" if dual else ""
+        )
+    _ratios(m)
+
+
+def _ratios(m: Migration):
+    """Which log-probs the ratio is taken to, and the weight on the difference of sampler and proximal policy."""
+    decoupled, again = m.flag(ACTOR + "use_decoupled_loss"), m.flag(ACTOR + "recompute_logprob")
+    keys = (ACTOR + "use_decoupled_loss", ACTOR + "recompute_logprob")
+    in_reward = bool(m.number(ACTOR + "kl_ctl")) and not (decoupled or again)
+    if in_reward:
+        m.lacks(
+            ACTOR + "recompute_logprob",
+            "with a KL in the reward ratios are taken to the trainer's log-probs, not to the sampler's"
+        )
+    scored = decoupled or again or in_reward
+    m.set("algorithm.old_logprobs", "recompute" if scored else "rollout", *keys, ACTOR + "kl_ctl")
+    if not decoupled:
+        m.set("algorithm.mismatch.correction", "none", *keys)
+        return
+    if m.text(ACTOR + "prox_logp_method") not in ("recompute", "metrics"):
+        m.differs("proximal log-probs are computed, not estimated from versions (prox_logp_method)")
+    cap, old = (
+        m.number(ACTOR + "behav_imp_weight_cap"),
+        m.table.versions.index(m.version) < m.table.versions.index("1.0"),
+    )
+    if m.given(ACTOR + "behav_imp_weight_cap") or old and not has(m, REJECT):
+        m.set(
+            "algorithm.mismatch.correction",
+            "token_mis" if cap else "token_tis",
+            ACTOR + "behav_imp_weight_cap",
+            keys[0],
+        )
+        m.set("algorithm.mismatch.cap", cap or 1e6, ACTOR + "behav_imp_weight_cap")
+    elif has(m, REJECT):
+        _rejection(m)
+    else:
+        m.set("algorithm.mismatch.correction", "none", keys[0], REJECT + "upper")
+
+
+def _rejection(m: Migration):
+    level, action, metric = (m.text(REJECT + n) for n in ("level", "action", "metric"))
+    if level != "token" or metric != "ratio":
+        m.lacks(
+            REJECT + ("level" if level != "token" else "metric"),
+            "what is masked or bounded is the ratio of a token",
+            refuse=True,
+        )
+        return
+    m.set(
+        "algorithm.mismatch.correction",
+        "token_mis" if action == "mask" else "token_tis",
+        REJECT + "action",
+        REJECT + "level",
+    )
+    upper, lower = m.number(REJECT + "upper"), m.number(REJECT + "lower")
+    m.set("algorithm.mismatch.cap", upper or 1e6, REJECT + "upper")
+    if lower and action == "mask":
+        m.set("algorithm.mismatch.low", lower, REJECT + "lower")
+    elif lower:
+        m.lacks(REJECT + "lower", "weights that are truncated have a bound above alone")
+
+
+def filtering(m: Migration):
+    on = m.flag(ACTOR + "dynamic_sampling")
+    m.set("algorithm.dynamic_sampling", "mask" if on else "off", ACTOR + "dynamic_sampling")
+    if m.flag("dynamic_bs"):
+        m.lacks(
+            "dynamic_bs",
+            "a step has so many prompts as data.prompts_per_step says; algorithm.dynamic_sampling=refill fills it",
+        )
+
+
+def staleness(m: Migration):
+    stale = m.integer("rollout.max_head_offpolicyness")
+    m.set("rollout.max_staleness", stale, "rollout.max_head_offpolicyness")
+    m.set("rollout.partial", stale > 0, "rollout.max_head_offpolicyness")
+    m.facts["staleness"] = stale
+
+
+def _top_k(value) -> int:
+    return -1 if value is None or value >= 10**6 or value <= 0 else int(value)
+
+
+def sampling(m: Migration):
+    g = GCONFIG
+    m.set("rollout.max_new_tokens", m.integer(g + "max_new_tokens"), g + "max_new_tokens")
+    longest = m.integer(DATA + "max_length")
+    if longest:
+        m.set("data.max_prompt_tokens", longest, DATA + "max_length")
+        m.set("data.overlong_prompt", "filter", DATA + "max_length")
+    else:
+        m.set("data.max_prompt_tokens", 2048, DATA + "max_length")
+        m.set("data.overlong_prompt", "error", DATA + "max_length")
+        m.differs(
+            "prompts have no bound without train_dataset.max_length: here one of more than 2048 tokens is an error"
+        )
+    m.set("rollout.min_new_tokens", m.integer(g + "min_new_tokens"), g + "min_new_tokens")
+    m.set("rollout.temperature", m.number(g + "temperature"), g + "temperature")
+    m.set("rollout.top_p", m.number(g + "top_p"), g + "top_p")
+    m.set("rollout.top_k", _top_k(m.number(g + "top_k")), g + "top_k")
+    if m.list(g + "stop"):
+        m.set("rollout.stop", tuple(str(x) for x in m.list(g + "stop")), g + "stop")
+    if m.list(g + "stop_token_ids"):
+        m.set("rollout.stop_token_ids", tuple(m.list(g + "stop_token_ids")), g + "stop_token_ids")
+    penalty = m.number(g + "frequency_penalty")
+    if penalty:
+        m.set("rollout.frequency_penalty", penalty, g + "frequency_penalty")
+        m.set("rollout.penalties_in_training", True, g + "frequency_penalty")
+    if m.flag(g + "greedy"):
+        m.lacks(g + "greedy", "greedy completions of a group are all equal: nothing can be learnt", refuse=True)
+    total = m.integer(g + "max_tokens")
+    bound = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    if m.given(g + "max_tokens") and total and total < bound:
+        m.set("train.max_sequence_tokens", total, g + "max_tokens")
+    apart = m.number(ACTOR + "temperature")
+    if m.given(ACTOR + "temperature") and apart != m.number(g + "temperature"):
+        m.lacks(ACTOR + "temperature", "the trainer's temperature is the sampler's here")
+    m.facts["sampling"] = f"temperature {m[g + 'temperature']}, top_p {m[g + 'top_p']}"
+
+
+def evaluation(m: Migration):
+    e = "evaluator."
+    common.triggers(m, "eval.every_steps", m.integer(e + "freq_steps"), e + "freq_steps")
+    m.set("eval.every_epochs", float(m.number(e + "freq_epochs") or 0), e + "freq_epochs")
+    m.set("eval.every_seconds", float(m.number(e + "freq_secs") or 0), e + "freq_secs")
+    m.set("eval.before", m.flag(e + "eval_before_train"), e + "eval_before_train")
+    m.set("eval.after", False, e + "freq_epochs")
+    own = has(m, EVAL)
+    source = EVAL if own else GCONFIG
+    temperature = m.number(EVAL + "temperature") if own else 0.6
+    m.set(
+        "eval.temperature",
+        0.0 if own and m.flag(EVAL + "greedy") else temperature,
+        EVAL + "temperature",
+        EVAL + "greedy",
+    )
+    if not own:
+        m.differs(
+            "evaluation has temperature 0.6, as AReaL's example scripts set it; yours may differ"
+        )
+    samples = m.integer(source + "n_samples")
+    if samples > 1 and not m.options["eval.temperature"][0]:
+        m.lacks(EVAL + "n_samples", "several greedy answers are all the same, and are refused: one is sampled")
+        samples = 1
+    m.set("eval.samples", samples, EVAL + "n_samples", GCONFIG + "n_samples")
+    m.set("eval.top_p", m.number(source + "top_p"), source + "top_p")
+    m.set("eval.top_k", _top_k(m.number(source + "top_k")), source + "top_k")
+    if own:
+        m.set("eval.max_new_tokens", m.integer(EVAL + "max_new_tokens"), EVAL + "max_new_tokens")
+    m.facts["evaluation"] = f"every {m[e + 'freq_epochs']} epochs, {m[e + 'freq_steps']} steps"
+
+
+def optimizer(m: Migration):
+    m.set("optimizer.lr", m.number(OPTIM + "lr"), OPTIM + "lr")
+    common.schedule(
+        m,
+        OPTIM + "lr_scheduler_type",
+        m.text(OPTIM + "lr_scheduler_type"),
+        0,
+        m.number(OPTIM + "warmup_steps_proportion"),
+        OPTIM + "lr_scheduler_type",
+        OPTIM + "warmup_steps_proportion",
+    )
+    name = m.choice(OPTIM + "type", {"adam": "adamw", "adam_bf16": "adamw", "sgd": "sgd"})
+    m.set("optimizer.name", name or "adamw", OPTIM + "type")
+
+
+def allocation(text: str) -> dict[str, int]:
+    """d, t, p, c, e of one part of an allocation ('fsdp:d4p1t2', 'megatron:(attn:d4p1t2c2|ffn:d2p1t2e2)')."""
+    out = dict.fromkeys("dtpce", 1)
+    for part in reversed(re.split(r"[|()]", text)):  # the attention's sizes win
+        for letter, number in re.findall(r"([dtpce])(\d{1,5})", re.sub(r"^[A-Za-z_]+[:.]", "", part)):
+            out[letter] = int(number)
+    return out
+
+
+def layout(m: Migration):
+    text = m.text("allocation_mode")
+    if text:
+        parts = text.split("+")
+        sampler, trainer = (parts[0], parts[-1]) if len(parts) > 1 else (text, text)
+        keys = ("allocation_mode",)
+    else:
+        sampler, trainer, keys = (
+            m.text("rollout.backend"),
+            m.text(ACTOR + "backend"),
+            ("rollout.backend", ACTOR + "backend"),
+        )
+    a, r = allocation(trainer), allocation(sampler)
+    nodes = m.integer("cluster.n_nodes")
+    count = a["d"] * a["t"] * a["p"] * a["c"]
+    engines = r["d"]
+    m.facts["layout"] = f"training {trainer or 'unset'}, rollouts {sampler or 'unset'}"
+    m.set("mesh.fsdp", -1, *keys)
+    common.mesh(m, keys, tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count)
+    m.gpus = m.gpus or count
+    backend = re.match(r"[A-Za-z]+", sampler)
+    name = backend[0].lower() if backend else "sglang"
+    name = name if name in ("vllm", "sglang") else "sglang"
+    together = text and "+" not in text or m.text("rollout.scheduling_strategy.type") == "colocation"
+    spread = max(1, -(-count * 1 // max(m.integer("cluster.n_gpus_per_node"), 1)))
+    common.engine(
+        m,
+        name,
+        keys[0],
+        tp=r["t"] * r["p"],
+        engines=engines,
+        nodes=min(nodes, spread),
+        gpus=count,
+        colocated=bool(together),
+        keys=keys,
+        host=m.integer("cluster.n_gpus_per_node"),
+    )
+    share = "sglang.mem_fraction_static" if name == "sglang" else "vllm.gpu_memory_utilization"
+    m.set("rollout.vllm.memory_fraction", m.number(share), share)
+    longest = m.integer("sglang.context_length" if name == "sglang" else "vllm.max_model_len")
+    key = "sglang.context_length" if name == "sglang" else "vllm.max_model_len"
+    if longest and m.given(key):
+        common.context(m, longest, "rollout.vllm.max_model_len", key)
+    running = "sglang.max_running_requests" if name == "sglang" else "vllm.max_num_seqs"
+    if m.integer(running):
+        m.set("rollout.vllm.max_running", m.integer(running), running)
+
+
+def memory(m: Migration):
+    longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    tokens, ref = m.integer(ACTOR + "mb_spec.max_tokens_per_mb"), m.integer("ref.mb_spec.max_tokens_per_mb")
+    if tokens:
+        m.set("train.tokens_per_microbatch", max(tokens, longest), ACTOR + "mb_spec.max_tokens_per_mb")
+        if ref and max(ref, longest) != max(tokens, longest):
+            m.set("train.score_tokens_per_microbatch", max(ref, longest), "ref.mb_spec.max_tokens_per_mb")
+
+
+BOXED = "Please put your final answer within \\boxed{}."
+
+
+def data(m: Migration):
+    path = m.text(DATA + "path")
+    common.data_files(m, [path], DATA + "path")
+    if path == "openai/gsm8k":
+        m.set("data.subset", "main", DATA + "path")
+        m.set("data.prompt_column", "question", DATA + "path")
+        m.set("data.answer_pattern", "#### (.*)", DATA + "path")
+        m.set("data.system_prompt", BOXED, DATA + "path")
+        m.set("reward.functions", ("math",), DATA + "path")
+        m.differs(
+            'AReaL\'s loader of GSM8K puts "Please put your final answer within \\boxed{}." behind questions; here it'
+            " is the system prompt"
+        )
+    else:
+        common.reward_stub(m, "the run", f"the training script of {path}", DATA + "path")
+        m.needs(
+            "data.prompt_column, data.answer_column: the columns of your rows, which AReaL's loader in Python knows"
+        )
+    m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
+    m.set("data.drop_last", m.flag(DATA + "drop_last"), DATA + "drop_last")
+    m.set("data.workers", m.integer(DATA + "num_workers"), DATA + "num_workers")
+    kind = m.text(DATA + "type")
+    if kind in ("sft", "rw", "dpo"):
+        m.lacks(
+            DATA + "type",
+            "its supervised, reward-model and preference trainers are not read: run.recipe=sft, reward_model, "
+            "preference",
+            refuse=True,
+        )
+    if m.text("valid_dataset.path"):
+        split = m.text("valid_dataset.split")
+        at = "" if m.text("valid_dataset.path").endswith((".jsonl", ".json", ".parquet", ".csv")) else f"@{split}"
+        m.set("eval.sets", (f"valid={m.text('valid_dataset.path')}{at}",), "valid_dataset.path", "valid_dataset.split")
+
+
+def saving(m: Migration):
+    s, r = "saver.", "recover."
+    common.triggers(m, "checkpoint.export_every_steps", m.integer(s + "freq_steps"), s + "freq_steps")
+    m.set("checkpoint.export_every_epochs", float(m.number(s + "freq_epochs") or 0), s + "freq_epochs")
+    m.set("checkpoint.export_every_minutes", float(m.number(s + "freq_secs") or 0) / 60, s + "freq_secs")
+    on = m.text(r + "mode") not in ("disabled", "off", "")
+    m.set("run.resume", {"resume": "must"}.get(m.text(r + "mode"), "auto") if on else "never", r + "mode")
+    common.triggers(m, "checkpoint.every_steps", m.integer(r + "freq_steps") if on else 0, r + "freq_steps", r + "mode")
+    m.set(
+        "checkpoint.every_epochs", float(m.number(r + "freq_epochs") or 0) if on else 0.0, r + "freq_epochs", r + "mode"
+    )
+    m.set(
+        "checkpoint.every_minutes",
+        float(m.number(r + "freq_secs") or 0) / 60 if on else 0.0,
+        r + "freq_secs",
+        r + "mode",
+    )
+    names = [m.text(n) for n in ("cluster.fileroot", "experiment_name", "trial_name")]
+    if names[1]:
+        m.set(
+            "run.dir", "/".join(n.rstrip("/") for n in names if n), "cluster.fileroot", "experiment_name", "trial_name"
+        )
+
+
+def adapters(m: Migration):
+    if not m.flag(ACTOR + "use_lora"):
+        return
+    keys = tuple(ACTOR + n for n in ("use_lora", "lora_rank", "lora_alpha", "target_modules"))
+    targets = ["all-linear"] if m[keys[3]] in ([], None, ["all-linear"]) else m.list(keys[3])
+    common.lora(m, m.integer(keys[1]), m.number(keys[2]), targets, None, "", 0.0, keys)
+
+
+def loggers(m: Migration):
+    w = "stats_logger.wandb."
+    mode = m.text(w + "mode")
+    m.set("log.wandb", mode in ("online", "offline"), w + "mode")
+    if mode == "offline":
+        m.set("log.wandb_mode", "offline", w + "mode")
+    for option, key in (("wandb_project", "project"), ("wandb_name", "name"), ("wandb_group", "group")):
+        if m.text(w + key):
+            m.set(f"log.{option}", m.text(w + key), w + key)
+    if m.text("stats_logger.swanlab.mode") not in ("disabled", ""):
+        m.lacks("stats_logger.swanlab.mode", "of sinks there are console, TensorBoard, JSONL and wandb")
+
+
+def limits(m: Migration):
+    m.set("data.epochs", m.integer("total_train_epochs"), "total_train_epochs")
+    if m["total_train_steps"] is not None:
+        m.set("train.steps", m.integer("total_train_steps"), "total_train_steps")
+    if m["total_train_n_seqs"] is not None:
+        m.set("train.max_samples", m.integer("total_train_n_seqs"), "total_train_n_seqs")
