@@ -6,7 +6,8 @@ The rows are those of tests/options.csv and tests/coverage.csv. A copy of the tr
 one option at a time gives its default, whatever was set (ignored/ignoring.py). The tests of the option run, the quickest first,
 until one fails: then its loss would be noticed. Each test must pass first while nothing is ignored; those that drive real vLLM
 servers do not count. Exits with 1 where an option has no test that fails.
---again: only the options that the last result lists as unnoticed, or does not list.
+--again: only the options that the last result lists as unnoticed, or does not list; with --options (a name ends in .* for all of a
+group) these, and the rows of all others stay as they are. Tests that want ray or openenv are passed in an interpreter that has it.
 """
 
 from __future__ import annotations
@@ -231,8 +232,11 @@ def main() -> int:
     at, last = commit(), {}
     if args.again and (RESULTS / "mutations.json").exists():
         before = json.loads((RESULTS / "mutations.json").read_text())
-        last = {r["option"]: {"commit": before["commit"]} | r for r in before["results"]["options"] if r["outcome"] == "noticed"}
-    wanted = args.options.split(",") if args.options else [n for n in (*options(), "user") if n not in last]
+        last = {r["option"]: {"commit": before["commit"]} | r for r in before["results"]["options"]
+                if r["outcome"] == "noticed" or args.options}
+    named = args.options.split(",") if args.options else []
+    wanted = [n for n in (*options(), "user") if n in named or any(w.endswith("*") and n.startswith(w[:-1]) for w in named)]
+    wanted = wanted or [n for n in (*options(), "user") if n not in last]
     tests, started = tests_by_option([*options(), "user"]), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
         top, warm = Path(folder), Warm(Path(folder))
@@ -257,9 +261,10 @@ def main() -> int:
     print()
     table(["option", "outcome", "tests"], [[r["option"], r["outcome"], " ".join(tests[r["option"]])] for r in missing])
     print(f"{len(found)} options, {len(missing)} unnoticed, {time.monotonic() - started:.0f} s")
-    if not args.options:
-        rows = [r for n, r in last.items() if n in tests] + [r | {"commit": at} for r in found]
-        record("mutations", {"options": rows, "unnoticed": [r["option"] for r in missing], "fail_unignored": whole.get("failed", {}),
+    if args.again or not args.options:
+        rows = [r for n, r in last.items() if n in tests and n not in wanted] + [r | {"commit": at} for r in found]
+        unnoticed = [r["option"] for r in rows if r["outcome"] != "noticed"]
+        record("mutations", {"options": rows, "unnoticed": unnoticed, "fail_unignored": whole.get("failed", {}),
                              "seconds": round(time.monotonic() - started)}, at)
     return 1 if missing else 0
 

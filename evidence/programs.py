@@ -1,6 +1,6 @@
 """Programs that were written for an API, MCP servers and public libraries in real runs of jaxrl, unchanged:
 
-    python evidence/programs.py                      (--programs, --gyms, --verifiers PYTHON: instead of environments of its own)
+    python evidence/programs.py                      (--programs, --gyms, --verifiers, --openenv PYTHON: instead of its own)
     python evidence/programs.py --learn=http,mcp     (those that are trained until they call the tool: 40 steps)
     python evidence/programs.py --names=mcp --keep   (this one again, beside the others of the last result)
     python evidence/programs.py --names=             (only the first part; half a minute)
@@ -14,6 +14,7 @@ goes on from the first, or opens a sequence where it rewrites its history. Then 
   reasoning_gym  its rows and its scores, asked by the openai client, streamed
   skyrl_gym      gsm8k_multi_turn of skyrl-gym as a class                   http      as openai, without a client (whose import costs 0.8 s)
   verifiers      an environment of verifiers with a tool, by its own vf-eval, which starts three processes for an episode (one step)
+  openenv        a service of openenv-core, two answers to a question
 
 All start from the warm start of configs/env_sft.py:calc, which calls the tool in a part of its episodes, and train for two steps of 16
 episodes. Shown of each: no episode failed; the trainer's log-probs of the recorded tokens are the sampler's (gap: recorded is what was
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "tests/envs")]
@@ -38,7 +40,8 @@ from quickstart import ROOT, launch  # noqa: E402
 
 HERE = Path(__file__).parent / "programs"
 PINS = {"programs": ("openai==3.57.0", "openai-agents==0.24.0", "smolagents==1.26.0", "mcp==2.3.0"),
-        "gyms": ("reasoning-gym==0.1.25", "skyrl-gym==0.4.0"), "verifiers": ("verifiers==0.4.0", "uv==0.13.9")}
+        "gyms": ("reasoning-gym==0.1.25", "skyrl-gym==0.4.0"), "verifiers": ("verifiers==0.4.0", "uv==0.13.9"),
+        "openenv": ("openenv-core==0.3.0",)}
 PROGRAM = ("env.tools=", "reward.functions=", f"env.score={HERE}/scores.py:printed", "env.workers=1")
 SHORT = ("train.steps=2", "data.prompts_per_step=4", "rollout.group_size=4", "eval.before=False", "eval.after=False",
          "eval.every_steps=0", "rollout.slots=16")
@@ -58,7 +61,7 @@ def python(name: str, given: str, folder: Path) -> str:
 def versions(*pythons: str) -> dict:
     code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()"
             " if d.metadata['Name'] in ('openai', 'openai-agents', 'smolagents', 'mcp', 'reasoning_gym', 'reasoning-gym', 'skyrl-gym',"
-            " 'verifiers')}))")
+            " 'verifiers', 'openenv-core')}))")
     found = {}
     for one in pythons:
         found |= json.loads(subprocess.run([one, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -66,13 +69,33 @@ def versions(*pythons: str) -> dict:
 
 
 def rows(gyms: str, folder: Path) -> None:
-    """Of reasoning-gym, and of skyrl-gym's gsm8k_multi_turn."""
+    """Of reasoning-gym, of skyrl-gym's gsm8k_multi_turn, and calc's with the question as a column."""
+    with (folder / "sums.jsonl").open("w") as out:
+        for line in (ROOT / "jaxrl/data/embedded/calc/train.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            out.write(json.dumps(row | {"question": row["prompt"]}) + "\n")
     with (folder / "reasoning.jsonl").open("w") as out:
         subprocess.run([gyms, HERE / "reasoning.py", "chain_sum", "64"], stdout=out, check=True)
     with (folder / "gsm8k.jsonl").open("w") as out:
         for line in (folder / "reasoning.jsonl").read_text().splitlines():
             row = json.loads(line)
             out.write(json.dumps({"prompt": row["prompt"], "question": row["prompt"], "answer": row["answer"]}) + "\n")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def await_service(url: str) -> None:
+    for _ in range(3000):  # (importing openenv may take a minute)
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    sys.exit(f"{url}: no answer")
 
 
 def by_verifiers(python: str) -> str:
@@ -83,7 +106,7 @@ def by_verifiers(python: str) -> str:
             " --env.agent.network-notice False --client.api-key-var OPENAI_API_KEY --model any --no-push --no-rich -n 1")
 
 
-def options(programs: str, gyms: str, verifiers: str, folder: Path, port: int) -> dict[str, tuple[str, ...]]:
+def options(programs: str, gyms: str, verifiers: str, folder: Path, port: int, service: str) -> dict[str, tuple[str, ...]]:
     def by(name, interpreter=programs):
         return (*PROGRAM, f"env.program={interpreter} {HERE}/{name}.py {{prompt}}")
 
@@ -100,10 +123,12 @@ def options(programs: str, gyms: str, verifiers: str, folder: Path, port: int) -
                       f"data.path={folder}/gsm8k.jsonl"),
         "verifiers": (*PROGRAM[:2], f"env.score={HERE}/scores.py:rewarded", "env.workers=1", f"env.program={by_verifiers(verifiers)}",
                       "env.step_seconds=600", "env.episode_seconds=1800", "train.steps=1", "rollout.slots=8"),
+        "openenv": ("env.tools=", "reward.functions=", "env.function=openenv", f"env.servers={service}", "env.max_turns=2",
+                    "env.options={'reset': ('question', 'answer')}", f"data.path={folder}/sums.jsonl"),
     }
 
 
-def scripted(programs: str, gyms: str, verifiers: str, folder: Path) -> list[dict]:
+def scripted(programs: str, gyms: str, verifiers: str, folder: Path, service: str) -> list[dict]:
     """A model that calls the tool and says 3, or what the row wants: what each program made of it."""
     import env_cases
     from env_cases import turn
@@ -127,6 +152,8 @@ def scripted(programs: str, gyms: str, verifiers: str, folder: Path) -> list[dic
         f"#### {row['answer'] if id == 'right' else 'none'}" if k else "hm"), {
         "function": f"{HERE}/skyrl.py:SkyRL", "options": {"env": "gsm8k_multi_turn", "max_turns": 2}, "python": gyms})
     cases["verifiers"] = (two, sums(), {"program": by_verifiers(verifiers), "score": f"{HERE}/scores.py:rewarded", "step_seconds": 600.0})
+    cases["openenv"] = ({id: row | {"question": "1+2"} for id, row in two.items()}, lambda id, k, said: turn("3" if k else "2"), {
+        "function": "openenv", "servers": (service,), "options": {"reset": ("question", "answer")}})
     out = []
     for name, (tasks, model, env) in cases.items():
         with env_cases.pool(workers=1, **env) as pool:
@@ -163,34 +190,38 @@ def main() -> None:
     parser.add_argument("--programs", default="")
     parser.add_argument("--gyms", default="")
     parser.add_argument("--verifiers", default="")
-    parser.add_argument("--names", default="http,openai,agents,mcp,mcp_http,reasoning_gym,skyrl_gym,verifiers")
+    parser.add_argument("--openenv", default="")
+    parser.add_argument("--names", default="http,openai,agents,mcp,mcp_http,reasoning_gym,skyrl_gym,verifiers,openenv")
     parser.add_argument("--learn", default="http,mcp")
     parser.add_argument("--steps", type=int, default=40, help="of those")
     parser.add_argument("--keep", action="store_true", help="keep the last result's other runs")
     parser.add_argument("--warm", default="", help="an exported warm start, instead of one of its own")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="programs"))
-    programs, gyms, verifiers = (python(name, getattr(given, name), folder) for name in PINS)
+    programs, gyms, verifiers, openenv = (python(name, getattr(given, name), folder) for name in PINS)
     rows(gyms, folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([programs, HERE / "mcp_calc.py", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    ports = [free_port(), free_port()]
+    servers = [subprocess.Popen([interpreter, HERE / file, str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+               for interpreter, file, port in zip((programs, openenv), ("mcp_calc.py", "openenv_sums.py"), ports, strict=True)]
+    service = f"http://127.0.0.1:{ports[1]}"
+    await_service(f"{service}/health")
     try:
-        played, found, learn, warm = scripted(programs, gyms, verifiers, folder), [], given.learn.split(","), given.warm
+        played, found, learn, warm = scripted(programs, gyms, verifiers, folder, service), [], given.learn.split(","), given.warm
         table(list(played[0]), [list(one.values()) for one in played])
         if given.names and not warm:
             warm = launch(sys.executable, ROOT, folder / "warm", "checkpoint.export_at_end=true",
                           config="configs/env_sft.py:calc")["summary"]["export"]
-        for name, how in options(programs, gyms, verifiers, folder, port).items():
+        for name, how in options(programs, gyms, verifiers, folder, ports[0], service).items():
             if name in given.names.split(","):
                 found.append(run(name, folder, Path(warm), how, given.steps * (name in learn)))
                 print(json.dumps(found[-1]), flush=True)
     finally:
-        server.kill()
+        for server in servers:
+            server.kill()
     if given.keep:
-        last = json.loads((RESULTS / "programs.json").read_text())["results"]["runs"]
-        found = [one for one in last if one["name"] not in given.names.split(",")] + found
+        last = json.loads((RESULTS / "programs.json").read_text())
+        kept = [{"name": one["name"], "commit": last["commit"]} | one for one in last["results"]["runs"]]
+        found = [one for one in kept if one["name"] not in given.names.split(",")] + found
     columns = list(dict.fromkeys(k for r in found for k in r))
     if found:
         table(columns, [[r.get(k, "") for k in columns] for r in found])
@@ -198,7 +229,7 @@ def main() -> None:
     wrong = [r["name"] for r in found if r["absent"] or r["gap_mean"] > 1e-5 or r.get("after", 1) < least[r["name"]]]
     wrong += [r["name"] for r in found if r["name"] in learn and r["reward_last"] < r["reward_first"] + 0.3]
     wrong += [one["name"] for one in played if one["name"] != "mcp" and (one["right"], one["wrong"] > 0) != (1.0, False)]
-    record("programs", {"versions": versions(programs, gyms, verifiers), "scripted": played, "runs": found, "missed": wrong})
+    record("programs", {"versions": versions(programs, gyms, verifiers, openenv), "scripted": played, "runs": found, "missed": wrong})
     if wrong:
         sys.exit(f"missed: {', '.join(wrong)}")
 

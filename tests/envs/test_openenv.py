@@ -30,7 +30,7 @@ def serve():
             port = free.getsockname()[1]
         python = sys.executable if file == "openenv_server.py" else REAL
         processes.append(subprocess.Popen([python, Path(__file__).with_name(file), str(port), kind, str(capacity)]))
-        for _ in range(600):
+        for _ in range(3000):  # (importing openenv may take a minute)
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/schema", timeout=5).close()
                 return f"http://127.0.0.1:{port}"

@@ -1,8 +1,10 @@
 """Rewards over HTTP: what is sent, what comes back, and what goes wrong with real servers of the test's own."""
 
+import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import tiny_job
+from run_tools import fingerprint, run
 from service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
 
 from jaxrl.config import default_config, redacted
@@ -381,3 +384,29 @@ def test_a_run_learns_from_a_service_and_leaves_out_what_has_no_score(tmp_path):
     assert steps[0]["reward/remote/failed_type"] == pytest.approx(np.mean(absent))
     refused = run(server.url, "refused")
     assert refused.returncode == 2 and "remote: error: refused" in refused.stderr + refused.stdout
+
+
+@pytest.mark.slow
+def test_a_run_with_a_judge_killed_and_resumed_is_the_unbroken_run(tmp_path):
+    """Bitwise, and nothing that was asked before the kill is asked again: neither what a checkpoint holds nor what was cached."""
+    def answer(number, path, headers, body):
+        text = json.loads(body)["messages"][0]["content"]
+        asked.append(text)
+        return chat(f"Score: {int(hashlib.sha256(text.encode()).hexdigest(), 16) % 11}")
+
+    def job(name, *more):
+        return run(tmp_path / name, "reward.functions=judge", f"reward.judge.servers={server.url}", "reward.judge.model=m", "train.steps=4",
+                   "checkpoint.every_steps=2", "eval.sets=", "run.stop_seconds=1", *more)
+
+    asked = []
+    with Scripted(answer) as server:
+        status, told = job("unbroken")
+        assert status == 0, told
+        once, asked = asked, []
+        status, told = job("killed", "faults.plan=update.kill9@step=4")
+        assert status == -signal.SIGKILL, told
+        before = len(asked)
+        status, told = job("killed")
+        assert status == 0 and "resumed" in told, told
+    assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "unbroken")
+    assert sorted(asked) == sorted(once) and len(set(asked)) == len(asked) and before
