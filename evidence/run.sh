@@ -78,6 +78,8 @@
 # Of a run that is taken apart (not in "all"):
 #    1, 3, 4, 8  replays, other settings, five broken runs  replay.py (a quarter of an hour)
 #    5  where pairs of runs part                            diff.py (some two minutes)
+# Of the report:
+#    6  pages of real runs in a browser, 10,000 steps       report.py (wants chromium; not in "all")
 # Of the house:
 #    1  no number moved between two checkouts               nothing_moved.py BEFORE (not in "all")
 # Of the options (not in "all"; half an hour):

@@ -535,6 +535,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
+        "report": O(True, "write <run.dir>/report.html, the run as one page, when the run ends (docs/report.md)"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
         "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
     },

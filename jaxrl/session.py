@@ -41,6 +41,7 @@ from jaxrl.faults import Faults, GracefulStop
 from jaxrl.given import Given, call_back
 from jaxrl.limits import end, ends
 from jaxrl.processes.group import PeerLost, peers
+from jaxrl.report import report_of
 from jaxrl.resume import config_changes
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
@@ -426,6 +427,7 @@ class Session:
         if c.checkpoint.upload.to:
             out["uploads"] = self.decide("uploads", self._sent, stopped)
             self.telemetry.summary(out)
+        self._report()
         if stopped:
             saved = "everything is saved, the same command goes on from here"
             saved = saved if self.step else "no step was done, nothing was saved"
@@ -435,6 +437,10 @@ class Session:
                 self.say(compared)
             self.say(closing(out))
         return out
+
+    def _report(self) -> None:
+        if self.spec.log.report and self.peers.first:
+            report_of(self.run_dir)
 
     def _sent(self, stopped: bool) -> dict:
         """What became of uploads. After a stop they get run.stop_seconds, and the last checkpoint is not the run's."""
@@ -489,6 +495,7 @@ class Session:
             self.telemetry.summary(told | known)
         except Exception as e:
             log.error("summary.json could not be written: %s", e)
+        self._report()
 
 
 def triggers(spec, states: dict) -> dict[str, Every]:

@@ -136,9 +136,13 @@ class Health:
         values = {**scalars, "seen": self._seen}
         broken = [r for r in RULES if r.name not in self._said and r.wrong(lambda n: values.get(n, float("nan")))]
         self._said |= {r.name for r in broken}
-        # "{rollout.temperature}" reads the attribute of a config group, "{reward/mean}" a metric.
-        known = _Known(self._config.items(), **values, run_dir=self._run_dir)
-        return [f"step {step}: {r.message.format_map(known)}" for r in broken]
+        return [f"step {step}: {message(r, self._config, self._run_dir, values)}" for r in broken]
+
+
+def message(rule: Rule, config, run_dir, values: dict[str, float]) -> str:
+    """What a broken rule says. config: group -> something whose attributes are the group's options."""
+    # "{rollout.temperature}" reads the attribute of a config group, "{reward/mean}" a metric.
+    return rule.message.format_map(_Known(config.items(), **values, run_dir=run_dir))
 
 
 class _Known(dict):

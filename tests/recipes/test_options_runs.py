@@ -44,7 +44,7 @@ WARM_START = f"""
         c.data.path, c.data.max_rows, c.data.prompts_per_step = ("jaxrl://arith/sft.jsonl",), 32, 4
         c.data.max_prompt_tokens, c.rollout.max_new_tokens, c.data.overlong_prompt = 120, 136, "filter"
         c.train.steps, c.train.tokens_per_microbatch = 4, 256
-        c.log.every_steps, c.log.tensorboard, c.log.print_samples = 2, False, 0
+        c.log.every_steps, c.log.tensorboard, c.log.report, c.log.print_samples = 2, False, False, 0
         c.optimizer.lr, c.optimizer.warmup_steps = 1e-2, 0
         c.train.loss_on_prompt = True
         return c
@@ -343,11 +343,12 @@ def test_checkpoints_and_exports(first):
 
 
 def test_outputs(first):
-    """The user's sink, TensorBoard and the rollouts, a line or file per step."""
+    """The user's sink, TensorBoard and the rollouts, a line or file per step; the page of the whole."""
     assert (first.run / "sink.txt").read_text().split() == ["0", "1", "2"]
     assert any(f.startswith("tensorboard/") for f in first.files)
     assert not any(f.startswith("warm_start/tensorboard") for f in first.files)  # log.tensorboard=False there
-    assert {"rollouts/step_00000001.jsonl", "rollouts/step_00000002.jsonl"} <= first.files
+    assert {"rollouts/step_00000001.jsonl", "rollouts/step_00000002.jsonl", "report.html"} <= first.files
+    assert "warm_start/report.html" not in first.files  # log.report=False there
 
 
 def test_tensorboard_has_histograms_of_what_the_host_holds(first):

@@ -1,0 +1,120 @@
+"""Metrics over steps: one curve per run, or of runs that differ in their seed alone a mean and the band around it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+
+import numpy as np
+
+from jaxrl.diff import WHERE
+from jaxrl.report.runs import Run
+from jaxrl.report.thin import kept, shorts
+from jaxrl.telemetry.names import METRICS, describe
+
+POINTS = 60_000  # of all curves together: about a megabyte
+FEWEST, MOST = 60, 1200  # of one curve
+STRETCHES = 100  # means that are drawn over a curve of more than twice as many points
+
+# Titles and metrics, as patterns in the order in which they are shown; all others stand under "All other metrics".
+SECTIONS = (
+    ("Learning", ("reward/mean", "accuracy/train", "eval/accuracy", "eval/pass@*", "eval/mean@*",
+                  "eval/preference_accuracy", "reward/accuracy", "reward/margin", "score/accuracy",
+                  "distill/divergence", "loss", "reward/std", "length/mean", "rollout/truncated_fraction",
+                  "rollout/zero_signal_fraction",
+                  "env/turns", "env/calls")),
+    ("Update", ("optim/grad_norm", "optim/lr", "policy/entropy", "policy/kl", "policy/approx_kl",
+                "policy/clip_fraction", "policy/ratio_mean", "value/loss", "value/explained_variance",
+                "router/load_max_over_mean")),
+    ("Staleness and gap", ("gap/mean", "gap/max", "gap/k3", "gap/corrected_fraction", "gap/stale_*", "old_gap/max",
+                           "staleness/mean", "staleness/max", "rollout/ahead_groups")),
+    ("Speed", ("time/step", "time/tokens_per_second", "perf/mfu", "perf/tokens_per_second", "perf/tflops",
+               "packing/efficiency")),
+)
+# Units by pattern of the name, the first that fits; a share is shown in percent.
+UNITS = (
+    ("time/wall", ""), ("time/compil*", "programs"), ("time/tokens_per_second", "tokens / s"), ("time/*", "s"),
+    ("perf/*tokens_per_second", "tokens / s per device"), ("perf/*mfu", "%"), ("perf/*tflops", "TFLOP/s per device"),
+    ("perf/env_*", "s"), ("flops/*", "operations"), ("*_fraction", "%"), ("*accuracy*", "%"), ("eval/*pass@*", "%"),
+    ("eval/*mean@*", "%"), ("packing/efficiency", "%"), ("source/*/share", "%"), ("staleness/mean", "publications"),
+    ("staleness/max", "publications"), ("staleness/*", "%"), ("*length*", "tokens"), ("rollout/*tokens", "tokens"),
+    ("env/observation_tokens", "tokens"), ("env/turns*", "turns"), ("env/calls", "calls"), ("policy/entropy", "nats"),
+    ("policy/logprob", "nats"), ("policy/*kl", "nats"), ("gap/mean", "nats"), ("gap/max", "nats"),
+    ("gap/stale_*", "nats"), ("gap/k3", "nats"), ("old_gap/max", "nats"), ("distill/*", "nats"),
+    ("publish/seconds", "s"), ("publish/gb_per_second", "GB/s"), ("data/epoch", "passes"), ("data/samples", "samples"),
+)
+ASIDE = ("run.seed", "run.resume")  # options in which runs of one curve may differ
+LEFT_OUT = ("time/wall",)
+
+
+def unit(name: str) -> str:
+    found = next((u for pattern, u in UNITS if fnmatch.fnmatchcase(name, pattern)), None)
+    if found is None:
+        found = "%" if any(m.name == name and m.format == "percent" for m in METRICS) else ""
+    return found
+
+
+def groups(runs: list[Run]) -> list[list[int]]:
+    """Indices of runs that differ in run.seed (and in places and logs, which change no result) alone."""
+    out: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        own = str(run.config.get("run.dir") or "\0")
+        say = lambda v, own=own: v.replace(own, "<run.dir>") if isinstance(v, str) else v  # noqa: E731
+        same = {k: say(v) for k, v in run.config.items() if not k.startswith(WHERE) and k not in ASIDE}
+        key = json.dumps(same, sort_keys=True, default=str) if same else f"{i}"
+        out.setdefault(key, []).append(i)
+    return list(out.values())
+
+
+def charts(runs: list[Run], grouped: list[list[int]]) -> dict[str, dict]:
+    """Metric -> {doc, unit, lines: [{g: group, x: steps, y: values, lo, hi: of several runs}]}."""
+    names = [name for name in dict.fromkeys(n for run in runs for n in run.series) if name not in LEFT_OUT]
+    curves = sum(sum(any(name in runs[i].series for i in g) for g in grouped) for name in names)
+    points = int(np.clip(POINTS / max(1, curves), FEWEST, MOST))
+    out = {}
+    for name in sorted(names):
+        lines = [{"g": g} | line for g, members in enumerate(grouped)
+                 if (line := _line([runs[i].column(name) for i in members], points))]
+        out[name] = {"doc": describe(name) or "", "unit": unit(name), "lines": lines}
+    return out
+
+
+def _line(columns: list[tuple[np.ndarray, np.ndarray]], points: int) -> dict:
+    """Of one run its values; of several the mean, smallest and largest at the steps that all of them have."""
+    columns = [c for c in columns if len(c[0])]
+    if not columns:
+        return {}
+    if len(columns) == 1:
+        steps, values = columns[0]
+        at = kept([values], points)
+        return {"x": shorts(steps[at]), "y": shorts(values[at])} | _trend(steps, values)
+    shared = columns[0][0]
+    for steps, _ in columns[1:]:
+        shared = np.intersect1d(shared, steps)
+    if not len(shared):
+        return {}
+    values = np.stack([v[np.searchsorted(s, shared)] for s, v in columns])
+    mean, low, high = values.mean(0), values.min(0), values.max(0)
+    at = kept([mean, low, high], points)
+    return {"x": shorts(shared[at]), "y": shorts(mean[at]), "lo": shorts(low[at]), "hi": shorts(high[at]),
+            "of": len(columns)} | _trend(shared, mean)
+
+
+def _trend(steps: np.ndarray, values: np.ndarray) -> dict:
+    """Of a long curve the means of its stretches, at their middle steps, from all its finite values."""
+    if len(steps) <= 2 * STRETCHES:
+        return {}
+    edges = np.linspace(0, len(steps), STRETCHES + 1).astype(int)
+    parts = [(steps[a:b], values[a:b][np.isfinite(values[a:b])]) for a, b in zip(edges, edges[1:], strict=False)]
+    return {"tx": shorts(s[len(s) // 2] for s, _ in parts),
+            "ty": shorts(v.mean() if len(v) else np.nan for _, v in parts), "per": int(np.diff(edges).max())}
+
+
+def sections(names) -> list[list]:
+    """[[title, [metric, ...]], ...] of those that are there; the last holds all the rest."""
+    left, out = list(names), []
+    for title, patterns in SECTIONS:
+        own = list(dict.fromkeys(n for p in patterns for n in left if fnmatch.fnmatchcase(n, p)))
+        left = [n for n in left if n not in own]
+        out += [[title, own]] if own else []
+    return [*out, ["All other metrics", left]] if left else out

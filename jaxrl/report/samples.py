@@ -1,0 +1,189 @@
+"""Completions for the page: some of some steps, token by token where the run's tokenizer is at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import jaxrl
+from jaxrl.report.runs import Run
+from jaxrl.report.thin import short, shorts
+
+STEPS = 8                # of training, evenly spaced, the first and the last among them
+CHARACTERS = 900_000     # of all runs' completions together
+LONGEST = 20_000         # characters of one text, half from its beginning and half from its end
+MOST_TOKENS = 4_000      # of one completion
+EMBEDDED = Path(jaxrl.__file__).parent / "data" / "embedded"
+
+
+def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
+    """[{run, what: "training" or "held-out <set>", step, of: how many there are, rows}]: whole groups while there is
+    room, those whose completions were rewarded differently first.
+
+    Args:
+      steps: those of training that are asked for; None: evenly spaced ones.
+    """
+    chosen = [(i, *place) for i, run in enumerate(runs) for place in _places(run, steps)]
+    speak, out = [Speaker(run) for run in runs], []
+    for number, (i, what, step, file) in enumerate(chosen):
+        room = (CHARACTERS - sum(part["size"] for part in out)) // (len(chosen) - number)
+        records = runs[i].rows(file)
+        rows, used = _rows(records, room, speak[i])
+        out.append({"run": i, "what": what, "step": step, "of": len(records), "rows": rows, "size": used})
+    return [{k: v for k, v in part.items() if k != "size"} for part in out if part["rows"]]
+
+
+def _places(run: Run, asked: list[int] | None) -> list[tuple[str, int, Path]]:
+    def of(folder, **more):
+        found = []
+        for path in sorted((run.folder / folder).glob("step_*.jsonl")):
+            number, _, name = path.stem.removeprefix("step_").partition("_")
+            found += [(name, int(number), path)] if number.isdigit() else []
+        return found
+
+    train, held_out = of("rollouts"), of("eval")
+    if asked is not None:
+        train = [place for place in train if place[1] in asked]
+    elif len(train) > STEPS:
+        train = [train[i] for i in np.unique(np.linspace(0, len(train) - 1, STEPS).round().astype(int))]
+    ends = {}
+    for name, step, path in held_out:  # the first and the last evaluation of each set
+        first, _ = ends.get(name, ((name, step, path), None))
+        ends[name] = (first, (name, step, path))
+    shown = list(dict.fromkeys(place for pair in ends.values() for place in pair))
+    return [("training", step, path) for _, step, path in train] + [
+        (f"held-out {name}".strip(), step, path) for name, step, path in shown]
+
+
+def _rows(records: list[dict], room: int, speak: Speaker) -> tuple[list[dict], int]:
+    grouped: dict[object, list[dict]] = {}
+    for record in records:
+        grouped.setdefault(record.get("group"), []).append(record)
+    same = lambda group: len({str(r.get("score")) for r in group}) <= 1  # noqa: E731
+    rows, used = [], 0
+    for group in sorted(grouped.values(), key=same):  # stable
+        made = [_row(record, speak) for record in group]
+        size = sum(len(str(row)) for row in made)
+        if rows and used + size > room:
+            break
+        while len(made) > 1 and used + size > room:  # a group that is too long by itself
+            size -= len(str(made.pop()))
+        rows, used = rows + made, used + size
+    return rows, used
+
+
+def _row(record: dict, speak: Speaker) -> dict:
+    reward = record.get("reward") if isinstance(record.get("reward"), dict) else {}
+    row = {"group": record.get("group"), "sample": record.get("sample"), "prompt": _cut(record.get("prompt", "")),
+           "finish": record.get("finish"), "length": len(record.get("tokens") or ()),
+           "parts": reward.get("parts") or {},
+           "version": [record.get("version"), record.get("last_version")]}
+    row |= {name: _number(record.get(name)) for name in ("score", "advantage") if record.get(name) is not None}
+    row |= {name: record[name] for name in ("accurate", "source") if name in record}
+    row |= {"answer": _cut(record["answer"])} if record.get("answer") is not None else {}
+    if outcomes := {k: v for k, v in (reward.get("outcomes") or {}).items() if v != "ok"}:
+        row["outcomes"] = outcomes
+    return row | {"pieces": speak.pieces(record)}
+
+
+def _number(value):
+    return short(value) if isinstance(value, int | float) else None
+
+
+def _cut(text) -> str:
+    text = text if isinstance(text, str) else str(text)
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else (
+        f"{text[:half]}\n[... {len(text) - LONGEST} characters left out ...]\n{text[-half:]}")
+
+
+class Speaker:
+    """Tokens of a run as text, by the tokenizer that lies in its export, in its model's folder or among what was
+    downloaded; without one, completions are shown as plain text."""
+
+    def __init__(self, run: Run):
+        self._tokenizer = None
+        if file := tokenizer_file(run):
+            from tokenizers import Tokenizer
+
+            try:
+                self._tokenizer = Tokenizer.from_file(str(file))
+            except Exception:  # written by another version: text will do
+                self._tokenizer = None
+
+    def pieces(self, record: dict) -> list[dict]:
+        """What follows the prompt: [{text, trained, turn, reward}], and where tokens spell exactly this text
+        {tokens: [text], logprobs: [nats]} instead of text. `trained` is False for what was put between turns."""
+        told = record.get("episode")
+        if not isinstance(told, list) or not told:
+            told = [{"text": record.get("completion", ""), "trained": True}]
+        else:
+            told = told[not told[0].get("trained"):]
+        spelt = self._spelt(record, told) if self._tokenizer is not None else None
+        out = []
+        for piece in told:
+            one = {k: piece[k] for k in ("trained", "turn", "opens") if piece.get(k) is not None}
+            one |= {"reward": _number(piece["reward"])} if piece.get("reward") else {}
+            tokens = spelt.pop(0) if spelt and piece.get("trained") else None
+            out.append(one | (tokens or {"text": _cut(piece.get("text", ""))}))
+        return out
+
+    def _spelt(self, record: dict, told: list[dict]) -> list[dict] | None:
+        """One {tokens, logprobs} per trained piece; None where the tokens do not spell the pieces' text."""
+        ids, values = record.get("tokens") or [], record.get("logprobs") or []
+        if not ids or len(ids) != len(values) or len(ids) > MOST_TOKENS:
+            return None
+        decode = lambda part, skip: self._tokenizer.decode(part, skip_special_tokens=skip)  # noqa: E731
+        if "episode" not in record and decode(ids, True) != record.get("completion"):
+            return None
+        out, at = [], 0
+        for piece in (p for p in told if p.get("trained")):
+            texts, whole, stop = [], "", len(ids)
+            if "episode" in record:
+                whole = piece.get("text", "")
+            start, said = at, ""
+            while at < stop and ("episode" not in record or said != whole):
+                texts.append(self._next(ids, start, at))
+                said += texts[-1]
+                at += 1
+            if "episode" in record and said != whole:
+                return None
+            out.append({"tokens": texts, "logprobs": shorts(values[start:at])})
+        return out if at == len(ids) else None
+
+    def _next(self, ids: list[int], start: int, at: int) -> str:
+        """What token `at` adds to the text of those before it since `start`; "" for the beginning of a character whose
+        last token brings it. A few tokens before it decide how it is written (a space in front of a word)."""
+        first = max(start, at - 8)
+        before = self._tokenizer.decode(ids[first:at], skip_special_tokens=False)
+        now = self._tokenizer.decode(ids[first:at + 1], skip_special_tokens=False)
+        open_ = lambda text: len(text) - len(text.rstrip("\ufffd"))  # noqa: E731
+        kept = before[:len(before) - open_(before)]
+        if open_(now) and at + 1 < len(ids):
+            now = now[:len(now) - open_(now)]
+        return now[len(kept):] if now.startswith(kept) else now[len(before):]
+
+
+def tokenizer_file(run: Run) -> Path | None:
+    """The newest that lies in the run's own folder; else that of model.tokenizer or model.path."""
+    own = [*sorted(run.folder.glob("export*/tokenizer.json"), reverse=True),
+           *run.folder.glob("*/export/tokenizer.json")]
+    if own:
+        return own[0]
+    name = str(run.config.get("model.tokenizer") or run.config.get("model.path") or "")
+    if name.startswith("jaxrl://"):
+        path = EMBEDDED / name.removeprefix("jaxrl://") / "tokenizer.json"
+    else:
+        path = Path(name) / "tokenizer.json"
+    if name and path.is_file():
+        return path
+    if name.count("/") <= 1 and name:  # of the hub: only what was downloaded before
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(name, "tokenizer.json")
+        except ValueError:  # no name of the hub
+            return None
+        return Path(found) if isinstance(found, str) else None
+    return None
