@@ -1,5 +1,6 @@
 """jaxrl.migrate: configs of other systems. The tables are tested by themselves: every key, its default, another value."""
 
+import csv
 import json
 import random
 import subprocess
@@ -100,6 +101,35 @@ def test_the_default_written_down_changes_nothing(system):
     assert other == []
 
 
+# Sections of the systems' documents (seed_parameters.csv) -> where their parameters lie in a config.
+SECTIONS = {
+    "skyrl": {"Data Configuration": "data.", "Generator Configuration": "", "text": "", "Model Placement Configuration": "trainer.",
+              "FSDP Configuration": "trainer.", "": "trainer."},
+    "areal": {"Base Experiment Configuration": "", "GRPO Configuration": "", "SFT Configuration": "", "Reward Model Configuration": "",
+              "Launcher Configuration": "launcher.", "Scheduler Configuration": "scheduler.", "Cluster Specification": "cluster.",
+              "Dataset Configuration": "train_dataset.", "Generation Hyperparameters": "gconfig.", "SGLang Configuration": "sglang.",
+              "Inference Engine Configuration": "rollout.", "Checkpoint Saver Configuration": "saver.",
+              "Evaluator Configuration": "evaluator.", "Recovery Configuration": "recover.", "Micro-batch Specification": "actor.mb_spec.",
+              "Normalization Configuration": "actor.adv_norm.", "Optimizer Configuration": "actor.optimizer.",
+              "Statistics Logger Configuration": "stats_logger.", "": "actor."},
+}
+NAMES = {"skyrl": "SkyRL", "areal": "AReaL"}
+
+
+@pytest.mark.parametrize("system", sorted(SECTIONS))
+def test_every_parameter_of_the_documents_is_owned(system):
+    """By a key, or as a table that has keys."""
+    table, missing = table_of(system), []
+    with open(Path(__file__).parent / "seed_parameters.csv", newline="") as f:
+        rows = [r for r in csv.DictReader(f) if r["system"] == NAMES[system]]
+    for row in rows:
+        key = SECTIONS[system].get(row["section"], SECTIONS[system][""]) + row["parameter"]
+        unknown = Migration(table, Source({key: Setting(key, None, "test:1")}, []), table.versions[-1]).unknown
+        if unknown and not any(n.startswith(key + ".") for k in table.keys() for n in k.names()):
+            missing.append(key)
+    assert len(rows) > 100 and missing == []
+
+
 # -- SkyRL -------------------------------------------------------------------------------------------------------------
 
 
@@ -191,8 +221,9 @@ def test_trls_defaults_by_version():
     what = ("algorithm.kl.coef", "algorithm.aggregation", "rollout.temperature", "rollout.top_k", "data.overlong_prompt",
             "optimizer.schedule", "model.remat")
     by = {version: tuple(values(migrated("trl", {"num_processes": 8}, version))[o] for o in what)
-          for version in ("0.17", "0.19", "0.22", "1.9")}
+          for version in ("0.17", "0.18", "0.19", "0.22", "1.9")}
     assert by["0.17"] == (0.04, "token_mean", 0.9, 50, "truncate_left", "linear", "none")
+    assert by["0.18"] == (0.04, "token_mean", 1.0, -1, "truncate_left", "linear", "none")
     assert by["0.19"] == (0.0, "token_mean", 1.0, -1, "truncate_left", "linear", "none")
     assert by["0.22"] == (0.0, "token_mean", 1.0, -1, "truncate_left", "linear", "full")
     assert by["1.9"] == (0.0, "token_mean", 1.0, -1, "error", "linear", "full")

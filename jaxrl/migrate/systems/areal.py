@@ -190,6 +190,7 @@ TABLE = Table(
         K(ACTOR + "enable_tree_training", "automatic", why="answers of a group share one copy of their prompt (train.share_prompts)"),
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
         K("ppo.**", "unsupported", refuse=True, also=("exp_ctrl.**", "actor_train.**"), why="configs of AReaL before AReaL-lite"),
+        K("model", "unsupported", refuse=True, also=("model.**",), why="its supervised and reward-model trainers: recipes of ours"),
         K("teacher.**", "unsupported", refuse=True, why="a teacher beside the reward: run.recipe=distill is ours"),
         K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/environments.md)",
           also=("rollout.openai.mode",)),

@@ -17,7 +17,7 @@ SUPERVISED = "its other trainers are not read: run.recipe=sft, preference, rewar
 
 TABLE = Table(
     name="trl", title="TRL", command=r"grpo", flags=True,
-    versions=("0.17", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9"),
+    versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9"),
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",
         "no weight decay on norms, biases and other vectors (as transformers)",
@@ -71,9 +71,9 @@ TABLE = Table(
             K(IS + "clip_min", "equivalent", other=0.5, beside=VLLM),
             K("off_policy_mask_threshold", "equivalent", other=0.1)), meaning.mismatch),
         Joint("sampling", (
-            K("temperature", "equivalent", default=Since(("0.17", 0.9), ("0.19", 1.0)), other=0.7),
+            K("temperature", "equivalent", default=Since(("0.17", 0.9), ("0.18", 1.0)), other=0.7),
             K("top_p", "equivalent", default=1.0, other=0.9),
-            K("top_k", "equivalent", default=Since(("0.17", 50), ("0.19", None), ("0.27", 0)), other=20),
+            K("top_k", "equivalent", default=Since(("0.17", 50), ("0.18", None), ("0.27", 0)), other=20),
             K("min_p", "equivalent", other=0.1),
             K("repetition_penalty", "equivalent", default=1.0, other=1.1)), meaning.sampling),
         Joint("engine", (
