@@ -63,6 +63,7 @@
 #    6  turns per second of a null environment              benchmarks/environments.py
 #    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes); --names=repair (needs bubblewrap)
 #    3  programs for an API, MCP servers, public libraries  programs.py (makes environments of its own)
+#    5  turns through Ray's workers beside local ones        ray_workers.py (wants ray)
 # Of preferences and reward models (not in "all"):
 #    2  losses and gradients beside TRL's                     trl_parity.py (wants torch and trl 1.16)
 #    7  a reward model, RL with it, and a weak one          reward_models.py (a quarter of an hour)
