@@ -62,8 +62,9 @@ BY_PARAMETER = (*BY_NUMBER, "adafactor")      # and here on those of its own par
 def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
     """(optax transformation over a flat dict of parameters, schedule).
 
-    Weight decay is decoupled (adamw, lion, adafactor) and spares vectors: parameters with at most one axis beside
-    "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match wins.
+    Weight decay is decoupled (adamw, lion, adafactor) and spares vectors: biases, and parameters with at most one axis
+    beside "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match
+    wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
     and BEiT, 2106.08254, which count the head as a layer more), with a group's multiplier and not instead of it.
 
@@ -167,7 +168,8 @@ def adapters_optimizer(config, adapter: str):
 
 
 def _decays(name: str, axes) -> bool:
-    return len([a for a in axes if a != "layers"]) > 1 and not name.endswith("/lora/m")  # DoRA's vector, of all heads
+    vector = name.endswith(("/bias", "/lora/m"))  # of all heads or experts, too; DoRA's
+    return len([a for a in axes if a != "layers"]) > 1 and not vector
 
 
 def check_name(name: str) -> None:

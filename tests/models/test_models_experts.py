@@ -578,20 +578,22 @@ def test_adapters_beside_experts():
     assert {t.name for t in resolved(some, model, strict=True).targets} == {n for n in every if n.endswith("up_proj")}
 
 
-def test_decay_spares_the_vectors_of_experts_models():
+@pytest.mark.parametrize("architecture, kinds", [("olmoe", {"scale"}), ("gpt_oss", {"scale", "bias", "sinks"})])
+def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
+    """Those of all heads and experts too, which are arrays of two axes."""
     from jaxrl import training
     from jaxrl.config import default_config, editable
 
     config = editable(default_config()).optimizer
     config.lr, config.weight_decay, config.warmup_steps, config.warmup_fraction = 1.0, 0.5, 0, 0.0
-    model = build({**SIZES, **EXPERTS["olmoe"][1], "model_type": "olmoe"}, compute_dtype=jnp.float32, scan_layers=True)
+    model = build({**SIZES, **EXPERTS[architecture][1], "model_type": architecture}, compute_dtype=jnp.float32, scan_layers=True)
     axes = {"/".join(e.path): e.axes for e in model.entries}
     params = {"/".join(e.path): np.ones(e.shape, np.float32) for e in model.entries}
     optimizer, _ = training.make_optimizer(config, 10, axes)
     steps, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p),
                        compiler_options=model_cases.QUICK)(params)
     still = {name for name, step in steps.items() if not np.any(step)}
-    assert still == {name for name in params if name.endswith("scale")} and len(still) == 5
+    assert still == {name for name in params if name.rpartition("/")[2] in kinds} and {n.rpartition("/")[2] for n in still} == kinds
 
 
 @pytest.mark.slow
