@@ -82,13 +82,13 @@ def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Se
     while i < len(words):
         text, line = words[i]
         where = f"{command.file}:{line}"
-        named = re.fullmatch(r"--(config-path|config-name|config_file|config)(?:=(.*))?", text, re.S)
+        named = re.fullmatch(r"--(config[-_]path|config[-_]name|config_file|config)(?:=(.*))?", text, re.S)
         if named:
             value = named[2]
             if value is None:
                 i += 1
                 value = words[i][0] if i < len(words) else ""
-            if named[1] == "config-path":
+            if named[1] in ("config-path", "config_path"):
                 folder = value
             else:
                 configs.append(value)

@@ -210,6 +210,8 @@ class _Interpolation:
                 if len(parts) > 1
                 else f"${{{parts[0]}}}".replace("{", "").replace("}", "")
             )
+        if name == "now":  # hydra's time of the start
+            return "now"
         if name == "oc.select":
             found = self.key(str(parts[0]), at, depth, missing=None)
             return scalar(str(parts[1])) if found is None and len(parts) > 1 else found

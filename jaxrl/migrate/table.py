@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
-from jaxrl.migrate.source import Setting, Source, Unreadable
+from jaxrl.migrate.source import Setting, Source, Unreadable, scalar
 from jaxrl.option import BOUNDS
 from jaxrl.schema import element_kind, free_tables, options
 
@@ -191,6 +191,7 @@ class Migration:
         value = self[name]
         if value is None:
             return None
+        value = scalar(value) if isinstance(value, str) else value  # "1e-6" in quotes
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -277,17 +278,20 @@ class Migration:
 
     def _single(self, key: Key) -> None:
         settings = self.all(key.name)
+        said = False  # of a whole table the first key speaks for all
         if key.kind == "unsupported":
             for s in settings:
                 if s.value not in (*key.fine, None) and s.value != self.default(key.name):
-                    self.lacking.append((s.key, f"{_short(s.value)}: {key.why}", key.refuse))
+                    said or self.lacking.append((s.key, f"{_short(s.value)}: {key.why}", key.refuse))
                     self.marks[s.key] = ("unsupported", key.why)
+                    said = key.name.endswith("**")
                 else:
                     self.marks[s.key] = ("inert", "asks for nothing: " + key.why)
         elif key.kind == "ask" and settings:
             for s in settings:
-                if s.value not in (*key.fine, None, "", [], {}):
+                if s.value not in (*key.fine, None, "", [], {}) and not said:
                     self.needs(f"{s.key}={_short(s.value)}: {key.why}")
+                    said = key.name.endswith("**")
         elif key.to:
             value = self[key.name] if key.default is not MISSING or settings else None
             if value is not None:

@@ -76,7 +76,7 @@ class YamlReader:
             if not group.startswith("/")
             else path.parent / group[1:] / f"{name}.yaml"
         )
-        if not file.is_file() or ".." in Path(str(name)).parts:
+        if not file.is_file():
             self.notes.append(
                 f"{where}: {group + '/' if group else ''}{name}.yaml of the defaults list is not at hand; the "
                 "source's own defaults stand for it"

@@ -1,0 +1,232 @@
+"""Devices and layouts of ROLL's roles: the joint rules of its table that concern them. See systems/roll.py."""
+
+from __future__ import annotations
+
+import ast
+import math
+
+from jaxrl.migrate import common
+from jaxrl.migrate.table import Migration
+
+TRAIN, INFER, CRITIC, REF, VALID = "actor_train.", "actor_infer.", "critic.", "reference.", "validation."
+ARGS, CONFIG, SAMPLE, DATA = "training_args.", "strategy_args.strategy_config.", "generating_args.", "data_args."
+MEGATRON = tuple(
+    TRAIN + CONFIG + n
+    for n in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    )
+)
+ULYSSES, STRATEGY, WORKER = (
+    TRAIN + "model_args.ulysses_size",
+    TRAIN + "strategy_args.strategy_name",
+    TRAIN + "worker_cls",
+)
+MOST_DEVICES = 100_000
+
+
+PER_DEVICE, ACCUMULATION = TRAIN + ARGS + "per_device_train_batch_size", TRAIN + ARGS + "gradient_accumulation_steps"
+LENGTHS = ("prompt_length", "response_length", "sequence_length")
+
+
+def numbers(text) -> list[int]:
+    """A list of device numbers as ROLL writes it: [0, 1], '[0,1]', 'list(range(0,8)) + [9]'; nothing is executed."""
+
+    def walk(node, depth=0):
+        if depth > 20:
+            raise ValueError("too many parts")
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return walk(node.left, depth + 1) + walk(node.right, depth + 1)
+        if isinstance(node, ast.List | ast.Tuple) and all(type(getattr(n, "value", None)) is int for n in node.elts):
+            return [n.value for n in node.elts]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+            if node.func.id == "list" and len(node.args) == 1:
+                return walk(node.args[0], depth + 1)
+            bounds = [getattr(a, "value", None) for a in node.args]
+            if node.func.id == "range" and 1 <= len(bounds) <= 3 and all(type(b) is int for b in bounds):
+                found = range(*bounds)
+                if len(found) > MOST_DEVICES:
+                    raise ValueError("too many devices")
+                return list(found)
+        raise ValueError("no list of device numbers")
+
+    if isinstance(text, list):
+        if all(type(n) is int for n in text):
+            return text
+        raise ValueError("no list of device numbers")
+    if len(str(text)) > 2000:
+        raise ValueError("too long")
+    try:
+        return walk(ast.parse(str(text).strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("no list of device numbers") from None
+
+
+def devices(m: Migration, role: str) -> list[int]:
+    """The devices of a role; [] where the source sets none."""
+    value = m[role + "device_mapping"]
+    if value is None:
+        return []
+    try:
+        found = numbers(value)
+    except ValueError:
+        raise m.wrong(role + "device_mapping", "device numbers such as list(range(0,8))") from None
+    if len(set(found)) != len(found):
+        raise m.wrong(role + "device_mapping", "each device once")
+    return found
+
+
+def sizes(m: Migration) -> tuple[int, int, int, int]:
+    """(tp, pp, cp, ep) of training."""
+    tp, pp, cp, ep = (m.integer(name) or 1 for name in MEGATRON)
+    if "megatron" not in m.text(STRATEGY):
+        tp = pp = ep = 1
+        cp = (m.integer(ULYSSES) or 1) if "fsdp" in m.text(STRATEGY) else 1
+    return tp, pp, cp, ep
+
+
+def layout(m: Migration):
+    train, infer = devices(m, TRAIN), devices(m, INFER)
+    per, tp_sizes = m.integer("num_gpus_per_node"), sizes(m)
+    m.set("mesh.fsdp", -1, STRATEGY)
+    used = set(train) | set(infer)
+    gpus = len(used) or m.gpus
+    m.gpus = gpus
+    tp, pp, cp, ep = tp_sizes
+    keys = (TRAIN + "device_mapping", *MEGATRON, ULYSSES)
+    colocated = not train or not infer or bool(set(train) & set(infer))
+    common.mesh(m, keys, tp=tp, pp=pp, cp=cp, ep=ep, gpus=gpus if colocated else len(train))
+    m.facts["GPUs"] = gpus or "unknown"
+    width = INFER + CONFIG + "tensor_parallel_size"
+    at = width if m[width] else INFER + "num_gpus_per_worker"
+    served = m.integer(width) or m.integer(INFER + "num_gpus_per_worker") or 1
+    if m[width] and m.given(INFER + "num_gpus_per_worker"):
+        m.mark(INFER + "num_gpus_per_worker", "inert", "tensor_parallel_size is set, and wins")
+    nodes = max(-(-(max(used) + 1) // max(per, 1)), 1) if used else 1
+    backend, key = m.text(INFER + "strategy_args.strategy_name"), INFER + "strategy_args.strategy_name"
+    where = (at, INFER + "device_mapping", TRAIN + "device_mapping", "num_gpus_per_node")
+    engines = max((len(infer) or gpus or 1) // served, 1)
+    backend = "hf" if backend == "hf_infer" else backend
+    if colocated:
+        common.engine(m, backend, key, tp=served, engines=engines, nodes=nodes, gpus=gpus, colocated=True, keys=where)
+        if train and infer and set(train) != set(infer):
+            m.differs("training and sampling share only some GPUs there; here both have all of them, in turns")
+        return
+    common.engine(m, backend, key, tp=served, engines=engines, nodes=engines, gpus=0, colocated=False, keys=where)
+    if nodes == 1:
+        ordered = sorted(infer)
+        m.set("rollout.placement", "disaggregated", *where)
+        m.set("mesh.roles.policy", {"devices": _ranges(sorted(train))}, TRAIN + "device_mapping")
+        if engines > 1:
+            m.set("rollout.vllm.replicas", engines, *where)
+        chunks = (ordered[i * served : (i + 1) * served] for i in range(engines))
+        m.set("rollout.vllm.devices", tuple(",".join(map(str, c)) for c in chunks), *where)
+        return
+    m.needs(
+        f"training has {len(train)} GPUs and sampling {len(infer)} others on {nodes} hosts: start {engines} servers of "
+        f"{served} GPUs on those (docs/rollout.md), name them in rollout.servers, set rollout.placement=disaggregated"
+    )
+
+
+def _ranges(numbers_: list[int]) -> str:
+    """'0-3,6' of sorted numbers."""
+    parts, start = [], 0
+    for i in range(1, len(numbers_) + 1):
+        if i == len(numbers_) or numbers_[i] != numbers_[i - 1] + 1:
+            first, last = numbers_[start], numbers_[i - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = i
+    return ",".join(parts)
+
+
+def memory(m: Migration):
+    longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
+    if m.flag(dynamic) and m.integer(most):
+        m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)
+    else:
+        m.set("train.tokens_per_microbatch", m.integer(PER_DEVICE) * longest, PER_DEVICE, *LENGTHS)
+    scored, many = TRAIN + "infer_batch_size", TRAIN + "max_tokens_per_microbatch_in_infer"
+    if m.flag(TRAIN + "use_dynamic_batching_in_infer") and m.integer(many):
+        tokens, keys = max(m.integer(many), longest), (TRAIN + "use_dynamic_batching_in_infer", many)
+    else:
+        tokens, keys = m.integer(scored) * longest, (scored, *LENGTHS)
+    if tokens != m.options["train.tokens_per_microbatch"][0]:
+        m.set("train.score_tokens_per_microbatch", tokens, *keys)
+    _rest(m)
+
+
+def _rest(m: Migration):
+    """Where parameters and optimizer state are between and during uses."""
+    config = TRAIN + "strategy_args.strategy_config"
+    name = next((s.value for s in m.all(config) if isinstance(s.value, str)), "")
+    streamed = (
+        "cpuoffload" in name
+        or bool(
+            m.all(config + ".zero_optimization.offload_param.device")
+            or m.all(config + ".zero_optimization.offload_optimizer.device")
+        )
+        or m.flag(config + ".offload_policy")
+    )
+    keys = (
+        config,
+        config + ".offload_policy",
+        config + ".zero_optimization.**",
+        config + ".zero_optimization.offload_optimizer.device",
+    )
+    old = m.options.get("mesh.roles.policy", ({}, ()))[0]
+    if streamed:
+        m.options.pop("mesh.roles.policy", None)
+        m.set("mesh.roles.policy", {**old, "rest": "streamed"}, *keys, *([TRAIN + "device_mapping"] if old else []))
+
+
+def checkpointing(m: Migration):
+    off, kind = TRAIN + "model_args.disable_gradient_checkpointing", TRAIN + CONFIG + "recompute_granularity"
+    if "megatron" in m.text(STRATEGY):
+        m.mark(off, "inert", "megatron looks at recompute_granularity")
+        remat = m.choice(kind, {"full": "full", "selective": "dots", "": "none"})
+        m.set("model.remat", remat or "auto", kind)
+        return
+    m.set("model.remat", "none" if m.flag(off) else "full", off)
+
+
+def context(m: Migration):
+    longest = m.integer(INFER + CONFIG + "max_model_len")
+    if longest:
+        common.context(m, longest, "rollout.vllm.max_model_len", INFER + CONFIG + "max_model_len")
+
+
+def engine_memory(m: Migration):
+    sglang = m.text(INFER + "strategy_args.strategy_name") == "sglang"
+    key = INFER + CONFIG + ("mem_fraction_static" if sglang else "gpu_memory_utilization")
+    if m[key] is not None:
+        m.set("rollout.vllm.memory_fraction", m.number(key), key)
+
+
+def engine_options(m: Migration):
+    """What is left of the engine's options are vLLM's own."""
+    own = m.text(INFER + "strategy_args.strategy_name") in ("vllm", "")
+    for s in m.all(INFER + CONFIG + "*"):
+        if own and s.value is not None:
+            m.set(f"rollout.vllm.engine_kwargs.{s.key.rsplit('.', 1)[1]}", s.value, s.key)
+        else:
+            m.mark(s.key, "inert", "an option of another engine, or empty")
+
+
+def ahead(m: Migration):
+    ratio = m.number("async_generation_ratio")
+    steps = math.ceil(ratio)
+    if steps and m.options.get("rollout.placement", ("",))[0] == "colocated":
+        m.lacks(
+            "async_generation_ratio",
+            "the engine sleeps while the trainer, whose GPUs it shares, updates: nothing is ahead",
+        )
+        steps = 0
+    m.set("rollout.max_staleness", steps, "async_generation_ratio")
+    m.facts["staleness"] = steps
+    if steps and ratio != steps:
+        m.differs(
+            f"async_generation_ratio={ratio}: completions may be {steps} steps old, of as many as there is room for"
+        )

@@ -1,0 +1,568 @@
+"""What keys of ROLL mean together: the joint rules of its table. See systems/roll.py."""
+
+from __future__ import annotations
+
+import math
+
+from jaxrl.migrate import common
+from jaxrl.migrate.systems.roll_layout import (
+    ACCUMULATION,
+    ARGS,
+    CRITIC,
+    DATA,
+    INFER,
+    LENGTHS,
+    MEGATRON,
+    PER_DEVICE,
+    SAMPLE,
+    TRAIN,
+    ULYSSES,
+    VALID,
+    WORKER,
+    devices,
+    sizes,
+)
+from jaxrl.migrate.table import Migration
+
+
+def batch(m: Migration):
+    """Mini-batches are sequences per device x accumulation x data-parallel ranks."""
+    prompts, group = m.integer("rollout_batch_size"), m.integer("num_return_sequences_in_group")
+    common.batch(m, prompts, group, ("rollout_batch_size",), "num_return_sequences_in_group")
+    epochs = m.integer("ppo_epochs")
+    m.set("algorithm.ppo_epochs", epochs, "ppo_epochs")
+    tp, pp, cp, _ = sizes(m)
+    count = len(devices(m, TRAIN)) or m.gpus
+    keys = (PER_DEVICE, ACCUMULATION, TRAIN + "device_mapping", "rollout_batch_size", "num_return_sequences_in_group")
+    if not count:
+        m.set("algorithm.num_minibatches", 1, *keys)
+        m.needs(
+            "actor_train.device_mapping is not set: the optimizer steps of a batch follow from the number of GPUs; "
+            "give --gpus=N (here there is one step)"
+        )
+        return
+    if count % (tp * pp * cp):
+        m.lacks(
+            TRAIN + "device_mapping", f"{count} devices are no multiple of {tp} x {pp} x {cp} (tp, pp, cp)", refuse=True
+        )
+        return
+    dp = count // (tp * pp * cp)
+    size, total = m.integer(PER_DEVICE) * m.integer(ACCUMULATION) * dp, prompts * group
+    m.facts["sequences per optimizer step"] = size
+    if not size or total % size or prompts % max(total // size, 1):
+        m.lacks(
+            ACCUMULATION,
+            f"{m.integer(PER_DEVICE)} x {m.integer(ACCUMULATION)} x {dp} ranks are {size} sequences per update, "
+            f"of {total}: they must be so many whole mini-batches of whole groups",
+            refuse=True,
+        )
+        return
+    m.set("algorithm.num_minibatches", total // size, *keys, *MEGATRON[:3], ULYSSES)
+    m.facts["optimizer steps per step"] = total // size * epochs
+    if total > size:
+        m.differs("ROLL draws mini-batches of single completions, here they are of prompts with all their completions")
+
+
+def lengths(m: Migration):
+    prompt = m.integer("prompt_length")
+    longest = m.integer("sequence_length")
+    answer = longest - prompt if longest else m.integer("response_length")
+    if not answer:
+        m.needs("neither response_length nor sequence_length is set: rollout.max_new_tokens is jaxrl's default")
+        answer = 1024
+    if answer < 1:
+        m.lacks("sequence_length", f"{longest} tokens leave nothing for an answer to prompts of {prompt}", refuse=True)
+        answer = 1
+    if longest and m.given("response_length"):
+        m.mark("response_length", "inert", "sequence_length is set, and wins")
+    m.set("data.max_prompt_tokens", prompt, "prompt_length")
+    m.set(
+        "rollout.max_new_tokens", answer, *(("sequence_length",) if longest else ("response_length",)), "prompt_length"
+    )
+    m.set("data.overlong_prompt", "filter", "prompt_length")
+    for key in (INFER + SAMPLE + "max_new_tokens", VALID + SAMPLE + "max_new_tokens"):
+        m.mark(key, "inert", "ROLL overwrites it by the lengths of the sequence and the prompt")
+    asked, whole = m.integer("val_prompt_length"), m.integer("val_sequence_length")
+    if asked and whole and whole - asked != answer:
+        m.set("eval.max_new_tokens", whole - asked, "val_sequence_length", "val_prompt_length")
+
+
+def data(m: Migration):
+    common.data_files(m, m.list(TRAIN + DATA + "file_name"), TRAIN + DATA + "file_name")
+    prompt, messages = m.text(TRAIN + DATA + "prompt"), m.text(TRAIN + DATA + "messages")
+    if prompt and messages:
+        m.lacks(TRAIN + DATA + "messages", "data_args.prompt and messages are not set together", refuse=True)
+        return
+    column = prompt or messages or "messages"
+    m.set("data.prompt_column", column, TRAIN + DATA + ("prompt" if prompt else "messages"))
+    if prompt:
+        m.set("data.chat", "false", TRAIN + DATA + "prompt")
+        m.differs(
+            "data_args.prompt names text that ROLL tokenises as it is, without a chat template; so does data.chat=false"
+        )
+    names = {m.text(k) for k in ("global_template", TRAIN + DATA + "template")} - {"", "native"}
+    if names and not prompt:
+        m.differs(
+            f"prompts are rendered by the tokenizer's own chat template; ROLL's ({', '.join(sorted(names))}) may "
+            "add another system message: compare log.print_samples, or name a file in model.chat_template"
+        )
+    shares = m.all(TRAIN + DATA + "domain_interleave_probs.*")
+    if len(shares) > 1:
+        said = ", ".join(f"{s.key.rsplit('.', 1)[1]} {s.value}" for s in shares)
+        m.needs(
+            f"domain_interleave_probs ({said}): rows are drawn evenly here; give each domain a file and name it in "
+            "data.sources with this weight"
+        )
+
+
+OLD_NORM = ("reward_norm", "reward_shift", "reward_scale")
+
+
+def advantage(m: Migration):
+    name, group = m.text("adv_estimator"), m.integer("num_return_sequences_in_group")
+    if name not in ("gae", "grpo", "reinforce"):
+        m.lacks(
+            "adv_estimator",
+            f"{name!r} is of the agentic pipeline, or not known; there are gae, grpo and reinforce",
+            refuse=True,
+        )
+        return
+    mean, std = _norms(m, name)
+    if group < 2 and "group" in (mean, std):
+        mean = std = "none"  # a group of one: its deviation is not defined there
+        m.differs("a group of one completion has no mean and deviation: advantages are not normalised")
+    kl = m.flag("add_token_level_kl")
+    kind = "gae" if name == "gae" else "returns" if kl or m.number("gamma") != 1 else "outcome"
+    m.set("algorithm.advantage", kind, "adv_estimator", "add_token_level_kl", "gamma")
+    if name == "gae":
+        for option, value in (("mean", mean), ("std", std)):
+            m.set(f"algorithm.advantage_{option}", "none", "adv_estimator")
+            m.set(f"reward.norm_{option}", value, f"norm_{option}_type", *OLD_NORM)
+    else:
+        m.set("algorithm.advantage_mean", mean, "adv_estimator", "norm_mean_type", *OLD_NORM)
+        m.set("algorithm.advantage_std", std, "adv_estimator", "norm_std_type", *OLD_NORM)
+    if kind != "outcome":
+        m.set("algorithm.gamma", m.number("gamma"), "gamma")
+    m.set("algorithm.whiten", m.flag("whiten_advantages"), "whiten_advantages")
+    clip = m.number("advantage_clip")
+    if clip:
+        m.set("algorithm.advantage_low", -float(clip), "advantage_clip")
+        m.set("algorithm.advantage_high", float(clip), "advantage_clip")
+    _reward_clip(m, mean, std, group)
+    if kind == "gae":
+        m.set("algorithm.lam", m.number("lambd"), "lambd")
+        _critic(m)
+    m.facts["advantage"] = f"{name}, mean {mean}, deviation {std}" + (
+        ", whitened" if m.flag("whiten_advantages") else ""
+    )
+    domains = {s.key.split(".")[1] for s in m.all("rewards.*.tag_included") + m.all("rewards.*.worker_cls")}
+    if len(domains) > 1 and (m.flag("whiten_advantages") or "batch" in (mean, std)):
+        m.differs("ROLL whitens and normalises within each domain of `rewards`, here it is over the whole batch")
+
+
+def _norms(m: Migration, name: str) -> tuple[str, str]:
+    """(mean, deviation) that rewards are brought to: none, group or batch."""
+    if name == "grpo":
+        for key in ("norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale"):
+            m.mark(key, "inert", "adv_estimator=grpo takes the group's mean and deviation")
+        return "group", "group"
+    old = m.text("reward_norm")
+    shift, scale = m.flag("reward_shift"), m.flag("reward_scale")
+    mean = m.text("norm_mean_type") or (old if not scale or shift else "")
+    std = m.text("norm_std_type") or (old if not shift or scale else "")
+    for key, value in (("norm_mean_type", mean), ("norm_std_type", std)):
+        if value not in ("", "batch", "group"):
+            at = key if m.given(key) else "reward_norm"
+            m.lacks(
+                at, f"{value!r}: rewards are normalised by group or batch here, not by running statistics", refuse=True
+            )
+    if std == "group" and mean != "group":
+        m.lacks("norm_std_type", "the group's deviation without its mean", refuse=True)
+    return (mean if mean in ("batch", "group") else "none"), (std if std in ("batch", "group") else "none")
+
+
+def _reward_clip(m: Migration, mean: str, std: str, group: int):
+    clip = m.number("reward_clip")
+    if not clip:
+        return
+    if mean == std == "none":
+        m.set("reward.clip", float(clip), "reward_clip")
+    elif mean == std == "group" and clip >= (group - 1) / math.sqrt(group):
+        m.mark(
+            "reward_clip",
+            "inert",
+            f"{group} normalised rewards of a group are at most {(group - 1) / math.sqrt(group):.3g}",
+        )
+    else:
+        m.lacks("reward_clip", "ROLL clips rewards after they are normalised, here (reward.clip) it is before")
+
+
+def _critic(m: Migration):
+    own = CRITIC + ARGS
+    path = m.text(CRITIC + "model_args.model_name_or_path") or m.text("reward_pretrain")
+    if path and path != m.text("pretrain"):
+        key = (
+            CRITIC + "model_args.model_name_or_path"
+            if m[CRITIC + "model_args.model_name_or_path"]
+            else "reward_pretrain"
+        )
+        m.set("critic.path", path, key)
+    m.set("critic.lr", m.number(own + "learning_rate"), own + "learning_rate")
+    m.set("critic.value_clip", float(m.number("value_clip") or 0), "value_clip")
+    m.set("critic.warmup_steps", m.integer("critic_warmup"), "critic_warmup")
+    if m.number(own + "weight_decay") != m.number(TRAIN + ARGS + "weight_decay"):
+        m.set("critic.optimizer.weight_decay", float(m.number(own + "weight_decay")), own + "weight_decay")
+    count = len(devices(m, CRITIC)) or len(devices(m, TRAIN)) or m.gpus
+    each = m.integer(own + "per_device_train_batch_size") * m.integer(own + "gradient_accumulation_steps")
+    split = [CRITIC + name.removeprefix(TRAIN) for name in MEGATRON[:3]]
+    shards = math.prod(m.integer(name) or 1 for name in split)
+    total = m.facts["sequences per step"]
+    size = each * max(count // shards, 1)
+    keys = (own + "per_device_train_batch_size", own + "gradient_accumulation_steps", CRITIC + "device_mapping", *split)
+    if count and not total % size and not m.integer("rollout_batch_size") % (total // size):
+        if total // size != m.options.get("algorithm.num_minibatches", (0, ()))[0]:
+            m.set("critic.num_minibatches", total // size, *keys)
+    elif count:
+        m.lacks(keys[1], f"{size} sequences per optimizer step of the critic do not divide {total} into whole groups")
+
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "constant",
+}
+
+
+def loss(m: Migration):
+    kind = m.choice("loss_agg_mode", AGGREGATIONS)
+    if kind:
+        m.set("algorithm.aggregation", kind, "loss_agg_mode")
+    if kind == "constant":
+        total = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0] - 1
+        m.set("algorithm.aggregation_constant", total, "loss_agg_mode", *LENGTHS)
+        m.facts["Dr.GRPO's constant"] = total
+        m.differs(
+            "ROLL's seq-mean-token-sum-norm adds up the answers, not divided by their number; here it is the mean, "
+            "as Dr.GRPO has it: its learning rate may have to be that much larger"
+        )
+    ratio = m.choice("importance_sampling", {"token": "token", "seq": "sequence"})
+    clip, wide = m.number("pg_clip"), m.flag("use_pg_clip_range")
+    low = m.number("pg_clip_low") if wide else clip
+    high = m.number("pg_clip_high") if wide else clip
+    if not wide:
+        for key in ("pg_clip_low", "pg_clip_high"):
+            m.mark(key, "inert", "read with use_pg_clip_range alone")
+    variant = m.text(TRAIN + "pg_variant") if "ActorPGWorker" in m.text(WORKER) else "ppo"
+    variant = variant or "vanilla"
+    if variant == "ppo":
+        m.set("algorithm.policy_loss", "clip", WORKER, TRAIN + "pg_variant")
+        m.set("algorithm.ratio", ratio or "token", "importance_sampling")
+        m.set("algorithm.clip_low", low, "use_pg_clip_range", "pg_clip_low" if wide else "pg_clip")
+        m.set("algorithm.clip_high", high, "use_pg_clip_range", "pg_clip_high" if wide else "pg_clip")
+        dual = round(1 + 2 * clip, 12) if m.flag("dual_clip_loss") else 0.0
+        m.set("algorithm.dual_clip", dual, "dual_clip_loss", "pg_clip")
+        m.facts["clip"] = f"{1 - low:g} to {1 + high:g}" + (f", dual {dual:g}" if dual else "")
+    elif variant in ("cispo", "tis"):
+        edges = (0.9, 1.1) if variant == "cispo" else (0.0, 1.0)
+        m.set("algorithm.policy_loss", "cispo", TRAIN + "pg_variant", WORKER)
+        m.set("algorithm.ratio", "token", TRAIN + "pg_variant")
+        m.set("algorithm.cispo_min_ratio", edges[0], TRAIN + "pg_variant")
+        m.set("algorithm.cispo_max_ratio", edges[1], TRAIN + "pg_variant")
+        m.facts["clip"] = f"weights of {edges[0]} to {edges[1]}"
+    elif variant == "vanilla":
+        m.set("algorithm.policy_loss", "pg", TRAIN + "pg_variant", WORKER)
+        m.set("algorithm.ratio", "token", TRAIN + "pg_variant")
+    else:
+        m.lacks(TRAIN + "pg_variant", f"{variant!r} is none of ppo, vanilla, tis, cispo", refuse=True)
+    m.set("algorithm.entropy_coef", m.number("entropy_loss_coef"), "entropy_loss_coef")
+
+
+def kl(m: Migration):
+    """k3 in the loss where use_kl_loss has a coefficient, which is 0 unless it is set; or in the reward."""
+    in_loss, in_reward = m.flag("use_kl_loss"), m.flag("add_token_level_kl")
+    coef, reward = (m.number("kl_loss_coef") if in_loss else 0.0), (m.number("init_kl_coef") if in_reward else 0.0)
+    if coef and reward:
+        m.lacks("add_token_level_kl", "the KL is in the loss or in the reward, not in both", refuse=True)
+        return
+    if reward:
+        estimator = m.choice("kl_penalty", {"kl": "k1", "abs": "abs", "mse": "k2"})
+        common.kl(m, reward, estimator or "k1", "reward", "add_token_level_kl", "init_kl_coef", "kl_penalty")
+        if m["target_kl"] is not None:
+            m.lacks("target_kl", "the coefficient of the KL is fixed here")
+        return
+    scale = m.number("rl_loss_coef")
+    common.kl(m, float(coef), "low_var", "loss", "use_kl_loss", "kl_loss_coef", "add_token_level_kl")
+    if scale != 1:
+        m.lacks("rl_loss_coef", "the policy loss has no factor of its own: scale optimizer.lr", refuse=not scale)
+
+
+def masks(m: Migration):
+    m.set("algorithm.mask_truncated", m.flag("max_len_mask"), "max_len_mask")
+    if m.flag("max_len_mask"):
+        m.differs("answers that are cut add no loss, but stay in the denominators; ROLL takes them out of those, too")
+    means = [s for s in m.all("rewards.*.query_filter_config.type") if s.value not in (None, "no_filter")]
+    if means:
+        _filters(m, means)
+        if m.flag("difficulty_mask"):
+            m.lacks("difficulty_mask", "groups are filtered by query_filter_config; both at once there are not")
+    elif m.flag("difficulty_mask"):
+        low, high = m.number("difficulty_low_threshold"), m.number("difficulty_high_threshold")
+        _keep(m, "mask", low, high, "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold")
+    else:
+        m.set("algorithm.dynamic_sampling", "off", "difficulty_mask")
+
+
+KEEP = '''"""Which groups of completions teach: those whose mean score is between {low:g} and {high:g}."""
+
+
+def keep(group):
+    scores = group["scores"]
+    return bool({low!r} < scores.mean() < {high!r})
+'''
+
+
+def _keep(m: Migration, how: str, low: float, high: float, *keys: str):
+    m.set("algorithm.dynamic_sampling", how, *keys)
+    m.files[f"{m.name}_keep.py"] = KEEP.format(low=float(low), high=float(high))
+    m.set("algorithm.keep_group", f"./{m.name}_keep.py:keep", *keys)
+
+
+def _filters(m: Migration, means):
+    """query_filter_config of the domains, which must agree."""
+    found = {}
+    for s in means:
+        args = {
+            x.key.rsplit(".", 1)[1]: x.value
+            for x in m.all("rewards.*.query_filter_config.filter_args.*")
+            if x.key.startswith(s.key[: -len("type")])
+        }
+        found[s.key] = (s.value, tuple(sorted(args.items())))
+    keys, (kind, args) = list(found), next(iter(found.values()))
+    if len(set(found.values())) > 1:
+        m.lacks(keys[-1], "domains with filters of their own; the first one's is taken for all")
+    args = dict(args)
+    m.set("algorithm.dynamic_sampling_rounds", 1000, *keys)
+    if kind == "mean_filter":
+        _keep(
+            m,
+            "refill",
+            args.get("threshold_down", -1),
+            args.get("threshold_up", 1e30),
+            *keys,
+            "rewards.*.query_filter_config.filter_args.*",
+        )
+    elif kind == "std_filter":
+        if args.get("std_threshold", -1) not in (0, 0.0):
+            m.lacks(keys[0], "groups are kept where their scores differ at all (std_threshold 0)")
+        m.set("algorithm.dynamic_sampling", "refill", *keys, "rewards.*.query_filter_config.filter_args.*")
+    else:
+        m.lacks(keys[0], f"{kind!r} is none of mean_filter and std_filter", refuse=True)
+
+
+def mismatch(m: Migration):
+    c = "train_infer_correction.is_weight."
+    if m.flag(c + "enabled"):
+        kind = m.choice(
+            c + "weight_type", {"token": "token_tis", "sequence": "sequence_tis", "geometric": "geometric_tis"}
+        )
+        m.set("algorithm.mismatch.correction", kind or "none", c + "enabled", c + "weight_type")
+        if kind and m.number(c + "upper_bound"):
+            m.set("algorithm.mismatch.cap", float(m.number(c + "upper_bound")), c + "upper_bound")
+        elif kind:
+            m.lacks(c + "upper_bound", "weights have a largest value here")
+    else:
+        m.set("algorithm.mismatch.correction", "none", c + "enabled")
+    rules = [f for f in m.list("train_infer_correction.filters") if isinstance(f, dict) and f.get("enabled")]
+    if rules:
+        m.lacks(
+            "train_infer_correction.filters",
+            "what is left out is also weighed here (algorithm.mismatch.correction=..._mis)",
+        )
+    again = m.flag("enable_old_logprobs_recompute") and not m.flag("force_disable_old_logprobs_recompute")
+    m.set("algorithm.old_logprobs", "recompute" if again else "auto", "enable_old_logprobs_recompute")
+
+
+def sampling(m: Migration):
+    values = _drawn(m, INFER + SAMPLE)
+    for option, (value, *keys) in values.items():
+        m.set(f"rollout.{option}", value, *keys)
+    if not m.flag(INFER + SAMPLE + "do_sample"):
+        m.lacks(
+            INFER + SAMPLE + "do_sample",
+            "greedy completions of a group are all equal: nothing can be learnt",
+            refuse=True,
+        )
+    stop = m.list(INFER + SAMPLE + "stop_strings")
+    if stop:
+        m.set("rollout.stop", tuple(str(s) for s in stop), INFER + SAMPLE + "stop_strings")
+    m.facts["sampling"] = ", ".join(f"{o} {v[0]}" for o, v in values.items() if o != "repetition_penalty")
+    if values["temperature"][0] not in (0, 1):
+        m.differs(
+            f"the update's log-probs are at the sampler's temperature ({values['temperature'][0]}); ROLL's are at 1"
+        )
+
+
+def _drawn(m: Migration, at: str) -> dict:
+    """Sampling options of a role: option -> (value, keys)."""
+    greedy = not m.flag(at + "do_sample")
+    top_k = m.integer(at + "top_k")
+    if (m.integer(at + "num_beams") or 1) > 1:
+        m.lacks(at + "num_beams", "completions are sampled, not searched for", refuse=True)
+    return {
+        "temperature": (0.0 if greedy else m.number(at + "temperature"), at + "temperature", at + "do_sample"),
+        "top_p": (m.number(at + "top_p"), at + "top_p"),
+        "top_k": (top_k if top_k and top_k > 0 else -1, at + "top_k"),
+        "repetition_penalty": (m.number(at + "repetition_penalty"), at + "repetition_penalty"),
+    }
+
+
+def evaluation(m: Migration):
+    files = VALID + DATA + "file_name"
+    common.eval_sets(m, m.list(files), files)
+    interval = m.integer("eval_steps") if m.list(files) else 0
+    common.triggers(m, "eval.every_steps", interval, "eval_steps", files)
+    m.set("eval.before", interval > 0, "eval_steps", files)
+    m.set("eval.after", False, "eval_steps", files)
+    if not interval:
+        m.facts["evaluation"] = "none"
+        return
+    for option, (value, *keys) in _drawn(m, VALID + SAMPLE).items():
+        m.set(f"eval.{option}", value, *keys)
+    count = VALID + SAMPLE + "num_return_sequences"
+    m.set("eval.samples", m.integer(count), count)
+    m.facts["evaluation"] = (
+        f"every {interval} steps and before, temperature {m.options['eval.temperature'][0]}, {m[count]} answers"
+    )
+
+
+def optimizer(m: Migration):
+    a = TRAIN + ARGS
+    m.set("optimizer.lr", m.number(a + "learning_rate"), a + "learning_rate")
+    m.set("optimizer.b1", m.number(a + "adam_beta1"), a + "adam_beta1")
+    m.set("optimizer.b2", m.number(a + "adam_beta2"), a + "adam_beta2")
+    warm, share = m.integer(a + "warmup_steps"), m.number(a + "warmup_ratio")
+    keys = (a + "warmup_steps",) if warm else (a + "warmup_steps", a + "warmup_ratio")
+    common.schedule(
+        m,
+        a + "lr_scheduler_type",
+        m.text(a + "lr_scheduler_type"),
+        warm,
+        None if warm else share,
+        a + "lr_scheduler_type",
+        *keys,
+    )
+
+
+def model(m: Migration):
+    path = m.text(TRAIN + "model_args.model_name_or_path") or m.text("pretrain")
+    if path:
+        key = TRAIN + "model_args.model_name_or_path" if m[TRAIN + "model_args.model_name_or_path"] else "pretrain"
+        m.set("model.path", path, key)
+    else:
+        m.needs("pretrain is not set: name the model in model.path")
+
+
+def adapters(m: Migration):
+    a = TRAIN + "model_args."
+    target = m[a + "lora_target"]
+    if target:
+        names = [t.strip() for t in target.split(",")] if isinstance(target, str) else list(target)
+        names = ["all-linear" if n in ("all", "all-linear") else n for n in names]
+        rank = m.integer(a + "lora_rank")
+        keys = (a + "lora_target", a + "lora_rank", a + "lora_alpha", a + "lora_dropout")
+        common.lora(
+            m,
+            rank,
+            float(m.number(a + "lora_alpha") or 2 * rank),
+            names,
+            None,
+            "",
+            m.number(a + "lora_dropout") or 0.0,
+            keys,
+        )
+        more = m.text(a + "additional_target")
+        if more:
+            m.set("lora.modules_to_save", tuple(t.strip() for t in more.split(",")), a + "additional_target")
+    if m.text(a + "adapter_name_or_path"):
+        m.set("lora.path", m.text(a + "adapter_name_or_path"), a + "adapter_name_or_path")
+
+
+REWARDS = '''"""ROLL's rewards by domain: the domain is a row's column `domain`, else that of its column `tag`.
+
+A domain without a rule here stops the run: write its reward.
+"""
+
+from jaxrl.rewards.builtin import math_reward
+
+DOMAINS = {tags}
+MATH = {math}
+WORKERS = {workers}
+
+
+def score(prompt, completion, answer=None, domain=None, tag=None, **columns):
+    name = domain or DOMAINS.get(tag, "math_rule")
+    if name in MATH:
+        return math_reward(prompt, completion, answer)
+    raise RuntimeError(f"{{name}}: this reward has to be written; in ROLL it was {{WORKERS.get(name)}}")
+'''
+
+
+def reward(m: Migration):
+    workers = {s.key.split(".")[1]: str(s.value) for s in m.all("rewards.*.worker_cls")}
+    tags = {str(t): s.key.split(".")[1] for s in m.all("rewards.*.tag_included") for t in (s.value or [])}
+    math_domains = tuple(sorted(d for d, w in workers.items() if w.endswith("MathRuleRewardWorker")))
+    m.set("data.answer_column", "ground_truth", "rewards.*.worker_cls")
+    if not workers:
+        m.set("reward.functions", ("math",), "rewards.*.worker_cls")
+        m.needs("rewards names no worker: reward.functions=math stands for it; name your own")
+        return
+    m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/rewards.md)")
+    if set(workers) == set(math_domains):
+        m.set("reward.functions", ("math",), "rewards.*.worker_cls")
+        return
+    text = REWARDS.format(tags=_table(tags), math=repr(math_domains), workers=_table(workers))
+    file = common.reward_file(m, text, "rewards.*.worker_cls")
+    others = sorted(set(workers) - set(math_domains))
+    m.needs(f"{file}: write the rewards of {', '.join(others)}; until then a row of theirs stops the run")
+
+
+def _table(pairs: dict) -> str:
+    return "{" + ", ".join(f"{ascii(k)}: {ascii(v)}" for k, v in pairs.items()) + "}"
+
+
+def places(m: Migration):
+    folder = "output_dir" if not m.given("checkpoint_config.output_dir") else "checkpoint_config.output_dir"
+    if m.given(folder):
+        m.set("run.dir", m.text(folder).rstrip("/"), folder)
+    if folder != "output_dir":
+        m.mark("output_dir", "automatic", "run.dir is checkpoint_config.output_dir, where ROLL keeps checkpoints")
+    common.triggers(m, "checkpoint.every_steps", m.integer("save_steps"), "save_steps")
+    m.set("checkpoint.every_minutes", 0.0, "save_steps")
+    keep = m.integer("max_ckpt_to_keep")
+    m.set("checkpoint.keep", keep if keep and keep > 0 else -1, "max_ckpt_to_keep")
+    resume = m["resume_from_checkpoint"]
+    if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):
+        m.needs(
+            f"resume_from_checkpoint={resume}: ROLL's checkpoints are not read; export it as a Hugging Face folder and "
+            "name that in model.path"
+        )
+        m.set("run.resume", "never", "resume_from_checkpoint")
+    else:
+        m.set("run.resume", "auto" if m.flag("resume_from_checkpoint") else "never", "resume_from_checkpoint")
+
+
+def loggers(m: Migration):
+    names = {"stdout": "console"}.get(m.text("track_with"), m.text("track_with"))
+    common.loggers(
+        m,
+        "track_with",
+        [names],
+        m.text("tracker_kwargs.project"),
+        m.text("exp_name"),
+        "tracker_kwargs.project",
+        "exp_name",
+    )
+    folder = [s.key for s in m.all("tracker_kwargs.**")]
+    for key in folder:
+        m.mark(key, "automatic", "metrics are below run.dir; WANDB_API_KEY holds the key")

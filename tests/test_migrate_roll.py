@@ -1,0 +1,159 @@
+"""jaxrl.migrate: what is easy to get wrong in configs of ROLL. Every key of its table is tested in test_migrate.py."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config import load_config
+from jaxrl.config_checks import check
+from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.source import Setting, Source, Unreadable
+from jaxrl.migrate.systems import table_of
+from jaxrl.migrate.systems.roll_layout import numbers
+from jaxrl.migrate.table import Migration
+
+CONFIG = """
+defaults:
+  - ../shared/deepspeed_zero3_cpuoffload@_here_
+  - _self_
+exp_name: small
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+prompt_length: 100
+response_length: 200
+adv_estimator: reinforce
+norm_mean_type: ~
+whiten_advantages: true
+advantage_clip: 2.0
+reward_clip: 10
+dual_clip_loss: true
+difficulty_mask: true
+difficulty_low_threshold: 0.1
+difficulty_high_threshold: 0.95
+pretrain: some/model
+helper: ${now:%Y}
+actor_train:
+  training_args: {learning_rate: "1.0e-6", per_device_train_batch_size: 1, gradient_accumulation_steps: 32, warmup_steps: 20}
+  data_args: {file_name: [a.jsonl], messages: messages, domain_interleave_probs: {math_rule: 1.0}}
+  strategy_args: {strategy_name: deepspeed_train, strategy_config: "${deepspeed_zero3_cpuoffload}"}
+  device_mapping: list(range(0,16))
+actor_infer:
+  generating_args: {max_new_tokens: "${response_length}", temperature: 0.99, top_p: 0.99}
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6, block_size: 16, max_model_len: 8000}}
+  device_mapping: "list(range(0,8)) + list(range(8,16))"
+rewards:
+  math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [aime]}
+"""
+
+
+def migrated(settings=None, version=None, gpus=0):
+    table = table_of("roll")
+    rows = {k: Setting(k, v, "test:1") for k, v in (settings or {}).items()}
+    return Migration(table, Source(rows, [], ""), version or table.versions[-1], gpus).run()
+
+
+def values(m):
+    return {option: value for option, (value, _) in m.options.items()}
+
+
+BATCH = {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "response_length": 4096,
+         "actor_train.training_args.per_device_train_batch_size": 1}
+
+
+def steps(accumulation, devices, **config):
+    more = {f"actor_train.strategy_args.strategy_config.{k}": v for k, v in config.items()}
+    m = migrated({**BATCH, "actor_train.training_args.gradient_accumulation_steps": accumulation,
+                  "actor_train.device_mapping": devices, "actor_train.strategy_args.strategy_name": "megatron_train", **more})
+    return m, values(m).get("algorithm.num_minibatches")
+
+
+def test_a_batch_is_of_prompts_and_a_minibatch_of_devices_times_accumulation():
+    m, count = steps(32, "list(range(0,16))")
+    assert (count, m.facts["sequences per step"], m.facts["sequences per optimizer step"]) == (1, 512, 512)
+    assert steps(32, "list(range(0,8))")[1] == 2
+    both = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    assert steps(32, "list(range(0,16))", **both)[1] == 8 and steps(32, "list(range(0,16))", expert_model_parallel_size=4)[1] == 1
+    assert steps(33, "list(range(0,16))")[0].outcome(False) == "refused"  # 528 of 512
+    assert steps(1, "list(range(0,2))")[0].outcome(False) == "refused"  # two of a group of eight
+
+
+def test_dual_clip_is_of_pg_clip_and_sampling_is_not_of_the_whole_distribution():
+    v = values(migrated({**BATCH, "dual_clip_loss": True, "use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.28}, gpus=8))
+    assert (v["algorithm.clip_low"], v["algorithm.clip_high"], v["algorithm.dual_clip"]) == (0.1, 0.28, 1.4)
+    assert (v["rollout.temperature"], v["rollout.top_p"], v["rollout.top_k"]) == (0.95, 0.7, 50)
+    assert values(migrated(BATCH, gpus=8))["algorithm.dual_clip"] == 0
+    assert (v["optimizer.lr"], v["optimizer.schedule"], v["optimizer.weight_decay"], v["optimizer.warmup_steps"]) == (5e-5, "linear", 0, 0)
+    assert v["algorithm.aggregation"] == "sequence_mean"
+    assert values(migrated(BATCH, "0.1.0", gpus=8))["algorithm.aggregation"] == "sequence_sum"
+    assert values(migrated(BATCH, "0.1.0", gpus=8))["optimizer.warmup_fraction"] == 0.03
+
+
+def test_kl_has_no_weight_until_it_is_given_one():
+    assert values(migrated({**BATCH, "use_kl_loss": True}, gpus=8))["algorithm.kl.coef"] == 0
+    v = values(migrated({**BATCH, "use_kl_loss": True, "kl_loss_coef": 0.001}, gpus=8))
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.estimator"], v["algorithm.kl.placement"]) == (0.001, "low_var", "loss")
+    v = values(migrated({**BATCH, "add_token_level_kl": True, "adv_estimator": "grpo"}, gpus=8))
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.estimator"], v["algorithm.kl.placement"]) == (0.2, "k1", "reward")
+    assert v["algorithm.advantage"] == "returns" and values(migrated(BATCH))["algorithm.advantage"] == "gae"
+
+
+@pytest.mark.parametrize("text, found", [
+    ("list(range(0,4))", [0, 1, 2, 3]), ("[0, 1] + list(range(8,10))", [0, 1, 8, 9]), ("list(range(0, 8, 2))", [0, 2, 4, 6]),
+    ([4, 5], [4, 5]), ("__import__('os').system('true')", None), ("list(range(10**9))", None), ("list(range(0,999999999))", None)])
+def test_lists_of_devices_are_read_and_never_executed(text, found):
+    if found is not None:
+        assert numbers(text) == found
+    else:
+        with pytest.raises(ValueError):
+            numbers(text)
+        with pytest.raises(Unreadable, match="device_mapping"):
+            migrated({**BATCH, "actor_train.device_mapping": text})
+
+
+def test_engines_of_their_own_devices_sample_ahead():
+    own = {**BATCH, "actor_train.device_mapping": "list(range(0,4))", "actor_infer.device_mapping": "list(range(4,8))",
+           "actor_train.training_args.gradient_accumulation_steps": 32, "async_generation_ratio": 1.5,
+           "actor_infer.strategy_args.strategy_config.tensor_parallel_size": 2}
+    v = values(migrated(own))
+    assert (v["rollout.placement"], v["rollout.vllm.devices"], v["rollout.max_staleness"]) == ("disaggregated", ("4,5", "6,7"), 2)
+    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["algorithm.num_minibatches"] == 4
+    shared = values(migrated({**own, "actor_infer.device_mapping": "list(range(0,8))"}))
+    assert shared["rollout.placement"] == "colocated" and shared["rollout.max_staleness"] == 0
+
+
+def test_a_config_with_relative_includes_passes_the_checks(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "shared" / "deepspeed_zero3_cpuoffload.yaml").write_text(
+        "deepspeed_zero3_cpuoffload:\n  zero_optimization: {stage: 3, offload_optimizer: {device: cpu}}\n")
+    (tmp_path / "job" / "small.yaml").write_text(CONFIG)
+    (tmp_path / "job" / "run.sh").write_text("python examples/start_rlvr_pipeline.py --config_path $(basename x) --config_name small\n")
+    out = tmp_path / "out"
+    assert command.main(["roll", str(tmp_path / "job" / "run.sh"), f"--out={out}"]) == 0
+    report = json.loads((out / "report.json").read_text())
+    kinds = {k["key"]: k["kind"] for k in report["keys"]}
+    assert kinds["actor_train.strategy_args.strategy_config.zero_optimization.offload_optimizer.device"] == "equivalent"
+    assert kinds["helper"] == "unknown" and kinds["actor_infer.generating_args.max_new_tokens"] == "inert"
+    c = load_config(str(out / "run.py"))
+    assert (c.optimizer.lr, c.algorithm.dual_clip, c.algorithm.advantage_high, c.reward.clip) == (1e-6, 1.4, 2.0, 10.0)
+    assert c.mesh.roles.policy.rest == "streamed" and c.rollout.vllm.engine_kwargs.block_size == 16 and c.eval.every_steps == 0
+    assert c.algorithm.keep_group == "./run_keep.py:keep" and c.data.answer_column == "ground_truth"
+    text = (out / "run_keep.py").read_text()
+    assert "0.1 < scores.mean() < 0.95" in text
+    c.algorithm.keep_group = f"{out}/run_keep.py:keep"
+    c.run.mode, c.plan.target = "plan", "h100:16"
+    check(c)
+
+
+def test_every_parameter_of_the_document_is_owned():
+    places = {"pipeline": "", "roles": "", "generating_args": "actor_infer.generating_args.",
+              "strategy_config": "actor_train.strategy_args.strategy_config."}
+    with open(Path(__file__).parent / "seed_parameters.csv", newline="") as f:
+        rows = [r for r in csv.DictReader(f) if r["system"] == "ROLL" and r["section"] != "strategy_name"]
+    keys = [r["parameter"] if r["parameter"].startswith("deepspeed") else
+            places.get(r["section"], f"actor_train.{r['section']}.") + r["parameter"] for r in rows]
+    rows = {k: Setting(k, None, "test:1") for k in keys}
+    table = table_of("roll")
+    assert len(keys) == 47 and Migration(table, Source(rows, []), table.versions[-1]).unknown == []
