@@ -25,6 +25,16 @@ def test_kernels(tmp_path):
     assert "of 6 cases" in (tmp_path / "kernels_cpu.md").read_text()
 
 
+@pytest.mark.slow
+def test_experts(tmp_path):
+    """Three ways that compute one function, timed at a size that says nothing."""
+    import experts
+
+    assert experts.main(["--tiny", "--json", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["tokens_per_second"]
+    assert set(found) == {"4", "8"} and all(rate > 0 for ways in found.values() for way in ways.values() for rate in way.values())
+
+
 def test_a_row_says_why_it_has_no_time(capsys):
     import kernel_table as kernels
 

@@ -53,6 +53,13 @@ def test_needed_work_counted_by_hand():
     assert shape.flops() == {"generation": forward, "update": 3 * forward}
 
 
+def test_needed_work_of_experts_counted_by_hand():
+    """The router and, of each layer, the chosen experts alone."""
+    dense, shape = shapes.SHAPES["W2"], shapes.SHAPES["W5"]
+    routers = 2 * 8 * 512 * 16 * 16 * (256 + 256)
+    assert shape.flops()["update"] - dense.flops()["update"] == 3 * routers and shape.config()["num_experts_per_tok"] == 4
+
+
 def test_needed_bytes_counted_by_hand():
     """Two layers, one key head of 16: the tiny shape's weights once for each of 8 tokens, 2 groups of 4."""
     shape = shapes.SHAPES["tiny"]
@@ -174,6 +181,17 @@ def test_the_torch_loop_makes_the_same_update(envs):
     ours = update("jaxrl", sys.executable, "gradient")
     assert same_update.distance(ours, update("torch_loop", torch, "gradient"))["relative"] < same_update.CASES["gradient"][1]
     assert same_update.distance(ours, update("torch_loop", torch, "own_scale"))["relative"] > 0.01
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+def test_the_torch_loop_makes_the_same_update_of_experts(envs):
+    """Which W5 times: Qwen3-MoE, every expert's matrices by their names."""
+    work = shapes.Work(shapes.make(shapes.SHAPES["tiny_experts"], envs / "work" / "tiny_experts"))
+    options, bound, _ = same_update.CASES["gradient"]
+    ours, theirs = (same_update.update_of(name, python, work, options)
+                    for name, python in (("jaxrl", sys.executable), ("torch_loop", run.interpreter("trl", envs))))
+    assert same_update.distance(ours, theirs)["relative"] < bound
 
 
 def test_an_interpreter_that_does_not_run_is_passed_over(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ SYSTEMS = {
     "vllm_alone": System("vllm_alone.py", "trl_vllm", trains=False),
 }
 PARTS_ONLY = ("torch_loop", "vllm_alone")  # half a step each
-WITH_ADAPTERS = ("jaxrl", "torch_loop")  # scripts that know shapes with `lora`
+OF_EVERY_KIND = ("jaxrl", "torch_loop")  # scripts that know shapes with `lora` or `experts`
 PARTS = ("generation", "scoring", "update", "rest")
 
 
@@ -186,7 +186,8 @@ def main(argv=None) -> int:
     args.ours, at = argv[cut + 1:], commit()
     shape = SHAPES[args.shape]
     names = args.systems.split(",") if args.systems else [
-        n for n, s in SYSTEMS.items() if (shape.generates or (s.trains and n != "trl_vllm")) and (not shape.lora or n in WITH_ADAPTERS)]
+        n for n, s in SYSTEMS.items() if (shape.generates or (s.trains and n != "trl_vllm")) and
+        (not (shape.lora or shape.experts) or n in OF_EVERY_KIND)]
     work = make(shape, args.envs / "work" / args.shape)
     pythons = {name: interpreter(SYSTEMS[name].environment, args.envs) for name in names}
     runs: dict[str, list] = {name: [] for name in names}

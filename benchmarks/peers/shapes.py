@@ -52,6 +52,8 @@ class Shape:
     generates: bool = True  # False: answers are recorded, only training runs
     dtype: str = "float32"
     lora: int = 0  # rank of adapters on all linear maps of the layers, which train instead of the model; alpha is the rank
+    experts: int = 0  # of every layer, each `intermediate` wide; the architecture is then Qwen3-MoE's
+    chosen: int = 0  # experts of a token
 
     @property
     def sequences(self) -> int:
@@ -81,7 +83,8 @@ class Shape:
         does not train has no gradient: its backward is once the forward."""
         d, p, lengths = self.hidden, self.prompt_tokens, self.answer_lengths().astype(np.float64)
         head_size = d // self.heads
-        weights = self.layers * (2 * d * d + 2 * d * self.kv_heads * head_size + 3 * d * self.intermediate)
+        inner = 3 * d * self.intermediate * max(self.chosen, 1) + d * self.experts
+        weights = self.layers * (2 * d * d + 2 * d * self.kv_heads * head_size + inner)
         positions = self.prompts * p + lengths.sum()
         pairs = self.prompts * p * (p + 1) / 2 + (lengths * p + lengths * (lengths + 1) / 2).sum()
         forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * lengths.sum()
@@ -109,6 +112,13 @@ class Shape:
 
     def config(self) -> dict:
         """The model's config.json."""
+        if self.experts:
+            return {**self._dense(), "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+                    "num_experts": self.experts, "num_experts_per_tok": self.chosen, "moe_intermediate_size": self.intermediate,
+                    "norm_topk_prob": True, "head_dim": self.hidden // self.heads, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return self._dense()
+
+    def _dense(self) -> dict:
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": self.hidden,
                 "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
                 "intermediate_size": self.intermediate, "vocab_size": self.vocab, "tie_word_embeddings": True,
@@ -127,6 +137,9 @@ SHAPES = {
     "W2": W2,  # training only
     "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
     "W4": dataclasses.replace(W2, lora=16),  # W2 with adapters
+    "W5": dataclasses.replace(W2, intermediate=W2.intermediate // 4, experts=16, chosen=4),  # of W2's width for a token
+    "tiny_experts": Shape(32, 2, 2, 1, 16, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
+                          experts=6, chosen=3),
     "tiny": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=8, microbatch=4),
     "tiny_tail": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail"),
     "tiny_lora": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
@@ -209,10 +222,16 @@ def _weights(shape: Shape) -> dict[str, np.ndarray]:
         name = f"model.layers.{i}."
         for part, size in (("q", d), ("k", kv), ("v", kv)):
             out[f"{name}self_attn.{part}_proj.weight"] = normal(size, d)
-            out[f"{name}self_attn.{part}_proj.bias"] = np.zeros(size, dtype)
+            if not shape.experts:
+                out[f"{name}self_attn.{part}_proj.bias"] = np.zeros(size, dtype)
         out[f"{name}self_attn.o_proj.weight"] = normal(d, d, closed=True)
-        out[f"{name}mlp.gate_proj.weight"], out[f"{name}mlp.up_proj.weight"] = (normal(shape.intermediate, d) for _ in range(2))
-        out[f"{name}mlp.down_proj.weight"] = normal(d, shape.intermediate, closed=True)
+        if shape.experts:
+            out |= {f"{name}self_attn.{x}_norm.weight": np.ones(d // shape.heads, dtype) for x in ("q", "k")}
+            out[f"{name}mlp.gate.weight"] = normal(shape.experts, d)
+        for part in [f"experts.{e}." for e in range(shape.experts)] or [""]:
+            out[f"{name}mlp.{part}gate_proj.weight"], out[f"{name}mlp.{part}up_proj.weight"] = (
+                normal(shape.intermediate, d) for _ in range(2))
+            out[f"{name}mlp.{part}down_proj.weight"] = normal(d, shape.intermediate, closed=True)
         out[f"{name}input_layernorm.weight"], out[f"{name}post_attention_layernorm.weight"] = (np.ones(d, dtype) for _ in range(2))
     return out
 

@@ -64,7 +64,19 @@ def parameters_of(whole) -> dict[str, np.ndarray]:
         from peft import get_peft_model_state_dict
 
         named = get_peft_model_state_dict(whole)
-    return {name: p.detach().float().numpy() for name, p in named.items()}
+    return {own: x for name, p in named.items() for own, x in apart(name, p.detach().float().numpy())}
+
+
+def apart(name: str, x: np.ndarray):
+    """transformers holds a layer's experts in two tensors; a checkpoint has three for each of them."""
+    module, _, kind = name.rpartition(".experts.")
+    if not module:
+        yield name, x
+        return
+    for expert, own in enumerate(x):
+        parts = zip(("gate_proj", "up_proj"), np.split(own, 2), strict=True) if kind == "gate_up_proj" else [(kind, own)]
+        for part, values in parts:
+            yield f"{module}.experts.{expert}.{part}.weight", values
 
 
 def update(model, optimizer, work, args) -> None:
