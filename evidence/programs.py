@@ -13,7 +13,7 @@ goes on from the first, or opens a sequence where it rewrites its history. Then 
   mcp            a server written with `mcp`, standard streams              mcp_http  the same over streamable HTTP
   reasoning_gym  its rows and its scores, asked by the openai client, streamed
   skyrl_gym      gsm8k_multi_turn of skyrl-gym as a class                   http      as openai, without a client (whose import costs 0.8 s)
-  verifiers      an environment of verifiers with a tool, by its own vf-eval, which starts three processes for an episode (one step)
+  verifiers      an environment of verifiers with a tool, by its own vf-eval, which starts three processes for an episode (8 episodes)
   openenv        a service of openenv-core, two answers to a question
 
 All start from the warm start of configs/env_sft.py:calc, which calls the tool in a part of its episodes, and train for two steps of 16
@@ -122,7 +122,7 @@ def options(programs: str, gyms: str, verifiers: str, folder: Path, port: int, s
                       "env.options.env=gsm8k_multi_turn", "env.options.max_turns=2", f"env.python={gyms}",
                       f"data.path={folder}/gsm8k.jsonl"),
         "verifiers": (*PROGRAM[:2], f"env.score={HERE}/scores.py:rewarded", "env.workers=1", f"env.program={by_verifiers(verifiers)}",
-                      "env.step_seconds=600", "env.episode_seconds=1800", "train.steps=1", "rollout.slots=8"),
+                      "env.step_seconds=600", "env.episode_seconds=1800", "train.steps=1", "rollout.group_size=2", "rollout.slots=8"),
         "openenv": ("env.tools=", "reward.functions=", "env.function=openenv", f"env.servers={service}", "env.max_turns=2",
                     "env.options={'reset': ('question', 'answer')}", f"data.path={folder}/sums.jsonl"),
     }
