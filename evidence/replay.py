@@ -85,7 +85,7 @@ def replays(work: Path) -> tuple[list, list]:
             where = where or {"mesh.fsdp": 1, "mesh.dp": 1}
             found = again(folder, devices=devices, **{"replay.steps": "3:4", **where})["replay"]
             kinds = [s["result"] for s in found["steps"]]
-            first = next((f"{s['first']}{s['where']}" for s in found["steps"] if "first" in s), "")
+            first = next((f"{s['first']}: {s['where']}" for s in found["steps"] if "first" in s), "")
             rows.append({"run": kind, "mesh": mesh, "steps": kinds, "first": first, "bytes_per_token": told["bytes_per_token"]})
             same = mesh == ("fsdp 2" if launch else "1 device")
             if "different" in kinds or (same and set(kinds) != {"bitwise"}):

@@ -24,10 +24,15 @@ def resolved_algorithm(cfg) -> dict:
 
 def algorithm(cfg) -> list[str]:
     """Everything below `algorithm`, and what stands beside it."""
+    bound = cfg.train.max_step_kl
     if not recipe_of(cfg).samples or not recipe_of(cfg).judged:
-        return []
+        none = no_effect("train.max_step_kl", bound, f"with run.recipe={cfg.run.recipe}", "leave it out")
+        return [none] * bool(bound)
     v = resolved_algorithm(cfg)
     out = []
+    if bound and cfg.mesh.roles.get("policy", {}).get("rest") == "streamed":
+        out.append(f"train.max_step_kl={bound} with mesh.roles.policy.rest=streamed: it holds the parameters before "
+                   "and after a step on the devices; leave one of them out")
     for name, known in (("advantage", (*ESTIMATORS, *ADVANTAGES)), ("policy_loss", tuple(POLICY_LOSSES))):
         if v[name] not in known and ":" not in v[name]:
             out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, a name that was registered, or an import "

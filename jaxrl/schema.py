@@ -465,6 +465,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "window": O(200, "finite updates in a row after which it is doubled", bound=">0"),
             "patience": O(1, "overflows in a row from which on it is halved", bound=">0"),
         },
+        "max_step_kl": O(0.0, "RL: most KL of a step in nats per token, from the policy before it to the one behind its updates, estimated on"
+                              " its batch (k3); a step beyond it is scaled back, or refused; costs two scorings and a copy of the parameters;"
+                              " 0 = off", bound=">=0"),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
         "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),

@@ -28,6 +28,7 @@ from jaxrl.algorithms import explained_variance, shared_prefix_mask
 from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
 from jaxrl.recipes.algorithm import Algorithm, advantages_by_source, start_of_step
+from jaxrl.recipes.bounded import Bounded
 from jaxrl.recipes.episodes import conversations
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.recording import Recording
@@ -179,10 +180,14 @@ def prepare(parts: Parts, batch) -> Prepared:
 
 def learn(parts: Parts, batch, prepared: Prepared) -> dict[str, float]:
     """All that a step changes: the update, then it counts. Returns the update's metrics."""
-    s, reference = parts.s, parts.algorithm.reference
+    s, reference, bound, bounded = parts.s, parts.algorithm.reference, parts.s.spec.train.max_step_kl, None
     with s.phase("update"):
         s.fault("update")
+        if bound:
+            bounded = Bounded(parts.policy, batch.traj, prepared.layout, prepared.columns)
         metrics = update_all(parts, batch, prepared.layout, prepared.columns, prepared.seed)
+        if bounded is not None:
+            metrics |= bounded.keep(bound)
     s.advance(batch.cursor, samples=batch.traj.num_trajectories)
     parts.rollouts.release(batch.cursor)
     return metrics | (reference.after_step(s, parts.policy) if reference is not None else {})

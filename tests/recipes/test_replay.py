@@ -4,9 +4,11 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import algorithm_runs
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import worlds
@@ -16,8 +18,10 @@ from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import recording
+from jaxrl.recipes.bounded import Bounded, k3
 from jaxrl.replay import anomalies, files
 from jaxrl.replay_checks import numbers, settings
+from jaxrl.types import TrainState
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +220,56 @@ def test_explain_names_the_answer_whose_reward_is_wrong(tmp_path):
     assert told["why"] == wrong["why"]
 
 
+@pytest.mark.slow
+def test_no_step_goes_beyond_its_bound(run, tmp_path):
+    """train.max_step_kl: every step whose KL would be more is scaled back until it is within, also where a first scaling is not enough,
+    and what it took is told; the first step is shorter in the same direction. Such steps are replayed bit by bit."""
+    folder, free = run
+    config = algorithm_runs.job(tmp_path, {"record.every": 1, "algorithm.kl.coef": 0.01, "train.max_step_kl": 1e-3,
+                                           "checkpoint.export_at_end": False, "optimizer.weight_decay": 0.0})
+    _, steps, _ = algorithm_runs.watched(config)
+    for step in steps:
+        told = step.metrics
+        assert told["policy/step_kl_asked"] > 1e-3 >= told["policy/step_kl"] > 1e-4 and 0 < told["policy/step_scale"] < 1
+    way = [{k: s.after.policy[k] - s.before.policy[k] for k in s.before.policy} for s in (free[0], steps[0])]
+    for k in way[0]:
+        np.testing.assert_allclose(way[1][k], steps[0].metrics["policy/step_scale"] * way[0][k], atol=1e-6)
+    assert {s["result"] for s in again(tmp_path)["steps"]} == {"bitwise"}
+
+
+def test_a_step_that_cannot_be_scaled_is_refused():
+    """Log-probs that are not finite however short the step is: the parameters stay, bit by bit."""
+    params = {"a": jnp.arange(3.0), "b": jnp.ones((2, 2), jnp.bfloat16)}
+    before, after = (TrainState(tree, {}, (), jnp.zeros((), jnp.int32), {}) for tree in (
+        params, {k: x + 1 for k, x in params.items()}))
+    traj = SimpleNamespace(loss_mask=np.array([True, True, False]))
+
+    class Policy:
+        held = before
+        state = property(lambda self: self.held)
+
+        def score(self, *_):
+            moved = float(self.held.trainable["a"][0]) != 0
+            return np.array([np.nan if moved else -1.0, -2.0, 0.0])
+
+    policy = Policy()
+    bounded = Bounded(policy, traj, None, {})
+    policy.held = after
+    assert bounded.keep(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
+    assert all(equal(np.asarray(policy.held.trainable[k]), np.asarray(x)) for k, x in params.items())
+    assert k3(np.log([0.5, 0.5]), np.log([0.25, 0.75]), np.ones(2, bool)) == pytest.approx(
+        np.mean([0.5 - 1 - np.log(0.5), 1.5 - 1 - np.log(1.5)]))
+
+
 def test_impossible_records_are_refused(tmp_path):
     config = algorithm_runs.job(tmp_path, {"record.last": 3})
     with pytest.raises(ConfigError, match="record.last=3"):
         check(config)
     config.record.every, config.run.recipe = 1, "sft"
-    with pytest.raises(ConfigError, match="record.every=1 with run.recipe=sft"):
+    config.train.max_step_kl = 0.1
+    with pytest.raises(ConfigError, match="record.every=1 with run.recipe=sft") as told:
         check(config)
+    assert "train.max_step_kl=0.1 has no effect" in str(told.value)
     config = algorithm_runs.job(tmp_path, {"replay.steps": "3", "replay.run": str(tmp_path)})
     with pytest.raises(ConfigError, match="replay.run=.*run.mode=train"):
         check(config)
