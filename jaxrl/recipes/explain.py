@@ -42,6 +42,8 @@ def run(config, given=None) -> dict:
     """Explains steps, and returns what is in summary.json as `explained` and in <run.dir>/explain/step_<step>.json."""
     found = anomalies.of_run(list(diff.Run(config.run.dir).lines.values()))
     plan = Plan(config, chosen(config, found))
+    if not config.replay.steps:
+        plan.wanted = [step for step in plan.wanted if plan.nearest(step) is not None]
     with contextlib.ExitStack() as open_ones:
         said, out = heading(plan, found), []
         for start, wanted in plan.chains():
@@ -66,7 +68,7 @@ def run(config, given=None) -> dict:
         if out:
             replay.s.telemetry.summary(told)
         else:
-            print(said + "nothing stands out of this run's metrics; name a step with --config.replay.steps")
+            print(said + "no recorded step that can be computed again stands out; name one with --config.replay.steps")
     return told
 
 

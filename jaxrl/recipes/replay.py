@@ -158,7 +158,9 @@ class Plan:
                               "with --config.record.every=1")
         newest = files.read(next(reversed(self.paths.values())))
         self.header = newest.header
-        self.wanted = wanted or numbers(config.replay.steps) or [s for s in self.paths if self.nearest(s) is not None]
+        if wanted is None:
+            wanted = numbers(config.replay.steps) or [s for s in self.paths if self.nearest(s) is not None]
+        self.wanted = wanted
         if missing := [s for s in self.wanted if s not in self.paths]:
             raise ConfigError(f"replay.steps={config.replay.steps}: step {missing[0]} is not recorded; recorded are "
                               f"{ranges(list(self.paths))}")

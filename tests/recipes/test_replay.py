@@ -205,6 +205,7 @@ def test_explain_names_the_answer_whose_reward_is_wrong(tmp_path):
     jaxrl.train(config)
     mesh = jax.sharding.get_mesh()
     try:
+        assert jaxrl.train(load_config(str(tmp_path / "config.json"), {"run.mode": "explain"}))["explained"] == []
         out = jaxrl.train(load_config(str(tmp_path / "config.json"), {"run.mode": "explain", "replay.steps": "2:3"}))
     finally:
         jax.set_mesh(mesh)
