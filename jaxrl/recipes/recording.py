@@ -35,6 +35,7 @@ class Recording:
         self.header = {"jaxrl": jaxrl.__version__, "jax": jax.__version__, "engine": job.config.rollout.engine,
                        "total_steps": s.total_steps}
         self.bytes = self.tokens = self.steps = 0
+        self._newest = (-1, None)  # step and look behind it: what the next one begins with
         if s.peers.first:
             files.delete_after(self.folder, s.step)
             if self.options.every:
@@ -51,11 +52,13 @@ class Recording:
         """What is known of this step before its update; None where it is not recorded."""
         if not self.due(self.s.step + 1):
             return None
-        return {"batch": batch, "columns": prepared.columns, "seed": prepared.seed, "before": self.look()}
+        before = self._newest[1] if self._newest[0] == self.s.step else self.look()
+        return {"batch": batch, "columns": prepared.columns, "seed": prepared.seed, "before": before}
 
     def end(self, begun: dict, metrics: dict) -> None:
         """The step is done and counts."""
         s, after = self.s, self.look()
+        self._newest = (s.step, after)
         header = {**self.header, "metrics": dict(metrics), "epoch": s.stream.epoch(s.progress.cursor),
                   "layout_seed": begun["seed"]}
         if s.peers.first:
