@@ -83,6 +83,7 @@
 #    6  pages of real runs in a browser, 10,000 steps       report.py (wants chromium; not in "all")
 # Of the migration (not in "all"; needs clones of the systems, by --clones):
 #    1, 2, 5  example configs of other systems          migrate_corpus.py (half a minute)
+#    2  three steps of a config of each                 migrate_train.py (some four minutes)
 # Of the house:
 #    1  no number moved between two checkouts               nothing_moved.py BEFORE (not in "all")
 # Of the options (not in "all"; half an hour):

@@ -1,6 +1,7 @@
 """jaxrl.migrate: configs of other systems. The tables are tested by themselves: every key, its default, another value."""
 
 import csv
+import importlib.util
 import json
 import random
 import subprocess
@@ -291,6 +292,39 @@ def test_areals_allocations():
     assert any("pipeline" in text for text in m.different)
     new = values(migrated("areal", {**AREAL, "rollout.backend": "vllm:d4", "actor.backend": "megatron:(attn:d1p1t2c1|ffn:d1p1t1e2)"}))
     assert new["mesh.tp"] == 2 and new["mesh.ep"] == 2 and new["rollout.vllm.replicas"] == 4
+
+
+# -- rewards that are written --------------------------------------------------------------------------------------------
+
+
+def scorer(system, settings, tmp_path):
+    """The function `score` of the reward file that a config gets."""
+    m = migrated(system, settings)
+    (tmp_path / "job_reward.py").write_text(m.files["job_reward.py"])
+    spec = importlib.util.spec_from_file_location(f"job_reward_{system}", tmp_path / "job_reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.score
+
+
+def test_rewards_of_skyrl_and_verl_are_their_rules(tmp_path):
+    gsm8k = scorer("skyrl", {}, tmp_path)
+    assert [gsm8k("p", c, "1234") for c in ("so #### 1,234", "#### 12", "1234", "#### 12 then #### 1234")] == [1, 0, 0, 0]
+    aime = scorer("skyrl", {"environment.env_class": "aime"}, tmp_path)
+    assert [aime("p", c, "33") for c in ("Answer: $33$.", "answer: \\boxed{33}", "33", "Answer: 33\nAnswer: 34")] == [1, 1, -1, -1]
+    rules = scorer("verl", {}, tmp_path)
+    assert [rules("p", c, "7", data_source="openai/gsm8k") for c in ("#### 6 #### 7", "7")] == [1, 0]
+    assert [rules("p", c, "7", data_source="lighteval/MATH") for c in ("so \\boxed{7}", "\\boxed{8}", "7")] == [1, 0, 0]
+    assert [rules("p", c, "7", data_source="aime24") for c in ("Answer: 7", "7")] == [1, -1]
+    with pytest.raises(RuntimeError, match="searchR1"):
+        rules("p", "c", "7", data_source="searchR1_nq")
+    (tmp_path / "mine.py").write_text("def f(data_source, solution_str, ground_truth, extra_info, k=1):\n"
+                                      "    return {'score': k * (solution_str == ground_truth), 'x': data_source}\n")
+    own = {"custom_reward_function.path": str(tmp_path / "mine.py"), "custom_reward_function.name": "f",
+           "custom_reward_function.reward_kwargs.k": 3}
+    assert [scorer("verl", own, tmp_path)("p", c, "7", data_source="s") for c in ("7", "8")] == [3, 0]
+    with pytest.raises(RuntimeError, match="has to be written"):
+        scorer("skyrl", {"environment.env_class": "mine"}, tmp_path)("p", "c", "7")
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""Showing 2 of the migration: an example config of each system trains three steps here, by overrides alone.
+
+    python evidence/migrate_train.py --clones=DIR [--systems=skyrl,verl]     # some four minutes
+
+The configs are of migrate_corpus.CORPUS. What is overridden is what a machine without GPUs and a model for tests cannot keep:
+the model (two layers from scratch, the shipped tokenizer), lengths, batch, engine, dtypes, places. Data are files with the
+columns that the system's own have. Whatever makes the loss (advantage, ratios, bounds, KL, aggregation, reward file, schedule)
+is as it was migrated. Exits with 1 where a run does not end with three finite steps; the first figure of AReaL's reward is
+checked by hand: (0 - 0.5) x 10 = -5 for wrong answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
+from common import record, table  # noqa: E402
+from migrate_corpus import CORPUS, clone, migrate, take  # noqa: E402
+
+# system -> (file of the corpus, further overrides; DATA is the folder of the rows)
+RUNS = {
+    "skyrl": ("gsm8k/run_gsm8k.sh", ["data.path=DATA/rows.parquet", "eval.sets=test=DATA/few.parquet"]),
+    "verl": ("grpo_trainer/run_qwen2-7b_math.sh", ["data.path=DATA/rows.parquet", "eval.sets=test=DATA/few.parquet"]),
+    "trl": ("Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml", [
+        "data.path=DATA/rows.jsonl", "reward.functions=math", "reward.weights=", "checkpoint.upload.to=", "model.revision="]),
+    "areal": ("math/gsm8k_grpo.yaml", ["data.path=DATA/rows.jsonl", "data.subset=", "eval.sets=test=DATA/few.jsonl",
+                                       "rollout.max_staleness=0", "rollout.partial=False"]),
+}
+MODEL = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+SMALL = [
+    "run.resume=never", "train.steps=3", "model.path=", "model.init=random", "model.tokenizer=jaxrl://arith/tokenizer",
+    "model.chat_template=DATA/chat.jinja", f"model.config={MODEL}", "data.prompts_per_step=8", "rollout.engine=jax",
+    "rollout.placement=auto", "rollout.vllm.devices=", "rollout.vllm.max_model_len=0", "mesh.roles={}", "rollout.max_new_tokens=16",
+    "data.max_prompt_tokens=256", "train.tokens_per_microbatch=0", "train.score_tokens_per_microbatch=0", "train.compute_dtype=fp32",
+    "rollout.dtype=fp32", "log.wandb=false", "log.console=plain", "eval.max_rows=4", "checkpoint.every_steps=0",
+    "checkpoint.at_end=False", "checkpoint.export_at_end=False",
+]
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def rows(out: Path) -> None:
+    """Rows as the systems' own scripts write them: messages and nested answers in Parquet, plain columns in JSON lines."""
+    said = [(f"What is {i} plus {i + 1}?", str(2 * i + 1)) for i in range(64)]
+    nested = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": q}], "env_class": "gsm8k",
+               "reward_spec": {"method": "rule", "ground_truth": a}, "reward_model": {"style": "rule", "ground_truth": a}} for q, a in said]
+    plain = [{"question": q, "problem": q, "prompt": q, "solution": a, "answer": f"work\n#### {a}"} for q, a in said]
+    for name, count in (("rows", 64), ("few", 8)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested[:count]), out / f"{name}.parquet")
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain[:count]))
+    (out / "chat.jinja").write_text(CHAT)
+
+
+def run(system: str, clones: Path, work: Path) -> dict:
+    """Migrates, trains, and returns the outcome of the migration and what the three lines of metrics say."""
+    name, more = RUNS[system]
+    repository, commit, version, files = next(entry for entry in CORPUS[system] if any(f.endswith(name) for f in entry[3]))
+    tree, out, data = work / "tree", work / "out", work / "data"
+    for folder in (tree, data):
+        folder.mkdir()
+    take(clone(clones, repository), commit, files, tree)
+    rows(data)
+    _, _, report = migrate(system, tree / next(f for f in files if f.endswith(name)), version, out)
+    flags = [f"--config.{o.replace('DATA', str(data))}" for o in (*SMALL, *more, f"run.dir={work / 'run'}")]
+    done = subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={report['config']}", *flags], cwd=out, text=True,
+                          capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    metrics = work / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    steps = [line for line in lines if "reward/mean" in line]
+    ok = done.returncode == 0 and len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps if "loss" in line)
+    if system == "areal":
+        ok = ok and steps[0]["reward/mean"] == -5.0
+    if not ok:
+        print(done.stdout[-2000:], done.stderr[-2000:])
+    return {"config": name, "outcome": report["outcome"], "steps": len(steps), "ok": ok,
+            "reward": [line["reward/mean"] for line in steps]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clones", type=Path, required=True)
+    parser.add_argument("--systems", default=",".join(RUNS))
+    args = parser.parse_args()
+    results = {}
+    for system in args.systems.split(","):
+        with tempfile.TemporaryDirectory() as tmp:
+            results[system] = run(system, args.clones, Path(tmp))
+    table(["system", "config", "outcome", "steps", "ok"], [[s, r["config"], r["outcome"], r["steps"], r["ok"]] for s, r in results.items()])
+    record("migrate_train", results)
+    return int(not all(r["ok"] for r in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
