@@ -18,7 +18,7 @@ VARIANCE_EPS = 1e-8
 EQUAL = 1e-8  # scores that differ by less are equal: a group of equals carries no signal, its advantage is exactly 0
 TOLD = 1e-6  # of the sum of |rewards of turns|: a rest that is smaller is the rounding of rewards in fp32
 MEANS = ("none", "group", "batch", "leave_one_out", "greedy")
-STDS = ("none", "group", "batch")
+STDS = ("none", "group", "batch", "group_population")
 
 
 def register_advantage(name: str):
@@ -54,8 +54,8 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
         leave_one_out  mean of the group's other members                 none: RLOO (arXiv 2402.14740)
         greedy         baseline_N, the greedy completion's score             none: ReMax (arXiv 2310.10505)
 
-    std has ddof 1 and is of the raw scores, not of the centred ones: of the group, or of the batch (all present
-    scores). Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
+    std has ddof 1 (group_population: ddof 0) and is of the raw scores, not of the centred ones: of the group, or of the
+    batch (all present scores). Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
 
     Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where
     the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding
@@ -90,7 +90,7 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
         own = scores[known]
         centred = _centred(own, whole, baseline[known], mean)
         if std != "none":
-            centred = centred / _scale(own if std == "group" else whole)
+            centred = centred / _scale(whole if std == "batch" else own, ddof=0 if std == "group_population" else 1)
         advantages[known] = centred
         zero_signal[members] = not centred.any()
     return advantages, zero_signal
@@ -138,8 +138,8 @@ def _flat(values):
     return len(values) < 2 or values.max() - values.min() < EQUAL
 
 
-def _scale(values):
-    return 1.0 if _flat(values) else values.std(ddof=1) + STD_EPS
+def _scale(values, ddof):
+    return 1.0 if _flat(values) else values.std(ddof=ddof) + STD_EPS
 
 
 def _centred(own, whole, baseline, mean):

@@ -513,6 +513,7 @@ def test_advantage_options(tiny):
         return group_advantages(scores, groups, mean=v["advantage_mean"], std=v["advantage_std"])[0]
 
     np.testing.assert_allclose(advantages(), [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5], rtol=1e-5)
+    np.testing.assert_allclose(advantages("algorithm.advantage_std", "group_population"), [1, -1, -1, 1], rtol=1e-5)
     np.testing.assert_allclose(advantages("algorithm.advantage_std", "none"), [1, -1, -0.5, 0.5])
     plain = advantages("algorithm.advantage_std", "none", "algorithm.advantage_mean", "none")
     np.testing.assert_allclose(plain, scores)
