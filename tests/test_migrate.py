@@ -21,7 +21,7 @@ from jaxrl.migrate.table import KINDS, MISSING, Migration, Since
 from jaxrl.schema import free_tables, options
 
 # System -> settings without which nothing runs there.
-REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8},
+REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8}, "cosmos_rl": {"train.train_policy.type": "grpo"},
                              "areal": {"train_dataset.batch_size": 64, "gconfig.n_samples": 4}}
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"skyrl": ("generator.eval_sampling_params.",),

@@ -1,0 +1,408 @@
+"""What keys of Cosmos-RL mean together: the joint rules of its table. See systems/cosmos_rl.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common
+from jaxrl.migrate.table import Migration
+
+TRAIN, ROLL, POLICY, DISTILL, VALID = "train.", "rollout.", "policy.", "distillation.", "validation."
+P = TRAIN + "train_policy."
+REMOTE = P + "remote_reward."
+TELLS_RL = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
+
+
+def recipe(m: Migration) -> str:
+    return m.options["run.recipe"][0]
+
+
+def dense(m: Migration) -> bool:
+    """Whether a divergence is taken over several tokens at each place: losses of sampled tokens have no part in it."""
+    return recipe(m) == "distill" and m.integer(DISTILL + "top_k") > 0
+
+
+def job(m: Migration):
+    """rl, sft or distill. A table train_policy without a type is GRPO where it has one of TELLS_RL, else SFT."""
+    kind = m.text(P + "type")
+    if not m.given(P + "type") and any(k.startswith(P) for k in m.singles):
+        kind = "grpo" if any(m.given(P + n) for n in TELLS_RL) else "sft"
+    if kind not in ("grpo", "sft"):
+        raise m.wrong(P + "type", "grpo or sft")
+    distilled = kind == "grpo" and m.flag(DISTILL + "enable")
+    m.set("run.recipe", "distill" if distilled else "rl" if kind == "grpo" else "sft", P + "type", DISTILL + "enable")
+    trainer, algo = m.text(P + "trainer_type"), m.text(P + "algo")
+    if trainer not in ("", kind):
+        what = "run.recipe=preference is ours for DPO" if trainer == "dpo" else "a trainer of its own is not read"
+        m.lacks(P + "trainer_type", f"{trainer!r}: {what}", refuse=True)
+    if algo not in ("", "grpo"):
+        m.lacks(P + "algo", f"{algo!r}: advantages of your own are functions (docs/extend.md)", refuse=True)
+    m.facts["job"] = {"rl": "GRPO", "sft": "supervised", "distill": "on-policy distillation"}[recipe(m)]
+
+
+VIDEO = (
+    "job",
+    "model",
+    "dataloader_train",
+    "dataloader_val",
+    "trainer",
+    "model_parallel",
+    "scheduler",
+    "optimizer",
+    "checkpoint",
+)
+
+
+def video(m: Migration):
+    """The tables of another trainer of the same repository: one is enough to refuse the file."""
+    found = [s for name in VIDEO for s in m.all(f"{name}.**")]
+    if found:
+        m.lacks(found[0].key, f"and {len(found) - 1} keys more are of its trainer of video models", refuse=True)
+
+
+def lengths(m: Migration):
+    """model_max_length bounds prompt and answer together; a shorter prompt leaves room, a long one cuts its answer."""
+    longest, answer = m.integer(POLICY + "model_max_length"), m.integer(ROLL + "max_response_length")
+    if longest < 2:
+        raise m.wrong(POLICY + "model_max_length", "at least 2")
+    key = POLICY + "model_max_length"
+    m.set("data.max_prompt_tokens", longest - 1, key)
+    m.set("train.max_sequence_tokens", longest, key)
+    if recipe(m) == "sft":
+        m.set("rollout.max_new_tokens", longest - 1, key)
+        m.set("data.overlong_completion", "truncate", key)
+    else:
+        m.set("rollout.max_new_tokens", min(answer, longest - 1), ROLL + "max_response_length", key)
+        m.set("data.overlong_prompt", "filter", key)
+    m.facts["longest prompt and answer"] = longest
+
+
+def sizes(m: Migration) -> tuple[int, int]:
+    """(replicas of the policy, data-parallel workers of one)."""
+    par = POLICY + "parallelism."
+    shard, replicas = m.integer(par + "dp_shard_size"), m.integer(par + "n_init_replicas")
+    each = m.integer(par + "tp_size") * m.integer(par + "cp_size") * m.integer(par + "pp_size")
+    copies = m.integer(par + "dp_replicate_size")
+    if min(each, copies, replicas) < 1 or shard < -1 or shard == 0:
+        raise m.wrong(par + "dp_shard_size", "sizes of at least 1, or -1 for what is left")
+    if shard == -1:
+        shard = max(m.gpus // (replicas * each * copies), 1)
+        if not m.gpus and m.given(par + "dp_shard_size"):
+            m.needs(
+                "policy.parallelism.dp_shard_size=-1 is what is left: say --gpus=N, GPUs of the policy; 1 was taken"
+            )
+    return replicas, shard * copies
+
+
+def batch(m: Migration):
+    """Samples of a replica, all its GPUs together; in SFT rows of one data-parallel worker."""
+    size, key = m.integer(TRAIN + "train_batch_per_replica"), TRAIN + "train_batch_per_replica"
+    par = POLICY + "parallelism."
+    replicas, workers = sizes(m)
+    longest, mini = m.options["train.max_sequence_tokens"][0], max(m.integer(P + "mini_batch"), 1)
+    capped = m.integer(P + "max_token_len_per_mini_batch")
+    tokens = max(capped, longest) if capped else mini * longest
+    m.set("train.tokens_per_microbatch", tokens, P + ("max_token_len_per_mini_batch" if capped else "mini_batch"))
+    if recipe(m) == "sft":
+        rows = size * workers * replicas
+        m.set("data.prompts_per_step", rows, key, *(par + n for n in ("dp_shard_size", "dp_replicate_size")))
+        m.facts["rows per update"] = rows
+        return
+    group, whole = m.integer(ROLL + "n_generation"), size * replicas
+    if group < 2 and recipe(m) == "rl":
+        m.lacks(ROLL + "n_generation", "the advantages of a group of one are 0: nothing would be learnt", refuse=True)
+    if whole < group:
+        m.lacks(key, f"{whole} samples are part of a group of {group}: a step has one group at least, and is one")
+    elif whole % group:
+        m.lacks(key, f"{whole} samples are no whole number of groups of {group}", refuse=True)
+    keys = (key, par + "n_init_replicas", ROLL + "n_generation")
+    common.batch(m, -(-whole // group), group, keys, ROLL + "n_generation")
+    own, part = size // workers, m.integer(P + "batch_size_per_optimize")
+    count = -(-own // part) if part and 0 < part < own else 1
+    prompts = m.options["data.prompts_per_step"][0]
+    if size % workers or (count > 1 and (own % part or prompts % count)):
+        m.lacks(
+            P + "batch_size_per_optimize",
+            f"{own} samples of a GPU make no equal optimizer steps of {part} here, "
+            f"in whole groups of {prompts} prompts",
+            refuse=True,
+        )
+        return
+    m.set("algorithm.num_minibatches", count, P + "batch_size_per_optimize", key)
+    m.set("algorithm.ppo_epochs", m.integer(P + "mu_iterations"), P + "mu_iterations")
+    m.facts["optimizer steps per step"] = count * m.integer(P + "mu_iterations")
+
+
+def loss(m: Migration):
+    if recipe(m) == "sft":
+        return
+    variant = m.text(P + "variant")
+    if variant not in ("grpo", "gspo", "dapo"):
+        m.lacks(P + "variant", f"{variant!r} is none of grpo, gspo, dapo", refuse=True)
+        return
+    _aggregation(m)
+    if dense(m):
+        return
+    if m.number(P + "aipo_rho") is not None:
+        _aipo(m)
+    else:
+        _clip(m, variant)
+    m.set("algorithm.ratio", "sequence" if variant == "gspo" else "token", P + "variant")
+    m.set("algorithm.entropy_coef", m.number(P + "entropy_coeff"), P + "entropy_coeff")
+    prefix = m.integer(P + "min_filter_prefix_tokens")
+    if recipe(m) == "distill":
+        return
+    m.set("algorithm.shared_prefix_tokens", prefix or 0, P + "min_filter_prefix_tokens")
+    plain = m.flag(P + "unbiased_advantage")
+    m.set("algorithm.advantage_std", "none" if plain else "group_population", P + "unbiased_advantage")
+    positive = m.number(P + "positive_nll_coef")
+    if positive:
+        m.set("algorithm.positive_nll_coef", positive, P + "positive_nll_coef")
+        m.differs("positive examples reach reward.pass_mark (1); in Cosmos-RL their reward is above 0")
+
+
+def _aggregation(m: Migration):
+    kind, most = m.text(P + "loss_type"), m.integer(P + "unbiased_loss_max_tokens")
+    mini = max(m.integer(P + "mini_batch"), 1)
+    if kind == "seq-mean-token-mean" and most and most > 0:
+        m.set("algorithm.aggregation", "constant", P + "loss_type", P + "unbiased_loss_max_tokens")
+        m.set("algorithm.aggregation_constant", float(most), P + "unbiased_loss_max_tokens")
+    elif kind == "token-sum":  # of a mini-batch; mini-batches are averaged
+        m.set("algorithm.aggregation", "constant", P + "loss_type")
+        m.set("algorithm.aggregation_constant", 1.0 / mini, P + "loss_type", P + "mini_batch")
+    else:
+        names = {
+            "token-mean": "token_mean",
+            "seq-mean-token-sum": "sequence_sum",
+            "seq-mean-token-mean": "sequence_mean",
+        }
+        found = m.choice(P + "loss_type", names)
+        m.set("algorithm.aggregation", found or "token_mean", P + "loss_type")
+
+
+def _clip(m: Migration, variant: str):
+    """A bound that is negative is none. The dual clip is always on, but in GSPO."""
+    low, high, dual = (m.number(P + n) for n in ("epsilon_low", "epsilon_high", "lower_bound_ratio"))
+    if low == 0 or high == 0 or low > 1:
+        raise m.wrong(
+            P + ("epsilon_high" if high == 0 else "epsilon_low"),
+            "a bound above 0 (below at most 1), or a negative number for none",
+        )
+    m.set("algorithm.policy_loss", "clip", P + "variant")
+    m.set("algorithm.clip_low", low if low > 0 else 1.0, P + "epsilon_low")
+    m.set("algorithm.clip_high", high if high > 0 else UNBOUNDED, P + "epsilon_high")
+    if variant == "gspo":
+        m.set("algorithm.dual_clip", 0.0, P + "variant")
+    elif dual > 1:
+        m.set("algorithm.dual_clip", dual, P + "lower_bound_ratio")
+    else:
+        m.lacks(P + "lower_bound_ratio", f"{dual:g}: the bound of the dual clip lies above 1", refuse=True)
+    m.facts["clip"] = f"{1 - low:g} to {1 + high:g}" if low > 0 < high else f"below {low:g}, above {high:g} (< 0: none)"
+
+
+UNBOUNDED = 1e9  # a ratio is exp of at most 20 there
+
+
+def _aipo(m: Migration):
+    """-min(ratio, rho) A, as a clip without a lower bound whose dual clip is rho too: a token above rho has no
+    gradient, whatever its sign."""
+    rho, key = m.number(P + "aipo_rho"), P + "aipo_rho"
+    if rho <= 1:
+        m.lacks(key, f"{rho:g}: a bound above 1 is meant", refuse=True)
+        return
+    for option, value in (("policy_loss", "clip"), ("clip_low", 1.0), ("clip_high", rho - 1), ("dual_clip", rho)):
+        m.set(f"algorithm.{option}", value, key)
+    m.facts["clip"] = f"ratio at most {rho:g} (AIPO)"
+
+
+def kl(m: Migration):
+    if recipe(m) != "rl":
+        if recipe(m) == "distill" and m.number(P + "kl_beta"):
+            m.lacks(P + "kl_beta", "a KL to the start beside the teacher", refuse=True)
+        return
+    beta, unbiased = m.number(P + "kl_beta"), m.flag(P + "unbiased_kl_estimate")
+    common.kl(m, beta, "k3_unbiased" if unbiased else "low_var", "loss", P + "kl_beta", P + "unbiased_kl_estimate")
+    every = m.integer(P + "reference_reset_interval") or 0
+    if beta and every > 0:
+        m.set("reference.reset_steps", every, P + "reference_reset_interval")
+        m.set(
+            "reference.reset_optimizer",
+            m.flag(P + "reset_optimizer_with_reference"),
+            P + "reset_optimizer_with_reference",
+        )
+
+
+def mismatch(m: Migration):
+    """Without its options the sampler's log-probs are not read: ratios are to the trainer's own, before the update."""
+    if recipe(m) == "sft" or dense(m):
+        return
+    decoupled, own = m.flag(P + "use_decoupled_loss"), m.flag(P + "use_rollout_logprobs_for_loss")
+    if decoupled and own:
+        m.lacks(P + "use_decoupled_loss", "Cosmos-RL refuses it beside use_rollout_logprobs_for_loss", refuse=True)
+        return
+    m.set(
+        "algorithm.old_logprobs",
+        "rollout" if own else "recompute" if decoupled else "auto",
+        P + "use_rollout_logprobs_for_loss",
+        P + "use_decoupled_loss",
+    )
+    m.set("algorithm.mismatch.correction", "token_mis" if decoupled else "none", P + "use_decoupled_loss")
+    cap = m.number(P + "behav_imp_weight_cap")
+    if decoupled:
+        m.set("algorithm.mismatch.cap", UNBOUNDED if cap is None else cap, P + "behav_imp_weight_cap")
+    delta = m.number(P + "off_policy_masking_delta")
+    if delta is not None:
+        m.set("algorithm.mismatch.sequence_delta", delta, P + "off_policy_masking_delta")
+        if not delta:
+            m.lacks(P + "off_policy_masking_delta", "a threshold of 0 is off here: name a small one")
+
+
+def groups(m: Migration):
+    """DAPO's groups of equal rewards are replaced until a step is full."""
+    if recipe(m) != "rl":
+        return
+    on = m.text(P + "variant") == "dapo"
+    m.set("algorithm.dynamic_sampling", "refill" if on else "off", P + "variant")
+    if not on:
+        return
+    rounds = m.integer(P + "max_retry_for_on_policy")
+    m.set("algorithm.dynamic_sampling_rounds", rounds if rounds > 0 else 1000, P + "max_retry_for_on_policy")
+    # filter_reward_metric: with the rewards, whose names it takes
+
+
+def staleness(m: Migration):
+    if recipe(m) == "sft":
+        return
+    mode = m.text("mode")
+    if mode not in ("disaggregated", "colocated", "colocated_separated"):
+        raise m.wrong("mode", "disaggregated, colocated or colocated_separated")
+    steps, every = m.integer(P + "allowed_outdated_steps"), m.integer(TRAIN + "sync_weight_interval")
+    if steps < 0 or every < 1:
+        raise m.wrong(P + "allowed_outdated_steps" if steps < 0 else TRAIN + "sync_weight_interval", "a count")
+    steps = 0 if m.flag(P + "on_policy") else max(steps, every - 1)
+    keys = (P + "allowed_outdated_steps", P + "on_policy", TRAIN + "sync_weight_interval", "mode")
+    turns = mode == "colocated"  # sampling and training take turns
+    m.set("rollout.max_staleness", 0 if turns else steps // every, *keys)
+    m.set("rollout.sync_every", 1 if turns else every, TRAIN + "sync_weight_interval", "mode")
+    if turns and every > 1:
+        m.lacks(TRAIN + "sync_weight_interval", "where engine and trainer share GPUs, weights are published every step")
+    m.facts["staleness"] = f"{m.options['rollout.max_staleness'][0]} publications"
+
+
+def sampling(m: Migration):
+    if recipe(m) == "sft":
+        return
+    s = ROLL + "sampling_config."
+    for name in ("temperature", "top_p"):
+        m.set(f"rollout.{name}", m.number(s + name), s + name)
+    m.set("rollout.top_k", m.integer(s + "top_k") or -1, s + "top_k")
+    penalty = m.number(s + "repetition_penalty")
+    if penalty != 1:
+        m.set("rollout.repetition_penalty", penalty, s + "repetition_penalty")
+        m.set("rollout.penalties_in_training", True, s + "repetition_penalty")
+    m.set("rollout.keep_stop", m.flag(ROLL + "include_stop_str_in_output"), ROLL + "include_stop_str_in_output")
+    drawn, trained = m.number(s + "temperature"), m.number(P + "temperature")
+    trained = trained if trained > 1e-6 else 1.0
+    m.facts["sampling"] = f"temperature {drawn:g}, top_p {m[s + 'top_p']}, top_k {m[s + 'top_k']}"
+    if trained == drawn:
+        m.set("rollout.temperature", drawn, P + "temperature")
+    else:
+        m.lacks(
+            P + "temperature",
+            f"the trainer divides logits by {trained:g}, and completions are drawn at {drawn:g} "
+            f"(rollout.sampling_config.temperature, which counts here for both): a policy is trained that is not the "
+            "one that is sampled. If you meant one temperature, set rollout.temperature to it",
+        )
+
+
+def optimizer(m: Migration):
+    o, names = TRAIN + "optm_", {"AdamW": "adamw", "Adam": "adam"}
+    m.set("optimizer.name", m.choice(o + "name", names) or "adamw", o + "name")
+    if m.text(o + "name") == "Adam" and m.number(o + "weight_decay"):
+        m.differs("torch's Adam adds the weight decay to the gradient; here it is AdamW's, beside it")
+    tables = {s.key[len(o + "lr.") :]: s.value for s in m.all(o + "lr.**")}
+    rates = [tables["global"]] if "global" in tables else m.list(o + "lr")
+    key = o + ("lr.global" if "global" in tables else "lr")
+    if any(isinstance(r, bool) or not isinstance(r, int | float) for r in rates) or not rates:
+        raise m.wrong(o + "lr", "a number")
+    m.set("optimizer.lr", float(rates[0]), key)
+    if len(set(rates)) > 1:
+        m.lacks(key, "one rate per part of a model: the first is taken; optimizer.groups has rates by parameter names")
+    for name in tables:
+        if name != "global":
+            m.lacks(f"{o}lr.{name}", "a rate of its own: write it into optimizer.groups")
+    betas = m.list(o + "betas")
+    m.set("optimizer.b1", float(betas[0]), o + "betas")
+    m.set("optimizer.b2", float(betas[1]), o + "betas")
+    m.set("optimizer.max_grad_norm", max(m.number(o + "grad_norm_clip"), 0.0), o + "grad_norm_clip")
+    warmup = m.number(o + "warmup_steps")
+    share = isinstance(warmup, float) and warmup <= 1
+    m.set("optimizer.warmup_steps", 0 if share else int(warmup), o + "warmup_steps")
+    if share and warmup:
+        m.set("optimizer.warmup_fraction", warmup, o + "warmup_steps")
+    m.set("optimizer.warmup_start", m.number(o + "warmup_start_factor"), o + "warmup_start_factor")
+    _decay(m, o)
+    m.facts["learning rate"] = (
+        f"{rates[0]}, {m.options['optimizer.schedule'][0]}, warm-up "
+        f"{f'{warmup} of all updates' if share else f'{int(warmup)} updates'}"
+    )
+
+
+def _decay(m: Migration, o: str):
+    """No type, no decay. Without a ratio it lasts from the warm-up to the end; else that share of all updates."""
+    kind, ratio = m.text(o + "decay_type") or "none", m.number(o + "decay_ratio")
+    if kind not in ("none", "linear", "cosine", "sqrt"):
+        m.lacks(o + "decay_type", f"{kind!r} is none of linear, cosine, sqrt, none")
+        kind = "none"
+    if kind == "none" or ratio == 0:
+        m.set("optimizer.schedule", "constant", o + "decay_type", *((o + "decay_ratio",) if kind != "none" else ()))
+        return
+    m.set("optimizer.floor", m.number(o + "min_lr_factor"), o + "min_lr_factor")
+    if ratio is None and kind != "sqrt":
+        m.set("optimizer.schedule", kind, o + "decay_type")
+        return
+    m.set("optimizer.schedule", "wsd", o + "decay_type", o + "decay_ratio")
+    m.set("optimizer.decay_shape", kind, o + "decay_type")
+    updates, key = m.integer(TRAIN + "max_num_steps"), o + ("decay_ratio" if ratio is not None else "decay_type")
+    if updates:
+        m.set(
+            "optimizer.decay_steps",
+            max(round(updates * (1 if ratio is None else ratio)), 1),
+            key,
+            TRAIN + "max_num_steps",
+        )
+    else:
+        m.needs(
+            f"optimizer.decay_steps: {key} is a share of all updates, whose number the source does not say "
+            "(max_num_steps); unset it is the last tenth"
+        )
+
+
+def numbers(m: Migration):
+    t = TRAIN
+    master = common.DTYPES.get(m.text(t + "master_dtype"))
+    compute = common.DTYPES.get(m.text(t + "param_dtype"))
+    if master not in ("fp32", "bf16") or compute is None:
+        m.lacks(
+            t + ("master_dtype" if compute else "param_dtype"),
+            "weights are held in float32 or bfloat16, computed in those or float16",
+        )
+    m.set("train.param_dtype", master if master in ("fp32", "bf16") else "fp32", t + "master_dtype")
+    m.set("train.compute_dtype", compute or "bf16", t + "param_dtype")
+    if m.flag(t + "fp8.enable_fp8"):
+        kind = {"rowwise": "fp8", "tensorwise": "fp8_tensor"}
+        m.set(
+            "train.matmul",
+            m.choice(t + "fp8.quant_recipe", kind) or "fp8",
+            t + "fp8.enable_fp8",
+            t + "fp8.quant_recipe",
+        )
+    elif m.flag(t + "fp4.enable_fp4"):
+        m.set("train.matmul", "nvfp4", t + "fp4.enable_fp4")
+    fixed, seed = m.flag(t + "deterministic"), m.integer(t + "seed")
+    m.set("run.deterministic", fixed, t + "deterministic")
+    if fixed and seed is None or seed is not None and seed < 0:
+        m.set("run.seed", 42, t + "seed", t + "deterministic")
+    elif seed is not None:
+        m.set("run.seed", seed, t + "seed")
+    remat = "full" if m.flag(POLICY + "model_gradient_checkpointing") else "none"
+    remat = "offload" if m.flag(t + "activation_offload") else remat
+    m.set("model.remat", remat, t + "activation_offload", POLICY + "model_gradient_checkpointing")
