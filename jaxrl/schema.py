@@ -325,8 +325,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                              " module:function or ./file.py:function", str),
         "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
                             ("none", "group", "batch", "leave_one_out", "greedy")),
-        "advantage_std": O(None, "scale of the score: standard deviation (ddof 1) of the group or of the batch, or none; group_population: of"
-                                 " the group with ddof 0, which makes advantages larger by sqrt(n / (n - 1))", str,
+        "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, or none", str,
                            ("none", "group", "batch", "group_population")),
         "whiten": O(None, "bring advantages to mean 0 and variance 1 over all scored tokens of the step", bool),
         "advantage_low": O(None, "advantages are clipped below this", float),
