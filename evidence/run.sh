@@ -79,6 +79,8 @@
 # Of a run that is taken apart (not in "all"):
 #    1, 3, 4, 8  replays, other settings, five broken runs  replay.py (a quarter of an hour)
 #    5  where pairs of runs part                            diff.py (some two minutes)
+# Of the doctor:
+#    7  what it says of broken machines                     doctor.py --vllm PYTHON --other-jax FOLDER (not in "all")
 # Of the report:
 #    6  pages of real runs in a browser, 10,000 steps       report.py (wants chromium; not in "all")
 # Of the migration (not in "all"; needs clones of the systems, by --clones):

@@ -314,6 +314,13 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
 
 
+def redacted_text(text: str) -> str:
+    """A text without what looks like a secret in it."""
+    for pattern, instead in _IN_TEXT:
+        text = pattern.sub(instead, text)
+    return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
+
+
 def redacted(cfg) -> dict:
     """The config as plain dicts without secrets: values under secret-looking names, and what looks like one in any
     text."""
@@ -325,11 +332,6 @@ def redacted(cfg) -> dict:
             return [hidden(v) for v in node]
         return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
 
-    def clean(text: str) -> str:
-        for pattern, instead in _IN_TEXT:
-            text = pattern.sub(instead, text)
-        return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
-
     def walk(node):
         if isinstance(node, dict):
             return {k: hidden(v) if is_secret(str(k)) else walk(v) for k, v in node.items()}
@@ -337,7 +339,7 @@ def redacted(cfg) -> dict:
             flags = [None, *node[:-1]]
             after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
             return [hidden(v) if secret else walk(v) for v, secret in zip(node, after, strict=False)]
-        return clean(node) if isinstance(node, str) else node
+        return redacted_text(node) if isinstance(node, str) else node
 
     return walk(json.loads(cfg.to_json_best_effort()))
 

@@ -18,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxrl.report
+from jaxrl.replay import files
 from jaxrl.report import content, page, report_of
 from jaxrl.report.__main__ import main
 from jaxrl.report.samples import EMBEDDED, Speaker
@@ -166,6 +167,29 @@ def test_completions_are_shown_by_token_where_the_tokens_spell_them(run):
     assert put == {"trained": False, "text": "tool"} and last["reward"] == 1
     assert ["".join(p["tokens"]) for p in (first, last)] == ["buys 4", "buys 3"]
     assert first["logprobs"] + last["logprobs"] == [*range(-len(sum(turns, [])), 0)]
+
+
+def test_a_recorded_step_tells_advantages_and_gaps_by_token(run, tmp_path):
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "arith" / "tokenizer" / "tokenizer.json"))
+    ids = tokenizer.encode("buys 4", add_special_tokens=False).ids
+    folder, n = make_run(tmp_path / "recorded"), len(ids)
+    rows = [{"group": 3, "sample": i, "prompt": "?", "completion": "buys 4", "tokens": ids, "logprobs": [-1.0] * n, "score": i}
+            for i in range(2)]
+    (folder / "rollouts" / "step_00000001.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tokens = np.array([7, *ids, 7, 7, *ids], np.int32)  # a prompt token, and two of them
+    mask = np.array([False, *[True] * n, False, False, *[True] * n])
+    old, advantage = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.float32)
+    old[mask], advantage[mask] = np.arange(2 * n) / 8, np.arange(2 * n)
+    files.write(folder / "record", files.Record(1, {}, {
+        "traj/tokens": tokens, "traj/offsets": np.array([0, 1 + n, len(tokens)]), "traj/loss_mask": mask,
+        "traj/logprobs": np.zeros(len(tokens), np.float32), "traj/group": np.array([3, 3]), "traj/sample": np.array([0, 1]),
+        "traj/trajectory": np.array([0, 1]), "column/old": old, "column/advantage": advantage}))
+    shown = [row["pieces"][0] for row in content([folder])["samples"][0]["rows"]]
+    assert [p["advantages"] for p in shown] == [[*range(n)], [*range(n, 2 * n)]]
+    assert [p["gaps"] for p in shown] == [[i / 8 for i in range(n)], [i / 8 for i in range(n, 2 * n)]]
+    for file in (folder / "record").glob("*.npz"):
+        file.write_bytes(file.read_bytes()[:-40])
+    assert "gaps" not in content([folder])["samples"][0]["rows"][0]["pieces"][0]  # a damaged record is not read
 
 
 def test_characters_of_several_tokens_are_shown_once(tmp_path):

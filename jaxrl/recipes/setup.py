@@ -21,7 +21,10 @@ from jaxrl import models, sharding, training
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.fingerprints import compared
-from jaxrl.kernels import low_precision
+from jaxrl.kernels import check, low_precision
+from jaxrl.kernels.attention.fallback import distrust
+from jaxrl.kernels.attention.packed.api import ORDERS, XLA
+from jaxrl.kernels.platform import platform
 from jaxrl.limits import ends
 from jaxrl.models import adapters, hf
 from jaxrl.models.value import ValueModel
@@ -45,6 +48,7 @@ from jaxrl.telemetry import find_sink
 from jaxrl.training import router
 
 log = logging.getLogger("jaxrl")
+KERNELS = Path.home() / ".cache" / "jaxrl" / "kernels.json"  # verdicts on them, by device, jax and source
 
 
 @dataclasses.dataclass
@@ -269,6 +273,7 @@ def open_run(s, with_engine: bool = True) -> Job:
     read = read_all(s, with_engine)
     job = open_job(s.spec, read.inputs)
     s.settle(job.config)
+    look_at_kernels(s, job)
     engine = None
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
@@ -286,6 +291,22 @@ def open_run(s, with_engine: bool = True) -> Job:
     judge = Judge(job, read.judge) if read.judge is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
                                stream=read.stream, engine=engine, judge=judge)
+
+
+def look_at_kernels(s, job) -> None:
+    """Takes out of model.attention=auto the kernels of these devices that do not agree with the reference, on every
+    process what one of them found. The first time that device, jax and kernel meet; CPUs have none."""
+    wrong: dict[str, str] = {}
+    c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
+    if kernels and job.config.model.attention == "auto":
+        heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
+        found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
+        for told in s.peers.meet("kernels of attention", found):
+            wrong |= told
+    distrust(wrong)
+    for name, why in wrong.items():
+        log.warning("attention: %s does not agree with the reference on this device (%s), and is left out: "
+                    "model.attention=auto takes the next one. python -m jaxrl.doctor writes what to report", name, why)
 
 
 class Inputs(NamedTuple):

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 
 import jaxrl
+from jaxrl.errors import ConfigError
+from jaxrl.replay import files
 from jaxrl.report.runs import Run
 from jaxrl.report.thin import short, shorts
 
@@ -29,9 +31,36 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
     for number, (i, what, step, file) in enumerate(chosen):
         room = (CHARACTERS - sum(part["size"] for part in out)) // (len(chosen) - number)
         records = runs[i].rows(file)
+        known = of_tokens(runs[i], step) if what == "training" else {}
+        records = [r | {"columns": known.get((r.get("group"), r.get("sample")), {})} for r in records]
         rows, used = _rows(records, room, speak[i])
         out.append({"run": i, "what": what, "step": step, "of": len(records), "rows": rows, "size": used})
     return [{k: v for k, v in part.items() if k != "size"} for part in out if part["rows"]]
+
+
+def of_tokens(run: Run, step: int) -> dict[tuple, dict[str, list]]:
+    """(group, sample) -> {advantages, gaps: of its sampled tokens, in order} of a recorded step (jaxrl.replay).
+
+    {} where there is no whole record. A gap is the proximal policy's log-prob less the sampler's, where the trainer
+    scored it."""
+    try:
+        path = files.steps(run.folder / files.FOLDER).get(step)
+        arrays = files.read(path).arrays if path else {}
+    except (ConfigError, OSError):  # a replay says what is wrong with it
+        return {}
+    if not arrays:
+        return {}
+    sequences = np.repeat(np.arange(len(arrays["traj/offsets"]) - 1), np.diff(arrays["traj/offsets"]))
+    whose = arrays.get("traj/trajectory")
+    whose = sequences if whose is None or whose.ndim == 0 else whose[sequences]
+    columns = {"advantages": arrays.get("column/advantage")}
+    if "column/old" in arrays:
+        columns["gaps"] = arrays["column/old"] - arrays["traj/logprobs"]
+    out = {}
+    for i, key in enumerate(zip(arrays["traj/group"].tolist(), arrays["traj/sample"].tolist(), strict=True)):
+        at = np.flatnonzero((whose == i) & arrays["traj/loss_mask"])
+        out[key] = {name: shorts(x[at]) for name, x in columns.items() if x is not None}
+    return out
 
 
 def _places(run: Run, asked: list[int] | None) -> list[tuple[str, int, Path]]:
@@ -114,7 +143,8 @@ class Speaker:
 
     def pieces(self, record: dict) -> list[dict]:
         """What follows the prompt: [{text, trained, turn, reward}], and where tokens spell exactly this text
-        {tokens: [text], logprobs: [nats]} instead of text. `trained` is False for what was put between turns."""
+        {tokens: [text], logprobs: [nats]} instead of text, and of recorded steps {advantages, gaps}. `trained` is False
+        for what was put between turns."""
         told = record.get("episode")
         if not isinstance(told, list) or not told:
             told = [{"text": record.get("completion", ""), "trained": True}]
@@ -149,7 +179,8 @@ class Speaker:
                 at += 1
             if "episode" in record and said != whole:
                 return None
-            out.append({"tokens": texts, "logprobs": shorts(values[start:at])})
+            more = {k: x[start:at] for k, x in (record.get("columns") or {}).items() if len(x) == len(ids)}
+            out.append({"tokens": texts, "logprobs": shorts(values[start:at])} | more)
         return out if at == len(ids) else None
 
     def _next(self, ids: list[int], start: int, at: int) -> str:

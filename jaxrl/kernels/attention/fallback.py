@@ -8,6 +8,21 @@ import logging
 log = logging.getLogger("jaxrl")
 
 
+_distrusted: set[str] = set()  # implementations that "auto" does not take in this process
+
+
+def distrust(names) -> None:
+    """From here on "auto" passes over these implementations: kernels.check found that they do not agree with the
+    reference. Before anything is compiled: programs keep what they were made with."""
+    _distrusted.clear()
+    _distrusted.update(names)
+
+
+def trusted(order: tuple[str, ...]) -> tuple[str, ...]:
+    """An order of "auto" without what is not trusted; its last, XLA's, always stays."""
+    return tuple(name for name in order[:-1] if name not in _distrusted) + order[-1:]
+
+
 def first_that_serves(names, ask, silent=()):
     """ask(name) of the first name that does not raise NotImplementedError(reason); the last one serves every call.
 

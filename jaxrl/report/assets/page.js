@@ -212,12 +212,15 @@ function differences() {
 
 // ---- completions
 
-const COLOURS = { logprob: "log-prob of each token", advantage: "advantage of the completion", trained: "trained or not", none: "no colour" };
-function shade(mode, row, piece, logprob) {
+const COLOURS = { logprob: "log-prob of each token", advantage: "advantage", gap: "gap: trainer less sampler", trained: "trained or not", none: "no colour" };
+function shade(mode, row, piece, i) {
+  const at = name => piece[name] ? piece[name][i] : null, logprob = at("logprobs"), gap = at("gaps");
+  const advantage = piece.advantages && i !== null ? at("advantages") : row.advantage;
   if (mode === "trained") return piece.trained ? "rgba(var(--up), .25)" : "rgba(var(--down), .2)";
   if (!piece.trained) return "";
   if (mode === "logprob" && logprob !== null && logprob !== undefined) return `rgba(var(--low), ${Math.min(.75, .75 * -logprob / 6).toFixed(3)})`;
-  if (mode === "advantage" && row.advantage) return `rgba(var(--${row.advantage > 0 ? "up" : "down"}), ${Math.min(.6, .1 + .25 * Math.abs(row.advantage)).toFixed(3)})`;
+  if (mode === "advantage" && advantage) return `rgba(var(--${advantage > 0 ? "up" : "down"}), ${Math.min(.6, .1 + .25 * Math.abs(advantage)).toFixed(3)})`;
+  if (mode === "gap" && gap) return `rgba(var(--gap), ${Math.min(.75, Math.max(0, .75 + .125 * Math.log10(Math.abs(gap)))).toFixed(3)})`;
   return "";
 }
 function pieceText(row, piece) {
@@ -228,8 +231,9 @@ function pieceText(row, piece) {
   }
   for (let i = 0; i < piece.tokens.length; i++) {
     const p = piece.logprobs[i];
-    box.append(el("span", { className: "token", style: { background: shade(state.colour, row, piece, p) }, title: p === null ? "" :
-      `token ${i + 1}: log-prob ${fmt(p)}, probability ${fmt(Math.exp(p), "%")}` }, piece.tokens[i]));
+    box.append(el("span", { className: "token", style: { background: shade(state.colour, row, piece, i) }, title: [
+      `token ${i + 1}`, p !== null && `log-prob ${fmt(p)}, probability ${fmt(Math.exp(p), "%")}`, piece.advantages && `advantage ${fmt(piece.advantages[i])}`,
+      piece.gaps && `gap ${fmt(piece.gaps[i])}`].filter(Boolean).join(": ") }, piece.tokens[i]));
   }
   return box;
 }
@@ -243,7 +247,9 @@ function detail(part, row) {
   const spelt = row.pieces.some(p => p.tokens);
   const legend = state.colour === "logprob" ? (spelt ? [el("i", { className: "scale", style: { background: "linear-gradient(90deg, rgba(var(--low), 0), rgba(var(--low), .75))" } }),
     " the sampler's log-prob, 0 to -6 nats and below"] : "no tokenizer of this run was found, or its tokens do not spell this text: no colour by token")
-    : state.colour === "advantage" ? [el("i", { className: "scale", style: { background: "linear-gradient(90deg, rgba(var(--down), .6), rgba(var(--down), 0), rgba(var(--up), 0), rgba(var(--up), .6))" } }), " below and above 0"]
+    : state.colour === "advantage" ? [el("i", { className: "scale", style: { background: "linear-gradient(90deg, rgba(var(--down), .6), rgba(var(--down), 0), rgba(var(--up), 0), rgba(var(--up), .6))" } }), " below and above 0, " + (row.pieces.some(x => x.advantages) ? "of each token" : "of the completion")]
+    : state.colour === "gap" ? (row.pieces.some(x => x.gaps) ? [el("i", { className: "scale", style: { background: "linear-gradient(90deg, rgba(var(--gap), 0), rgba(var(--gap), .75))" } }),
+      " |trainer's log-prob - sampler's|, 1e-6 to 1 nat, logarithmic"] : "only recorded steps (record.every) in which the trainer scored old log-probs tell a gap by token")
     : state.colour === "trained" ? [el("i", { className: "dot", style: { background: "rgba(var(--up), .4)" } }), " sampled and trained  ", el("i", { className: "dot", style: { background: "rgba(var(--down), .4)" } }), " put in between, not trained"] : "";
   return [el("div", null, facts.join(" · ")), verdict && el("div", { className: "soft" }, "rewards: " + verdict),
     row.answer !== undefined && el("div", { className: "soft" }, "reference answer: " + row.answer), el("div", { className: "soft" }, legend),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxrl.kernels.attention import sinks
 from jaxrl.kernels.attention.cached import gpu, reference, tpu, xla
-from jaxrl.kernels.attention.fallback import first_that_serves
+from jaxrl.kernels.attention.fallback import first_that_serves, trusted
 from jaxrl.kernels.platform import platform
 
 IMPLEMENTATIONS = {"tpu": tpu.attention, "gpu": gpu.attention, "xla": xla.attention, "reference": reference.attention}
@@ -65,5 +65,5 @@ def shares_prompts(implementation: str, mesh=None) -> bool:
 def order(implementation: str, mesh=None) -> tuple[str, ...]:
     """The implementations that are asked, in order; mesh: None = the one in force."""
     if implementation == "auto":
-        return ORDERS[platform(mesh)]
+        return trusted(ORDERS[platform(mesh)])
     return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)

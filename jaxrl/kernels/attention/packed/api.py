@@ -6,7 +6,7 @@ Legend: B rows, L queries per row, S keys per row, H query heads, G key-value he
 from __future__ import annotations
 
 from jaxrl.kernels.attention import sinks
-from jaxrl.kernels.attention.fallback import first_that_serves
+from jaxrl.kernels.attention.fallback import first_that_serves, trusted
 from jaxrl.kernels.attention.packed import blockwise, cudnn, gpu, reference, tpu
 from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
@@ -91,7 +91,7 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 def order(implementation: str) -> tuple[str, ...]:
     """The implementations that are asked, in order."""
     if implementation == "auto":
-        return ORDERS[platform()]
+        return trusted(ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {implementation!r}: choose auto, {', '.join(IMPLEMENTATIONS)}")
     return (implementation, *(name for name in XLA if name != implementation))

@@ -1,0 +1,97 @@
+"""python -m jaxrl.doctor [--out FILE] [--skip vllm,kernels]
+
+Looks at what jaxrl stands on here: versions against those it needs, memory, disk, devices, every kernel of this device
+against the reference, collectives, the cache of compiled programs, and where vLLM is installed a server of a tiny
+model.
+Says what is wrong and what to do, and writes all of it, without secrets, to a file that can be attached to an issue.
+
+Exit status: 0 nothing is wrong; 1 something is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from jaxrl.doctor.examinations import EXAMINATIONS
+
+MARKS = {"ok": "  ok   ", "note": "  note ", "wrong": "  WRONG", "-": "  -    "}
+TAIL = 15  # last lines of what an examination said that failed
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl.doctor", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="jaxrl-doctor.txt", help="the file to write (default jaxrl-doctor.txt)")
+    parser.add_argument("--skip", default="", help=f"of {','.join(EXAMINATIONS)}, those to leave out")
+    parser.add_argument("--one", choices=EXAMINATIONS, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        lines = EXAMINATIONS[args.one][0]()
+        print("\n" + json.dumps([list(line) for line in lines]))
+        return 0
+    skip = [name for name in args.skip.split(",") if name]
+    if unknown := set(skip) - set(EXAMINATIONS):
+        parser.error(f"--skip={', '.join(sorted(unknown))}: choose from {', '.join(EXAMINATIONS)}")
+    text, wrong = [], 0
+    for name in EXAMINATIONS:
+        if name in skip:
+            continue
+        seconds, lines = examined(name)
+        text.append(cleaned("\n".join([f"{name} ({seconds:.1f} s)", *(
+            MARKS[state] + " " + said.replace("\n", "\n         ") for state, said in lines)])))
+        wrong += sum(state == "wrong" for state, _ in lines)
+        print(text[-1], flush=True)
+    last = f"{wrong} things are wrong" if wrong else "nothing is wrong"
+    text.append(last)
+    Path(args.out).write_text("\n".join(text) + "\n", "utf-8")
+    print(f"{last}; written to {args.out}")
+    return int(bool(wrong))
+
+
+def examined(name: str) -> tuple[float, list]:
+    """(seconds, [(state, text)]) of an examination in a process of its own; its end by an error, a signal or the clock
+    is a finding, too."""
+    began, limit = time.monotonic(), EXAMINATIONS[name][1]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen([sys.executable, "-m", "jaxrl.doctor", f"--one={name}"], stdout=subprocess.PIPE,
+                                   stderr=said, text=True, start_new_session=True)
+        try:
+            out, _ = process.communicate(timeout=limit)
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with servers that it started
+            out, status = process.communicate()[0], None
+        said.seek(0)
+        tail = "\n".join(said.read().splitlines()[-TAIL:])
+    seconds = time.monotonic() - began
+    try:
+        if status == 0:
+            return seconds, [tuple(line) for line in json.loads(out.splitlines()[-1])]
+    except (ValueError, IndexError):
+        pass
+    why = f"did not end within {limit} s" if status is None else (
+        f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}")
+    return seconds, [("wrong", f"{name} {why}; its last lines:\n{tail}")]
+
+
+def cleaned(text: str) -> str:
+    """Without what looks like a secret, and without the name of the user."""
+    for place, instead in ((str(Path.home()), "~"),):
+        text = text.replace(place, instead) if len(place) > 1 else text
+    try:
+        from jaxrl.config import redacted_text
+    except ImportError:  # a package that jaxrl.config needs is missing: leave out what could hold one
+        return "\n".join(line for line in text.split("\n") if "=" not in line or "pip install" in line)
+    return redacted_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Whether what a device computes is what the reference computes: every implementation of every op, on small cases.
+
+The cases are those in which kernels go wrong: several sequences in a row, a shared prompt, padding with large keys and
+values, windows, idle slots. An implementation is asked by its own name, so that nothing steps in for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from jaxrl.kernels.attention import fallback
+from jaxrl.kernels.attention.cached import api as cached
+from jaxrl.kernels.attention.packed import api as packed
+from jaxrl.kernels.experts import api as experts
+from jaxrl.kernels.logprob.api import logprob_and_entropy
+from jaxrl.kernels.platform import platform
+
+log = logging.getLogger("jaxrl")
+# Largest difference from the reference in fp32, as a share of the reference's largest value. Rounding stays a tenth of
+# these or less; a wrong mask, a lost block or a stale sum is of the order of 1.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+POISON = 8.0  # of what nobody may see
+ROW, WINDOW = 256, 40
+
+
+class Verdict(NamedTuple):
+    """state: right, wrong (another result), failed (an error), refused (does not serve the case). error: as TOLERANCE.
+    """
+
+    op: str
+    name: str
+    state: str
+    error: float = 0.0
+    text: str = ""
+
+
+class Heads(NamedTuple):
+    """Of attention: query heads, key-value heads, head size."""
+
+    queries: int = 4
+    groups: int = 2
+    size: int = 64
+
+
+def judged(op: str, name: str, dtype, compute, expected) -> Verdict:
+    """compute() and expected() -> arrays; what an error or a refusal says is kept."""
+    try:
+        found = jax.device_get(compute())
+    except NotImplementedError as e:
+        return Verdict(op, name, "refused", text=str(e))
+    except Exception as e:  # compilers and devices raise of all kinds
+        return Verdict(op, name, "failed", text=f"{type(e).__name__}: {e}"[:500])
+    tree = list(zip(jax.tree.leaves(found), jax.tree.leaves(jax.device_get(expected())), strict=True))
+    shares = [np.abs(np.asarray(a, np.float64) - b).max() / max(np.abs(b).max(), 1e-30)
+              for a, b in ((a, np.asarray(b, np.float64)) for a, b in tree)]
+    error, bound = float(np.max(shares)), TOLERANCE[jnp.dtype(dtype).name]
+    right = error <= bound  # not so for nan
+    return Verdict(op, name, "right" if right else "wrong", error, "" if right else
+                   f"off by {error:.2g} of the largest value, {bound:g} are allowed in {jnp.dtype(dtype).name}")
+
+
+def _normal(seed: int, *shape, dtype) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def packed_ids() -> packed.Ids:
+    """Two rows: a prompt that two answers share, two sequences of their own, padding."""
+    segments, prefixes, positions = (np.zeros((2, ROW), np.int32) for _ in range(3))
+    for row, (start, stop, segment, prefix, first) in [
+            (0, (0, 60, 1, 0, 0)), (0, (60, 130, 2, 1, 60)), (0, (130, 230, 3, 1, 60)),
+            (1, (0, 127, 1, 0, 0)), (1, (127, 200, 2, 0, 0))]:
+        segments[row, start:stop], prefixes[row, start:stop] = segment, prefix
+        positions[row, start:stop] = np.arange(first, first + stop - start)
+    ids = [jnp.asarray(x) for x in (positions, segments, prefixes)]
+    return packed.Ids(ids[0], ids[0], ids[1], ids[1], ids[2])
+
+
+def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
+    """Forward and gradients of queries, keys and values, without a window and with one."""
+    ids, real = packed_ids(), packed_ids().q_segments > 0
+    poison = jnp.where(real, 1.0, POISON)[..., None, None]
+    q = _normal(0, 2, ROW, heads.queries, heads.size, dtype=dtype)
+    k, v = ((_normal(i, 2, ROW, heads.groups, heads.size, dtype=dtype) * poison).astype(dtype) for i in (1, 2))
+    ct = jnp.where(real[..., None, None], _normal(3, *q.shape, dtype=dtype), 0)
+    own = _normal(4, heads.queries, dtype=jnp.float32) if sinks else None
+
+    def run(implementation, window, *qkv):
+        out, back = jax.vjp(lambda *x: packed.IMPLEMENTATIONS[implementation](
+            *x, ids, window=window, softcap=softcap, scale=heads.size ** -0.5, chosen=True, sinks=own), *qkv)
+        return jnp.where(real[..., None, None], out, 0), back(ct.astype(out.dtype))
+
+    def all_windows(implementation, to):
+        args = [x.astype(to) for x in (q, k, v)]
+        return [jax.jit(functools.partial(run, implementation, window))(*args) for window in (0, WINDOW)]
+
+    def expected():
+        with jax.default_matmul_precision("highest"):
+            return all_windows("reference", jnp.float32)
+
+    with jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else "default"):
+        return judged("attention in rows", name, dtype, lambda: all_windows(name, dtype), expected)
+
+
+def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
+    """One query per slot over a cache; what stands behind a slot's position is poisoned, one slot is idle."""
+    positions = jnp.asarray([0, 1, 63, 64, 130, ROW - 1, 200, ROW], jnp.int32)[:, None]
+    live, slots = positions[:, 0] < ROW, len(positions)
+    behind = jnp.where(jnp.arange(ROW)[None] > positions, POISON, 1.0)[None, ..., None]
+    q = _normal(0, slots, 1, heads.queries, heads.size, dtype=dtype)
+    k, v = ((_normal(i, 1, slots, ROW, heads.groups * heads.size, dtype=dtype) * behind).astype(dtype) for i in (1, 2))
+    own = _normal(4, heads.queries, dtype=jnp.float32) if sinks else None
+
+    def run(implementation, window, *qkv):
+        shared = {"shared": None} if implementation in cached.WORK else {}
+        out = cached.IMPLEMENTATIONS[implementation](*qkv, positions, 0, window=window, softcap=softcap,
+                                                     scale=heads.size ** -0.5, sinks=own, **shared)
+        return jnp.where(live[:, None, None, None], out, 0)
+
+    def both(implementation, to):
+        args = [x.astype(to) for x in (q, k, v)]
+        return [jax.jit(functools.partial(run, implementation, window))(*args) for window in (0, WINDOW)]
+
+    def expected():
+        with jax.default_matmul_precision("highest"):
+            return both("reference", jnp.float32)
+
+    with jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else "default"):
+        return judged("attention over a cache", name, dtype, lambda: both(name, dtype), expected)
+
+
+def logprobs(dtype) -> Verdict:
+    """Log-prob and entropy from hidden states, and their gradients, chunked."""
+    hidden, head = _normal(0, 2, 96, 64, dtype=dtype), _normal(1, 64, 1000, dtype=dtype) / 8
+    targets = jnp.asarray(np.random.default_rng(2).integers(0, 1000, (2, 96)), jnp.int32)
+    valid = jnp.arange(96)[None] < jnp.asarray([[96], [50]])
+
+    def run(implementation, *x):
+        out, back = jax.vjp(lambda h, w: logprob_and_entropy(h, w, targets, valid, chunk=64,
+                                                             implementation=implementation), *x)
+        return out, back(jax.tree.map(jnp.ones_like, out))
+
+    def expected():
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(functools.partial(run, "reference"))(hidden.astype(jnp.float32), head.astype(jnp.float32))
+
+    return judged("log-probs", "chunked", dtype,
+                  lambda: jax.jit(functools.partial(run, "chunked"))(hidden, head), expected)
+
+
+def gated(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def expert_layer(dtype) -> Verdict:
+    """A layer of eight experts, two for a token, and its gradients."""
+    x, draw = _normal(0, 128, 64, dtype=dtype), np.random.default_rng(5)
+    ids = jnp.asarray(np.argsort(draw.normal(size=(128, 8)), axis=1)[:, :2], jnp.int32)
+    gates = jnp.asarray(draw.uniform(size=(128, 2)), jnp.float32)
+    shapes = ((8, 64, 32), (8, 64, 32), (8, 32, 64))
+    weights = [_normal(i, *shape, dtype=dtype) / 8 for i, shape in enumerate(shapes, 1)]
+
+    def run(implementation, x, *weights):
+        out, back = jax.vjp(lambda x, *w: experts.experts(x, ids, gates, *w, activation=gated,
+                                                          implementation=implementation), x, *weights)
+        return out, back(jnp.ones_like(out))
+
+    def expected():
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(functools.partial(run, "reference"))(*(a.astype(jnp.float32) for a in (x, *weights)))
+
+    name = experts.AUTO[platform()]
+    return judged("experts", name, dtype, lambda: jax.jit(functools.partial(run, name))(x, *weights), expected)
+
+
+def everything(dtype) -> list[Verdict]:
+    """Of every op what this platform may run, the first choice first."""
+    out = [packed_attention(name, dtype) for name in packed.ORDERS[platform()]]
+    out += [cached_attention(name, dtype) for name in cached.ORDERS[platform()]]
+    return [*out, logprobs(dtype), expert_layer(dtype)]
+
+
+# ---- before a run trains on a kernel
+
+
+def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False,
+              memory: Path | None = None) -> dict[str, str]:
+    """Attention's kernels of this device that do not agree with the reference -> why; {} where all do, and where there
+    are none, as on CPUs.
+
+    Verdicts are kept in a file by device kind, jax, kernel source and case, so that a kernel is looked at once.
+
+    Args:
+      memory: the file; None: nothing is kept.
+    """
+    names = [name for name in packed.ORDERS[platform()] if name not in packed.XLA]
+    known, wrong = _read(memory), {}
+    for name in names:
+        key = _key(name, dtype, heads, softcap, sinks)
+        if key not in known:
+            with jax.set_mesh(jax.make_mesh((1,), ("check",), devices=jax.local_devices()[:1],
+                                            axis_types=(jax.sharding.AxisType.Auto,))):
+                found = [packed_attention(name, dtype, heads, softcap, sinks)]
+                if name in cached.ORDERS[platform()]:
+                    found.append(cached_attention(name, dtype, heads, softcap, sinks))
+            bad = [f"{v.op} {v.state}: {v.text}" for v in found if v.state in ("wrong", "failed")]
+            known[key] = "; ".join(bad)
+            said = "; ".join(f"{v.op} {v.state}" + f" to {v.error:.1e}" * (v.state == "right") for v in found)
+            log.info("attention: %s meets this device and jax for the first time, beside the reference: %s", name, said)
+            _write(memory, known)
+        if known[key]:
+            wrong[name] = known[key]
+    return wrong
+
+
+def _key(name: str, dtype, heads: Heads, softcap: float, sinks: bool) -> str:
+    source = hashlib.sha256()
+    for path in sorted(Path(fallback.__file__).parent.rglob("*.py")):
+        source.update(path.read_bytes())
+    device = jax.local_devices()[0].device_kind
+    return " ".join(map(str, (name, device, f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}",
+                              source.hexdigest()[:16], jnp.dtype(dtype).name, *heads, softcap, sinks)))
+
+
+def _read(memory: Path | None) -> dict[str, str]:
+    try:
+        held = json.loads(memory.read_text("utf-8")) if memory is not None else {}
+        return held if isinstance(held, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(memory: Path | None, known: dict[str, str]) -> None:
+    if memory is None:
+        return
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        tmp = memory.with_suffix(".tmp")
+        tmp.write_text(json.dumps({**_read(memory), **known}, indent=1) + "\n", "utf-8")
+        tmp.replace(memory)
+    except OSError as e:
+        log.debug("verdicts on kernels are not kept: %s", e)

@@ -1,0 +1,112 @@
+"""Kernels beside the reference before a run trains on them: broken ones are found, kept in mind, and passed over."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels import check
+from jaxrl.kernels.attention import fallback
+from jaxrl.kernels.attention.cached import api as cached
+from jaxrl.kernels.attention.packed import api as packed
+from jaxrl.recipes import setup
+
+
+def unshared(q, k, v, ids, **how):
+    """Answers that do not see their prompt."""
+    return packed.reference.attention(q, k, v, ids._replace(q_prefixes=None), **how)
+
+
+def leaking(q, k, v, ids, **how):
+    """Sequences that see each other."""
+    return packed.reference.attention(q, k, v, ids._replace(q_segments=None, k_segments=None, q_prefixes=None), **how)
+
+
+def windowless(q, k, v, ids, **how):
+    return packed.reference.attention(q, k, v, ids, **(how | {"window": 0}))
+
+
+def no_gradient_of_values(q, k, v, ids, **how):
+    import jax
+
+    return packed.reference.attention(q, k, jax.lax.stop_gradient(v), ids, **how)
+
+
+def raising(*_, **__):
+    raise RuntimeError("illegal memory access")
+
+
+def refusing(*_, **__):
+    raise NotImplementedError("not on this chip")
+
+
+HEADS = check.Heads(2, 1, 8)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """kernel(f): from now on this platform's first choice for rows is f, under the name `made`."""
+    def make(function):
+        monkeypatch.setitem(packed.IMPLEMENTATIONS, "made", function)
+        monkeypatch.setitem(packed.ORDERS, "cpu", ("made", *packed.XLA))
+
+    yield make
+    fallback.distrust(())
+
+
+@pytest.mark.parametrize("broken", [unshared, raising, *(pytest.param(f, marks=pytest.mark.nightly) for f in (
+    leaking, windowless, no_gradient_of_values))], ids=lambda f: f.__name__)
+def test_a_broken_kernel_is_found(kernel, broken):
+    kernel(broken)
+    wrong = check.first_use(jnp.float32, HEADS)
+    assert list(wrong) == ["made"]
+    assert ("illegal memory access" if broken is raising else "attention in rows wrong: off by") in wrong["made"]
+
+
+def test_right_ones_and_those_that_refuse_are_not_blamed(kernel):
+    assert check.first_use(jnp.float32, HEADS) == {}  # CPUs have no kernels: nothing is computed
+    for function in (packed.reference.attention, refusing):
+        kernel(function)
+        assert check.first_use(jnp.float32, HEADS) == {}
+
+
+def test_slots_that_see_what_lies_behind_them_are_found(monkeypatch):
+    def late(q, k, v, positions, *rest, **how):
+        return cached.reference.attention(q, k, v, positions + 1, *rest, **how)
+
+    monkeypatch.setitem(cached.IMPLEMENTATIONS, "made", late)
+    assert check.cached_attention("made", jnp.float32, HEADS).state == "wrong"
+    assert check.cached_attention("xla", jnp.float32, HEADS).state == "right"
+
+
+def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch):
+    kernel(unshared)
+    memory = tmp_path / "there" / "kernels.json"
+    wrong = check.first_use(jnp.float32, HEADS, memory=memory)
+    monkeypatch.setattr(check, "packed_attention", None)  # would fail where it is asked again
+    assert check.first_use(jnp.float32, HEADS, memory=memory) == wrong
+    for other in (check.Heads(2, 1, 16), HEADS):
+        with pytest.raises(TypeError):
+            check.first_use(jnp.float32, other, 30.0, memory=memory)
+    memory.write_text("{ cut off")
+    with pytest.raises(TypeError):
+        check.first_use(jnp.float32, HEADS, memory=memory)
+
+
+def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):
+    kernel(packed.reference.attention)
+    monkeypatch.setattr(setup, "KERNELS", tmp_path / "kernels.json")
+    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False)
+
+    def look(attention, others):
+        job = SimpleNamespace(model=SimpleNamespace(config=model), compute_dtype=jnp.dtype(np.float32),
+                              config=SimpleNamespace(model=SimpleNamespace(attention=attention)))
+        setup.look_at_kernels(SimpleNamespace(peers=SimpleNamespace(meet=lambda what, value: [value, *others])), job)
+        return packed.order("auto")
+
+    assert look("auto", []) == ("made", *packed.XLA)
+    assert look("auto", [{"made": "attention in rows wrong: off by 2"}]) == packed.XLA
+    assert "made does not agree with the reference" in caplog.text
+    assert packed.order("made")[0] == "made"  # who asks for it by name gets it
+    assert look("made", [{"made": "?"}]) == ("made", *packed.XLA)  # nothing is looked at, and the earlier job's verdict is gone
