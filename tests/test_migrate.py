@@ -22,7 +22,9 @@ from jaxrl.schema import free_tables, options
 
 # System -> settings without which nothing runs there.
 REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8}, "cosmos_rl": {"train.train_policy.type": "grpo"},
-                             "areal": {"train_dataset.batch_size": 64, "gconfig.n_samples": 4}}
+                             "areal": {"train_dataset.batch_size": 64, "gconfig.n_samples": 4},
+                             "rlinf": {"data.rollout_batch_size": 64, "algorithm.group_size": 8, "data.max_prompt_length": 512,
+                                       "runner.seq_length": 2048, "actor.optim.lr": 2e-5}}
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"skyrl": ("generator.eval_sampling_params.",),
                 "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}

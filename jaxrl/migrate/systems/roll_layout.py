@@ -118,7 +118,7 @@ def layout(m: Migration):
     if nodes == 1:
         ordered = sorted(infer)
         m.set("rollout.placement", "disaggregated", *where)
-        m.set("mesh.roles.policy", {"devices": _ranges(sorted(train))}, TRAIN + "device_mapping")
+        m.set("mesh.roles.policy", {"devices": ranges(sorted(train))}, TRAIN + "device_mapping")
         if engines > 1:
             m.set("rollout.vllm.replicas", engines, *where)
         chunks = (ordered[i * served : (i + 1) * served] for i in range(engines))
@@ -130,7 +130,7 @@ def layout(m: Migration):
     )
 
 
-def _ranges(numbers_: list[int]) -> str:
+def ranges(numbers_: list[int]) -> str:
     """'0-3,6' of sorted numbers."""
     parts, start = [], 0
     for i in range(1, len(numbers_) + 1):

@@ -1,0 +1,465 @@
+"""What keys of RLinf mean together: the joint rules of its table. See systems/rlinf.py."""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.migrate import common
+from jaxrl.migrate.systems.roll_layout import ranges
+from jaxrl.migrate.table import Migration
+
+ALGO, DATA, RUNNER, ACTOR, ROLLOUT, CRITIC, REWARD = (
+    "algorithm.",
+    "data.",
+    "runner.",
+    "actor.",
+    "rollout.",
+    "critic.",
+    "reward.",
+)
+SAMPLE, OPTIM, SCHED, MODEL = ALGO + "sampling_params.", ACTOR + "optim.", ACTOR + "lr_sched.", ACTOR + "model."
+PLACEMENT, FSDP = "cluster.component_placement.*", ACTOR + "fsdp_config."
+PATHS = (ROLLOUT + "model.model_path", ROLLOUT + "model_dir", MODEL + "model_path")
+
+
+def needed(m: Migration, key: str, otherwise: float):
+    """A number without which RLinf does not start; otherwise: what stands for it in a refused config."""
+    value = m.number(key)
+    if value is None:
+        m.lacks(key, "is not set, and RLinf has no default for it", refuse=True)
+    return otherwise if value is None else value
+
+
+def batch(m: Migration):
+    prompts, group = (int(needed(m, key, 8)) for key in (DATA + "rollout_batch_size", ALGO + "group_size"))
+    common.batch(m, prompts, group, (DATA + "rollout_batch_size",), ALGO + "group_size")
+    count = m.integer(ALGO + "n_minibatches")
+    m.set("algorithm.ppo_epochs", 1, ALGO + "n_minibatches")
+    if not count or prompts % count:
+        m.lacks(ALGO + "n_minibatches", f"{prompts} prompts are no {count} mini-batches of whole groups", refuse=True)
+        return
+    m.set("algorithm.num_minibatches", count, ALGO + "n_minibatches")
+    m.facts["optimizer steps per step"] = count
+
+
+def lengths(m: Migration):
+    prompt, whole = int(needed(m, DATA + "max_prompt_length", 512)), int(needed(m, RUNNER + "seq_length", 1024))
+    answer, key = m[SAMPLE + "max_new_tokens"], SAMPLE + "max_new_tokens"
+    answer = whole - prompt if answer is None else m.integer(key)
+    keys = (key,) if m[key] is not None else (RUNNER + "seq_length", DATA + "max_prompt_length")
+    m.set("data.max_prompt_tokens", prompt, DATA + "max_prompt_length")
+    if answer < 1:
+        m.lacks(
+            RUNNER + "seq_length", f"{whole} tokens leave nothing for an answer to prompts of {prompt}", refuse=True
+        )
+        return
+    m.set("rollout.max_new_tokens", answer, *keys)
+    if prompt + answer > whole:
+        m.set("train.max_sequence_tokens", whole, RUNNER + "seq_length")
+    m.set("data.overlong_prompt", "filter", DATA + "filter_prompt_by_length")
+    if not m.flag(DATA + "filter_prompt_by_length"):
+        m.differs("without filter_prompt_by_length RLinf cuts the end off long prompts; here they are left out")
+
+
+def advantage(m: Migration):
+    name = m.text(ALGO + "adv_type")
+    if name not in ("grpo", "math_grpo", "gae", "reinpp"):
+        m.lacks(
+            ALGO + "adv_type",
+            f"{name!r} is of robots or agents, or not known; there are grpo, gae, reinpp",
+            refuse=True,
+        )
+        return
+    group, base = m.facts["completions per prompt"], m.flag(ALGO + "use_reinpp_baseline")
+    kind = {"gae": "gae", "reinpp": "returns"}.get(name, "outcome")
+    mean = "group" if kind == "outcome" or name == "reinpp" and base else "none"
+    if group < 2 and mean == "group":
+        mean = "none"
+        m.differs("a group of one completion has no mean and deviation: advantages are not normalised")
+    m.set("algorithm.advantage", kind, ALGO + "adv_type")
+    m.set("algorithm.advantage_mean", mean, ALGO + "adv_type", ALGO + "use_reinpp_baseline")
+    m.set("algorithm.advantage_std", mean if kind == "outcome" else "none", ALGO + "adv_type")
+    whiten = name == "reinpp" or name == "gae" and m.flag(ALGO + "normalize_advantages")
+    m.set("algorithm.whiten", whiten, ALGO + "adv_type", ALGO + "normalize_advantages")
+    if kind == "outcome":
+        m.mark(ALGO + "normalize_advantages", "inert", "grpo always divides by the group's deviation")
+    if kind == "returns":
+        m.set("algorithm.gamma", 1.0, ALGO + "adv_type")
+    if kind == "gae":
+        m.set("algorithm.gamma", m.number(ALGO + "gamma"), ALGO + "gamma")
+        m.set("algorithm.lam", m.number(ALGO + "gae_lambda"), ALGO + "gae_lambda")
+        m.set("critic.lr", m.number(CRITIC + "optim.lr"), CRITIC + "optim.lr")
+        m.set("critic.value_clip", float(m.number(ALGO + "value_cliprange") or 0), ALGO + "value_cliprange")
+        m.set("critic.warmup_steps", m.integer(ALGO + "critic_warmup_steps"), ALGO + "critic_warmup_steps")
+    m.facts["advantage"] = f"{name}, mean {mean}" + (", whitened" if whiten else "")
+
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-mean": "sequence_mean",
+}
+
+
+def loss(m: Migration):
+    """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean."""
+    kinds = {"ppo": "clip", "actor": "clip", "actor_critic": "clip", "math_ppo_actor": "clip"}
+    kind = m.text(ALGO + "loss_type")
+    if kind not in kinds:
+        m.lacks(ALGO + "loss_type", f"{kind!r} is none of {', '.join(kinds)}", refuse=True)
+        return
+    low, high = (
+        (ALGO + n if m[ALGO + n] is not None else ALGO + "ratio_clip_eps")
+        for n in ("clip_ratio_low", "clip_ratio_high")
+    )
+    m.set("algorithm.policy_loss", "clip", ALGO + "loss_type")
+    m.set("algorithm.ratio", "token", ALGO + "loss_type")
+    m.set("algorithm.clip_low", m.number(low), low)
+    m.set("algorithm.clip_high", m.number(high), high)
+    dual = float(m.number(ALGO + "clip_ratio_c") or 0)
+    m.set("algorithm.dual_clip", dual, ALGO + "clip_ratio_c")
+    m.facts["clip"] = f"{1 - m.number(low):g} to {1 + m.number(high):g}" + (f", dual {dual:g}" if dual else "")
+    entropy = m.flag(ALGO + "calculate_entropy")
+    m.set(
+        "algorithm.entropy_coef",
+        m.number(ALGO + "entropy_bonus") if entropy else 0.0,
+        ALGO + "entropy_bonus",
+        ALGO + "calculate_entropy",
+    )
+    name, micro = ALGO + "loss_agg_func", m.integer(ALGO + "training_batch_size_per_gpu")
+    kind, scaled = m.choice(name, AGGREGATIONS), m.flag(ALGO + "use_valid_token_scale")
+    if kind is None:
+        return
+    keys = (
+        name,
+        ALGO + "use_valid_token_scale",
+        ALGO + "training_batch_size_per_gpu",
+        RUNNER + "enable_dynamic_batch_size",
+    )
+    if kind == "token_mean" and not scaled:
+        kind = "sequence_mean"
+        if micro > 1 or m.flag(RUNNER + "enable_dynamic_batch_size"):
+            m.differs(
+                "RLinf's token mean is one per micro-batch of several sequences, which weigh by length within it; here "
+                "all sequences weigh the same (algorithm.aggregation=sequence_mean)"
+            )
+    elif kind != "token_mean" and scaled:
+        m.lacks(ALGO + "use_valid_token_scale", "micro-batches of a sequence mean are not weighed by their tokens")
+    m.set("algorithm.aggregation", kind, *keys)
+    m.facts["aggregation"] = kind
+
+
+KL = {"low_var_kl": "low_var", "k3": "low_var", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
+
+
+def kl(m: Migration):
+    beta, reward = m.number(ALGO + "kl_beta"), m.number(ALGO + "reinpp_kl_beta")
+    reward = reward if m.text(ALGO + "adv_type") == "reinpp" else 0
+    if beta and reward:
+        m.lacks(ALGO + "reinpp_kl_beta", "the KL is in the loss or in the reward, not in both", refuse=True)
+        return
+    estimator = m.choice(ALGO + "kl_penalty_type", KL) or "low_var"
+    placed, key = ("reward", ALGO + "reinpp_kl_beta") if reward else ("loss", ALGO + "kl_beta")
+    common.kl(m, float(reward or beta), estimator, placed, key, ALGO + "kl_penalty_type")
+
+
+def mismatch(m: Migration):
+    fix, cap = ALGO + "importance_sampling_fix", ALGO + "importance_sampling_clip"
+    m.set("algorithm.mismatch.correction", "token_tis" if m.flag(fix) else "none", fix)
+    if m.flag(fix):
+        m.set("algorithm.mismatch.cap", float(m.number(cap)), cap)
+    again = m.flag(ALGO + "recompute_logprobs")
+    if not again and m.flag(fix):
+        m.lacks(fix, "needs recompute_logprobs, in RLinf too", refuse=True)
+        return
+    m.set("algorithm.old_logprobs", "auto" if again else "rollout", ALGO + "recompute_logprobs")
+    stop = m.number(ALGO + "early_stop_imp_ratio")
+    if stop and m.options.get("algorithm.num_minibatches", (1, ()))[0] > 1:
+        m.set("algorithm.early_stop_ratio", float(stop), ALGO + "early_stop_imp_ratio")
+        m.differs("beyond early_stop_imp_ratio RLinf leaves out one micro-batch, here the rest of the step's updates")
+
+
+def sampling(m: Migration):
+    greedy = m.flag(SAMPLE + "use_greedy") or not m.flag(SAMPLE + "do_sample")
+    if greedy:
+        m.lacks(
+            SAMPLE + "use_greedy", "greedy completions of a group are all equal: nothing can be learnt", refuse=True
+        )
+    top_k = m.integer(SAMPLE + "top_k")
+    m.set("rollout.temperature", m.number(SAMPLE + "temperature"), SAMPLE + "temperature")
+    m.set("rollout.top_p", m.number(SAMPLE + "top_p"), SAMPLE + "top_p")
+    m.set("rollout.top_k", top_k if top_k and 0 < top_k < 100_000 else -1, SAMPLE + "top_k")
+    m.facts["sampling"] = (
+        f"temperature {m[SAMPLE + 'temperature']}, top_p {m[SAMPLE + 'top_p']}, top_k {m[SAMPLE + 'top_k']}"
+    )
+
+
+def optimizer(m: Migration):
+    m.set("optimizer.lr", needed(m, OPTIM + "lr", 1e-6), OPTIM + "lr")
+    fsdp = m.text(ACTOR + "training_backend") == "fsdp"
+    own = SCHED + "lr_decay_style" if not fsdp else OPTIM + "lr_scheduler"
+    decay, share, steps = (m.number(SCHED + n) for n in ("lr_decay_iters", "lr_warmup_fraction", "lr_warmup_iters"))
+    warm, keys = steps or 0, (SCHED + "lr_warmup_iters",)
+    if fsdp:
+        warm, keys = (
+            max(m.integer(OPTIM + "lr_warmup_steps"), 0),
+            (OPTIM + "lr_warmup_steps", ACTOR + "training_backend"),
+        )
+        for key in ("lr_decay_style", "lr_decay_iters", "lr_warmup_fraction", "lr_warmup_iters", "min_lr"):
+            m.mark(
+                SCHED + key, "inert", "of megatron; with FSDP there are actor.optim.lr_scheduler and lr_warmup_steps"
+            )
+    elif not warm and share:
+        warm, keys = int(share * (decay or 100_000)), (SCHED + "lr_warmup_fraction", SCHED + "lr_decay_iters", *keys)
+    kind = m.text(own)
+    common.schedule(m, own, kind, warm, None, own, *keys)
+    if kind in ("linear", "cosine") and not fsdp:
+        if decay:
+            m.set("optimizer.decay_steps", max(int(decay) - int(warm), 1), SCHED + "lr_decay_iters")
+        m.set("optimizer.floor", m.number(SCHED + "min_lr") / m.options["optimizer.lr"][0], SCHED + "min_lr")
+
+
+PLACE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def placed(m: Migration, total: int) -> dict[str, list[int]]:
+    """Devices of each component: 'actor,rollout: all', '0-3', '0,2'."""
+    out: dict[str, list[int]] = {}
+    for s in m.all(PLACEMENT):
+        text, found = str(s.value).strip(), []
+        if text == "all":
+            found = list(range(total))
+        else:
+            for part in text.split(","):
+                place = PLACE.fullmatch(part.strip())
+                if not place or int(place[2] or 0) > 100_000:
+                    m.lacks(
+                        s.key,
+                        f"{text!r}: expected all, 0-7 or numbers with commas, of devices of one kind",
+                        refuse=True,
+                    )
+                    return {}
+                found += range(int(place[1]), int(place[2] or place[1]) + 1)
+        for role in s.key.removeprefix("cluster.component_placement.").split(","):
+            out[role.strip()] = found
+    return out
+
+
+def layout(m: Migration):
+    nodes, per = m.integer("cluster.num_nodes"), m.integer("cluster.num_gpus_per_node")
+    total = nodes * per
+    roles = placed(m, total)
+    train, infer = roles.get("actor", []), roles.get("rollout", [])
+    used = set(train) | set(infer)
+    m.gpus = gpus = len(used) or total
+    tp, pp, ep = (
+        m.integer(MODEL + n) or 1
+        for n in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    )
+    if m.text(ACTOR + "training_backend") == "fsdp":
+        tp = pp = ep = 1
+    m.set("mesh.fsdp", -1, ACTOR + "training_backend")
+    apart = bool(train and infer and not set(train) & set(infer))
+    keys = (
+        "cluster.num_nodes",
+        "cluster.num_gpus_per_node",
+        PLACEMENT,
+        MODEL + "tensor_model_parallel_size",
+        MODEL + "pipeline_model_parallel_size",
+        MODEL + "expert_model_parallel_size",
+    )
+    common.mesh(m, keys, tp=tp, pp=pp, ep=ep, gpus=len(train) if apart else gpus)
+    m.facts["GPUs"] = gpus
+    served = m.integer(ROLLOUT + "tensor_parallel_size")
+    engines = max((len(infer) or gpus) // max(served, 1), 1)
+    where = (ROLLOUT + "tensor_parallel_size", *keys[:3])
+    backend = ROLLOUT + "rollout_backend"
+    common.engine(
+        m,
+        m.text(backend),
+        backend,
+        tp=served,
+        engines=1 if apart else engines,
+        nodes=1 if apart else nodes,
+        gpus=0 if apart else gpus,
+        colocated=not apart,
+        keys=where,
+    )
+    if not apart:
+        if train and infer and set(train) != set(infer):
+            m.differs("training and sampling share only some GPUs there; here both have all of them, in turns")
+    elif nodes == 1:
+        m.set("rollout.placement", "disaggregated", PLACEMENT)
+        m.set("mesh.roles.policy", {"devices": ranges(sorted(train))}, PLACEMENT)
+        if engines > 1:
+            m.set("rollout.vllm.replicas", engines, *where)
+        rows = (sorted(infer)[i * served : (i + 1) * served] for i in range(engines))
+        m.set("rollout.vllm.devices", tuple(",".join(map(str, row)) for row in rows), *where)
+    else:
+        m.needs(
+            f"training has {len(train)} GPUs and sampling {len(infer)} on {nodes} hosts: start {engines} servers of "
+            f"{served} GPUs on those (docs/rollout.md), name them in rollout.servers and set placement=disaggregated"
+        )
+    if apart and "inference" in roles:
+        m.differs("log-probs are computed by the trainer, not by GPUs of their own (inference)")
+    _rest(m)
+
+
+def _rest(m: Migration):
+    """Where parameters and optimizer state are while the engine samples."""
+    keys = tuple(ACTOR + n for n in ("offload_optimizer", "offload_weight", "enable_offload"))
+    whole = m.flag(ACTOR + "enable_offload") or m.flag(ACTOR + "offload_optimizer") and m.flag(ACTOR + "offload_weight")
+    before = m.options.pop("mesh.roles.policy", ({}, ()))
+    if m.flag(FSDP + "cpu_offload"):
+        m.set("mesh.roles.policy", {**before[0], "rest": "streamed"}, FSDP + "cpu_offload", *before[1])
+    elif whole:
+        m.set("mesh.roles.policy", {**before[0], "rest": "host"}, *keys, *before[1])
+    elif before[0]:
+        m.set("mesh.roles.policy", *before[:1], *before[1])
+
+
+def memory(m: Migration):
+    longest = m.options["data.max_prompt_tokens"][0] + m.options.get("rollout.max_new_tokens", (1, ()))[0]
+    dynamic, most = RUNNER + "enable_dynamic_batch_size", RUNNER + "max_tokens_per_mbs"
+    micro, score = ALGO + "training_batch_size_per_gpu", ALGO + "logprob_forward_micro_batch_size"
+    train = max(m.integer(most), longest) if m.flag(dynamic) else m.integer(micro) * longest
+    m.set("train.tokens_per_microbatch", train, *((dynamic, most) if m.flag(dynamic) else (micro,)))
+    scored = m.integer(score) * longest
+    if scored != train and not m.flag(dynamic):
+        m.set("train.score_tokens_per_microbatch", scored, score)
+
+
+def model(m: Migration):
+    key = next((k for k in PATHS if m[k]), "")
+    if key:
+        m.set("model.path", m.text(key).rstrip("/"), key)
+    else:
+        m.needs("rollout.model.model_path is not set: name the model in model.path")
+    tokenizer = m.text(ACTOR + "tokenizer.tokenizer_model").rstrip("/")
+    if tokenizer and key and tokenizer != m.text(key).rstrip("/"):
+        m.set("model.tokenizer", tokenizer, ACTOR + "tokenizer.tokenizer_model")
+    full, kind = MODEL + "recompute_granularity", {"full": "full", "selective": "dots", "": "none"}
+    if m.text(ACTOR + "training_backend") == "fsdp":
+        m.set(
+            "model.remat",
+            "full" if m.flag(FSDP + "gradient_checkpointing") else "none",
+            FSDP + "gradient_checkpointing",
+        )
+    else:
+        m.set("model.remat", m.choice(full, kind) or "auto", full)
+    key, amp = (
+        MODEL + "precision",
+        next((FSDP + n for n in ("amp_autocast.", "amp.") if m.flag(FSDP + n + "enabled")), ""),
+    )
+    if m.text(ACTOR + "training_backend") == "fsdp" and amp:
+        key = FSDP + "amp_autocast.precision"
+    elif m.text(ACTOR + "training_backend") == "fsdp" and m[FSDP + "mixed_precision.param_dtype"]:
+        key = FSDP + "mixed_precision.param_dtype"
+    switches = (FSDP + "amp_autocast.enabled", FSDP + "amp.enabled", ACTOR + "training_backend")
+    m.set("train.compute_dtype", common.DTYPES.get(m.text(key), "auto"), key, *switches)
+    key = ROLLOUT + "model.precision" if m[ROLLOUT + "model.precision"] else MODEL + "precision"
+    m.set("rollout.dtype", common.DTYPES.get(m.text(key), "auto"), key)
+
+
+def data(m: Migration):
+    common.data_files(m, m.list(DATA + "train_data_paths"), DATA + "train_data_paths")
+    common.eval_sets(m, m.list(DATA + "val_data_paths"), DATA + "val_data_paths")
+    m.set("eval.every_steps", 0, RUNNER + "val_check_interval")
+    m.set("eval.before", False, RUNNER + "val_check_interval")
+    m.set("eval.after", False, RUNNER + "val_check_interval")
+    m.mark(
+        RUNNER + "val_check_interval", "inert", "RLinf's reasoning runner launches no validation; eval.every_steps does"
+    )
+    if m.list(DATA + "val_data_paths"):
+        m.differs("eval.sets are named and not asked, as in RLinf's reasoning runner: set eval.every_steps")
+    m.facts["evaluation"] = "none"
+    m.set("data.prompt_column", m.text(DATA + "prompt_key"), DATA + "prompt_key")
+    m.set("data.answer_column", m.text(DATA + "answer_key"), DATA + "answer_key")
+    m.set("data.chat", "auto" if m.flag(DATA + "apply_chat_template") else "false", DATA + "apply_chat_template")
+    m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
+    m.set("data.seed", m.integer(DATA + "seed"), DATA + "seed")
+    m.set("data.epochs", m.integer(RUNNER + "max_epochs"), RUNNER + "max_epochs")
+    steps = m.integer(RUNNER + "max_steps")
+    if steps is not None and steps > 0:
+        m.set("train.steps", steps, RUNNER + "max_steps")
+
+
+MATH = '''"""RLinf's math reward: 1 where a completion agrees with an answer of the row (reward.scale, bias)."""
+
+import json
+
+from jaxrl.rewards.builtin import math_reward
+
+
+def score(prompt, completion, answer=None, **columns):
+    if isinstance(answer, str) and answer.startswith("["):
+        answer = json.loads(answer)
+    answers = answer if isinstance(answer, list | tuple) else [answer]
+    return float(any(math_reward(prompt, completion, str(one)) for one in answers))
+'''
+
+
+def reward(m: Migration):
+    kind, scale = m.text(REWARD + "reward_type"), m.number(REWARD + "reward_scale")
+    low, high = m.number(REWARD + "reward_min_val"), m.number(REWARD + "reward_max_val")
+    if m.flag(REWARD + "use_reward_model"):
+        m.lacks(REWARD + "use_reward_model", "a reward model of ours is reward.model.path", refuse=True)
+    if kind == "math":
+        common.reward_file(m, MATH, REWARD + "reward_type")
+        m.differs("math is judged by math-verify; RLinf has a verifier of its own")
+    else:
+        common.reward_stub(m, "RLinf", f"reward_type={kind}", REWARD + "reward_type")
+    m.set(
+        "reward.scale",
+        float((high - low) * scale),
+        REWARD + "reward_scale",
+        REWARD + "reward_max_val",
+        REWARD + "reward_min_val",
+    )
+    m.set("reward.bias", float(low * scale), REWARD + "reward_scale", REWARD + "reward_min_val")
+    m.facts["rewards"] = f"{high * scale:g} where right, {low * scale:g} where wrong"
+
+
+def places(m: Migration):
+    folder, name = m.text(RUNNER + "output_dir").rstrip("/"), m.text(RUNNER + "experiment_name")
+    if m.given(RUNNER + "output_dir"):
+        m.set("run.dir", f"{folder}/{name}" if name else folder, RUNNER + "output_dir", RUNNER + "experiment_name")
+    common.triggers(m, "checkpoint.every_steps", m.integer(RUNNER + "save_interval"), RUNNER + "save_interval")
+    m.set("checkpoint.every_minutes", 0.0, RUNNER + "save_interval")
+    m.set("checkpoint.keep", -1, RUNNER + "save_interval")
+    resume = m.text(RUNNER + "resume_dir")
+    m.set("run.resume", "never" if not resume else "auto", RUNNER + "resume_dir")
+    if resume not in ("", "auto"):
+        m.needs(
+            f"runner.resume_dir={resume}: RLinf's checkpoints are not read; name a Hugging Face folder in model.path"
+        )
+
+
+def loggers(m: Migration):
+    names = m.list(RUNNER + "logger.logger_backends") or ["tensorboard"]
+    key = RUNNER + "logger.logger_backends"
+    if m.flag(RUNNER + "logger.wandb.enable"):
+        names, key = [*names, "wandb"], RUNNER + "logger.wandb.enable"
+    project = RUNNER + "logger.project_name"
+    common.loggers(
+        m,
+        key,
+        names,
+        m.text(project),
+        m.text(RUNNER + "logger.experiment_name"),
+        project,
+        RUNNER + "logger.experiment_name",
+    )
+
+
+def engine_options(m: Migration):
+    for s in m.all(ROLLOUT + "vllm.*"):
+        name = s.key.rsplit(".", 1)[1]
+        if m.text(ROLLOUT + "rollout_backend") != "vllm" or s.value is None:
+            m.mark(s.key, "inert", "of another engine, or empty")
+        elif name in ("enable_chunked_prefill", "enable_prefix_caching"):
+            m.set(f"rollout.vllm.{name.removeprefix('enable_')}", bool(s.value), s.key)
+        elif name == "max_num_batched_tokens":
+            m.set("rollout.vllm.engine_kwargs.max_num_batched_tokens", s.value, s.key)
+        else:
+            m.mark(s.key, "automatic", "vLLM's own choice")

@@ -1,0 +1,127 @@
+"""jaxrl.migrate: what is easy to get wrong in configs of RLinf. Every key of its table is tested in test_migrate.py."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config import load_config
+from jaxrl.config_checks import check
+from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.source import Setting, Source
+from jaxrl.migrate.systems import table_of
+from jaxrl.migrate.table import Migration
+
+NEEDED = {"data.rollout_batch_size": 512, "algorithm.group_size": 16, "data.max_prompt_length": 1024, "runner.seq_length": 2048,
+          "actor.optim.lr": 2e-5}
+CONFIG = """
+cluster: {num_nodes: 1, num_gpus_per_node: 8, component_placement: {"actor,inference,rollout": all}}
+runner:
+  seq_length: 300
+  output_dir: runs
+  experiment_name: small
+algorithm:
+  group_size: 4
+  n_minibatches: 2
+  recompute_logprobs: true
+  clip_ratio_c: null
+  sampling_params: {top_k: 1000000, max_new_tokens: "${subtract:${runner.seq_length}, ${data.max_prompt_length}}"}
+rollout:
+  model_dir: some/model/
+  return_logprobs: ${not:${algorithm.recompute_logprobs}}
+data: {max_prompt_length: 100, rollout_batch_size: 8, train_data_paths: [a.jsonl]}
+actor:
+  model: {precision: fp16, recompute_granularity: full}
+  optim: {lr: 2e-05, clip_grad: 0.8}
+  lr_sched: {lr_warmup_fraction: 0.01, lr_decay_iters: 10}
+  tokenizer: {tokenizer_model: some/model/}
+reward: {reward_type: math, reward_scale: 5.0}
+"""
+
+
+def migrated(settings=None, version=None):
+    table = table_of("rlinf")
+    rows = {k: Setting(k, v, "test:1") for k, v in {**NEEDED, **(settings or {})}.items()}
+    return Migration(table, Source(rows, []), version or table.versions[-1]).run()
+
+
+def values(m):
+    return {option: value for option, (value, _) in m.options.items()}
+
+
+def test_a_batch_is_of_prompts_and_minibatches_are_counted():
+    m = migrated({"algorithm.n_minibatches": 4})
+    assert m.facts["sequences per step"] == 8192 and values(m)["algorithm.num_minibatches"] == 4
+    assert values(m)["data.prompts_per_step"] == 512 and values(m)["rollout.max_new_tokens"] == 1024
+    assert migrated({"algorithm.n_minibatches": 3}).outcome(False) == "refused"
+
+
+def test_a_token_mean_of_one_sequence_is_a_mean_over_sequences():
+    assert values(migrated())["algorithm.aggregation"] == "sequence_mean"
+    assert values(migrated({"algorithm.use_valid_token_scale": True}))["algorithm.aggregation"] == "token_mean"
+    several = migrated({"algorithm.training_batch_size_per_gpu": 4})
+    assert values(several)["algorithm.aggregation"] == "sequence_mean" and any("micro-batch of several" in t for t in several.different)
+    assert values(migrated({"algorithm.loss_agg_func": "seq-mean-token-sum"}))["algorithm.aggregation"] == "sequence_sum"
+
+
+def test_clips_rewards_and_warm_up():
+    v = values(migrated({"algorithm.clip_ratio_high": 0.28, "algorithm.clip_ratio_c": 3.0, "reward.reward_scale": 5.0}))
+    assert (v["algorithm.clip_low"], v["algorithm.clip_high"], v["algorithm.dual_clip"]) == (0.2, 0.28, 3.0)
+    assert (v["reward.scale"], v["reward.bias"]) == (10.0, -5.0) and v["algorithm.kl.coef"] == 0
+    warm = {"actor.lr_sched.lr_warmup_fraction": 0.01}
+    assert values(migrated({**warm, "actor.lr_sched.lr_decay_iters": 10}))["optimizer.warmup_steps"] == 0
+    assert values(migrated({**warm, "actor.lr_sched.lr_decay_iters": 3000}))["optimizer.warmup_steps"] == 30
+    assert values(migrated(warm))["optimizer.warmup_steps"] == 1000  # of 100 000 iterations
+    assert values(migrated({"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False}))["algorithm.advantage_std"] == "group"
+
+
+def place(**roles):
+    return migrated({f"cluster.component_placement.{k}": v for k, v in roles.items()})
+
+
+def test_placements():
+    assert values(migrated({"cluster.component_placement.actor,rollout,reward": "all"}))["rollout.placement"] == "colocated"
+    v = values(place(actor="0-3", rollout="4-6,7", reward="all"))
+    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["rollout.vllm.devices"] == ("4", "5", "6", "7")
+    assert v["rollout.placement"] == "disaggregated"
+    one = place(**{"actor,rollout": 0})
+    assert one.facts["GPUs"] == 1 and values(one)["rollout.placement"] == "colocated"
+    assert place(actor="node0:0-3", rollout="4-7").outcome(False) == "refused"
+
+
+@pytest.mark.parametrize("key", ["env.train.env_type", "vla.vla_type", "diffusers.dtype", "data.image_keys", "actor.model.num_action_chunks",
+                                 "agentloop.group_name", "tools.search.server_addr"])
+def test_robots_images_and_agents_are_refused_by_name(key):
+    m = migrated({key: "x"})
+    assert m.outcome(False) == "refused" and [k for k, _, refuse in m.lacking if refuse] == [key]
+
+
+def test_every_parameter_of_the_document_is_owned():
+    with open(Path(__file__).parent / "seed_parameters.csv", newline="") as f:
+        keys = [f"{r['section']}.{r['parameter']}" for r in csv.DictReader(f) if r["system"] == "RLinf"]
+    table = table_of("rlinf")
+    keys.remove("cluster.component_placement")
+    rows = {k: Setting(k, None, "test:1") for k in [*keys, "cluster.component_placement.actor,inference,rollout"]}
+    assert len(rows) == 165 and Migration(table, Source(rows, []), table.versions[-1]).unknown == []
+
+
+def test_a_config_with_its_resolvers_passes_the_checks_and_a_robots_has_no_trace(tmp_path):
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    out = tmp_path / "out"
+    assert command.main(["rlinf", str(tmp_path / "job.yaml"), f"--out={out}"]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["outcome"] == "full" and report["facts"]["GPUs"] == 8
+    assert {k["key"]: k["value"] for k in report["keys"]}["rollout.return_logprobs"] is False
+    c = load_config(str(out / "job.py"))
+    assert (c.rollout.max_new_tokens, c.rollout.top_k, c.optimizer.b2, c.optimizer.eps, c.run.dir) == (200, -1, 0.95, 1e-5, "runs/small")
+    assert (c.train.compute_dtype, c.model.path, c.algorithm.aggregation) == ("fp16", "some/model", "sequence_mean")
+    c.run.mode, c.plan.target = "plan", "h100:8"
+    check(c)
+    spec = importlib.util.spec_from_file_location("job_reward", out / "job_reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.score("", "so \\boxed{4}", answer=["\\boxed{3}", "4"]) == 1.0 and module.score("", "\\boxed{5}", answer='["3", "4"]') == 0.0
+    (tmp_path / "robot.yaml").write_text("env: {train: {env_type: maniskill}}\nactor: {model: {action_dim: 7}}\n")
+    assert command.main(["rlinf", str(tmp_path / "robot.yaml"), f"--out={out}"]) == 3
