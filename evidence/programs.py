@@ -229,7 +229,7 @@ def main() -> None:
     wrong = [r["name"] for r in found if r["absent"] or r["gap_mean"] > 1e-5 or r.get("after", 1) < least[r["name"]]]
     wrong += [r["name"] for r in found if r["name"] in learn and r["reward_last"] < r["reward_first"] + 0.3]
     wrong += [one["name"] for one in played if one["name"] != "mcp" and (one["right"], one["wrong"] > 0) != (1.0, False)]
-    record("programs", {"versions": versions(programs, gyms, verifiers, openenv), "scripted": played, "runs": found, "missed": wrong})
+    record("programs", {"versions": versions(verifiers, openenv, gyms, programs), "scripted": played, "runs": found, "missed": wrong})
     if wrong:
         sys.exit(f"missed: {', '.join(wrong)}")
 
