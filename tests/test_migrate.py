@@ -14,6 +14,7 @@ from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.read import read
+from jaxrl.migrate.report import name_of
 from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
 from jaxrl.migrate.systems import SYSTEMS, table_of
@@ -503,3 +504,8 @@ def test_commands_of_a_script_that_calls_another(tmp_path):
     (tmp_path / "outer.sh").write_text("export N=4\nbash inner.sh 7\n")
     words = [w for c in commands(Path(tmp_path / "outer.sh"), {}, []) for w, _ in c.words]
     assert "trainer.seed=7" in words and "trainer.epochs=4" in words
+
+
+@pytest.mark.parametrize("file, name", [("run-gsm8k.v2.sh", "run_gsm8k_v2"), ("7b.yaml", "job_7b"), ("code.sh", "job_code"), ("jax.toml", "job_jax")])
+def test_a_config_hides_no_module_that_a_run_imports(file, name):
+    assert name_of(file) == name

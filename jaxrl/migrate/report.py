@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ from jaxrl.migrate.table import KINDS, Migration
 from jaxrl.schema import free_tables, options
 
 MARK = "# made by jaxrl.migrate, unchanged: "
+# Of what a run imports, beside the standard library.
+MODULES = (
+    *("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "scipy", "ml_collections", "ml_dtypes"),
+    *("absl", "transformers", "tokenizers", "huggingface_hub", "safetensors", "datasets", "pyarrow", "tensorboardx"),
+    *("vllm", "torch", "yaml", "jinja2", "fsspec"),
+)
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 
@@ -233,9 +240,10 @@ def _cell(value) -> str:
 
 
 def name_of(file: str) -> str:
-    """A file's stem as a name of Python's."""
+    """A file's stem as a name of Python's that no module has: `python -m` finds what lies in the folder first."""
     stem = re.sub(r"\W+", "_", Path(file).stem, flags=re.ASCII).strip("_").lower()
-    return stem if stem and not stem[0].isdigit() else f"job_{stem}".rstrip("_")
+    free = stem and not stem[0].isdigit() and stem not in sys.stdlib_module_names and stem not in MODULES
+    return stem if free else f"job_{stem}".rstrip("_")
 
 
 def write(out: Path, m: Migration, file: str, strict: bool) -> dict:

@@ -78,6 +78,11 @@ def open_case(config) -> Case:
 def case_of(config, hf_config: dict, model=None) -> Case:
     """The case of a config whose model description is read; `model` where a run has built it."""
     target = targets.parse(config.plan.target)
+    if set(config.mesh.roles.get("policy", ())) - {"rest"} in ({"devices"}, {"processes"}, {"devices", "processes"}):
+        config = config.copy_and_resolve_references()  # the target's chips are the policy's
+        own = {key: value for key, value in config.mesh.roles.policy.items() if key == "rest"}
+        roles = {role: dict(given) for role, given in config.mesh.roles.items() if role != "policy"}
+        config.mesh.roles = roles | ({"policy": own} if own else {})
     if any(set(given) != {"rest"} or role not in ("policy", "sampler") and given["rest"] != "streamed"
            for role, given in config.mesh.roles.items()):
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and "

@@ -85,6 +85,15 @@ def test_an_impossible_target_is_refused_with_a_remedy(text, remedy):
     assert "plan.target" in str(e.value)
 
 
+def test_a_policy_on_some_devices_is_planned_on_the_target():
+    """They are the target's; `rest` stays, and so does the config that was given."""
+    c = tiny()
+    c.mesh.roles = {"policy": {"devices": "0-3", "rest": "host"}}
+    found = cases.open_case(c)
+    assert found.config.mesh.roles.to_dict() == {"policy": {"rest": "host"}}
+    assert c.mesh.roles.policy.devices == "0-3" and found.mesh == cases.open_case(tiny()).mesh
+
+
 def test_roles_with_devices_of_their_own_are_refused():
     c = tiny()
     c.mesh.roles = {"critic": {"devices": "0-3"}}
