@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from jaxrl.models.value import ValueModel
 from jaxrl.rewards import RewardItem
 from jaxrl.rewards.judge import Judge
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
+from jaxrl.workers.supervisor import children
 
 pytestmark = pytest.mark.vllm
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
@@ -38,20 +41,26 @@ def exported(folder, tree, seed):
     return tokenizer
 
 
+def judged(folder, **more):
+    """(command of a run whose judge is a random model that is held to digits, ids of the digits)"""
+    tokenizer = exported(folder / "judge", models.build(LONG, compute_dtype=jnp.float32, scan_layers=False), 3)
+    digits = {tokenizer.convert_tokens_to_ids(str(d)): d for d in range(10)}
+    (folder / "prompt.txt").write_text("{prompt}\n{completion}\nscore from {lowest} to {highest}")
+    rows = [{"prompt": "a", "completion": "b", "score": 5}, {"prompt": "c", "completion": "d", "score": 6}]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    extra = {"logit_bias": {str(k): 100 for k in digits}}
+    flags = {"reward.functions": "judge", "reward.judge.model": folder / "judge", "reward.judge.prompt_file": folder / "prompt.txt",
+             "reward.judge.pattern": r"(\d)", "reward.judge.highest": 9, "reward.judge.max_new_tokens": 1, "reward.judge.extra": extra,
+             "reward.judge.labelled": folder / "labelled.jsonl", "reward.judge.server_args": {"dtype": "float32", "max_model_len": 1024},
+             "train.steps": 3, "eval.sets": "", "run.dir": folder / "run", "run.compile_cache": ""} | more
+    return [sys.executable, "-m", "jaxrl.main", f"--config={Path(tiny_job.__file__)}",
+            *(f"--config.{name}={value}" for name, value in flags.items())], digits
+
+
 def test_a_run_starts_its_judge_and_learns_from_it(tmp_path):
     """A random model, held to digits, is a deterministic judge: what transformers draws from the same weights is every recorded score."""
-    tokenizer = exported(tmp_path / "judge", models.build(LONG, compute_dtype=jnp.float32, scan_layers=False), 3)
-    digits = {tokenizer.convert_tokens_to_ids(str(d)): d for d in range(10)}
-    (tmp_path / "prompt.txt").write_text("{prompt}\n{completion}\nscore from {lowest} to {highest}")
-    rows = [{"prompt": "a", "completion": "b", "score": 5}, {"prompt": "c", "completion": "d", "score": 6}]
-    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    extra = {"logit_bias": {str(k): 100 for k in digits}}
-    flags = {"reward.functions": "judge", "reward.judge.model": tmp_path / "judge", "reward.judge.prompt_file": tmp_path / "prompt.txt",
-             "reward.judge.pattern": r"(\d)", "reward.judge.highest": 9, "reward.judge.max_new_tokens": 1, "reward.judge.extra": extra,
-             "reward.judge.labelled": tmp_path / "labelled.jsonl", "reward.judge.server_args": {"dtype": "float32", "max_model_len": 1024},
-             "train.steps": 3, "eval.sets": "", "run.dir": tmp_path / "run", "run.compile_cache": ""}
-    done = subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={Path(tiny_job.__file__)}",
-                           *(f"--config.{name}={value}" for name, value in flags.items())], capture_output=True, text=True, timeout=400)
+    command, digits = judged(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "judge 'judge' and 2 labelled rows" in done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -74,6 +83,35 @@ def test_a_run_starts_its_judge_and_learns_from_it(tmp_path):
         best = sorted((logits[k].item() for k in digits), reverse=True)
         drawn = digits[max(digits, key=lambda k: logits[k].item())]
         assert best[0] - best[1] < 1e-4 or row["reward"]["parts"]["judge"] == pytest.approx(drawn / 9)
+
+
+def servers_below(pid):
+    """Processes of vLLM's API server below one."""
+    found = [p for child in children(pid) for p in servers_below(child)]
+    return found + [pid] * (b"vllm.entrypoints" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_judge_that_is_killed_is_started_again_and_what_was_asked_meanwhile_is_asked_again(tmp_path):
+    """Its server dies behind the first step; no reward of the other five is absent."""
+    command, _ = judged(tmp_path, **{"train.steps": 6, "reward.judge.retries": 30, "reward.judge.deadline_seconds": 400.0})
+    with (tmp_path / "log").open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as process:
+        try:
+            end = time.monotonic() + 400
+            while not list((tmp_path / "run/rollouts").glob("*.jsonl")):  # a step's scores are there
+                assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.1)
+            first = servers_below(process.pid)
+            assert first
+            os.kill(first[-1], signal.SIGKILL)
+            assert process.wait(500) == 0, (tmp_path / "log").read_text()[-3000:]
+        finally:
+            process.kill()
+    assert "the server of judge 'judge'" in (tmp_path / "log").read_text() and "it is started again" in (tmp_path / "log").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    scored = [x for x in lines if "reward/judge" in x]
+    assert len(scored) == 6 and all(x.get("reward/failed_fraction", 0) == 0 for x in scored)
 
 
 @contextlib.contextmanager
