@@ -48,7 +48,7 @@ from jaxrl.telemetry import find_sink
 from jaxrl.training import router
 
 log = logging.getLogger("jaxrl")
-KERNELS = Path.home() / ".cache" / "jaxrl" / "kernels.json"  # verdicts on them, by device, jax and source
+KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on them, by device, jax and source
 
 
 @dataclasses.dataclass
