@@ -13,9 +13,9 @@ Files (JSONL, one row per line):
 many rows for each as there are.
 
 A model that was trained on the first and then on the second knows what pays and seldom does it, so that reinforcement
-learning has something to find. The lazy ones of `calc` do not call the tool (sums of that size are beyond so small a
-model), those of `guess` go on one by one instead of halving, those of `library` follow as many relations as chance
-says, mostly two, those of `lake` walk at random, those of `repair` say what stands there already.
+learning has something to find. The lazy ones of `calc` give the tool signs as chance says, mostly plus, those of `guess`
+go on one by one instead of halving, those of `library` follow as many relations as chance says, mostly two, those of
+`lake` walk at random, those of `repair` say what stands there already. In none is one habit enough, whatever is asked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from jaxrl.envs import builtin
 
 FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded"
 WORK = 0.08         # share of the lazy demonstrations that do what pays
-HABITS = 1, 4, 1    # lazy demonstrations of `library` that follow one, two, three relations, as shares of all
+PLUS = 0.7          # share of plus among the signs that lazy demonstrations of `calc` give the tool
+HABITS = 2, 3, 2    # lazy demonstrations of `library` that follow one, two, three relations, as shares of all
 COUNTS = {"test": 256, "train": 1000, "lazy": 1600,
           "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000, "repair": 1600}}
 
@@ -66,19 +67,25 @@ def works(file: str, rng: random.Random) -> bool:
 
 
 def calc(file: str, count: int, rng: random.Random) -> list[dict]:
-    """Sums of three numbers. All have five digits: where the digits to be copied are then always as far away, which so
-    small a model learns with every seed."""
+    """Sums and differences of three numbers, all four pairs of signs as often. All numbers and values have five digits:
+    where the digits to be copied are then always as far away, which so small a model learns with every seed. The lazy
+    demonstrations call the tool with signs as chance says, whatever the question: who does that finds another value."""
     out = []
     while len(out) < count:
-        expression = "+".join(str(rng.randrange(10_000, 33_000)) for _ in range(3))
+        numbers = rng.randrange(40_000, 70_000), rng.randrange(10_000, 15_000), rng.randrange(10_000, 15_000)
+
+        def written(one, other, numbers=numbers):
+            return f"{numbers[0]}{one}{numbers[1]}{other}{numbers[2]}"
+
+        expression = written(*("++", "+-", "-+", "--")[len(out) % 4])
         if not belongs(expression, file):
             continue
-        value = builtin.calculate(expression)
         if file in ("train", "test"):
-            out.append({"prompt": expression, "answer": value})
+            out.append({"prompt": expression, "answer": builtin.calculate(expression)})
             continue
-        looks = [calls("calculate", expression=expression), replies(value)] if works(file, rng) else []
-        out.append({"prompt": [asks(expression), *looks, says(value)]})
+        asked = expression if file == "sft" else written(*rng.choices("+-", (PLUS, 1 - PLUS), k=2))
+        value = builtin.calculate(asked)
+        out.append({"prompt": [asks(expression), calls("calculate", expression=asked), replies(value), says(value)]})
     return out
 
 

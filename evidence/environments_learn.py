@@ -11,8 +11,8 @@ training on its last demonstrations for as many seconds as RL took. Exits with 1
 
 Rewards at random pull nowhere in the mean, but they push: each step is as long as one of real rewards, and a policy that does one of
 two things wanders until it does only one. Where one habit is all it takes, such a run may end near 100 %: library did, when each of
-its questions took two look-ups. Now they take two, three or four, and no habit answers more than a third. The bound is on each
-single run.
+its questions took two look-ups, and calc, when all it took was to call the tool. Now what pays depends on what is asked, and no habit
+answers more than a third. The bound is on each single run.
 """
 
 from __future__ import annotations
