@@ -1,6 +1,6 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
-    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # some two minutes
+    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # half a minute
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -8,10 +8,10 @@ never committed here (licences, size). For every config:
     outcome        full, partial or refused (exit 0 or 3); unreadable (2) only for those of UNREADABLE, with their reason
     keys           every key of the source stands in the report exactly once. What the source's keys are an independent reader
                    says: bash itself, which runs the script in a sandbox without commands (bubblewrap, no network, an empty
-                   PATH; every command only prints its words), and PyYAML for files of YAML
+                   PATH; every command only prints its words), and PyYAML for files of YAML, tomllib for those of TOML
     meaning        sequences per step, optimizer steps, learning rate, clips, KL, lengths, sampling, staleness, groups and
-                   evaluation of the config that was written are what RULES says, which was written down from the sources'
-                   code and reads the independent reader's keys, not the tables
+                   evaluation of the config that was written are what migrate_rules.py says, which was written down from the
+                   sources' code and reads the independent reader's keys, not the tables
     checks         the config passes jaxrl's own checks, for run.mode=plan where plans count what it has
     seconds        of the command alone, in a process of its own, for the first config of a system
 
@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -40,6 +41,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
 from common import record, table  # noqa: E402
+from migrate_rules import RULES, Keys  # noqa: E402
 
 from jaxrl.config import load_config  # noqa: E402
 from jaxrl.config_checks import check  # noqa: E402
@@ -52,7 +54,7 @@ CORPUS = {
         ("NovaSky-AI/SkyRL", "a956457", "0.3", [f"examples/train/{n}.sh" for n in (
             "gsm8k/run_gsm8k", "gsm8k/run_32b_gsm8k", "algorithms/drgrpo/run_drgrpo_gsm8k", "algorithms/cispo/run_cispo_gsm8k",
             "algorithms/dapo/run_dapo_gsm8k", "algorithms/rloo/run_rloo", "algorithms/reinforce++/run_reinforce++",
-            "algorithms/sapo/run_sapo_qwen3_4b_aime", "algorithms/clip_cov_kl_cov/run_clip_cov", "ppo/run_ppo",
+            "algorithms/sapo/run_sapo_qwen3_4b_aime", "algorithms/clip_cov_kl_cov/run_clip_cov", "algorithms/maxrl/run_maxrl_gsm8k", "ppo/run_ppo",
             "megatron/run_megatron_dapo_qwen3_30b_a3b", "lora/run_qwen2_5_0.5b_gsm8k_grpo_lora", "async/async_run_gsm8k",
             "search/run_search", "geometry3k/run_geometry3k", "tis_correction/run_dapo_tis")]),
         ("NovaSky-AI/SkyRL", "skyrl_train-v0.1.0", "train-0.1", [f"skyrl-train/examples/{n}.sh" for n in (
@@ -74,10 +76,50 @@ CORPUS = {
             "Qwen2.5-1.5B-Instruct/grpo/config_demo_code_ioi")]),
         ("huggingface/trl", "f2cd577", "1.9", ["examples/cli_configs/example_config.yaml"]),
     ],
-    "areal": [("inclusionAI/AReaL", "4aef98d", "1.0", [f"examples/{n}.yaml" for n in (
-        "math/gsm8k_grpo", "math/gsm8k_ppo", "math/gsm8k_drgrpo", "math/gsm8k_gspo", "math/gsm8k_liteppo", "math/gsm8k_rloo",
-        "math/gsm8k_sapo", "math/gsm8k_m2po", "math/gsm8k_grpo_megatron", "math/gsm8k_grpo_lora", "math/boba_grpo",
-        "math/gsm8k_reinforce", "math/gsm8k_sft", "multi_turn_math/gsm8k_grpo_mt", "tau2/config_30b_moe_airline")])],
+    "areal": [
+        ("inclusionAI/AReaL", "4aef98d", "1.0", [f"examples/{n}.yaml" for n in (
+            "math/gsm8k_grpo", "math/gsm8k_ppo", "math/gsm8k_drgrpo", "math/gsm8k_gspo", "math/gsm8k_liteppo", "math/gsm8k_rloo",
+            "math/gsm8k_sapo", "math/gsm8k_m2po", "math/gsm8k_grpo_megatron", "math/gsm8k_grpo_lora", "math/boba_grpo",
+            "math/gsm8k_reinforce", "math/gsm8k_sft", "math/gsm8k_dapo_dynamic_bs", "multi_turn_math/gsm8k_grpo_mt",
+            "tau2/config_30b_moe_airline", "distillation/gsm8k_grpo_distill", "vlm/clevr_count_70k_grpo")]),
+        ("inclusionAI/AReaL", "v0.3.4", "0.3", [f"examples/{n}.yaml" for n in (
+            "math/gsm8k_grpo", "math/gsm8k_ppo", "experimental/dapo/gsm8k_dapo", "experimental/dr.grpo/gsm8k_drgrpo",
+            "legacy/configs/v0.3-qwen3-code/8b")]),
+    ],
+    "rlinf": [
+        ("RLinf/RLinf", "a3816b5", "0.3", [f"examples/{n}.yaml" for n in (
+            *(f"reasoning/config/math/{m}" for m in (
+                "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-1.5b-grpo-megatron-dynamic", "qwen2.5-1.5b-is-megatron",
+                "qwen2.5-1.5b-grpo-megatron-pipeline", "qwen2.5-1.5b-ppo-megatron", "qwen2.5-1.5b-reinpp-megatron",
+                "qwen2.5-1.5b-single-gpu", "qwen2.5-32b-grpo-megatron", "qwen3-30b-grpo-megatron", "moonlight-16b-grpo-megatron")),
+            "reasoning/config/vqa/qwen2.5-vl-3b-grpo-fsdp", "agent/coding_online_rl/config/qwen2.5-1.5b-grpo-llm_judge",
+            "agent/searchr1/config/train_qwen2.5", "embodiment/config/maniskill_grpo_openvla")]),
+        ("RLinf/RLinf", "v0.1", "0.1", [f"examples/reasoning/config/math/{n}.yaml" for n in (
+            "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-7b-grpo-megatron", "qwen2.5-1.5b-reinpp-megatron")]),
+    ],
+    "roll": [
+        ("alibaba/ROLL", "8eb27cc", "0.3.0", [f"examples/{n}.yaml" for n in (
+            *(f"qwen2.5-7B-rlvr_megatron/{m}" for m in (
+                "rlvr_config", "rlvr_config_8gpus", "rlvr_config_async", "rlvr_config_dynamic_batching", "rlvr_config_lora",
+                "rlvr_config_sequence_packing", "rlvr_fsdp2_sp2", "rlvr_qwen2.5_7B_seperate")),
+            *(f"docs_examples/example_{m}" for m in ("grpo", "gspo", "ppo", "raft_pp", "reinforce_pp", "topr", "total_rl_options")),
+            "qwen2.5-7B-rlvr-offpolicy/rlvr_config", "qwen3-30BA3B-rlvr_fsdp2/rlvr_config", "qwen3-next-80BA3B-rlvr_megatron/rlvr_config",
+            "qwen2.5-vl-7B-rlvr/rlvr_megatron", "qwen2.5-0.5B-agentic/agent_val_frozen_lake", "dpo_examples/qwen2.5-3B_dpo_megatron")]),
+        ("alibaba/ROLL", "v0.1.0", "0.1.0", [f"examples/{n}.yaml" for n in (
+            "qwen2.5-7B-rlvr_megatron/rlvr_config", "qwen2.5-7B-rlvr_megatron/rlvr_zero3_sp2", "docs_examples/example_ppo",
+            "qwen3-30BA3B-rlvr_megatron/rlvr_config_sglang")]),
+    ],
+    "cosmos_rl": [
+        ("nvidia-cosmos/cosmos-rl", "89f2e5b", "0.4.4", [f"configs/{n}.toml" for n in (
+            *(f"qwen2-5/qwen2-5-{m}" for m in (
+                "3b-p-fsdp1-tp1-r-tp1-pp1-grpo", "7b-p-fsdp4-r-tp2-pp1-grpo", "7b-p-fsdp4-r-tp2-grpo-trtllm", "32b-tp2-fsdp4-sft", "3b-tp1-sft",
+                "1.5b-distill-countdown", "3b-p-fsdp2-colocated-separated-grpo", "multiturn-3b-p-fsdp1-tp1-r-tp1-pp1-grpo")),
+            "qwen3/qwen3-8b-distill", "qwen3/qwen3-8b-p-tp4-r-tp2-pp1-grpo", "qwen3/qwen3-32b-tp8-sft", "qwen3-moe/qwen3-moe-30b-tp4-sft",
+            "gpt-oss/gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", "phi/phi4-14b-p-fsdp4-r-tp2-grpo", "sana/sana-image-sft",
+            "pi05/pi05-libero10-grpo")]),
+        ("nvidia-cosmos/cosmos-rl", "v0.1.3", "0.1", [f"configs/qwen2-5/qwen2-5-{n}.toml" for n in (
+            "32b-p-fsdp2-tp4-r-tp4-pp1-dapo", "3b-p-fsdp1-tp1-r-tp1-pp1-grpo-aipo", "7b-p-fsdp2-tp2-r-tp2-pp1-grpo-fp8", "7b-pp2-tp2-sft")]),
+    ],
 }
 GPUS = {"trl": 8}  # the scripts' own, which their YAML does not say: a node of eight
 UNREADABLE: dict[str, str] = {}
@@ -93,10 +135,10 @@ def clone(root: Path, repository: str) -> Path:
 
 def take(git: Path, commit: str, files: list[str], out: Path) -> None:
     """The text files of a commit that lie where these do, down to their folder of examples."""
-    folders = sorted({re.match(r"(.*?(?:examples|recipes))/", f)[1] for f in files})
+    folders = sorted({re.match(r"(.*?(?:examples|recipes|configs))/", f)[1] for f in files})
     names = subprocess.run(["git", "-C", str(git), "ls-tree", "-r", "--name-only", commit, *folders], capture_output=True, text=True,
                            check=True).stdout.split("\n")
-    texts = [n for n in names if n.endswith((".sh", ".yaml"))]
+    texts = [n for n in names if n.endswith((".sh", ".yaml", ".toml"))]
     archive = subprocess.run(["git", "-C", str(git), "archive", commit, *texts], capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", str(out)], input=archive, check=True)
 
@@ -130,7 +172,9 @@ def keys_of_script(path: Path, root: Path) -> dict[str, str]:
     return best
 
 
-def keys_of_yaml(path: Path) -> dict[str, object]:
+def keys_of_file(path: Path) -> dict[str, object]:
+    """Keys of a file of YAML or TOML, as PyYAML or Python itself reads it."""
+
     def walk(node, prefix):
         if isinstance(node, dict) and node:
             for k, v in node.items():
@@ -138,7 +182,8 @@ def keys_of_yaml(path: Path) -> dict[str, object]:
         else:
             yield prefix, node
 
-    return dict(walk(yaml.safe_load(path.read_text("utf-8")), ""))
+    text = path.read_text("utf-8")
+    return dict(walk(tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text), ""))
 
 
 def same_keys(report: dict, mine: dict) -> list[str]:
@@ -149,122 +194,7 @@ def same_keys(report: dict, mine: dict) -> list[str]:
     return twice + [k for k in mine if k not in theirs and not whole(k) and not re.match(r"hydra|defaults$", k)]
 
 
-# -- rules, written down from the sources' code --------------------------------------------------------------------------
-
-
-class Keys:
-    """The independent reader's keys as numbers and flags, references within the file followed."""
-
-    def __init__(self, keys: dict):
-        self.keys = keys
-
-    def __call__(self, *names, default=None):
-        value = next((self.keys[n] for n in names if n in self.keys), default)
-        for _ in range(9):
-            m = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-            value = self.keys.get(m[1]) if m else value
-        if isinstance(value, str):
-            text = value.strip("'\"")
-            if text.lower() in ("true", "false", "null", "none", ""):
-                return {"true": True, "false": False}.get(text.lower())
-            with contextlib.suppress(ValueError):
-                return float(text)
-            return text
-        return value
-
-
-def skyrl(k: Keys, c, version: str) -> dict:
-    """skyrl/train/trainer.py, utils/utils.py (validate_batch_sizes), utils/ppo_utils.py."""
-    a, s, o = "trainer.algorithm.", "generator.sampling_params.", "trainer.policy.optimizer_config."
-    out = {
-        "prompts": (c.data.prompts_per_step, k("trainer.train_batch_size", default=1024)),
-        "group": (c.rollout.group_size, k("generator.n_samples_per_prompt", default=5)),
-        "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k("trainer.train_batch_size", default=1024)
-                    / k("trainer.policy_mini_batch_size", default=256) * k("trainer.update_epochs_per_batch", default=1)),
-        "lr": (c.optimizer.lr, k(o + "lr", default=1e-6)),
-        "warmup": (c.optimizer.warmup_steps, k(o + "num_warmup_steps", "trainer.num_warmup_steps", default=0)),
-        "longest": (c.rollout.max_new_tokens, k(s + "max_generate_length", default=1024)),
-        "prompt": (c.data.max_prompt_tokens, k("trainer.max_prompt_length", default=512)),
-        "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0)),
-        "epochs": (c.data.epochs, k("trainer.epochs", default=1)),
-        "eval every": (c.eval.every_steps, max(k("trainer.eval_interval", default=5), 0)),
-    }
-    on = k(a + "use_kl_loss", default=True) or k(a + "use_kl_in_reward", default=False)
-    out["kl"] = (c.algorithm.kl.coef, k(a + "kl_loss_coef", default=0.001) if on else 0.0)
-    if c.algorithm.policy_loss == "clip":
-        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
-                       (k(a + "eps_clip_low", default=0.2), k(a + "eps_clip_high", default=0.2)))
-    own = any(name.startswith("generator.eval_sampling_params.") for name in k.keys)
-    greedy = 0.0 if version.startswith("train") or not own else 1.0
-    out["eval temperature"] = (c.eval.temperature, k("generator.eval_sampling_params.temperature", default=greedy))
-    return out
-
-
-def verl(k: Keys, c, version: str) -> dict:
-    """verl/trainer/ppo/ray_trainer.py, core_algos.py, the generated configs of the tags."""
-    a, r = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-    out = {
-        "prompts": (c.data.prompts_per_step, k("data.train_batch_size", default=1024)),
-        "group": (c.rollout.group_size, k(r + "n", default=1)),
-        "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k("data.train_batch_size", default=1024)
-                    / k(a + "ppo_mini_batch_size", default=256) * k(a + "ppo_epochs", default=1)),
-        "longest": (c.rollout.max_new_tokens, k("data.max_response_length", default=512)),
-        "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length", default=512)),
-        "temperature": (c.rollout.temperature, k(r + "temperature", default=1.0)),
-        "lr": (c.optimizer.lr, k(a + "optim.lr", default=1e-6)),
-        "epochs": (c.data.epochs, k("trainer.total_epochs", default=30)),
-        "eval every": (c.eval.every_steps, max(k("trainer.test_freq", default=-1), 0)),
-        "kl": (c.algorithm.kl.coef, k(a + "kl_loss_coef", default=0.001) if k(a + "use_kl_loss", default=False) else
-               k("algorithm.kl_ctrl.kl_coef", default=0.001) if k("algorithm.use_kl_in_reward", default=False) else 0.0),
-    }
-    mode = k(a + "policy_loss.loss_mode", default="vanilla")
-    if mode in ("vanilla", "gspo", "geo_mean"):
-        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
-                       (k(a + "clip_ratio_low", default=0.2), k(a + "clip_ratio_high", default=0.2)))
-        out["dual clip"] = (c.algorithm.dual_clip, k(a + "clip_ratio_c", default=3.0) if mode == "vanilla" else 0.0)
-    return out
-
-
-def trl(k: Keys, c, version: str) -> dict:
-    """trl/trainer/grpo_config.py (__post_init__) and grpo_trainer.py, eight processes."""
-    accumulated = k("gradient_accumulation_steps", default=1)
-    whole = k("per_device_train_batch_size", default=8) * 8 * accumulated
-    return {
-        "sequences": (c.data.prompts_per_step * c.rollout.group_size, whole),
-        "group": (c.rollout.group_size, k("num_generations", default=8)),
-        "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k("num_iterations", default=1)),
-        "lr": (c.optimizer.lr, k("learning_rate", default=1e-6)),
-        "longest": (c.rollout.max_new_tokens, k("max_completion_length", default=256)),
-        "temperature": (c.rollout.temperature, k("temperature", default=1.0)),
-        "kl": (c.algorithm.kl.coef, k("beta", default=0.04 if version == "0.18" else 0.0)),
-        "warmup": (c.optimizer.warmup_fraction, k("warmup_ratio", default=0.0)),
-    }
-
-
-def areal(k: Keys, c, version: str) -> dict:
-    """areal/trainer/ppo/actor.py, areal/utils/functional, api/cli_args.py."""
-    a, o = "actor.", "actor.optimizer."
-    scale, bias = k(a + "reward_scaling", default=1.0), k(a + "reward_bias", default=0.0)
-    out = {
-        "prompts": (c.data.prompts_per_step, k("train_dataset.batch_size", default=1)),
-        "group": (c.rollout.group_size, k("gconfig.n_samples", default=1)),
-        "updates": (c.algorithm.num_minibatches, k(a + "ppo_n_minibatches", default=4)),
-        "lr": (c.optimizer.lr, k(o + "lr", default=1e-3)),
-        "longest": (c.rollout.max_new_tokens, k("gconfig.max_new_tokens", default=16384)),
-        "temperature": (c.rollout.temperature, k("gconfig.temperature", default=1.0)),
-        "staleness": (c.rollout.max_staleness, k("rollout.max_head_offpolicyness", default=0)),
-        "kl": (c.algorithm.kl.coef, k(a + "kl_ctl", default=0.1)),
-        "reward of 1": (min(max(c.reward.scale + c.reward.bias, -c.reward.clip), c.reward.clip),
-                        min(max((1 + bias) * scale, -k(a + "reward_clip", default=20.0)), k(a + "reward_clip", default=20.0))),
-        "epochs": (c.data.epochs, k("total_train_epochs", default=1)),
-    }
-    if c.algorithm.policy_loss == "clip":
-        low = k(a + "eps_clip", default=0.2)
-        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high), (low, k(a + "eps_clip_higher") or low))
-    return out
-
-
-RULES = {"skyrl": skyrl, "verl": verl, "trl": trl, "areal": areal}
+# -- one config against the rules -------------------------------------------------------------------------------------
 
 
 def differ(rules: dict) -> list[str]:
@@ -291,7 +221,7 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
     status, said, report = migrate(system, file, version, out)
     if status == 2:
         return "unreadable", [] if UNREADABLE.get(file.name, "?") in said else [said.strip()]
-    mine = keys_of_script(file, root) if file.suffix == ".sh" else keys_of_yaml(file)
+    mine = keys_of_script(file, root) if file.suffix == ".sh" else keys_of_file(file)
     wrong = [f"key {k}" for k in same_keys(report, mine)] + (["no keys of its own were found"] if len(mine) < 5 else [])
     if report["outcome"] != "refused":
         here = os.getcwd()
@@ -301,8 +231,8 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
             wrong += differ(RULES[system](Keys(mine), config, version))
             config.log.wandb = False
             config.model.path = config.model.path or "a/model"
-            uncounted = config.lora.rank or config.reward.model.path  # which plans do not count
-            config.run.mode, config.plan.target = ("train", "") if uncounted else ("plan", "h100:8")
+            planned = "plan" in report["commands"] and not config.reward.model.path  # what plans do not count
+            config.run.mode, config.plan.target = ("plan", "h100:8") if planned else ("train", "")
             check(config)
         except ConfigError as e:
             wrong.append(str(e))
@@ -311,22 +241,55 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
     return report["outcome"], wrong
 
 
+DOCUMENTS = {"skyrl": ("skyrl.rst", "docs"), "areal": ("areal.md", "0.3"), "rlinf": ("rlinf.rst", "docs"), "roll": ("roll.md", "0.1.0")}
+
+
+def blocks_of(text: str) -> list[str]:
+    """The blocks of YAML of a page in Markdown or reStructuredText; lines of dots are left out."""
+    blocks = re.findall(r"```ya?ml\n(.*?)```", text, re.S)
+    for found in re.findall(r"\.\. code(?:-block)?:: yaml *\n\n((?:[ ]+.*\n|\s*\n)+)", text):
+        least = min(len(line) - len(line.lstrip()) for line in found.splitlines() if line.strip())
+        blocks.append("\n".join(line[least:] for line in found.splitlines()))
+    return [re.sub(r"(?m)^ *\.\.\.$", "", block) for block in blocks]
+
+
+def together(blocks: list[str]) -> str:
+    """One config of all blocks of a page: tables are merged, later values win."""
+
+    def merge(into, new):
+        for k, v in new.items():
+            if isinstance(v, dict) and isinstance(into.get(k), dict):
+                merge(into[k], v)
+            elif v is not None or k not in into:
+                into[k] = v
+
+    whole: dict = {}
+    for block in blocks:
+        merge(whole, yaml.safe_load(block))
+    return yaml.safe_dump(whole, sort_keys=False)
+
+
 def documents(folder: Path) -> list[dict]:
-    """Every block of YAML in the reference documents; none may end in a trace, what cannot be read is said."""
+    """Every block of YAML in the reference documents, and all of a page together: none may end in a trace (an excerpt
+    that refers to another block is unreadable by itself, and says so), and every key of the whole is in the report once, none of
+    them unknown. AReaL's and Cosmos-RL's have no block."""
     rows = []
-    for system, name in (("skyrl", "skyrl.rst"), ("areal", "areal.md")):
-        text = (folder / name).read_text("utf-8")
-        blocks = re.findall(r"```ya?ml\n(.*?)```", text, re.S)
-        for found in re.findall(r"\.\. code-block:: yaml *\n\n((?:[ ]+.*\n|\s*\n)+)", text):
-            least = min(len(line) - len(line.lstrip()) for line in found.splitlines() if line.strip())
-            blocks.append("\n".join(line[least:] for line in found.splitlines()))
+    for system, (name, version) in DOCUMENTS.items():
+        blocks = blocks_of((folder / name).read_text("utf-8"))
         statuses: Counter = Counter()
-        for block in blocks:
+        row = {"document": name, "blocks": len(blocks)}
+        for block in blocks + ([together(blocks)] if blocks else []):
             with tempfile.TemporaryDirectory() as tmp:
                 (Path(tmp) / "block.yaml").write_text(block)
-                statuses[{0: "read", 2: "unreadable", 3: "refused"}[migrate(system, Path(tmp) / "block.yaml", "docs" if
-                         system == "skyrl" else "0.3", Path(tmp) / "out")[0]]] += 1
-        rows.append({"document": name, "blocks": len(blocks), **statuses})
+                status, said, report = migrate(system, Path(tmp) / "block.yaml", version, Path(tmp) / "out")
+                statuses[{0: "read", 2: "unreadable", 3: "refused"}[status]] += 1
+                if status == 2:
+                    print(name, said)
+                elif block == (blocks and together(blocks)):
+                    missing = same_keys(report, keys_of_file(Path(tmp) / "block.yaml"))
+                    row |= {"together": report["outcome"], "keys": len(report["keys"]), "missing": missing,
+                            "unknown": [k["key"] for k in report["keys"] if k["kind"] == "unknown"]}
+        rows.append({**row, **statuses})
     return rows
 
 
@@ -365,6 +328,7 @@ def main() -> int:
     if args.seeds:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")
+        bad += sum(bool(r.get("missing") or r.get("unknown")) for r in results["documents"])
     record("migrate_corpus", results)
     return int(bool(bad))
 

@@ -1,12 +1,13 @@
 """Showing 2 of the migration: an example config of each system trains three steps here, by overrides alone.
 
-    python evidence/migrate_train.py --clones=DIR [--systems=skyrl,verl]     # some four minutes
+    python evidence/migrate_train.py --clones=DIR [--systems=skyrl,verl]     # some three minutes
 
 The configs are of migrate_corpus.CORPUS. What is overridden is what a machine without GPUs and a model for tests cannot keep:
 the model (two layers from scratch, the shipped tokenizer), lengths, batch, engine, dtypes, places. Data are files with the
 columns that the system's own have. Whatever makes the loss (advantage, ratios, bounds, KL, aggregation, reward file, schedule)
-is as it was migrated. Exits with 1 where a run does not end with three finite steps; the first figure of AReaL's reward is
-checked by hand: (0 - 0.5) x 10 = -5 for wrong answers.
+is as it was migrated. Exits with 1 where a run does not end with three finite steps within five minutes; the first rewards of
+AReaL and RLinf are checked by hand: (0 - 0.5) x 10 = -5 and -1 x 5 = -5 for wrong answers. A system's result is written as soon as it is there;
+--systems leaves those of the others as they are.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(__file__))
 
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
-from common import record, table  # noqa: E402
+from common import RESULTS, commit, record, table  # noqa: E402
 from migrate_corpus import CORPUS, clone, migrate, take  # noqa: E402
 
 # system -> (file of the corpus, further overrides; DATA is the folder of the rows)
@@ -35,7 +38,12 @@ RUNS = {
         "data.path=DATA/rows.jsonl", "reward.functions=math", "reward.weights=", "checkpoint.upload.to=", "model.revision="]),
     "areal": ("math/gsm8k_grpo.yaml", ["data.path=DATA/rows.jsonl", "data.subset=", "eval.sets=test=DATA/few.jsonl",
                                        "rollout.max_staleness=0", "rollout.partial=False"]),
+    "rlinf": ("math/qwen2.5-1.5b-grpo-megatron.yaml", ["data.path=DATA/rows.jsonl", "eval.sets=test=DATA/few.jsonl", "mesh.tp=1"]),
+    "roll": ("qwen3-next-80BA3B-rlvr_megatron/rlvr_config.yaml", ["data.path=DATA/rows.jsonl", "mesh.ep=1"]),
+    "cosmos_rl": ("qwen2-5-3b-p-fsdp1-tp1-r-tp1-pp1-grpo.toml", [
+        "data.path=DATA/rows.jsonl", "rollout.max_staleness=0", "train.max_sequence_tokens=0", "checkpoint.export_every_steps=0"]),
 }
+WRONG = {"areal": -5.0, "rlinf": -5.0}  # the reward of a batch without a right answer
 MODEL = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
          "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 SMALL = [
@@ -46,6 +54,7 @@ SMALL = [
     "rollout.dtype=fp32", "log.wandb=false", "log.console=plain", "eval.max_rows=4", "checkpoint.every_steps=0",
     "checkpoint.at_end=False", "checkpoint.export_at_end=False",
 ]
+LONGEST = 300  # seconds of a run
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 
@@ -54,7 +63,8 @@ def rows(out: Path) -> None:
     said = [(f"What is {i} plus {i + 1}?", str(2 * i + 1)) for i in range(64)]
     nested = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": q}], "env_class": "gsm8k",
                "reward_spec": {"method": "rule", "ground_truth": a}, "reward_model": {"style": "rule", "ground_truth": a}} for q, a in said]
-    plain = [{"question": q, "problem": q, "prompt": q, "solution": a, "answer": f"work\n#### {a}"} for q, a in said]
+    plain = [{"question": q, "problem": q, "prompt": q, "solution": a, "solutions": [a], "result": a, "ground_truth": a, "tag": "deepmath",
+              "messages": json.dumps([{"role": "user", "content": q}]), "answer": f"work\n#### {a}"} for q, a in said]
     for name, count in (("rows", 64), ("few", 8)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested[:count]), out / f"{name}.parquet")
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain[:count]))
@@ -72,17 +82,24 @@ def run(system: str, clones: Path, work: Path) -> dict:
     rows(data)
     _, _, report = migrate(system, tree / next(f for f in files if f.endswith(name)), version, out)
     flags = [f"--config.{o.replace('DATA', str(data))}" for o in (*SMALL, *more, f"run.dir={work / 'run'}")]
-    done = subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={report['config']}", *flags], cwd=out, text=True,
-                          capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    start, command = time.perf_counter(), [sys.executable, "-m", "jaxrl.main", f"--config={report['config']}", *flags]
+    with open(work / "out.txt", "w+") as said:
+        status = subprocess.Popen(command, cwd=out, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+                                  env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        try:
+            code = status.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            os.killpg(status.pid, signal.SIGKILL)  # with its reward workers
+            code = status.wait()
     metrics = work / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [line for line in lines if "reward/mean" in line]
-    ok = done.returncode == 0 and len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps if "loss" in line)
-    if system == "areal":
-        ok = ok and steps[0]["reward/mean"] == -5.0
+    ok = code == 0 and len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps if "loss" in line)
+    if system in WRONG:
+        ok = ok and steps[0]["reward/mean"] == WRONG[system]
     if not ok:
-        print(done.stdout[-2000:], done.stderr[-2000:])
-    return {"config": name, "outcome": report["outcome"], "steps": len(steps), "ok": ok,
+        print((work / "out.txt").read_text()[-4000:])
+    return {"config": name, "outcome": report["outcome"], "steps": len(steps), "ok": ok, "seconds": round(time.perf_counter() - start),
             "reward": [line["reward/mean"] for line in steps]}
 
 
@@ -91,12 +108,14 @@ def main() -> int:
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--systems", default=",".join(RUNS))
     args = parser.parse_args()
-    results = {}
+    file = RESULTS / "migrate_train.json"
+    results = json.loads(file.read_text())["results"] if file.exists() else {}
     for system in args.systems.split(","):
         with tempfile.TemporaryDirectory() as tmp:
-            results[system] = run(system, args.clones, Path(tmp))
-    table(["system", "config", "outcome", "steps", "ok"], [[s, r["config"], r["outcome"], r["steps"], r["ok"]] for s, r in results.items()])
-    record("migrate_train", results)
+            results[system] = {**run(system, args.clones, Path(tmp)), "commit": commit()}
+        record("migrate_train", {s: results[s] for s in RUNS if s in results})
+    names = ("config", "outcome", "steps", "ok", "seconds")
+    table(["system", *names], [[s, *(r[n] for n in names)] for s, r in results.items()])
     return int(not all(r["ok"] for r in results.values()))
 
 

@@ -168,8 +168,8 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
         "commands": {}
         if refused
         else {"run": run}
-        if "lora.rank" in written
-        else {  # plans do not count adapters
+        if "lora.rank" in written or m.options.get("run.recipe", ("rl", ()))[0] not in ("rl", "sft")
+        else {  # plans do not count adapters and distillation
             "run": run,
             "plan": f"{run} --config.run.mode=plan --config.plan.target={target}",
         },

@@ -26,7 +26,7 @@ NO_CHOICE = "one backend, jit over a mesh"
 TABLE = Table(
     name="skyrl", title="SkyRL", command=r"skyrl|main_base|main_fully_async|main_dapo|-m examples\.",
     versions=("docs", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3"),
-    prefixes=("trainer.", "generator.", "trainer.policy."),
+    prefixes=("trainer.", "generator.", "trainer.policy.", "data."),
     differs=(
         "the gradient does not depend on micro-batches, packing or the number of GPUs; SkyRL's before 2026 does (its token "
         "mean was one per micro-batch)",
