@@ -197,6 +197,7 @@ TABLE = Table(
             K(_EVAL + "logprobs", "inert", why="log-probs of evaluation are not used"),
             K(_EVAL + "stop", "unsupported", why="evaluation has the stop strings of rollouts")), meaning.evaluation),
         K(_EVAL + "**", "unsupported", why="further sampling parameters of evaluation"),
+        K("data", "inert", why="a heading, in excerpts of its documentation"),
         Joint("data", (K("data.train_data", "equivalent", default=["$HOME/data/gsm8k/train.parquet"], other=["b.parquet"]),),
               lambda m: common.data_files(m, m.list("data.train_data"), "data.train_data")),
         Joint("evaluation sets", (
