@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from jaxrl.algorithm_checks import no_effect
 from jaxrl.config import get, parse_value, unknown_option
@@ -52,6 +53,29 @@ def place(config) -> None:
         config.run.dir = config.replay.run
 
 
+def forks(cfg) -> list[str]:
+    """Every problem of fork.run."""
+    run, fork, recipe = cfg.run, cfg.fork, recipe_of(cfg)
+    if not fork.run:
+        return [no_effect("fork.step", fork.step, "without fork.run", "set fork.run")] if fork.step else []
+    out, where = [], f"fork.run={fork.run!r}"
+    if "replay" not in recipe.modes:
+        return [f"{where} with run.recipe={run.recipe}: steps of reinforcement learning are recorded; leave it out"]
+    if run.mode != "train":  # the fork's own config, for something else
+        return []
+    if not fork.step:
+        out.append(f"fork.step=0 with {where}: set the first step that is to be computed anew, from 1")
+    if not (Path(fork.run) / "config.json").is_file():
+        out.append(f"{where}: holds no config.json; expected the directory of a recorded run")
+    if Path(fork.run).absolute() == Path(run.dir).absolute():
+        out.append(f"{where} is run.dir: a fork is a run of its own; set another run.dir")
+    if run.resume not in ("auto", "must", "never") and Path(fork.run) not in Path(run.resume).parents:
+        out.append(f"run.resume={run.resume!r} with {where}, which says where the run begins; leave it at auto")
+    if run.warm_start:
+        out.append(f"{where} with run.warm_start={run.warm_start!r}: such runs are replayed, not forked")
+    return out
+
+
 def replays(cfg) -> list[str]:
     """Every problem: field, value, remedy."""
     record, recipe, out = cfg.record, recipe_of(cfg), []
@@ -60,6 +84,7 @@ def replays(cfg) -> list[str]:
                    "recorded; leave it out")
     if record.last and not record.every:
         out.append(no_effect("record.last", record.last, "with record.every=0", "set record.every"))
+    out += forks(cfg)
     if cfg.run.mode not in AGAIN:
         return out + [no_effect(f"replay.{name}", get(cfg.replay, name), f"with run.mode={cfg.run.mode}",
                                 f"set run.mode to {' or '.join(AGAIN)}") for name in REPLAY if get(cfg.replay, name)]

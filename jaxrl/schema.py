@@ -33,8 +33,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
         "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
                                 f" {', '.join(CHANGEABLE)}; else a resume is refused"),
-        "stop_seconds": O(30.0, "after a stop was asked for: longest wait for the rewards of an evaluation, which are kept; a training"
-                                " step's, which are not, are left at once", bound=">=0"),
+        "stop_seconds": O(30.0, "after a stop: longest wait for the rewards of an evaluation; a training step's are left at once", bound=">=0"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
                             " model.path; empty = none"),
         "compile_cache": O("auto", "directory of XLA's persistent compilation cache; auto = ~/.cache/jaxrl/xla; empty = off"),
@@ -572,6 +571,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "record": jobs.RECORD,
     "replay": jobs.REPLAY,
+    "fork": jobs.FORK,
     "faults": {
         "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),
     },

@@ -99,3 +99,9 @@ REPLAY = {
     "try": O("", "run.mode=replay: settings to try on the batch of each of those steps, one at a time: 'algorithm.clip_high=0.28,0.4;"
                  "optimizer.lr=1e-6,3e-6' are four"),
 }
+
+FORK = {
+    "run": O("", "directory of a recorded run (record.every) that this one leaves at fork.step; what the changed options do not touch is taken"
+                 " from its record (docs/replay.md)"),
+    "step": O(0, "the first step that is computed under this config; the steps before it are the recorded run's", bound=">=0"),
+}

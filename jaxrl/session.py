@@ -165,6 +165,7 @@ class Session:
             known = restored is not None and part.name in held
             part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
         self._restored = restored
+        self.due = triggers(self.spec, restored.host["triggers"] if restored else {})
         self._new = [p.name for p in parts if restored and p.name not in held and p.host() is not None]
 
     def resume_at(self, host: dict) -> None:
@@ -203,8 +204,6 @@ class Session:
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
-        states = self._restored.host["triggers"] if self._restored else {}
-        self.due = triggers(c, states)
         steps, memory = steps_of(c.profile, process), memory_of(c.profile, process)
         if steps or memory:
             self.profiler = self.own(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
@@ -368,14 +367,18 @@ class Session:
         if self.checkpointer.committed == self.step:
             return
         with self.phase("checkpoint"):
-            host = {
-                **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
-                "config": redacted(self.spec.asked), "read": self.read,
-                "triggers": {name: due.state() for name, due in self.due.items()},
-                "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
-            }
-            arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
-            self.checkpointer.save(self.step, self.policy.arrays() | arrays, host)
+            self.checkpointer.save(self.step, *self.content())
+
+    def content(self) -> tuple[dict, dict]:
+        """(arrays, host values) of a checkpoint of this step."""
+        host = {
+            **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
+            "config": redacted(self.spec.asked), "read": self.read,
+            "triggers": {name: due.state() for name, due in self.due.items()},
+            "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
+        }
+        arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
+        return self.policy.arrays() | arrays, host
 
     def save_for_good(self) -> None:
         """Returns once this step is on disk, whole. Raises SavesFail where that cannot be."""

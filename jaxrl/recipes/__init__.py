@@ -88,6 +88,10 @@ def _train(config, given, peers) -> dict:
     setup.start_jax(resolve(config))
     if config.run.warm_start:
         config = _after_warm_start(config, given)
+    if config.fork.run and config.run.mode == "train":
+        from jaxrl.recipes import fork
+
+        config = fork.started(config, given)
     given = given._replace(comparison=comparison)
     recipe = recipe_of(config)
     run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay_checks.AGAIN else recipe.run

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 import jaxrl
-from jaxrl.config import redacted
+from jaxrl.config import editable, redacted
+from jaxrl.diff import flat
 from jaxrl.recipes.rollouts import Batch
 from jaxrl.replay import files, states
 from jaxrl.rewards.items import RewardResult
@@ -22,6 +23,8 @@ log = logging.getLogger("jaxrl")
 OF_TOKENS = ("tokens", "offsets", "loss_mask", "logprobs", "versions", "prompt_lengths", "group", "sample", "seed",
              "finish", "trajectory", "prefix")
 OF_BATCH = ("shaped", "scores", "baseline", "dropped", "staleness")
+SCHEDULE = ("group_size", "slots", "compaction", "decode_steps", "prompt_lengths", "cache_lengths", "timeout_seconds",
+            "max_staleness", "sync_every", "partial", "servers", "placement", "verify_weights", "penalties_in_training")
 COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a step makes; what is not here is read
 
 
@@ -31,9 +34,9 @@ class Recording:
 
     def __init__(self, s, job, algorithm, policy):
         self.s, self.options, self.folder = s, job.config.record, s.run_dir / files.FOLDER
-        self.algorithm, self.policy = algorithm, policy
+        self.algorithm, self.policy, self.rewards = algorithm, policy, job.rewards
         self.header = {"jaxrl": jaxrl.__version__, "jax": jax.__version__, "engine": job.config.rollout.engine,
-                       "total_steps": s.total_steps}
+                       "total_steps": s.total_steps, "read": s.read, "sampling": sampled_by(s.spec)}
         self.bytes = self.tokens = self.steps = 0
         self._newest = (-1, None)  # step and look behind it: what the next one begins with
         if s.peers.first:
@@ -60,7 +63,7 @@ class Recording:
         s, after = self.s, self.look()
         self._newest = (s.step, after)
         header = {**self.header, "metrics": dict(metrics), "epoch": s.stream.epoch(s.progress.cursor),
-                  "layout_seed": begun["seed"]}
+                  "layout_seed": begun["seed"], "functions": self.rewards.keys()}
         if s.peers.first:
             step = s.step
             s.telemetry.aside(lambda: self._write(step, header, begun, after))
@@ -94,19 +97,31 @@ def states_of(policy, algorithm) -> dict:
     return {"policy": policy.state} | ({} if critic is None or critic.shared else {"critic": critic.state})
 
 
+def sampled_by(spec) -> dict:
+    """The decided options that an answer depends on beside weights, prompt and seed, by name; not those (SCHEDULE) that
+    say when and where it is sampled, which move it by rounding."""
+    held = flat(redacted(editable(spec)))
+    of_vllm = "rollout.vllm."
+    names = [n for n in held if n.startswith("rollout.") and n.removeprefix("rollout.").split(".")[0] not in SCHEDULE
+             and (not n.startswith(of_vllm) or n.startswith(f"{of_vllm}engine_kwargs"))]
+    return {name: held[name] for name in (*names, "train.compute_dtype", "train.max_sequence_tokens", "lora.publish")}
+
+
 def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
     """What of a batch is arrays."""
     traj = batch.traj
     out = {f"traj/{name}": getattr(traj, name) for name in OF_TOKENS}
     out |= {f"token/{name}": x for name, x in traj.columns.items()}
-    out |= {f"batch/{name}": x for name in OF_BATCH if (x := getattr(batch, name)) is not None}
+    out |= {f"batch/{name}": x for name in (*OF_BATCH, "addresses") if (x := getattr(batch, name)) is not None}
     return out | {"reward/": batch.result.total} | {f"reward/{name}": x for name, x in batch.result.parts.items()}
 
 
 def header_of(batch: Batch) -> dict:
     """What of it is not."""
     return {"asked": batch.asked, "cursor": batch.cursor, "rewards": list(batch.result.parts), "by": batch.result.by,
-            "sources": [getattr(g.example, "source", "") for g in batch.groups]}
+            "sources": [getattr(g.example, "source", "") for g in batch.groups],
+            "outcomes": [{name: said for name, said in own.items() if said != "ok"} for own in batch.result.outcomes],
+            "noted": batch.result.item_metrics}
 
 
 class Source(NamedTuple):

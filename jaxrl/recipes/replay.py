@@ -146,15 +146,21 @@ def line_of(found: verdict.Verdict) -> str:
 
 
 class Plan:
-    """Which steps of a recorded run are computed again, and from where. Raises ConfigError for what cannot be."""
+    """Which steps of a recorded run are computed again, and from where. Raises ConfigError for what cannot be, by the
+    names of the options that ask for it.
 
-    def __init__(self, config, wanted: list[int] | None = None):
+    wanted: steps, in place of replay.steps. option: the group of options that names run and steps.
+    """
+
+    def __init__(self, config, wanted: list[int] | None = None, option: str = "replay"):
+        steps = f"{option}.steps={config.replay.steps}" if option == "replay" else f"{option}.step={wanted[0]}"
+        self._steps = steps
         self.config, self.folder, self._verified = config, Path(config.run.dir), {}
         self._configs, self.taken = {}, []
         self.checkpoints = folder_of(config.checkpoint.dir or self.folder / "checkpoints")
         self.paths = files.steps(self.folder / files.FOLDER)
         if not self.paths:
-            raise ConfigError(f"replay.run={config.run.dir!r}: {self.folder / files.FOLDER} holds no record; train "
+            raise ConfigError(f"{option}.run={config.run.dir!r}: {self.folder / files.FOLDER} holds no record; train "
                               "with --config.record.every=1")
         newest = files.read(next(reversed(self.paths.values())))
         self.header = newest.header
@@ -162,7 +168,7 @@ class Plan:
             wanted = numbers(config.replay.steps) or [s for s in self.paths if self.nearest(s) is not None]
         self.wanted = wanted
         if missing := [s for s in self.wanted if s not in self.paths]:
-            raise ConfigError(f"replay.steps={config.replay.steps}: step {missing[0]} is not recorded; recorded are "
+            raise ConfigError(f"{steps}: step {missing[0]} is not recorded; recorded are "
                               f"{ranges(list(self.paths))}")
 
     def nearest(self, step: int) -> int | None:
@@ -196,7 +202,7 @@ class Plan:
         for step in self.wanted:
             start = self.nearest(step)
             if start is None:
-                raise ConfigError(f"replay.steps={self.config.replay.steps}: step {step} cannot be computed again: "
+                raise ConfigError(f"{self._steps}: step {step} cannot be computed again: "
                                   f"there is no whole checkpoint in {self.checkpoints} from which every step up to it "
                                   f"is recorded; recorded are {ranges(list(self.paths))}. record.every=1 records all, "
                                   "checkpoint.keep=-1 keeps all checkpoints")

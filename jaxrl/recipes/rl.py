@@ -16,6 +16,7 @@ docs/asynchrony.md).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from jaxrl.recipes.algorithm import Algorithm, advantages_by_source, start_of_st
 from jaxrl.recipes.bounded import Bounded
 from jaxrl.recipes.episodes import conversations
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
+from jaxrl.recipes.past import Past, Remembering
 from jaxrl.recipes.recording import Recording
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
@@ -80,10 +82,15 @@ def run(config, given=None) -> dict:
             return evaluate_only(s, job)
         if spec.run.mode == "parity":
             return parity.report(s, job)
+        past = Past(s, spec) if spec.fork.run else None
+        if past is not None:
+            job = dataclasses.replace(job, engine=Remembering(job.engine, past))
         algorithm = Algorithm(job, s.total_steps)
         rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
-                                  tokenizer=job.tokenizer, steps=s.total_steps, judge=job.judge))
+                                  tokenizer=job.tokenizer, steps=s.total_steps, judge=job.judge, past=past))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
+        if past is not None:
+            past.policy = policy
         algorithm.meet(policy)
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
         s.restore(policy, [*algorithm.parts, *rates, rollouts])  # rollouts last: they draw rows
@@ -109,8 +116,9 @@ def run(config, given=None) -> dict:
             metrics |= job.engine.metrics()
             s.after_step(metrics, evaluate, policy.export, records=records_)
         out = s.finish(evaluate, policy.export)
-        s.telemetry.summary(recording.told())
-        return out | recording.told()
+        told = recording.told() | (past.told() if past is not None else {})
+        s.telemetry.summary(told)
+        return out | told
 
 
 def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:

@@ -12,6 +12,7 @@ prompts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ class Batch(NamedTuple):
     cursor: int
     metrics: dict[str, float]
     pass_rates: dict[int, float]  # position -> share of its completions that pass, of all groups that were asked
+    addresses: np.ndarray | None = None  # [N] uint64 of what rewards are told (items.address), where steps are recorded
 
 
 class Round(NamedTuple):
@@ -79,13 +81,15 @@ class Rollouts:
       spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
         `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
       engine, stream, rewards, tokenizer: what is open. judge: recipes.judge.Judge, or None. steps: of the whole run.
-        per_step: prompts of a step, where it is not data.prompts_per_step.
+        per_step: prompts of a step, where it is not data.prompts_per_step. past: the recorded run that this one is a
+        fork of (recipes.past.Past), or None.
     """
 
     name = "ahead"  # in checkpoints
 
-    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int, per_step: int = 0, judge=None):
-        self.spec, self.session, self.stream = spec, session, stream
+    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int, per_step: int = 0, judge=None,
+                 past=None):
+        self.spec, self.session, self.stream, self.past = spec, session, stream, past
         self.rewards, self.tokenizer, self.judge = rewards, tokenizer, judge
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
@@ -190,7 +194,8 @@ class Rollouts:
 
     def _scored(self, found, items, **how):
         """Rewards of (request, result, group, ...). how: as of RewardPool.score, which may return None."""
-        return with_outcomes(self.rewards.score(items, **how), [row[1].outcome for row in found], self.spec.env)
+        score = self.rewards.score if self.past is None else functools.partial(self.past.score, self.rewards)
+        return with_outcomes(score(items, **how), [row[1].outcome for row in found], self.spec.env)
 
     def _items(self, found, texts=None):
         """(trajectories, texts, reward items) of (request, result, group)."""
@@ -245,7 +250,9 @@ class Rollouts:
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
-        shaped = self._shaped(traj, result)
+        shaped, addresses = self._shaped(traj, result), None
+        if c.record.every:
+            addresses = np.array([rewards_room.address(item) for item in items], np.uint64)
         greedy = {g: s for one in rounds for g, s in one.greedy.items()}
         baseline = np.array([greedy.get(int(g), np.nan) for g in traj.group])
         dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])
@@ -256,7 +263,7 @@ class Rollouts:
         return Batch(traj, [row[2] for row in rows], texts, result, shaped, scores,
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
                      np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, asked, cursor, metrics,
-                     pass_rates([row for one in rounds for row in one.rows], c))
+                     pass_rates([row for one in rounds for row in one.rows], c), addresses)
 
     def _shaped(self, traj, result) -> np.ndarray:
         c = self.spec

@@ -14,6 +14,7 @@ _LAZY = {
     "RewardResult": "items",
     "RewardFailure": "pool",
     "shape": "items",
+    "address": "items",
 }
 __all__ = sorted(_LAZY)
 

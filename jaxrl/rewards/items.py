@@ -6,6 +6,7 @@ Legend: N completions.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections import Counter
@@ -84,6 +85,16 @@ def as_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
     except (TypeError, ValueError, RecursionError) as e:
         raise ConfigError(f"item {i}: a value has no JSON form and cannot be handed to reward functions: {e}; columns: "
                           f"{', '.join(item.columns)}") from None
+
+
+def address(item: RewardItem) -> int:
+    """64 bits of all that functions may be told of a completion: text, tokens, prompt, the row's columns, group and
+    sample. Equal items have equal addresses, others the same one by chance in 2^64."""
+    told = {name: value for name, value in vars(item).items() if name != "functions"}
+    for name in ("token_ids", "context_ids"):
+        told[name] = np.asarray(told[name], np.int64).tolist()
+    text = json.dumps(told, default=_to_json, sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _to_json(value):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -69,6 +70,7 @@ class RewardPool:
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
         decides = {**setup, "functions": named, "column": reward.column, "env": sorted(reward.env),
                    "memory_gb": reward.memory_gb}
+        self._decides = decides
         self._busy = threading.Lock()
         self._noted = -TIMEOUT_NOTE_SECONDS
         missing = [name for name in reward.env if name not in os.environ]
@@ -87,6 +89,24 @@ class RewardPool:
         if self.specs:
             self._workers.ready(1)
         return self._workers.key
+
+    def keys(self) -> dict[str, str]:
+        """Name of a function -> what decides its scores beside what it is told of a completion: its own code
+        (workers.reached) and the options that reach it. Other functions are not in it. Waits as `key` does."""
+        if self.specs:
+            self._workers.ready(1)
+        told = {n: x for n, x in self._decides.items() if n not in ("functions", "services", "column")}
+        out = {}
+        for name, spec, kind in zip(self.names, self.specs, self._workers.kinds or (), strict=True):
+            own = told | {"code": kind["code"], "service": self._decides["services"].get(spec)}
+            out[name] = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+        return out
+
+    def batched(self) -> set[str]:
+        """Names of the functions that see several completions at once. Waits as `key` does."""
+        if self.specs:
+            self._workers.ready(1)
+        return {name for name, kind in zip(self.names, self._workers.kinds or (), strict=True) if kind["batched"]}
 
     def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False,
               stop: Callable[[], bool] = lambda: False) -> RewardResult | None:

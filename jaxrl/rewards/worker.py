@@ -2,7 +2,7 @@
 
 Protocol (one JSON value per line):
   in   {functions: [[spec, name]], shared, sandbox, services, places: {...}, limit: seconds}  once
-  out  {ready: [{batched, asynchronous, size, seconds, context}], sources: digest} or {fatal: message}
+  out  {ready: [{batched, asynchronous, size, seconds, context, code}], sources: digest} or {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
   out  each, async: {task, job: k, value, outcome, metrics}, one per job as it is done (each: in order)
        batch:       {task, results: [{value, outcome, metrics}, ...]} or {task, wrong: message}
@@ -40,8 +40,11 @@ def main() -> None:
             except LoadError as e:
                 out.send({"fatal": f"reward {name!r} ({spec}) cannot be used: {e}"})
                 return
+        from jaxrl.workers.reached import of_function
         from jaxrl.workers.sources import digest
-        out.send({"ready": [c.kind() for c in calls], "sources": digest([c.fn for c in calls], before)})
+        kinds = [c.kind() | {"code": of_function(c.fn, spec, before)}
+                 for c, (spec, _) in zip(calls, setup["functions"], strict=True)]
+        out.send({"ready": kinds, "sources": digest([c.fn for c in calls], before)})
         for line in lines:
             task = json.loads(line)
             out.task = task["task"]

@@ -64,8 +64,8 @@ class Workers:
       decides: JSON-able, what decides scores beside the functions' code.
       env: variables that workers get, beside those of reward.env.
 
-    kinds: of each function what calling.Call.kind tells, None before the first worker is ready. sources: digest of
-    their code. key: see RewardPool.key; both "" before the first worker is ready.
+    kinds: of each function what calling.Call.kind tells and the digest of its own code, None before the first worker is
+    ready. sources: digest of all their code. key: see RewardPool.key; both "" before the first worker is ready.
     """
 
     def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict, env: dict):
