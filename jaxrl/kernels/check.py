@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from jaxrl.kernels.attention import fallback
+from jaxrl.kernels import attention as attention_op
+from jaxrl.kernels import experts as experts_op
 from jaxrl.kernels.attention.cached import api as cached
 from jaxrl.kernels.attention.packed import api as packed
 from jaxrl.kernels.experts import api as experts
@@ -161,32 +163,52 @@ def gated(gate, up):
     return jax.nn.silu(gate) * up
 
 
-def expert_layer(dtype) -> Verdict:
-    """A layer of eight experts, two for a token, and its gradients."""
-    x, draw = _normal(0, 128, 64, dtype=dtype), np.random.default_rng(5)
-    ids = jnp.asarray(np.argsort(draw.normal(size=(128, 8)), axis=1)[:, :2], jnp.int32)
-    gates = jnp.asarray(draw.uniform(size=(128, 2)), jnp.float32)
-    shapes = ((8, 64, 32), (8, 64, 32), (8, 32, 64))
-    weights = [_normal(i, *shape, dtype=dtype) / 8 for i, shape in enumerate(shapes, 1)]
+class Experts(NamedTuple):
+    """Of a layer: hidden size, an expert's width, its gate and what that is called, whether products have biases."""
 
-    def run(implementation, x, *weights):
-        out, back = jax.vjp(lambda x, *w: experts.experts(x, ids, gates, *w, activation=gated,
-                                                          implementation=implementation), x, *weights)
-        return out, back(jnp.ones_like(out))
+    size: int = 64
+    width: int = 64
+    activation: Callable = gated
+    called: str = "silu"
+    biases: bool = False
+
+
+def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
+    """A layer of four experts, two for a token, of which one has several blocks of rows and one has none, and its
+    gradients."""
+    tokens, count, (size, width, activation, _, biases) = 200, 4, layer
+    x, draw = _normal(0, tokens, size, dtype=dtype), np.random.default_rng(5)
+    other = np.where(np.arange(tokens) < 20, 1, np.where(np.arange(tokens) < 150, 3, -1))
+    ids = jnp.asarray(np.stack([np.zeros(tokens), other], axis=1), jnp.int32)
+    gates = jnp.asarray(draw.uniform(size=(tokens, 2)), jnp.float32)
+    shapes = ((count, size, width), (count, size, width), (count, width, size))
+    weights = [(_normal(i, *shape, dtype=jnp.float32) / shape[1] ** 0.5).astype(dtype)
+               for i, shape in enumerate(shapes, 1)]
+    weights += [_normal(i, count, shape[2], dtype=dtype) for i, shape in enumerate(shapes, 4) if biases]
+    ct = _normal(7, tokens, size, dtype=dtype)
+
+    def run(implementation, x, gates, *weights):
+        def call(x, gates, *w):
+            return experts.experts(x, ids, gates, *w[:3], activation=activation, biases=w[3:],
+                                   implementation=implementation)
+
+        if implementation not in ("reference", "blocks"):  # nothing steps in for it
+            experts.IMPLEMENTATIONS[implementation](x, weights, activation=activation)
+        out, back = jax.vjp(call, x, gates, *weights)
+        return out, back(ct.astype(out.dtype))
 
     def expected():
         with jax.default_matmul_precision("highest"):
-            return jax.jit(functools.partial(run, "reference"))(*(a.astype(jnp.float32) for a in (x, *weights)))
+            return jax.jit(functools.partial(run, "reference"))(*(a.astype(jnp.float32) for a in (x, gates, *weights)))
 
-    name = experts.AUTO[platform()]
-    return judged("experts", name, dtype, lambda: jax.jit(functools.partial(run, name))(x, *weights), expected)
+    return judged("experts", name, dtype, lambda: jax.jit(functools.partial(run, name))(x, gates, *weights), expected)
 
 
 def everything(dtype) -> list[Verdict]:
     """Of every op what this platform may run, the first choice first."""
     out = [packed_attention(name, dtype) for name in packed.ORDERS[platform()]]
     out += [cached_attention(name, dtype) for name in cached.ORDERS[platform()]]
-    return [*out, logprobs(dtype), expert_layer(dtype)]
+    return [*out, logprobs(dtype), *(expert_layer(name, dtype) for name in experts.ORDERS[platform()])]
 
 
 # ---- before a run trains on a kernel
@@ -202,33 +224,56 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False,
     Args:
       memory: the file; None: nothing is kept.
     """
+    def looked(name):
+        found = [packed_attention(name, dtype, heads, softcap, sinks)]
+        if name in cached.ORDERS[platform()]:
+            found.append(cached_attention(name, dtype, heads, softcap, sinks))
+        return found
+
     names = [name for name in packed.ORDERS[platform()] if name not in packed.XLA]
+    return _first_use("attention", names, looked, (attention_op,), (dtype, *heads, softcap, sinks), memory)
+
+
+WIDEST = 2048  # of the experts that are looked at
+
+
+def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> dict[str, str]:
+    """The same of the kernels of experts, for this layer's sizes."""
+    layer = layer._replace(width=min(layer.width, WIDEST))
+    case = dtype, layer.size, layer.width, layer.called, layer.biases
+    names = experts.ORDERS[platform()][:-1]
+    return _first_use("experts", names, lambda name: [expert_layer(name, dtype, layer)], (attention_op, experts_op),
+                      case, memory)
+
+
+def _first_use(op: str, names, looked, packages, case, memory) -> dict[str, str]:
+    """looked(name) -> verdicts, of implementations that are not known yet by this op, device, source and case."""
     known, wrong = _read(memory), {}
     for name in names:
-        key = _key(name, dtype, heads, softcap, sinks)
+        key = _key(op, name, packages, case)
         if key not in known:
             with jax.set_mesh(jax.make_mesh((1,), ("check",), devices=jax.local_devices()[:1],
                                             axis_types=(jax.sharding.AxisType.Auto,))):
-                found = [packed_attention(name, dtype, heads, softcap, sinks)]
-                if name in cached.ORDERS[platform()]:
-                    found.append(cached_attention(name, dtype, heads, softcap, sinks))
+                found = looked(name)
             bad = [f"{v.op} {v.state}: {v.text}" for v in found if v.state in ("wrong", "failed")]
             known[key] = "; ".join(bad)
             said = "; ".join(f"{v.op} {v.state}" + f" to {v.error:.1e}" * (v.state == "right") for v in found)
-            log.info("attention: %s meets this device and jax for the first time, beside the reference: %s", name, said)
+            log.info("%s: %s meets this device and jax for the first time, beside the reference: %s", op, name, said)
             _write(memory, known)
         if known[key]:
             wrong[name] = known[key]
     return wrong
 
 
-def _key(name: str, dtype, heads: Heads, softcap: float, sinks: bool) -> str:
+def _key(op: str, name: str, packages, case) -> str:
     source = hashlib.sha256()
-    for path in sorted(Path(fallback.__file__).parent.rglob("*.py")):
-        source.update(path.read_bytes())
+    for package in packages:
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            source.update(path.read_bytes())
+    dtype, *rest = case
     device = jax.local_devices()[0].device_kind
-    return " ".join(map(str, (name, device, f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}",
-                              source.hexdigest()[:16], jnp.dtype(dtype).name, *heads, softcap, sinks)))
+    return " ".join(map(str, (op, name, device, f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}",
+                              source.hexdigest()[:16], jnp.dtype(dtype).name, *rest)))
 
 
 def _read(memory: Path | None) -> dict[str, str]:

@@ -74,6 +74,11 @@ def mlp(own, x):
     return _dense(own, "mlp", x), {}
 
 
+def gate_of(cfg) -> Callable:
+    """Of a model's experts: (gate, up) -> hidden."""
+    return clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
+
+
 def _dense(own, module, x):
     gated = jax.checkpoint(GATED[own.config.activation])  # the backward pass keeps gate and up only
     return own.linear(f"{module}/down", gated(own.linear(f"{module}/gate", x), own.linear(f"{module}/up", x)))
@@ -147,7 +152,7 @@ def experts(own, x):
     of_all = lambda leaf: tuple(  # noqa: E731
         gathered(own.values[path], own.rows[path].axes, x.dtype)
         for path in (f"mlp/experts/{name}/{leaf}" for name in ("gate", "up", "down")) if path in own.rows)
-    gate = clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
+    gate = gate_of(cfg)
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
     y = routed(x, computed, gates, *of_all("kernel"), activation=gate, matmul=own.matmul, biases=of_all("bias"))
     if cfg.shared_expert_size:

@@ -183,8 +183,9 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     learns = kind in ("update", "critic")
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
-    layer += dispatch(model, t, mesh, learns)
-    scores = blockwise.SCORES_CPU if targets.parse(config.plan.target).kind == "cpu" else blockwise.SCORES
+    kind_of_device = targets.parse(config.plan.target).kind
+    layer += dispatch(model, t, mesh, learns, kind_of_device)
+    scores = blockwise.SCORES_CPU if kind_of_device == "cpu" else blockwise.SCORES
     per_token = _kept_without_remat(model, tp, length)
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
     gathered = 2 * layer_weights(model, mesh["ep"]) / tp * act
@@ -245,18 +246,22 @@ def _mean_width(cfg) -> float:
     return sum(kept) / len(kept)
 
 
-def dispatch(model, t: float, mesh: dict, learns: bool) -> float:
-    """Bytes of a chunk of tokens of all devices of ep, of the rows that it is sorted into for this one's experts, which
-    are computed in fp32, of the router's probabilities, and of the experts' gradients in fp32."""
-    cfg, ep = model.config, mesh["ep"]
+def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> float:
+    """Bytes of a chunk of tokens of all devices of ep, of the rows that it is sorted into for this one's experts, of
+    the router's probabilities, and of the experts' gradients in fp32. On CPUs rows are computed in fp32, block by
+    block; kernels keep those of a chunk in the compute dtype, with what they multiply, and sum up in fp32."""
+    cfg, ep, act = model.config, mesh["ep"], model.compute_dtype.itemsize
     if not cfg.num_experts:
         return 0.0
-    chunk = min(t * ep, tuned.chunk(cfg.experts_per_token, cfg.num_experts))
-    rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts // ep, tuned.BLOCK) * tuned.BLOCK
-    if ep > 1:
-        rows += chunk * (1 + model.compute_dtype.itemsize / 4)  # the tokens, and what goes back to them
+    chunk, block = min(t * ep, tuned.chunk(cfg.experts_per_token, cfg.num_experts)), tuned.block_of(device)
+    rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts // ep, block) * block
+    of_a_row = 4 * cfg.hidden_size * (2 if learns else 1)
+    if device != "cpu":
+        inside = cfg.expert_size / mesh["tp"] * (3 if learns else 1)
+        of_a_row = act * (cfg.hidden_size * (2 if learns else 1) + inside) + 4 * cfg.hidden_size
+    sent = chunk * (4 + act) * cfg.hidden_size if ep > 1 else 0  # the tokens, and what goes back to them
     sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / (ep * mesh["tp"]) * 4 * learns
-    return rows * cfg.hidden_size * 4 * (2 if learns else 1) + 4 * t * cfg.num_experts * 4 + sums
+    return rows * of_a_row + sent * (2 if learns else 1) + 4 * t * cfg.num_experts * 4 + sums
 
 
 def layer_weights(model, ep: int = 1) -> float:

@@ -22,11 +22,12 @@ from jaxrl.config import get
 from jaxrl.errors import ConfigError
 from jaxrl.fingerprints import compared
 from jaxrl.kernels import check, low_precision
-from jaxrl.kernels.attention.fallback import distrust
 from jaxrl.kernels.attention.packed.api import ORDERS, XLA
+from jaxrl.kernels.fallback import distrust
 from jaxrl.kernels.platform import platform
 from jaxrl.limits import ends
 from jaxrl.models import adapters, hf
+from jaxrl.models.feed_forward import gate_of
 from jaxrl.models.value import ValueModel
 from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
@@ -294,19 +295,28 @@ def open_run(s, with_engine: bool = True) -> Job:
 
 
 def look_at_kernels(s, job) -> None:
-    """Takes out of model.attention=auto the kernels of these devices that do not agree with the reference, on every
+    """Takes out of what runs by itself the kernels of these devices that do not agree with the reference, on every
     process what one of them found. The first time that device, jax and kernel meet; CPUs have none."""
-    wrong: dict[str, str] = {}
+    wrong: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
     c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
     if kernels and job.config.model.attention == "auto":
         heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
         found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
         for told in s.peers.meet("kernels of attention", found):
-            wrong |= told
-    distrust(wrong)
-    for name, why in wrong.items():
-        log.warning("attention: %s does not agree with the reference on this device (%s), and is left out: "
-                    "model.attention=auto takes the next one. python -m jaxrl.doctor writes what to report", name, why)
+            wrong["attention"] |= told
+    if kernels and c.num_experts:
+        tp = job.mesh.shape["tp"]
+        width = c.expert_size // tp if c.expert_size % tp == 0 else c.expert_size
+        layer = check.Experts(c.hidden_size, width, gate_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
+                              c.expert_bias)
+        found = check.first_use_of_experts(job.compute_dtype, layer, KERNELS)
+        for told in s.peers.meet("kernels of experts", found):
+            wrong["experts"] |= told
+    for op, names in wrong.items():
+        distrust(op, names)
+        for name, why in names.items():
+            log.warning("%s: %s does not agree with the reference on this device (%s), and is left out: the next "
+                        "implementation runs. python -m jaxrl.doctor writes what to report", op, name, why)
 
 
 class Inputs(NamedTuple):

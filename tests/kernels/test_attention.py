@@ -14,7 +14,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import ARCHITECTURES, SIZES
 
-from jaxrl.kernels.attention import attention, cached, cached_attention, fallback
+from jaxrl.kernels import fallback
+from jaxrl.kernels.attention import attention, cached, cached_attention
 from jaxrl.kernels.attention.packed import api, blockwise, tpu, tuned
 from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels import check
-from jaxrl.kernels.attention import fallback
+from jaxrl.kernels import check, fallback
 from jaxrl.kernels.attention.cached import api as cached
 from jaxrl.kernels.attention.packed import api as packed
+from jaxrl.kernels.experts import api as experts
+from jaxrl.kernels.experts import tpu
 from jaxrl.recipes import setup
 
 
@@ -52,7 +53,7 @@ def kernel(monkeypatch):
         monkeypatch.setitem(packed.ORDERS, "cpu", ("made", *packed.XLA))
 
     yield make
-    fallback.distrust(())
+    fallback.distrust("attention", ())
 
 
 @pytest.mark.parametrize("broken", [unshared, raising, *(pytest.param(f, marks=pytest.mark.nightly) for f in (
@@ -97,7 +98,7 @@ def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch)
 def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):
     kernel(packed.reference.attention)
     monkeypatch.setattr(setup, "KERNELS", tmp_path / "kernels.json")
-    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False)
+    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False, num_experts=0)
 
     def look(attention, others):
         job = SimpleNamespace(model=SimpleNamespace(config=model), compute_dtype=jnp.dtype(np.float32),
@@ -110,3 +111,24 @@ def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monke
     assert "made does not agree with the reference" in caplog.text
     assert packed.order("made")[0] == "made"  # who asks for it by name gets it
     assert look("made", [{"made": "?"}]) == ("made", *packed.XLA)  # nothing is looked at, and the earlier job's verdict is gone
+
+
+def test_experts_have_verdicts_of_their_own(monkeypatch):
+    """A kernel of experts that loses what a second block adds to a weight's gradient; attention's of the same name stays."""
+    sums = tpu.sums
+
+    def last_block_only(interpret, call, lay, left, right, total):
+        return sums(interpret, call, lay, left.at[:call.block].set(0), right, total)
+
+    monkeypatch.setitem(experts.ORDERS, "cpu", ("tpu", "blocks"))
+    assert check.first_use_of_experts(jnp.bfloat16, check.Experts(biases=True)) == {}
+    monkeypatch.setattr(tpu, "sums", last_block_only)
+    tpu._made.cache_clear()
+    try:
+        wrong = check.first_use_of_experts(jnp.bfloat16, check.Experts())
+    finally:
+        tpu._made.cache_clear()
+    assert list(wrong) == ["tpu"] and "experts wrong: off by" in wrong["tpu"]
+    fallback.distrust("experts", wrong)
+    assert experts.order("auto") == ("blocks",) and experts.order("tpu")[0] == "tpu" and packed.order("tpu")[0] == "tpu"
+    fallback.distrust("experts", ())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxrl.kernels.experts import experts, tuned
+from jaxrl.kernels.experts import api, experts, tuned
 from jaxrl.kernels.experts.layout import blocks_of, layout
 from jaxrl.models.feed_forward import clamped
 
@@ -136,6 +136,52 @@ def test_biases_and_clamped_gates(small):
         close(y, want, 1e-12)
         with pytest.raises(ValueError, match="biases of shapes"):
             experts(*(arrays[n] for n in ("x",)), ids, *(arrays[n] for n in NAMES[1:]), activation=gate_of, biases=biases[:2])
+
+
+def test_the_tpu_kernels_equal_the_reference_in_float64(monkeypatch):
+    """Interpreted: forward and every gradient to 1e-12, for every routing through one program, with tiles that reach beyond
+    the last column and experts of several blocks; then with biases and clamped gates."""
+    monkeypatch.setattr(tuned, "KERNEL_BLOCK", 8)
+    monkeypatch.setattr(tuned, "chunk", lambda slots, experts: 17)
+    monkeypatch.setattr(tuned, "TPU_WIDEST", 128)
+    monkeypatch.setattr(tuned, "TPU_SUMS", (128, 128))
+    with jax.enable_x64(True):
+        arrays, dy = inputs(size=192, width=320)
+        rng = np.random.default_rng(4)
+        biases = tuple(jnp.asarray(rng.normal(size=(5, n))) for n in (320, 320, 192))
+
+        @functools.partial(jax.jit, static_argnums=(0, 1))
+        def run(name, biased, ids, arrays, biases):
+            gate, given = (clamped(1.3, 0.7), biases) if biased else (swiglu, ())
+            call = lambda a, b: experts(a["x"], ids, *(a[n] for n in NAMES[1:]), activation=gate, biases=b,  # noqa: E731
+                                        implementation=name)
+            y, back = jax.vjp(call, arrays, given)
+            return y, back(dy)
+
+        for kind, biased in [*((kind, False) for kind in ROUTES), ("empty", True)]:
+            got, want = (run(name, biased, routes(kind), arrays, biases) for name in ("tpu", "reference"))
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                close(a, b, 1e-12, (kind, biased))
+
+
+def test_what_kernels_refuse(caplog):
+    """With the reason, and XLA's blocks run: to the bit what they give by name."""
+    arrays, _ = inputs(dtype=jnp.float32)
+    args = [arrays[name] for name in NAMES]
+    call = functools.partial(experts, args[0], routes("random"), *args[1:], activation=swiglu)
+    np.testing.assert_array_equal(call(implementation="tpu"), call(implementation="blocks"))
+    assert "experts: tpu does not serve this model (experts of 8 x 12" in caplog.text
+
+    def refused(words, name, x, size=128, width=128, **options):
+        weights = [np.zeros((2, size, width), x.dtype), np.zeros((2, size, width), x.dtype), np.zeros((2, width, size), x.dtype)]
+        with pytest.raises(NotImplementedError, match=words):
+            api.IMPLEMENTATIONS[name](x, weights, activation=swiglu, **options)
+
+    x = np.zeros((4, 128), jnp.bfloat16)
+    refused("float16 inputs", "tpu", x.astype(np.float16))
+    refused("train.matmul=int8", "tpu", x, matmul="int8")
+    refused("more than 40 MiB", "tpu", x, size=64 * 1024)
+    refused("float64 inputs", "tpu", x.astype(np.float64), interpret=False)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 3e-6), pytest.param(jnp.bfloat16, 2e-2, marks=pytest.mark.slow)])
@@ -305,7 +351,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=words):
             experts(a["x"], ids, *(a[name] for name in NAMES[1:]), **options)
 
-    refused("implementation='fast'; choose auto, reference, blocks", implementation="fast")
+    refused("implementation='fast'; choose auto, reference, tpu", implementation="fast")
     refused(r"ids is float32\[23, 3\]; give integers", ids=ids.astype(np.float32))
     refused(r"ids is int32\[22, 3\]", ids=ids[:22])
     refused(r"gates is float32\[23, 2\]", gates=arrays["gates"][:, :2])

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxrl.kernels.experts import reference, tuned, walk
-from jaxrl.kernels.experts.blocks import BLOCKS
+from jaxrl.kernels.experts import blocks, reference, tpu, tuned, walk
 from jaxrl.kernels.experts.exchange import Exchange
+from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.kernels.platform import platform
 
-IMPLEMENTATIONS = ("reference", "blocks")
-AUTO = {"cpu": "blocks", "gpu": "blocks", "tpu": "blocks"}
+# Of a call, what computes on sorted rows, and in blocks of how many; NotImplementedError(reason) where it cannot serve.
+IMPLEMENTATIONS = {"tpu": tpu.serving, "blocks": blocks.serving}
+ORDERS = {"cpu": ("blocks",), "gpu": ("gpu", "blocks"), "tpu": ("tpu", "blocks")}
 
 
 def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto",
@@ -42,7 +43,9 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       activation: (gate, up) -> hidden, elementwise; a function of a module, since it is compared by identity.
       matmul: the scheme that rounds what is multiplied (kernels.low_precision), but for the weights' gradients. Scales
         of whole arrays are of an expert's weights and of a block of tokens here.
-      implementation: auto (the platform's), reference (every expert on every token), or blocks (sorted, in XLA).
+      implementation: auto (the first of the platform's ORDERS that serves the call), reference (every expert on every
+        token), or a name in IMPLEMENTATIONS: blocks (sorted, in XLA), tpu or gpu (kernels), behind which stands blocks
+        where they cannot serve the call. A refusal is logged once.
       axis: name of the mesh axis of the experts; None: all of them are here.
       biases: () or those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
 
@@ -55,17 +58,27 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
     """
     weights = {"gate": gate_ExDxF, "up": up_ExDxF, "down": down_ExFxD}
     check(x_TxD, ids_TxK, gates_TxK, weights, biases)
-    name = AUTO[platform()] if implementation == "auto" else implementation
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"experts: implementation={name!r}; choose auto, {', '.join(IMPLEMENTATIONS)}")
+    names = order(implementation)
     if not ids_TxK.size or not x_TxD.size:
         return jnp.zeros_like(x_TxD)
     arrays, exchange = (x_TxD, ids_TxK.astype(jnp.int32), gates_TxK), Exchange(axis)
     weights = (*weights.values(), *biases)
-    if name == "reference":
+    if names == ("reference",):
         return reference.experts(*arrays, weights, activation, exchange, matmul)
+    run, block = first_that_serves("experts", names, lambda name: IMPLEMENTATIONS[name](
+        x_TxD, weights, matmul=matmul, activation=activation))
     chunk = tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF) * exchange.size)
-    return walk.experts(walk.Call(BLOCKS, activation, tuned.BLOCK, chunk, exchange, matmul), *arrays, *weights)
+    return walk.experts(walk.Call(run, activation, block, chunk, exchange, matmul), *arrays, *weights)
+
+
+def order(implementation: str) -> tuple[str, ...]:
+    """The implementations that are asked, in order."""
+    if implementation == "auto":
+        return trusted("experts", ORDERS[platform()])
+    if implementation not in ("reference", *IMPLEMENTATIONS):
+        raise ValueError(f"experts: implementation={implementation!r}; choose auto, reference, "
+                         f"{', '.join(IMPLEMENTATIONS)}")
+    return (implementation, "blocks") if implementation in ("tpu", "gpu") else (implementation,)
 
 
 def check(x, ids, gates, weights, biases=()) -> None:

@@ -1,13 +1,48 @@
-"""Sizes of `experts`: rows of a block, tokens of a chunk."""
+"""Sizes of `experts`: rows of a block, tokens of a chunk, tiles of the kernels. The kernels' are chosen from what fits
+and from arithmetic; no TPU and no GPU has timed them."""
 
 from __future__ import annotations
 
-BLOCK = 64         # rows of a block in XLA
-PER_EXPERT = 320   # slots per expert of a chunk, where there are as many
-LEAST = 1024       # tokens of a chunk, where there are as many
+from jaxrl.kernels.attention.tpu_parts import VMEM
+
+BLOCK = 64          # rows of a block in XLA
+KERNEL_BLOCK = 128  # of the kernels: the systolic array of v5e and v5p; two warpgroups of Hopper
+PER_EXPERT = 320    # slots per expert of a chunk, where there are as many
+LEAST = 1024        # tokens of a chunk, where there are as many
+
+TPU_WIDEST = 1024       # columns of a step, at most
+TPU_NUMBERS = 3 << 19   # of a weight in one step, at most: the kernel's code is unrolled over them
+TPU_SUMS = (1024, 512)  # rows and columns of a weight's gradient that one step adds to
+
+
+def block_of(platform: str) -> int:
+    """Rows of a block of what runs on a platform, as far as its shapes are served."""
+    return BLOCK if platform == "cpu" else KERNEL_BLOCK
 
 
 def chunk(slots: int, experts: int) -> int:
     """Tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per chunk."""
     tokens = max(LEAST, -(-PER_EXPERT * experts // slots))
     return max(1, min(tokens, (2**31 - 1) // ((experts + 1) * slots)))  # what layout.py sorts stays an int32
+
+
+def tpu_tasks(size: int, width: int):
+    """(columns in, out, lefts, weights, sums, outputs) of the kernels on rows, experts of size x width."""
+    return ((size, width, 1, 2, 2, 1), (width, size, 1, 1, 1, 1), (size, width, 2, 3, 3, 4), (width, size, 2, 2, 1, 1))
+
+
+def tpu_columns(into: int, out: int, lefts: int, weights: int, sums: int, outputs: int, itemsize: int,
+                cores: int) -> int:
+    """Columns of a step: the most in whole 128s that fit, that leave work for every core and, where any does, divide
+    `out`; 0 where none fit."""
+    if out < 128:
+        return out
+    def taken(tile):
+        moved = itemsize * (KERNEL_BLOCK * into * lefts + into * tile * weights) + 4 * KERNEL_BLOCK * tile * outputs
+        return 2 * moved + 3 * 4 * KERNEL_BLOCK * tile * sums
+
+    most = min(TPU_WIDEST, max(128, out // cores))
+    fits = [tile for tile in range(128, most + 1, 128)
+            if taken(tile) <= VMEM and into * tile <= max(TPU_NUMBERS, into * 128)]
+    whole = [tile for tile in fits if out % tile == 0]
+    return (whole or fits or [0])[-1]

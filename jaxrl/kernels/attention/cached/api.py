@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxrl.kernels.attention import sinks
 from jaxrl.kernels.attention.cached import gpu, reference, tpu, xla
-from jaxrl.kernels.attention.fallback import first_that_serves, trusted
+from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.platform import platform
 
 IMPLEMENTATIONS = {"tpu": tpu.attention, "gpu": gpu.attention, "xla": xla.attention, "reference": reference.attention}
@@ -42,7 +42,7 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
         return IMPLEMENTATIONS[name](q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=window,
                                      softcap=softcap, scale=scale, sinks=sinks.of(sinks_H, q_Bx1xHxK.dtype), **known)
 
-    return first_that_serves(order(implementation), ask)
+    return first_that_serves("attention", order(implementation), ask)
 
 
 def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=0, implementation="auto",
@@ -54,7 +54,7 @@ def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=
         return {name: WORK[name](positions_Bx1, shape_NxBxCxGK, dtype, window=window, heads=heads, size=size,
                                  shared=None if window else shared)}
 
-    return first_that_serves(order(implementation), ask)
+    return first_that_serves("attention", order(implementation), ask)
 
 
 def shares_prompts(implementation: str, mesh=None) -> bool:
@@ -65,5 +65,5 @@ def shares_prompts(implementation: str, mesh=None) -> bool:
 def order(implementation: str, mesh=None) -> tuple[str, ...]:
     """The implementations that are asked, in order; mesh: None = the one in force."""
     if implementation == "auto":
-        return trusted(ORDERS[platform(mesh)])
+        return trusted("attention", ORDERS[platform(mesh)])
     return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)

@@ -6,9 +6,9 @@ Legend: B rows, L queries per row, S keys per row, H query heads, G key-value he
 from __future__ import annotations
 
 from jaxrl.kernels.attention import sinks
-from jaxrl.kernels.attention.fallback import first_that_serves, trusted
 from jaxrl.kernels.attention.packed import blockwise, cudnn, gpu, reference, tpu
 from jaxrl.kernels.attention.packed.reference import Ids
+from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.platform import platform
 
 # An implementation that cannot serve a call raises NotImplementedError(reason) and the next one is asked. The last one
@@ -70,7 +70,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
         return IMPLEMENTATIONS[name](q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window=window, softcap=softcap, scale=scale,
                                      chosen=implementation == name, sinks=sinks.of(sinks_H, q_BxLxHxK.dtype), **known)
 
-    return first_that_serves(order(implementation), ask, silent=XLA)
+    return first_that_serves("attention", order(implementation), ask, silent=XLA)
 
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
@@ -85,13 +85,13 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
     def ask(name):
         return {name: WORK[name](q_shape, kv_shape, dtype, ids, window=window)} if name in WORK else {}
 
-    return first_that_serves(order(implementation), ask, silent=XLA)
+    return first_that_serves("attention", order(implementation), ask, silent=XLA)
 
 
 def order(implementation: str) -> tuple[str, ...]:
     """The implementations that are asked, in order."""
     if implementation == "auto":
-        return trusted(ORDERS[platform()])
+        return trusted("attention", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {implementation!r}: choose auto, {', '.join(IMPLEMENTATIONS)}")
     return (implementation, *(name for name in XLA if name != implementation))

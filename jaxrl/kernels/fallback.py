@@ -1,0 +1,41 @@
+"""What happens where an implementation of an op cannot serve a call. Ops: "attention", "experts"."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+log = logging.getLogger("jaxrl")
+
+
+_distrusted: dict[str, set[str]] = {}  # op -> implementations that "auto" does not take in this process
+
+
+def distrust(op: str, names) -> None:
+    """From here on "auto" passes over these implementations of an op: kernels.check found that they do not agree with
+    the reference. Before anything is compiled: programs keep what they were made with."""
+    _distrusted[op] = set(names)
+
+
+def trusted(op: str, order: tuple[str, ...]) -> tuple[str, ...]:
+    """An order of "auto" without what is not trusted; its last, XLA's, always stays."""
+    return tuple(name for name in order[:-1] if name not in _distrusted.get(op, ())) + order[-1:]
+
+
+def first_that_serves(op: str, names, ask, silent=()):
+    """ask(name) of the first name that does not raise NotImplementedError(reason); the last one serves every call.
+
+    The reason is logged once, but for those of `silent`, which step aside where another one is faster.
+    """
+    for name in names[:-1]:
+        try:
+            return ask(name)
+        except NotImplementedError as e:
+            if name not in silent:
+                say_once(op, name, str(e))
+    return ask(names[-1])
+
+
+@functools.cache
+def say_once(op: str, name: str, reason: str) -> None:
+    log.warning("%s: %s does not serve this model (%s); the next implementation runs", op, name, reason)
