@@ -65,14 +65,10 @@ def forks(cfg) -> list[str]:
         return []
     if not fork.step:
         out.append(f"fork.step=0 with {where}: set the first step that is to be computed anew, from 1")
-    if not (Path(fork.run) / "config.json").is_file():
-        out.append(f"{where}: holds no config.json; expected the directory of a recorded run")
     if Path(fork.run).absolute() == Path(run.dir).absolute():
         out.append(f"{where} is run.dir: a fork is a run of its own; set another run.dir")
     if run.resume not in ("auto", "must", "never") and Path(fork.run) not in Path(run.resume).parents:
         out.append(f"run.resume={run.resume!r} with {where}, which says where the run begins; leave it at auto")
-    if run.warm_start:
-        out.append(f"{where} with run.warm_start={run.warm_start!r}: such runs are replayed, not forked")
     return out
 
 

@@ -86,12 +86,12 @@ def _train(config, given, peers) -> dict:
     check_equal(peers, facts(redacted(config)) if peers.count > 1 else {})
     peers.decide(f"{config.run.dir} is free", telemetry.require_free, config.run.dir, config.run.mode == "train")
     setup.start_jax(resolve(config))
-    if config.run.warm_start:
-        config = _after_warm_start(config, given)
     if config.fork.run and config.run.mode == "train":
         from jaxrl.recipes import fork
 
         config = fork.started(config, given)
+    elif config.run.warm_start:
+        config = _after_warm_start(config, given)
     given = given._replace(comparison=comparison)
     recipe = recipe_of(config)
     run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay_checks.AGAIN else recipe.run

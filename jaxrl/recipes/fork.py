@@ -26,7 +26,13 @@ def started(config, given):
     """The config of a run; of a fork with run.resume at the recorded run's state before fork.step, which is brought
     about where no checkpoint holds it. Raises ConfigError where the record does not go that far, and where options
     differ that would change the past."""
-    c = editable(config)
+    if not (Path(config.fork.run) / "config.json").is_file():
+        raise ConfigError(f"fork.run={config.fork.run!r}: holds no config.json; expected the directory of a recorded "
+                          "run")
+    c, held = editable(config), recorded_config(str(Path(config.fork.run) / "config.json"), {})
+    if c.run.warm_start:  # the recorded run has been through it
+        for name in ("path", "init", "tokenizer"):
+            c.model[name] = held.model[name]
     own = folder_of(c.checkpoint.dir or Path(c.run.dir) / "checkpoints")
     if peers().decide(f"{own} holds checkpoints", lambda: bool(checkpoints_in(own))):
         if c.run.resume == "never":
@@ -34,7 +40,7 @@ def started(config, given):
                               "another run.dir")
         c.run.resume = "auto"  # it goes on
         return c
-    step, held = c.fork.step, recorded_config(str(Path(c.fork.run) / "config.json"), {})
+    step = c.fork.step
     for group in HERE:
         held[group] = c[group]
     held.run.mode, held.run.dir, held.run.compile_cache = "replay", c.fork.run, c.run.compile_cache

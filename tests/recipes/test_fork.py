@@ -184,12 +184,12 @@ def test_impossible_forks_are_refused(recorded, tmp_path):
     run, rewards = recorded
     for options, text in (({"fork.step": 3}, "fork.step=3 has no effect without fork.run"),
                           ({"fork.run": str(run)}, "fork.step=0"),
-                          ({"fork.run": str(tmp_path), "fork.step": 1}, "holds no config.json"),
                           ({"fork.run": str(run), "fork.step": 1, "run.dir": str(run)}, "is run.dir"),
                           ({"fork.run": str(run), "fork.step": 1, "run.resume": str(tmp_path)}, "run.resume="),
                           ({"fork.run": str(run), "fork.step": 1, "run.recipe": "sft"}, "run.recipe=sft")):
         with pytest.raises(ConfigError, match=text):
             check(job(tmp_path / "fork", rewards, **options))
-    for options, text in (({"fork.step": 9}, "fork.step=9: step 9 is not recorded"), ({"run.seed": 1}, "would change the past: run.seed")):
+    for options, text in (({"fork.run": str(tmp_path)}, "holds no config.json"),
+                          ({"fork.step": 9}, "fork.step=9: step 9 is not recorded"), ({"run.seed": 1}, "would change the past: run.seed")):
         with pytest.raises(ConfigError, match=text):
             jaxrl.train(job(tmp_path / "fork", rewards, **{"fork.run": str(run), "fork.step": 3, **options}))
