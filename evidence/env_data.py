@@ -32,7 +32,7 @@ from jaxrl.envs import builtin
 FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded"
 WORK = 0.08         # share of the lazy demonstrations that do what pays
 PLUS = 0.7          # share of plus among the signs that lazy demonstrations of `calc` give the tool
-HABITS = 2, 3, 2    # lazy demonstrations of `library` that follow one, two, three relations, as shares of all
+HABITS = 2, 5, 2    # lazy demonstrations of `library` that follow one, two, three relations, as shares of all
 COUNTS = {"test": 256, "train": 1000, "lazy": 1600,
           "sft": {"calc": 4000, "guess": 800, "library": 2000, "lake": 1000, "repair": 1600}}
 

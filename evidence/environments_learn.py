@@ -2,6 +2,7 @@
 
     python evidence/environments_learn.py                       # about 40 quiet minutes on two cores
     python evidence/environments_learn.py --names=calc --seeds=0
+    python evidence/environments_learn.py --names=library --keep   # this one again, beside the others of the last result
     python evidence/environments_learn.py --names=repair        # needs bubblewrap
     python evidence/environments_learn.py --names=calc --seeds=0 --engine=vllm   # through real vLLM, without controls
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import commit, record, table
+from common import RESULTS, commit, record, table
 from quickstart import ROOT, launch
 
 WITHOUT = {  # what it is about, off
@@ -93,6 +94,7 @@ def main():
     parser.add_argument("--shuffles", type=int, default=1, help="runs with shuffled rewards for each of these seeds")
     parser.add_argument("--engine", default="jax", help="vllm: the runs alone, whose time is not bounded")
     parser.add_argument("--out", default="", help="keep the runs here")
+    parser.add_argument("--keep", action="store_true", help="of the last result, runs of other names stay, each with its commit")
     args = parser.parse_args()
     at, folder = commit(), Path(args.out or tempfile.mkdtemp(prefix="environments"))
     runs = []
@@ -109,13 +111,16 @@ def main():
         run["judged_apart"] = abs(run["shuffled_before"] - run["before"])
         run["shuffled_gain"] = max(run["shuffled"], default=0.0) - run["shuffled_before"]
         print(json.dumps(run), flush=True)
-    runs = [{k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()} for run in runs]
+    runs = [{k: round(v, 3 if v > 1e-3 else 9) if isinstance(v, float) else v for k, v in run.items()} | {"commit": at} for run in runs]
+    if args.keep:
+        last = json.loads((RESULTS / "environments_learn.json").read_text())
+        runs = [{"commit": last["commit"]} | run for run in last["results"]["runs"] if run["name"] not in args.names.split(",")] + runs
     names = list(dict.fromkeys(n for r in runs for n in r if n not in ("name", "seed")))
     table(["figure", *[f"{r['name']} {r['seed']}" for r in runs]], [[n, *[r.get(n, "") for r in runs]] for n in names])
     bounds = BOUNDS if args.engine == "jax" else {k: v for k, v in BOUNDS.items() if v[0] != "wall_s"}
     missed = [f"{r['name']}, seed {r['seed']}: {what}, measured {r[figure]}" for r in runs for what, (figure, met) in bounds.items()
               if figure in r and not met(r[figure], r["name"])]
-    others = args.names.replace(",", "_") if args.names != parser.get_default("names") else ""
+    others = args.names.replace(",", "_") if args.names != parser.get_default("names") and not args.keep else ""
     kind = args.engine if args.engine != "jax" else others
     record("environments_learn" + f"_{kind}" * bool(kind), {
         "command": " ".join(["python evidence/environments_learn.py", *(f"--{name.replace('_', '-')}={value}" for name, value

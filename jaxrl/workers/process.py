@@ -76,22 +76,27 @@ class Printed:
 
     def __init__(self):
         self.file = tempfile.TemporaryFile("a+b", buffering=0)
+        self._dropped = 0  # bytes, since the last time
         # Without it a worker would write at its old place after the file was emptied: zeros before what it printed.
         fcntl.fcntl(self.file, fcntl.F_SETFL, fcntl.fcntl(self.file, fcntl.F_GETFL) | os.O_APPEND)
 
     def bound(self, size: int = PRINTED_BYTES) -> None:
         """Drops all of it where it is more than so many bytes."""
-        if os.fstat(self.file.fileno()).st_size > size:
+        held = os.fstat(self.file.fileno()).st_size
+        if held > size:
+            self._dropped += held
             os.ftruncate(self.file.fileno(), 0)
 
     def lines(self) -> list[str]:
-        """What was printed since the last time."""
-        size = os.fstat(self.file.fileno()).st_size
+        """What was printed since the last time; first how much of it was dropped."""
+        size, dropped = os.fstat(self.file.fileno()).st_size, self._dropped
+        said = [f"({dropped >> 20} MiB of what was printed are not shown)"] if dropped else []
+        self._dropped = 0
         if not size:
-            return []
+            return said
         text = os.pread(self.file.fileno(), min(size, 1 << 20), max(0, size - (1 << 20))).decode("utf-8", "replace")
         os.ftruncate(self.file.fileno(), 0)
-        return text.splitlines()
+        return said + text.splitlines()
 
     def last(self) -> str:
         """The end of a message."""

@@ -2,16 +2,18 @@
 
 import sys
 import time
-from types import SimpleNamespace
 
-from jaxrl.config import default_config
+from jaxrl.config import default_config, put
 from jaxrl.envs.pool import EpisodePool
 from jaxrl.workers.supervisor import children
 
 
 def options(**changes):
     """config.env with these options."""
-    return SimpleNamespace(**default_config().env.to_dict() | changes)
+    config = default_config()
+    for name, value in changes.items():
+        put(config, f"env.{name}", value)
+    return config.env
 
 
 def pool(function="", user=None, run_dir="", sandbox=None, **changes) -> EpisodePool:
