@@ -5,8 +5,9 @@
 First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the
 same run: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible
 pairs (4 K per pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt
-that slots share once. Times are medians of device time, calls queued one behind the other; attention's block lists are
-made once per step and timed in a row of their own. What cannot run says why. Nothing new is started after --minutes.
+that slots share once, experts the three products of a token with each of its own (6 D F), three times that with
+gradients. Times are medians of device time, calls queued one behind the other; attention's block lists are made once
+per step and timed in a row of their own. What cannot run says why. Nothing new is started after --minutes.
 """
 
 from __future__ import annotations
@@ -43,12 +44,18 @@ MODELS = {  # query heads, key-value heads, head size, hidden size, vocabulary
     "Gemma-3-4B": (8, 4, 256, 2560, 262208),
     "tiny": (4, 2, 64, 64, 512),
 }
+LAYERS = {  # experts, slots of a token, hidden size, width
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "tiny": (4, 2, 64, 64),
+}
 COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
 FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16,
             decode=((256, 4096), (8, 32768)),
-            shared=(256, 16, 1024, 512), tokens=32768, logprob="Qwen2.5-1.5B", matmul=8192, copy=1 << 31)
+            shared=(256, 16, 1024, 512), tokens=32768, logprob="Qwen2.5-1.5B",
+            layers=[m for m in LAYERS if m != "tiny"], routed=16384, matmul=8192, copy=1 << 31)
 TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),),
-            shared=(8, 4, 128, 64), tokens=512, logprob="tiny",
+            shared=(8, 4, 128, 64), tokens=512, logprob="tiny", layers=["tiny"], routed=256,
             matmul=512, copy=1 << 24)
 BLOCKWISE_UP_TO = 16384
 
@@ -272,6 +279,38 @@ def shared_decoding(table, model, slots, group, prompt, answers):
                       name if known is not None or name == "xla" else f"{name}, copies", make, moved=moved)
 
 
+def experts(table, model, tokens):
+    """A layer of experts, each token to distinct ones at random: forward, and forward with the gradients of tokens and
+    weights, of which only the products that are needed are counted."""
+    from jaxrl.kernels.experts import api
+    from jaxrl.models.feed_forward import GATED
+
+    count, slots, size, width = LAYERS[model]
+    ids = jax.lax.top_k(jax.random.uniform(jax.random.key(9), (tokens, count)), slots)[1]
+    gates = jax.nn.softmax(jax.random.normal(jax.random.key(8), (tokens, slots)))
+    x, weights = normal(0, (tokens, size)), [normal(i, (count, *s)) / s[0] ** 0.5 for i, s in enumerate(
+        ((size, width), (size, width), (width, size)), 1)]
+    gate, flops = GATED["silu"], 6 * tokens * slots * size * width
+
+    def ours(name):
+        return lambda x, *w: api.experts(x, ids, gates, *w, activation=gate, implementation=name)
+
+    def ragged_dot(x, into_gate, into_up, down):
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        counts = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
+        a, b = (jax.lax.ragged_dot(x[order // slots], w, counts) for w in (into_gate, into_up))
+        out = jnp.zeros((tokens * slots, size), x.dtype).at[order].set(
+            jax.lax.ragged_dot(gate(a, b), down, counts), unique_indices=True)
+        return jnp.einsum("tkd,tk->td", out.reshape(tokens, slots, size), gates.astype(x.dtype))
+
+    ways = {name: ours(name) for name in api.ORDERS[jax.default_backend()]} | {"jax.lax.ragged_dot": ragged_dot}
+    for name, way in ways.items():
+        for what, factor, function in (("forward", 1, way), ("forward + backward", 3, jax.grad(
+                lambda *a, way=way: jnp.sum(way(*a).astype(jnp.float32)), (0, 1, 2, 3)))):
+            table.measure(f"experts {what}", model, f"{tokens} tokens, {slots} of {count}", name,
+                          lambda function=function: compiled(function, x, *weights), flops=factor * flops)
+
+
 def logprob(table, model, tokens):
     """Log-prob and its gradients from hidden states, in chunks and with all logits at once: time and compiled
     temporaries."""
@@ -299,7 +338,10 @@ def correctness(names) -> list[dict]:
     it held."""
     import attention_cases
 
+    from jaxrl.kernels import check
     from jaxrl.kernels.attention import cached
+    from jaxrl.kernels.experts import api as expert_api
+    from jaxrl.models.feed_forward import clamped
 
     rows = []
 
@@ -340,6 +382,17 @@ def correctness(names) -> list[dict]:
             for case in attention_cases.SHARED_CASES if name in cached.api.WORK else ():
                 case = dataclasses.replace(case, dtype="bfloat16")
                 held(f"decoding {name}", case, lambda name=name, case=case: attention_cases.check_shared(name, case))
+    def routed(name, layer):
+        verdict = check.expert_layer(name, jnp.bfloat16, layer)
+        if verdict.state == "refused":
+            raise NotImplementedError(verdict.text)
+        assert verdict.state == "right", verdict.text
+
+    limited = dict(activation=clamped(1.702, 7.0), biases=True)
+    for name in expert_api.ORDERS[jax.default_backend()]:
+        for size, width, more in ((64, 64, {}), (192, 320, {}), (192, 320, limited), (2048, 768, {}), (2880, 1440, limited)):
+            held(f"experts {name}", (size, width, bool(more)),
+                 lambda name=name, layer=check.Experts(size, width, **more): routed(name, layer))
     return rows
 
 
@@ -390,6 +443,8 @@ def run(tiny: bool, minutes: float) -> dict:
     held = correctness([*(n for n in ours if n in api.IMPLEMENTATIONS), "blockwise"])
     table = Table(minutes - (time.monotonic() - started) / 60, quick=tiny)
     ceilings(table, sizes)
+    for model in sizes["layers"]:
+        experts(table, model, sizes["routed"])
     for model in sorted(sizes["models"], key=lambda m: m not in COMPARED):
         attention(table, model, sizes["causal"], 1)
         if model in COMPARED:

@@ -1,4 +1,4 @@
-"""A layer of experts compiled ahead of time for TPUs, by libtpu: kernels in the program and temporaries, by tokens and routing-free.
+"""A layer of experts compiled ahead of time for TPUs, by libtpu: kernels in the program and temporaries, by tokens.
 
 python evidence/experts_memory.py        (wants libtpu: pip install -e '.[plan]')
 
@@ -16,7 +16,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import kernels_memory  # noqa: E402 sets what libtpu reads
 import numpy as np  # noqa: E402
-from common import record, table  # noqa: E402
+from common import commit, record, table  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -62,12 +62,12 @@ def one(chip: str, model: str, tokens: int, name: str) -> list:
 
 def main():
     header = ["chip", "model", "tokens", "implementation", "kernels", "MiB", "compiled in s", "kernels with gradients", "MiB", "s", "sums"]
-    rows = []
+    rows, at = [], commit()
     for case in CASES:
         rows.append(one(*case))
         print(rows[-1], flush=True)
     table(header, rows)
-    record("experts_memory", {"header": header, "rows": rows})
+    record("experts_memory", {"header": header, "rows": rows}, at)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,27 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from common import record, table  # noqa: E402
+from common import commit, record, table  # noqa: E402
 from jax import export  # noqa: E402
 
 from jaxrl.kernels.attention import cached, share  # noqa: E402
 from jaxrl.kernels.attention.packed import gpu  # noqa: E402
 from jaxrl.kernels.attention.packed.reference import Ids  # noqa: E402
+from jaxrl.kernels.experts import api, experts  # noqa: E402
+from jaxrl.kernels.experts import gpu as of_experts  # noqa: E402
+from jaxrl.models.feed_forward import GATED, clamped  # noqa: E402
 
 LENGTH, HEADS, GROUPS, ROWS = 4096, 8, 2, 2
 CASES = [(size, 0, 0.0) for size in (64, 80, 96, 128, 192, 256)] + [(128, 1024, 0.0), (128, 0, 30.0), (256, 1024, 50.0)]
+
+LAYERS = [(128, 2048, 768, GATED["silu"], False), (8, 7168, 2048, GATED["silu"], False), (4, 2880, 2880, clamped(1.702, 7.0), True)]
 
 
 def modules(function, *shapes) -> list[bytes]:
@@ -83,6 +89,27 @@ def kernels():
 
         for module in modules(shared, query, cache, cache, *where, tiles):
             yield "decoding, shared prompts", size, window, softcap, module
+
+
+def expert_kernels():
+    """(name, hidden size x width, serialised kernel) of layers of experts: Qwen3-30B-A3B's, a part of DeepSeek-V3's and of
+    gpt-oss's. Of the gradients' kernels one of each kind."""
+    for count, size, width, activation, biased in LAYERS:
+        low = jnp.bfloat16
+        shapes = [((ROWS * LENGTH, 4), jnp.int32), ((ROWS * LENGTH, 4), jnp.float32), ((ROWS * LENGTH, size), low)]
+        shapes += [((count, *s), low) for s in ((size, width), (size, width), (width, size))]
+        shapes += [((count, n), low) for n in (width, width, size) if biased]
+
+        def both(ids, gates, x, *w, activation=activation):
+            call = lambda gates, x, *w: experts(x, ids, gates, *w[:3], biases=w[3:], activation=activation,  # noqa: E731
+                                                implementation="gpu")
+            y, back = jax.vjp(call, gates, x, *w)
+            return y, back(y)
+
+        with mock.patch.dict(api.IMPLEMENTATIONS, gpu=functools.partial(of_experts.serving, interpret=False)):
+            found = modules(both, *(jax.ShapeDtypeStruct(*s) for s in shapes))
+        for name, module in zip(("hidden", "out", "inner", "dx", "sums"), found, strict=False):
+            yield f"experts: {name}", f"{size} x {width}", module
 
 
 def compile_here(path: str) -> None:
@@ -137,17 +164,20 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         source = Path(__file__).with_name("cuda_stand_in.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-o", f"{folder}/libcuda.so.1", str(source)], check=True)
-        results = []
+        results, at = [], commit()
         for name, size, window, softcap, module in kernels():
             results.append({"kernel": name, "head_size": size, "window": window, "softcap": softcap,
                             **assembled(module, Path(folder))})
             print(results[-1], flush=True)
-    rows = [[r["kernel"], r["head_size"], r["window"], r["softcap"], r["registers"], r["spilled_bytes"],
+        for name, size, module in expert_kernels():
+            results.append({"kernel": name, "expert": size, **assembled(module, Path(folder))})
+            print(results[-1], flush=True)
+    rows = [[r["kernel"], r.get("head_size", r.get("expert")), r.get("window", ""), r.get("softcap", ""), r["registers"], r["spilled_bytes"],
              "yes" if r["serialised"] else "no", " / ".join(str(loop["instructions"]) for loop in r["loops"]),
              " / ".join(str(loop["spills"]) for loop in r["loops"])] for r in results]
-    table(["kernel", "head", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
+    table(["kernel", "head, or expert", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
            "spills in it"], rows)
-    record("gpu_compile", results)
+    record("gpu_compile", results, at)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxrl.kernels.experts import blocks, reference, tpu, tuned, walk
+from jaxrl.kernels.experts import blocks, gpu, reference, tpu, tuned, walk
 from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.kernels.platform import platform
 
 # Of a call, what computes on sorted rows, and in blocks of how many; NotImplementedError(reason) where it cannot serve.
-IMPLEMENTATIONS = {"tpu": tpu.serving, "blocks": blocks.serving}
+IMPLEMENTATIONS = {"tpu": tpu.serving, "gpu": gpu.serving, "blocks": blocks.serving}
 ORDERS = {"cpu": ("blocks",), "gpu": ("gpu", "blocks"), "tpu": ("tpu", "blocks")}
 
 

@@ -14,6 +14,17 @@ TPU_WIDEST = 1024       # columns of a step, at most
 TPU_NUMBERS = 3 << 19   # of a weight in one step, at most: the kernel's code is unrolled over them
 TPU_SUMS = (1024, 512)  # rows and columns of a weight's gradient that one step adds to
 
+GPU_REGISTERS, GPU_PRODUCER_REGISTERS = 240, 24  # of a thread
+GPU = {  # by kernel: columns of a tile, at most, and tiles in the ring
+    "hidden": (128, 3), "out": (128, 4), "inner": (128, 2), "dx": (128, 2), "sums": (128, 4),
+}
+
+
+def gpu_sizes(kernel: str, out: int) -> tuple[int, int]:
+    """(columns of a tile, tiles in the ring)"""
+    columns, stages = GPU[kernel]
+    return (columns if out % columns == 0 else 64), stages
+
 
 def block_of(platform: str) -> int:
     """Rows of a block of what runs on a platform, as far as its shapes are served."""
