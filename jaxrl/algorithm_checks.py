@@ -197,6 +197,8 @@ def _ratios(v):
     if ratio != "token" and loss in ("pg", "dppo"):
         out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: it works by token; set "
                    "algorithm.ratio=token")
+    if ratio not in ("token", "sequence") and loss == "topr":
+        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss=topr: set token or sequence (the product)")
     if ratio == "geometric" and loss in ("cispo", "sapo"):
         out.append(f"algorithm.ratio=geometric with algorithm.policy_loss={loss}: the geometric mean belongs to clip")
     if ratio == "geometric" and (v["dual_clip"] or v["delta"]):
@@ -209,7 +211,13 @@ def _ratios(v):
     if v["cispo_min_ratio"] >= v["cispo_max_ratio"]:
         out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below "
                    f"cispo_max_ratio={v['cispo_max_ratio']}")
-    if loss in ("cispo", "sapo", "dppo", "pg") and (v["dual_clip"] or v["delta"]):
+    for name in ("m2_threshold", "cov_share"):
+        if v[name] and v["old_logprobs"] != "recompute":
+            out.append(f"algorithm.{name}={v[name]} with algorithm.old_logprobs={v['old_logprobs']}: it reads the trainer's "
+                       "log-probs before the update; set algorithm.old_logprobs=recompute")
+    if v["cov_low"] >= v["cov_high"]:
+        out.append(f"algorithm.cov_low={v['cov_low']}: must be below algorithm.cov_high={v['cov_high']}")
+    if loss in ("cispo", "sapo", "dppo", "topr", "pg") and (v["dual_clip"] or v["delta"]):
         out.append(f"algorithm.dual_clip and delta have no effect with algorithm.policy_loss={loss}; set clip")
     return out
 
@@ -255,7 +263,21 @@ def _mismatch(cfg, v):
             f"algorithm.mismatch.correction={choice} with algorithm.old_logprobs=rollout: the ratio is already taken "
             "to the sampler's log-probs; use one of them"
         )
-    return out
+    return out + _temperature(cfg, v)
+
+
+def _temperature(cfg, v):
+    """A temperature of the trainer's own: nothing may then compare its log-probs with the sampler's."""
+    own = cfg.algorithm.temperature
+    if not own or own == cfg.rollout.temperature:
+        return []
+    reads = {"mismatch.correction": "none", "mismatch.sequence_delta": 0, "m2_threshold": 0, "sampled_support": False}
+    found = [name for name, off in reads.items() if (cfg.algorithm[name] if name == "sampled_support" else v[name]) != off]
+    found += ["old_logprobs"] * (v["old_logprobs"] == "rollout")
+    return [f"algorithm.temperature={own:g} with rollout.temperature={cfg.rollout.temperature:g} and "
+            f"algorithm.{name}={v.get(name, True)}: it would compare log-probs of two temperatures; set it to "
+            f"{'auto or recompute' if name == 'old_logprobs' else reads[name]}, or leave algorithm.temperature out"
+            for name in found]
 
 
 def _routes(cfg, v):

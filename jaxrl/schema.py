@@ -22,7 +22,7 @@ TRIGGER = "0 = never"
 CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference", "teacher")  # run.accept_changed
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo", "gigpo",
-                "online_dpo")  # algorithms/presets.py, without jax
+                "online_dpo", "maxrl", "topr", "m2po", "clip_cov")  # algorithms/presets.py, without jax
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
@@ -324,8 +324,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
                              " module:function or ./file.py:function", str),
         "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
                             ("none", "group", "batch", "leave_one_out", "greedy")),
-        "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, or none", str,
-                           ("none", "group", "batch", "group_population")),
+        "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, the mean of"
+                                " the group (MaxRL), or none", str, ("none", "group", "batch", "group_population", "group_mean")),
         "whiten": O(None, "bring advantages to mean 0 and variance 1 over all scored tokens of the step", bool),
         "advantage_low": O(None, "advantages are clipped below this", float),
         "advantage_high": O(None, "advantages are clipped above this", float),
@@ -335,8 +335,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "critic_lam": O(None, "lambda of the critic's returns; None = lam", float, bound="0..1"),
         "turn_gamma": O(None, "discount per turn of turn and gigpo", float, bound="0..1"),
         "anchor_coef": O(None, "gigpo: weight of the advantage among turns of the same state (chat.state)", float, bound=">0"),
-        "policy_loss": O(None, "clip, cispo, sapo, dppo, pg, or an import path of your own", str),
-        "ratio": O(None, "policy ratio by token, by sequence (GSPO), as GSPO-token, or as geometric mean (GMPO)", str,
+        "policy_loss": O(None, "clip, cispo, sapo, dppo, topr, pg, or an import path of your own", str),
+        "ratio": O(None, "policy ratio by token, by sequence (GSPO), as GSPO-token, or as geometric mean (GMPO); of topr a sequence's is the"
+                         " product", str,
                    ("token", "sequence", "sequence_token", "geometric")),
         "clip_low": O(None, "ratio is clipped below 1 - clip_low (geometric: log-ratio below -clip_low)", float),
         "clip_high": O(None, "ratio is clipped above 1 + clip_high (geometric: log-ratio above clip_high)", float, bound=">0"),
@@ -348,6 +349,14 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "sapo_tau_neg": O(None, "temperature of sapo's gate for the others", float, bound=">0"),
         "dppo_low": O(None, "dppo leaves out a token with A <= 0 whose probability fell by more than this", float, bound=">0"),
         "dppo_high": O(None, "dppo leaves out a token with A > 0 whose probability rose by more than this", float, bound=">0"),
+        "m2_threshold": O(None, "M2PO: the tokens with the largest squared log-ratio of trainer to sampler add no policy loss, until the"
+                                " mean of the others is below; needs old_logprobs=recompute; 0 = off", float, bound=">=0"),
+        "cov_share": O(None, "Clip-Cov: share of a step's tokens that add no policy loss, drawn among those whose covariance of log-prob"
+                             " and advantage lies between cov_low and cov_high; 0 = off", float, bound="0..1"),
+        "cov_low": O(None, "smallest covariance that cov_share draws from", float),
+        "cov_high": O(None, "largest covariance that cov_share draws from", float),
+        "temperature": O(0.0, "temperature of the trainer's log-probs where it is not the sampler's: the policy that is trained is then"
+                              " not the one that is sampled, which biases the gradient (docs/algorithms.md); 0 = rollout.temperature", bound=">=0"),
         "aggregation": O(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
                          ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
         "aggregation_constant": O(0.0, "what aggregation=constant divides a completion's sum by; 0 = rollout.max_new_tokens", bound=">=0"),
@@ -494,6 +503,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "repetition_penalty": O(1.0, "as rollout.repetition_penalty", bound=">0"),
         "frequency_penalty": O(0.0, "as rollout.frequency_penalty"),
         "max_new_tokens": O(0, "0 = rollout.max_new_tokens", bound=">=0"),
+        "stop": O((), "strings that end an answer; empty = rollout.stop"),
         "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
         "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
     },

@@ -132,6 +132,16 @@ def dppo(b, x, low, high):
     return out
 
 
+def topr(b, x, by_token):
+    """A product over the completion's tokens, or one token's ratio."""
+    out = {}
+    for r, j in scored(b):
+        a, mine = float(b.advantage[r][j]), [j] if by_token else [k for s, k in scored(b) if s == r and b.sequences[r][k] == b.sequences[r][j]]
+        far = sum(float(b.logp[r][k]) - float(b.old[r][k]) for k in mine)
+        out[r, j] = -a * x[r][j] * (1.0 if a > 0 else math.exp(min(far, 0.0)))
+    return out
+
+
 def pg(b, x):
     return {(r, j): -float(b.advantage[r][j]) * x[r][j] for r, j in scored(b)}
 

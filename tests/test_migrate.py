@@ -418,7 +418,7 @@ def test_overrides():
     ("trainer:\n  epochs: ${trainer.epochs}\n", 2, "job.yaml:2: trainer.epochs"),
     ("trainer:\n  policy:\n    optimizer_config:\n      lr: -1\n", 2, "job.yaml:4: trainer.policy.optimizer_config.lr: -1"),
     ("trainer: !!python/object/apply:os.system ['true']\n", 2, "job.yaml:1: trainer: the tag"),
-    ("trainer:\n  algorithm:\n    policy_loss_type: clip_cov\n", 3, "lacks trainer.algorithm.policy_loss_type"),
+    ("trainer:\n  algorithm:\n    policy_loss_type: kl_cov\n", 3, "lacks trainer.algorithm.policy_loss_type"),
     ("trainer:\n  trian_batch_size: 4\n", 0, "partial"),
 ])
 def test_what_cannot_be_read_is_said_with_line_and_key(tmp_path, capsys, text, status, said):

@@ -70,9 +70,11 @@ def test_staleness_is_counted_in_publications(settings, staleness, every):
 def test_two_temperatures_are_said():
     assert of({P + "temperature": 0.7, R + "sampling_config.temperature": 0.7}).lacking == of().lacking
     apart = of({P + "temperature": 0.9})  # as in most of its examples: drawn at 1
-    assert values(apart)["rollout.temperature"] == 1.0 and apart.outcome(False) == "partial"
-    assert [k for k, _, _ in apart.lacking] == ["train.train_batch_per_replica", P + "temperature"]
-    assert next(r.kind for r in apart.records() if r.key == P + "temperature") == "unsupported"
+    assert values(apart)["rollout.temperature"] == 1.0 and values(apart)["algorithm.temperature"] == 0.9
+    assert any("not the one that is sampled" in text for text in apart.different)
+    for beside in ({P + "use_decoupled_loss": True}, {"distillation.enable": True}):  # log-probs are compared
+        both = of({P + "temperature": 0.9, **beside})
+        assert "algorithm.temperature" not in values(both) and P + "temperature" in [k for k, _, _ in both.lacking]
 
 
 def test_bounds_that_are_negative_are_none_and_aipo_is_a_clip_on_one_side():

@@ -29,11 +29,13 @@ from jaxrl.algorithms.losses import (
     policy_loss,
     register_policy_loss,
     sapo_loss,
+    topr_loss,
     value_loss,
 )
 from jaxrl.algorithms.mismatch import mismatch_ratio, mismatch_weight, off_policy_sequence_mask
 from jaxrl.algorithms.numerics import masked_exp, masked_expm1, sequence_mean, sequence_sum
 from jaxrl.algorithms.presets import PRESETS, resolve
 from jaxrl.algorithms.ratios import geometric_log_ratio, log_ratio
+from jaxrl.algorithms.token_masks import covariance_mask, second_moment_mask
 from jaxrl.algorithms.tokens import AdvantageInputs, Tokens
 from jaxrl.algorithms.turns import anchor_advantages, turn_advantages

@@ -18,7 +18,7 @@ VARIANCE_EPS = 1e-8
 EQUAL = 1e-8  # scores that differ by less are equal: a group of equals carries no signal, its advantage is exactly 0
 TOLD = 1e-6  # of the sum of |rewards of turns|: a rest that is smaller is the rounding of rewards in fp32
 MEANS = ("none", "group", "batch", "leave_one_out", "greedy")
-STDS = ("none", "group", "batch", "group_population")
+STDS = ("none", "group", "batch", "group_population", "group_mean")
 
 
 def register_advantage(name: str):
@@ -53,6 +53,9 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
         batch          mean of all scores of the batch                   batch: REINFORCE++ by sequence
         leave_one_out  mean of the group's other members                 none: RLOO (arXiv 2402.14740)
         greedy         baseline_N, the greedy completion's score             none: ReMax (arXiv 2310.10505)
+
+    std group_mean divides by the group's mean score instead (MaxRL, arXiv 2602.02710: with rewards of 0 and 1 this
+    tends to the gradient of the log of the success rate as groups grow); where it is at most 1e-8 nothing is divided.
 
     std has ddof 1 (group_population: ddof 0) and is of the raw scores, not of the centred ones: of the group, or of the
     batch (all present scores). Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
@@ -89,7 +92,9 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
         known = members[present[members]]
         own = scores[known]
         centred = _centred(own, whole, baseline[known], mean)
-        if std != "none":
+        if std == "group_mean":
+            centred = centred / (own.mean() + STD_EPS) if len(own) and own.mean() > EQUAL else centred
+        elif std != "none":
             centred = centred / _scale(whole if std == "batch" else own, ddof=0 if std == "group_population" else 1)
         advantages[known] = centred
         zero_signal[members] = not centred.any()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.numerics import masked_exp
+from jaxrl.algorithms.numerics import masked_exp, sequence_sum
 from jaxrl.algorithms.ratios import geometric_log_ratio
 from jaxrl.algorithms.ratios import log_ratio as ratio_of
 from jaxrl.algorithms.tokens import Tokens
@@ -113,6 +113,20 @@ def dppo_loss(logp, old, advantage, mask, low, high):
     out = mask & jnp.where(advantage > 0, moved > high, moved < -low)
     weight = jax.lax.stop_gradient(jnp.where(out, 0, jnp.minimum(ratio, DPPO_MAX_RATIO)))
     return -weight * advantage * logp, _stats(ratio, mask, out)
+
+
+def topr_loss(logp, old, advantage, mask, sequences, by_token):
+    """TOPR (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A * logp, old the sampler's.
+
+    r is the ratio of whole completions, their product of token ratios, as in the paper; by_token: of tokens, as in ROLL.
+    What was right is learnt as by supervision, however unlikely it has become; what was wrong is pushed away the less,
+    the less likely it already is. `clipped` marks tokens with A <= 0 whose r is above 1.
+    """
+    advantage = jnp.where(mask, advantage, 0)
+    x = jnp.where(mask, logp - old, 0)
+    ratio = masked_exp(x if by_token else sequence_sum(x, sequences), mask)
+    weight = jax.lax.stop_gradient(jnp.where(advantage > 0, 1, jnp.minimum(ratio, 1)))
+    return -weight * advantage * jnp.where(mask, logp, 0), _stats(ratio, mask, (advantage <= 0) & (ratio > 1))
 
 
 def policy_gradient_loss(logp, advantage, mask, *, old=None):
@@ -221,6 +235,13 @@ def _sapo(t: Tokens, cfg):
 def _dppo(t: Tokens, cfg):
     _token_only(cfg, "dppo")
     return dppo_loss(t.logp, t.old, t.advantage, t.mask, cfg.dppo_low, cfg.dppo_high)
+
+
+@register_policy_loss("topr")
+def _topr(t: Tokens, cfg):
+    if cfg.ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio={cfg.ratio!r} has no meaning with policy_loss='topr'; use token or sequence")
+    return topr_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.ratio == "token")
 
 
 @register_policy_loss("pg")

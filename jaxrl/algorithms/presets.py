@@ -37,6 +37,10 @@ _GRPO = {
     "sapo_tau_neg": 1.05,
     "dppo_low": 0.2,
     "dppo_high": 0.2,
+    "m2_threshold": 0.0,  # M2PO: largest mean of squared log-ratios to the sampler; 0 = off
+    "cov_share": 0.0,  # Clip-Cov: share of tokens left out; 0 = off
+    "cov_low": 1.0,
+    "cov_high": 5.0,
     "aggregation": "token_mean",
     "kl.coef": 0.0,
     "kl.estimator": "k3_unbiased",
@@ -113,6 +117,18 @@ PRESETS = MappingProxyType(
         # arXiv 2602.04879, binary total variation, anchored at the sampler's log-probs (verl: at the proximal
         # policy's). The bound 0.2 is verl's default; rLLM runs 0.1. Token mean is a choice of ours.
         "dppo": {**_GRPO, "policy_loss": "dppo", "old_logprobs": "rollout"},
+        # arXiv 2602.02710: the group's mean as scale, so that rare successes count more; rewards of 0 and 1.
+        "maxrl": {**_GRPO, "advantage_std": "group_mean"},
+        # arXiv 2503.14286: REINFORCE whose negative examples are tapered by the ratio of whole completions; no
+        # baseline, so rewards of 1 and -1 are meant (reward.scale=2, reward.bias=-1 for 1 and 0).
+        "topr": {**_GRPO, "advantage_mean": "none", "advantage_std": "none", "policy_loss": "topr",
+                 "ratio": "sequence", "aggregation": "sequence_sum", "old_logprobs": "rollout"},
+        # arXiv 2510.01161: tokens are left out until the second moment of the log-ratios to the sampler is 0.04. The
+        # rest (recomputed proximal policy, PPO's clip, behaviour weight) is AReaL's example.
+        "m2po": {**_GRPO, "old_logprobs": "recompute", "m2_threshold": 0.04, "mismatch.correction": "token_mis",
+                 "mismatch.cap": 5.0},
+        # arXiv 2505.22617: GRPO with 2e-4 of the tokens, of high covariance of log-prob and advantage, left out.
+        "clip_cov": {**_GRPO, "old_logprobs": "recompute", "cov_share": 2e-4},
         # arXiv 2508.08221: group mean, std of the batch, token mean, PPO's clip. The std is of the raw rewards.
         "lite_ppo": {**_GRPO, "advantage_std": "batch"},
         # arXiv 2505.10978: GRPO's advantage plus that among turns decided in the same state, both over their std (the

@@ -89,6 +89,27 @@ def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) ->
     m.set("algorithm.kl.placement", placement, *keys)
 
 
+def temperatures(m: Migration, trained: float, drawn: float, key: str) -> None:
+    """A temperature of the trainer's log-probs beside the sampler's. Said after the mismatch rules: where the loss
+    compares its log-probs with the sampler's there is one temperature."""
+    if trained == drawn:
+        return
+    set_to = lambda option, value: m.options.get(option, (value, ()))[0] == value  # noqa: E731
+    compares = not set_to("algorithm.mismatch.correction", "none") or m.options.get("algorithm.old_logprobs", ("",))[0] == "rollout"
+    if compares or not set_to("run.recipe", "rl") or "algorithm.m2_threshold" in m.options:
+        m.lacks(
+            key,
+            f"the trainer's temperature is {trained:g} and the sampler's {drawn:g}: beside a loss that compares their "
+            "log-probs, or a teacher's, there is one, the sampler's",
+        )
+        return
+    m.set("algorithm.temperature", float(trained), key)
+    m.differs(
+        f"the trainer divides logits by {trained:g} and completions are drawn at {drawn:g}, as in the source: a policy "
+        "is trained that is not the one that is sampled. If you meant one temperature, take algorithm.temperature out"
+    )
+
+
 def triggers(m: Migration, option: str, steps: int | None, *keys: str) -> None:
     """Every so many steps; -1, 0 and null: never."""
     m.set(option, steps if steps and steps > 0 else 0, *keys)
@@ -240,6 +261,15 @@ def lora(
         m.set("lora.init", init, *keys)
     if dropout:
         m.lacks(keys[-1], "dropout of adapters is for SFT alone here")
+
+
+def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
+    """Clip-Cov's share of tokens and bounds, by their keys; it reads the trainer's log-probs before the update."""
+    m.set("algorithm.cov_share", m.number(share), share, loss)
+    m.set("algorithm.cov_low", m.number(low), low)
+    m.set("algorithm.cov_high", m.number(high), high)
+    m.set("algorithm.old_logprobs", "recompute", loss)
+    m.differs("Clip-Cov draws from all tokens of a step, by their log-probs before it; there from a micro-batch's")
 
 
 STUB = '''"""The reward of {what}: write it before you run.

@@ -57,7 +57,7 @@ class Algorithm:
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
-            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=c.rollout.temperature,
+            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=trained_at(c),
             staleness=stale_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
             value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
         self.critic = Critic(job, total_steps) if c.needs_critic else None
@@ -73,7 +73,7 @@ class Algorithm:
         scored = job.config.algorithm.routes == "scored"
         if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
             return self.score
-        return make_score(model, temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk,
+        return make_score(model, temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk,
                           put=functools.partial(job.put, role=role), routes=scored and role == "policy")
 
     def meet(self, policy) -> None:
@@ -141,6 +141,11 @@ class Algorithm:
         """[T] KL that is subtracted from the reward, or None."""
         c = self.config
         return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
+
+
+def trained_at(config) -> float:
+    """The temperature of the trainer's log-probs."""
+    return config.algorithm.temperature or config.rollout.temperature
 
 
 def precision(job) -> dict:
@@ -235,7 +240,7 @@ class BaseReference(Reference):
         self.place = "policy"
         self.alone = not (self.moves or job.config.lora.path or job.model.adapter.saved)
         if not self.alone:
-            self._score = make_score(job.model, temperature=job.config.rollout.temperature,
+            self._score = make_score(job.model, temperature=trained_at(job.config),
                                      chunk=job.config.train.logprob_chunk, put=self.put)
 
     def abstract(self):

@@ -186,7 +186,7 @@ class Explained:
             self.shares[i] = number(dot(own, whole)) / size
 
     def _weights(self):
-        weigh = weigher(self.replay.parts, self.done.batch)
+        weigh = weigher(self.replay.parts, self.done.batch, self.done.prepared.columns)
         return [(mini, weigh(mini)) for mini in self.done.prepared.layout.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:

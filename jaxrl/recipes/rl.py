@@ -19,13 +19,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import zlib
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl import training
-from jaxrl.algorithms import explained_variance, shared_prefix_mask
+from jaxrl.algorithms import covariance_mask, explained_variance, second_moment_mask, shared_prefix_mask
 from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
 from jaxrl.recipes.algorithm import Algorithm, advantages_by_source, start_of_step
@@ -228,7 +229,7 @@ def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, flo
 def policy_steps(parts: Parts, batch, layout, columns) -> list:
     """The policy's optimizer steps on one batch; returns their metrics on the device."""
     c, policy, traj, pending = parts.s.spec, parts.policy, batch.traj, []
-    a, weigh = c.algorithm, weigher(parts, batch)
+    a, weigh = c.algorithm, weigher(parts, batch, columns)
     if a.early_stop_ratio or a.early_stop_kl:
         policy.held = start_of_step(policy.state)
     for _ in range(a.ppo_epochs):
@@ -236,22 +237,28 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
             weights = weigh(minibatch)
             packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
             metrics = policy.update(map(policy.put, packed))
-            if weigh.keep is not None:
-                metrics["policy/prefix_masked_fraction"] = float((~weigh.keep[traj.loss_mask]).mean())
-            pending.append(metrics)
+            pending.append(metrics | weigh.left_out)
             parts.rollouts.poll()  # while the device works
     return pending
 
 
-def weigher(parts: Parts, batch):
-    """A function minibatch -> {loss term: weights [T]}; its `keep` says which tokens of shared beginnings count."""
+def weigher(parts: Parts, batch, columns):
+    """A function minibatch -> {loss term: weights [T]}; its `left_out` has the shares of tokens that are, by metric."""
     c, traj = parts.s.spec, batch.traj
     a = c.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
-    keep = None
+    kept = {}
     if a.shared_prefix_tokens:
-        keep = shared_prefix_mask(traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores,
-                                  a.shared_prefix_tokens)
+        kept["policy/prefix_masked_fraction"] = shared_prefix_mask(
+            traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores, a.shared_prefix_tokens)
+    if a.m2_threshold:
+        kept["policy/m2_masked_fraction"] = second_moment_mask(columns["behaviour"], columns["old"], traj.loss_mask,
+                                                               a.m2_threshold)
+    if a.cov_share:
+        kept["policy/cov_masked_fraction"] = covariance_mask(
+            columns["old"], columns["advantage"], traj.loss_mask, a.cov_share, a.cov_low, a.cov_high,
+            zlib.crc32(np.ascontiguousarray(traj.tokens)))  # the same wherever the step is computed again
+    keep = np.logical_and.reduce(list(kept.values())) if kept else None
     positive = None
     if a.positive_nll_coef:
         positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
@@ -261,7 +268,7 @@ def weigher(parts: Parts, batch):
         return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant, dropped=dropped,
                                      keep=keep, positive=positive)
 
-    weigh.keep = keep
+    weigh.left_out = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in kept.items()}
     return weigh
 
 

@@ -17,7 +17,7 @@ from jaxrl.config import editable, put
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import to_host
-from jaxrl.recipes.algorithm import Algorithm
+from jaxrl.recipes.algorithm import Algorithm, trained_at
 from jaxrl.recipes.recording import batch_of
 from jaxrl.recipes.rl import learn, prepare
 from jaxrl.replay_checks import settings
@@ -100,7 +100,7 @@ def likelihood(replay):
 
 
 def _likelihood(job, optimizer):
-    objective = training.NextToken(temperature=job.config.rollout.temperature, chunk=job.config.train.logprob_chunk)
+    objective = training.NextToken(temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk)
     update = training.make_update(job.model, optimizer, None, objective)
 
     def gradient(state, traj, layout, weights):

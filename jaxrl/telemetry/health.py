@@ -80,6 +80,8 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism("dynamic_sampling", "rollout/masked_fraction"),
     Mechanism("dynamic_sampling", "rollout/discarded_fraction"),
     Mechanism("shared_prefix_tokens", "policy/prefix_masked_fraction"),
+    Mechanism("m2_threshold", "policy/m2_masked_fraction"),
+    Mechanism("cov_share", "policy/cov_masked_fraction"),
     Mechanism("early_stop_ratio", "policy/early_stopped"),
     Mechanism("early_stop_kl", "policy/early_stopped"),
     Mechanism("entropy_target", "policy/entropy_coef"),

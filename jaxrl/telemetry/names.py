@@ -59,6 +59,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_mean", "mean ratio of current to proximal policy, by token, sequence or geometric mean as algorithm.ratio"),
     Metric("policy/sequence_masked_fraction", "share of tokens in completions that algorithm.mismatch.sequence_delta drops"),
     Metric("policy/prefix_masked_fraction", "share of tokens in shared openings (algorithm.shared_prefix_tokens)"),
+    Metric("policy/m2_masked_fraction", "share of tokens that algorithm.m2_threshold leaves out"),
+    Metric("policy/cov_masked_fraction", "share of tokens that algorithm.cov_share leaves out"),
     Metric("policy/kl_in_reward", "mean KL per token that was subtracted from the rewards (dpo: of which its log-ratios are the sums)"),
     Metric("policy/entropy_coef", "coefficient of the entropy bonus"),
     Metric("policy/positive_nll", "mean negative log-likelihood per token of completions that pass"),

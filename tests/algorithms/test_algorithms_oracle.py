@@ -56,6 +56,8 @@ LOSSES = {
         lambda b, x: oracle.sapo(b, x, 2.0, 1.05, "sequence"),
     ),
     "dppo": (registered("dppo"), lambda b, x: oracle.dppo(b, x, 0.05, 0.04)),
+    "topr": (registered("topr", ratio="sequence"), lambda b, x: oracle.topr(b, x, False)),
+    "topr by token": (registered("topr"), lambda b, x: oracle.topr(b, x, True)),
     "pg": (registered("pg"), oracle.pg),
     "nll": (lambda t: alg.nll_loss(t.logp, t.mask), oracle.nll),
     "value": (lambda t: alg.value_loss(t.logp, t.old, t.ref, t.mask, None)[0], lambda b, x: oracle.value(b, x, None)),

@@ -463,6 +463,7 @@ def algorithm(c):
     "name, value, field",
     [
         ("rollout.temperature", 0.7, "temperature"),
+        ("algorithm.temperature", 0.7, "temperature"),
         ("algorithm.clip_low", 0.1, "options.clip_low"),
         ("algorithm.clip_high", 0.28, "options.clip_high"),
         ("algorithm.kl.coef", 0.05, "kl_coef"),

@@ -471,12 +471,12 @@ def parts_of(c, update):
     return rl.Parts(SimpleNamespace(spec=spec), None, None, policy, rollouts, None)
 
 
-def packed_weights(changes, batch):
+def packed_weights(changes, batch, columns=None):
     """Term -> weights of the scored tokens that the first optimizer step is given, in the batch's order."""
     traj, given = batch.traj, []
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
-    rl.policy_steps(parts_of(config(changes), lambda batches: given.append(list(batches)) or {}), batch, layout, {})
+    rl.policy_steps(parts_of(config(changes), lambda batches: given.append(list(batches)) or {}), batch, layout, columns or {})
     out, micro = {}, layout.minibatches[0].microbatches[0]
     for term, weights in given[0][0].weights.items():
         flat = np.zeros(len(traj.tokens))
@@ -509,6 +509,24 @@ def test_shared_prefixes_of_answers_with_different_scores_are_left_out():
     for changes, expected in (({}, 0 * shared), ({"algorithm.shared_prefix_tokens": 2}, shared),
                               ({"algorithm.shared_prefix_tokens": 3}, 0 * shared)):
         np.testing.assert_allclose(packed_weights(changes, batch)["policy"], (1 - expected) / 32)
+
+
+def test_tokens_far_from_the_sampler_or_of_high_covariance_are_left_out():
+    """They keep their place in the denominators; old log-probs are the trainer's before the update."""
+    batch, *_ = batch_of({}, lambda g, k: [k] * 4)
+    traj = batch.traj
+    count, scored = len(traj.tokens), np.flatnonzero(traj.loss_mask)
+    far = np.zeros(count)
+    far[scored[:3]] = 3.0
+    columns = {"behaviour": far, "old": np.zeros(count), "advantage": np.zeros(count)}
+    own = {"algorithm.old_logprobs": "recompute"}
+    weights = packed_weights({**own, "algorithm.m2_threshold": 0.1}, batch, columns)["policy"]
+    np.testing.assert_allclose(weights, np.where(np.arange(len(scored)) < 3, 0, 1 / len(scored)))
+    columns = {"behaviour": far, "old": -far, "advantage": -far}
+    for bounds, expected in (({"cov_low": 1.0}, 3), ({"cov_low": 8.0}, 0), ({"cov_high": 1.5}, 0)):
+        options = {f"algorithm.{n}": x for n, x in ({"cov_share": 0.9, "cov_low": 1.0, "cov_high": 50.0} | bounds).items()}
+        assert (packed_weights({**own, **options}, batch, columns)["policy"] == 0).sum() == expected
+    assert (packed_weights({**own, **options, "algorithm.cov_high": 50.0, "algorithm.cov_share": 0.05}, batch, columns)["policy"] == 0).sum() == 1
 
 
 # -- one update --------------------------------------------------------------------------------------------------------
@@ -1005,6 +1023,13 @@ def test_a_reward_model_of_transformers_as_the_critic(open_job, tmp_path):
 
 GAE, KL, TWO = {"algorithm.preset": "ppo"}, {"algorithm.kl.coef": 0.1}, {"algorithm.ppo_epochs": 2}
 REFUSED = [
+    ({"algorithm.m2_threshold": 0.04}, "algorithm.m2_threshold=0.04 with algorithm.old_logprobs=auto: it reads the trainer's log-probs"),
+    ({"algorithm.cov_share": 0.1, "algorithm.old_logprobs": "rollout"}, "algorithm.cov_share=0.1 with algorithm.old_logprobs=rollout"),
+    ({"algorithm.cov_low": 6.0}, "algorithm.cov_low=6.0: must be below algorithm.cov_high=5.0"),
+    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set token or sequence (the product)"),
+    ({"algorithm.temperature": 0.5}, "algorithm.mismatch.correction=auto: it would compare log-probs of two temperatures; set it to none"),
+    ({"algorithm.temperature": 0.5, "algorithm.mismatch.correction": "none", "algorithm.old_logprobs": "rollout"},
+     "algorithm.old_logprobs=rollout: it would compare log-probs of two temperatures; set it to auto or recompute"),
     *(({f"algorithm.{n}": 0.0}, f"algorithm.{n}=0.0: must be above 0")
       for n in ("clip_high", "cispo_max_ratio", "sapo_tau_pos", "sapo_tau_neg", "dppo_low", "dppo_high", "mismatch.cap")),
     *(({f"algorithm.{n}": -0.5}, f"algorithm.{n}=-0.5: must not be negative")
@@ -1027,7 +1052,7 @@ REFUSED = [
     ({"algorithm.dual_clip": 0.9}, "algorithm.dual_clip=0.9: must be above 1, or 0 for off"),
     ({"algorithm.delta": 1.1}, "algorithm.delta=1.1: must be at least 1 + clip_high = 1.2, or 0 for off"),
     ({"algorithm.advantage": "gea"}, "algorithm.advantage='gea': outcome, returns, gae, "),
-    ({"algorithm.policy_loss": "ppo"}, "algorithm.policy_loss='ppo': clip, cispo, sapo, dppo, pg, "),
+    ({"algorithm.policy_loss": "ppo"}, "algorithm.policy_loss='ppo': clip, cispo, sapo, dppo, topr, pg, "),
     ({"algorithm.advantage": "nowhere:f"}, "algorithm.advantage='nowhere:f' cannot be imported: ModuleNotFoundError"),
     ({"algorithm.policy_loss": "./no.py:f"}, "algorithm.policy_loss='./no.py:f' cannot be imported: FileNotFoundError"),
     ({"algorithm.policy_loss": "math:pi"}, "algorithm.policy_loss='math:pi' is a float, not a function"),

@@ -149,11 +149,6 @@ def loss(m: Migration):
     level = m.choice(ACTOR + "importance_sampling_level", {"token": "token", "sequence": "sequence"})
     m.set("algorithm.ratio", level or "token", ACTOR + "importance_sampling_level")
     m.set("algorithm.aggregation", "token_mean", ACTOR + "use_sapo_loss")
-    if m[ACTOR + "m2_threshold"] is not None:
-        m.lacks(
-            ACTOR + "m2_threshold", "M2PO's bound on the second moment; a loss of your own is a function", refuse=True
-        )
-        return
     if sapo:
         m.set("algorithm.sapo_tau_pos", m.number(ACTOR + "sapo_tau_pos"), ACTOR + "sapo_tau_pos")
         m.set("algorithm.sapo_tau_neg", m.number(ACTOR + "sapo_tau_neg"), ACTOR + "sapo_tau_neg")
@@ -169,6 +164,15 @@ def loss(m: Migration):
             f", dual {dual:g}" if dual else ""
         )
     _ratios(m)
+    if m[ACTOR + "m2_threshold"] is not None:
+        if m.options["algorithm.old_logprobs"][0] == "recompute":
+            m.set("algorithm.m2_threshold", m.number(ACTOR + "m2_threshold"), ACTOR + "m2_threshold")
+            m.differs("M2PO's mask is of all tokens of a step; AReaL's of those of a micro-batch")
+        else:
+            m.lacks(ACTOR + "m2_threshold", "without the trainer's log-probs before the update there is no log-ratio")
+    if m.given(ACTOR + "temperature"):
+        drawn = m.options["rollout.temperature"][0]
+        common.temperatures(m, m.number(ACTOR + "temperature"), drawn, ACTOR + "temperature")
 
 
 def _ratios(m: Migration):
@@ -281,9 +285,6 @@ def sampling(m: Migration):
     bound = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     if m.given(g + "max_tokens") and total and total < bound:
         m.set("train.max_sequence_tokens", total, g + "max_tokens")
-    apart = m.number(ACTOR + "temperature")
-    if m.given(ACTOR + "temperature") and apart != m.number(g + "temperature"):
-        m.lacks(ACTOR + "temperature", "the trainer's temperature is the sampler's here")
     m.facts["sampling"] = f"temperature {m[g + 'temperature']}, top_p {m[g + 'top_p']}"
 
 
@@ -316,6 +317,8 @@ def evaluation(m: Migration):
     m.set("eval.top_k", _top_k(m.number(source + "top_k")), source + "top_k")
     if own:
         m.set("eval.max_new_tokens", m.integer(EVAL + "max_new_tokens"), EVAL + "max_new_tokens")
+        if m.list(EVAL + "stop"):
+            m.set("eval.stop", tuple(str(x) for x in m.list(EVAL + "stop")), EVAL + "stop")
     m.facts["evaluation"] = f"every {m[e + 'freq_epochs']} epochs, {m[e + 'freq_steps']} steps"
 
 

@@ -304,13 +304,7 @@ def sampling(m: Migration):
     m.facts["sampling"] = f"temperature {drawn:g}, top_p {m[s + 'top_p']}, top_k {m[s + 'top_k']}"
     if trained == drawn:
         m.set("rollout.temperature", drawn, P + "temperature")
-    else:
-        m.lacks(
-            P + "temperature",
-            f"the trainer divides logits by {trained:g}, and completions are drawn at {drawn:g} "
-            f"(rollout.sampling_config.temperature, which counts here for both): a policy is trained that is not the "
-            "one that is sampled. If you meant one temperature, set rollout.temperature to it",
-        )
+    common.temperatures(m, trained, drawn, P + "temperature")
 
 
 def optimizer(m: Migration):

@@ -161,7 +161,6 @@ TABLE = Table(
             K("entropy_loss_coef", "equivalent", default=0, other=0.01),
             K(WORKER, "equivalent", other=PG[WORKER]),
             K(TRAIN + "pg_variant", "equivalent", other="cispo", beside=PG)), meaning.loss),
-        *(K(TRAIN + n, "inert", why="read by the topr loss alone") for n in ("topr_positive_weight", "topr_negative_weight")),
         Joint("KL", (
             K("use_kl_loss", "equivalent", default=False, other=True, beside={"kl_loss_coef": 0.001}),
             K("kl_loss_coef", "equivalent", default=0, other=0.01, beside={"use_kl_loss": True}),

@@ -270,11 +270,18 @@ def loss(m: Migration):
         m.set("algorithm.cispo_min_ratio", edges[0], TRAIN + "pg_variant")
         m.set("algorithm.cispo_max_ratio", edges[1], TRAIN + "pg_variant")
         m.facts["clip"] = f"weights of {edges[0]} to {edges[1]}"
+    elif variant == "topr":
+        m.set("algorithm.policy_loss", "topr", TRAIN + "pg_variant", WORKER)
+        m.set("algorithm.ratio", "token", TRAIN + "pg_variant")
+        weights = [TRAIN + n for n in ("topr_positive_weight", "topr_negative_weight")]
+        if any(m.number(w) != 1 for w in weights):
+            m.lacks(weights[0], "both kinds of examples have weight 1")
+        m.differs("what is a positive example says its advantage; in ROLL its reward, above 0")
     elif variant == "vanilla":
         m.set("algorithm.policy_loss", "pg", TRAIN + "pg_variant", WORKER)
         m.set("algorithm.ratio", "token", TRAIN + "pg_variant")
     else:
-        m.lacks(TRAIN + "pg_variant", f"{variant!r} is none of ppo, vanilla, tis, cispo", refuse=True)
+        m.lacks(TRAIN + "pg_variant", f"{variant!r} is none of ppo, vanilla, tis, topr, cispo", refuse=True)
     m.set("algorithm.entropy_coef", m.number("entropy_loss_coef"), "entropy_loss_coef")
 
 

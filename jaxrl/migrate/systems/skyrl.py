@@ -83,12 +83,13 @@ TABLE = Table(
             K(ALGO + "dppo.dppo_type", "equivalent", default="binary_tv"),
             K(ALGO + "dppo.delta_low", "equivalent", default=0.2, other=0.1, beside={ALGO + "policy_loss_type": "dppo"}),
             K(ALGO + "dppo.delta_high", "equivalent", default=0.2, other=0.1, beside={ALGO + "policy_loss_type": "dppo"}),
+            *(K(ALGO + "clip_cov." + n, "equivalent", default=d, other=o, beside={ALGO + "policy_loss_type": "clip_cov"}) for n, d, o in (
+                ("clip_ratio", 0.0002, 0.001), ("clip_cov_lb", 1.0, 0.5), ("clip_cov_ub", 5.0, 9.0))),
             K(ALGO + "loss_reduction", "equivalent", default=Since(("docs", "sequence_mean"), ("train-0.1", "token_mean")),
               other="seq_mean_token_sum_norm"),
             K(ALGO + "max_seq_len", "equivalent", other=4096, beside={ALGO + "loss_reduction": "seq_mean_token_sum_norm"}),
             K(GEN + "max_input_length", "equivalent", other=900, beside={ALGO + "loss_reduction": "seq_mean_token_sum_norm"})),
               meaning.loss),
-        K(ALGO + "clip_cov.*", "inert", why="read by the loss clip_cov alone"),
         K(ALGO + "kl_cov.*", "inert", why="read by the loss kl_cov alone"),
         Joint("KL", (
             K(ALGO + "use_kl_loss", "equivalent", default=True, other=False),
@@ -195,7 +196,7 @@ TABLE = Table(
             K(_EVAL + "repetition_penalty", "equivalent", default=1.0, other=1.1),
             K(_EVAL + "max_generate_length", "equivalent", other=300),
             K(_EVAL + "logprobs", "inert", why="log-probs of evaluation are not used"),
-            K(_EVAL + "stop", "unsupported", why="evaluation has the stop strings of rollouts")), meaning.evaluation),
+            K(_EVAL + "stop", "equivalent", other=["</b>"])), meaning.evaluation),
         K(_EVAL + "**", "unsupported", why="further sampling parameters of evaluation"),
         K("data", "inert", why="a heading, in excerpts of its documentation"),
         Joint("data", (K("data.train_data", "equivalent", default=["$HOME/data/gsm8k/train.parquet"], other=["b.parquet"]),),

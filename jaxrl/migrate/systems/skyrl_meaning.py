@@ -73,6 +73,7 @@ def advantage(m: Migration):
         {
             "grpo": ("outcome", "group", "none" if not m.flag(a + "grpo_norm_by_std") else "group", False),
             "rloo": ("outcome", "leave_one_out", "none", False),
+            "maxrl": ("outcome", "group", "group_mean", False),
             "reinforce++": ("returns", "none", "none", True),
             "gae": ("gae", "none", "none", True),
         },
@@ -132,7 +133,7 @@ CRITIC = tuple(
 def loss(m: Migration):
     a, name = ALGO, ALGO + "policy_loss_type"
     kind = m.text(name)
-    known = ("regular", "dual_clip", "gspo", "cispo", "sapo", "dppo")
+    known = ("regular", "dual_clip", "gspo", "cispo", "sapo", "dppo", "clip_cov")
     if kind not in known:
         m.lacks(
             name, f"{kind!r} is none of the losses here; one of your own is a function (docs/extend.md)", refuse=True
@@ -148,6 +149,8 @@ def loss(m: Migration):
         m.facts["clip"] = f"{1 - m.number(a + 'eps_clip_low'):g} to {1 + m.number(a + 'eps_clip_high'):g}" + (
             f", dual {m.number(a + 'clip_ratio_c'):g}" if kind == "dual_clip" else ""
         )
+    if kind == "clip_cov":
+        common.clip_cov(m, a + "clip_cov.clip_ratio", a + "clip_cov.clip_cov_lb", a + "clip_cov.clip_cov_ub", name)
     if kind == "cispo":
         low, high = m.number(a + "cispo.cispo_eps_clip_low"), m.number(a + "cispo.cispo_eps_clip_high")
         m.set("algorithm.cispo_min_ratio", max(1.0 - low, 0.0), a + "cispo.cispo_eps_clip_low")
@@ -345,6 +348,8 @@ def evaluation(m: Migration):
             "evaluation has temperature 1: here any key of SkyRL's eval_sampling_params replaces the greedy "
             "default by a table whose temperature is 1"
         )
+    if m.list(e + "stop"):
+        m.set("eval.stop", tuple(str(x) for x in m.list(e + "stop")), e + "stop")
     longest = m.integer(e + "max_generate_length")
     if longest is None and fresh:
         longest = 1024
@@ -376,8 +381,8 @@ def sampling(m: Migration):
         m.set("rollout.stop", tuple(str(x) for x in m.list(s + "stop")), s + "stop")
     m.facts["sampling"] = f"temperature {m[s + 'temperature']}, top_p {m[s + 'top_p']}, top_k {m[s + 'top_k']}"
     apart = m.number(ALGO + "temperature")
-    if apart is not None and apart != m.number(s + "temperature"):
-        m.lacks(ALGO + "temperature", "the trainer's temperature is the sampler's here")
+    if apart is not None:
+        common.temperatures(m, apart, m.number(s + "temperature"), ALGO + "temperature")
 
 
 def optimizer(m: Migration):

@@ -73,10 +73,12 @@ TABLE = Table(
             K(ACTOR + "clip_ratio_c", "equivalent", default=3.0, other=10.0),
             K(ACTOR + "tau_pos", "equivalent", default=1.0, other=2.0, beside=LOSS("sapo")),
             K(ACTOR + "tau_neg", "equivalent", default=1.05, other=2.0, beside=LOSS("sapo")),
+            *(K(ACTOR + "policy_loss.clip_cov_" + n, "equivalent", default=d, other=o, beside=LOSS("clip_cov")) for n, d, o in (
+                ("ratio", 0.0002, 0.001), ("lb", 1.0, 0.5), ("ub", 5.0, 9.0))),
             K(ACTOR + "loss_agg_mode", "equivalent", default="token-mean", other="seq-mean-token-mean"),
             K(ACTOR + "loss_scale_factor", "equivalent", other=4096,
               beside={ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"})), meaning.loss),
-        K(ACTOR + "policy_loss.*", "inert", why="read by clip_cov and kl_cov alone"),
+        K(ACTOR + "policy_loss.*", "inert", why="read by kl_cov alone"),
         Joint("KL", (
             K(ACTOR + "use_kl_loss", "equivalent", default=False, other=True),
             K(ACTOR + "kl_loss_coef", "equivalent", default=0.001, other=0.01, beside=KL),

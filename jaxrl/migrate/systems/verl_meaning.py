@@ -98,6 +98,7 @@ LOSSES = {  # loss_mode -> (loss, ratio, aggregation that it has whatever loss_a
     "cispo": ("cispo", "token", ""),
     "sapo": ("sapo", "token", "sequence_mean"),
     "gpg": ("pg", "token", ""),
+    "clip_cov": ("clip", "token", ""),
 }
 
 
@@ -132,6 +133,8 @@ def loss(m: Migration):
         m.set("algorithm.sapo_tau_pos", m.number(ACTOR + "tau_pos"), ACTOR + "tau_pos")
         m.set("algorithm.sapo_tau_neg", m.number(ACTOR + "tau_neg"), ACTOR + "tau_neg")
     elif kind == "clip":
+        if mode == "clip_cov":
+            common.clip_cov(m, *(ACTOR + "policy_loss.clip_cov_" + n for n in ("ratio", "lb", "ub")), name)
         m.set("algorithm.clip_low", a, low)
         m.set("algorithm.clip_high", b, high)
         m.facts["clip"] = f"{1 - a:g} to {1 + b:g}" + (f", dual {dual:g}" if dual else "")

@@ -1,0 +1,46 @@
+"""Tokens that add no policy loss because of where they stand among all tokens of a step; host numpy, float64.
+
+Both masks are of the whole step's batch and of log-probs known before its first update, so that micro-batches, packing
+and the order of mini-batches change nothing. Masked tokens keep their place in the denominators.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
+    """M2PO (arXiv 2510.01161): the tokens that remain once those with the largest squared log-ratio are
+    taken out, one by one, until the mean of (old - behaviour)^2 over the rest is below `threshold`. bool [T].
+
+    old is the proximal policy's log-prob, behaviour the sampler's, in nats; neither is read where not mask_T. One token
+    at least remains. True where not mask_T. The authors' code and AReaL take the tokens of one micro-batch.
+    """
+    mask = np.asarray(mask_T, bool)
+    keep, at = np.ones(len(mask), bool), np.flatnonzero(mask)
+    if not len(at):
+        return keep
+    moment = np.square(np.asarray(old_T, np.float64)[at] - np.asarray(behaviour_T, np.float64)[at])
+    order = np.argsort(moment, kind="stable")  # rising: the first k have the smallest mean of k tokens
+    means = np.cumsum(moment[order]) / np.arange(1, len(at) + 1)
+    keep[at[order[max(np.count_nonzero(means < threshold), 1) :]]] = False
+    return keep
+
+
+def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: float, seed: int):
+    """Clip-Cov (arXiv 2505.22617): False on a random `share` of the step's tokens (rounded down, one at
+    least) among those whose covariance term (A - mean A) * (logp - mean logp) lies between `low` and `high`. bool [T].
+
+    Means are over mask_T. logp is the proximal policy's, which is the paper's at the first update of a batch; its
+    authors take the current one's at each, and leave out tokens that the clip stops. True where not mask_T.
+    """
+    mask = np.asarray(mask_T, bool)
+    keep, at = np.ones(len(mask), bool), np.flatnonzero(mask)
+    if not len(at):
+        return keep
+    logp, advantage = np.asarray(old_T, np.float64)[at], np.asarray(advantage_T, np.float64)[at]
+    covariance = (advantage - advantage.mean()) * (logp - logp.mean())
+    found = at[(covariance > low) & (covariance < high)]
+    count = min(max(int(share * len(at)), 1), len(found))
+    keep[np.random.default_rng(seed).choice(found, count, replace=False)] = False
+    return keep
