@@ -21,7 +21,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.names_elsewhere import ELSEWHERE, not_yet
 from jaxrl.option import Option
 from jaxrl.registry import RECIPES
-from jaxrl.schema import PRESET_NAMES, SCHEMA, element_kind, free_tables, options
+from jaxrl.schema import SCHEMA, element_kind, free_tables, options
+from jaxrl.schema_algorithm import PRESET_NAMES
 
 
 def _build(tree: dict) -> config_dict.ConfigDict:

@@ -40,7 +40,8 @@ from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.rollout import Engine, Health, Result
-from jaxrl.schema import PRESET_NAMES, options
+from jaxrl.schema import options
+from jaxrl.schema_algorithm import PRESET_NAMES
 from jaxrl.spec import resolve
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
