@@ -213,8 +213,8 @@ def _ratios(v):
                    f"cispo_max_ratio={v['cispo_max_ratio']}")
     for name in ("m2_threshold", "cov_share"):
         if v[name] and v["old_logprobs"] != "recompute":
-            out.append(f"algorithm.{name}={v[name]} with algorithm.old_logprobs={v['old_logprobs']}: it reads the trainer's "
-                       "log-probs before the update; set algorithm.old_logprobs=recompute")
+            out.append(f"algorithm.{name}={v[name]} with algorithm.old_logprobs={v['old_logprobs']}: it reads "
+                       "the trainer's log-probs before the update; set algorithm.old_logprobs=recompute")
     if v["cov_low"] >= v["cov_high"]:
         out.append(f"algorithm.cov_low={v['cov_low']}: must be below algorithm.cov_high={v['cov_high']}")
     if loss in ("cispo", "sapo", "dppo", "topr", "pg") and (v["dual_clip"] or v["delta"]):
@@ -272,10 +272,11 @@ def _temperature(cfg, v):
     if not own or own == cfg.rollout.temperature:
         return []
     reads = {"mismatch.correction": "none", "mismatch.sequence_delta": 0, "m2_threshold": 0, "sampled_support": False}
-    found = [name for name, off in reads.items() if (cfg.algorithm[name] if name == "sampled_support" else v[name]) != off]
+    v = {**v, "sampled_support": cfg.algorithm.sampled_support}
+    found = [name for name, off in reads.items() if v[name] != off]
     found += ["old_logprobs"] * (v["old_logprobs"] == "rollout")
     return [f"algorithm.temperature={own:g} with rollout.temperature={cfg.rollout.temperature:g} and "
-            f"algorithm.{name}={v.get(name, True)}: it would compare log-probs of two temperatures; set it to "
+            f"algorithm.{name}={v[name]}: it would compare log-probs of two temperatures; set it to "
             f"{'auto or recompute' if name == 'old_logprobs' else reads[name]}, or leave algorithm.temperature out"
             for name in found]
 

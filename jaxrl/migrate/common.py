@@ -95,7 +95,8 @@ def temperatures(m: Migration, trained: float, drawn: float, key: str) -> None:
     if trained == drawn:
         return
     set_to = lambda option, value: m.options.get(option, (value, ()))[0] == value  # noqa: E731
-    compares = not set_to("algorithm.mismatch.correction", "none") or m.options.get("algorithm.old_logprobs", ("",))[0] == "rollout"
+    to_sampler = m.options.get("algorithm.old_logprobs", ("",))[0] == "rollout"
+    compares = to_sampler or not set_to("algorithm.mismatch.correction", "none")
     if compares or not set_to("run.recipe", "rl") or "algorithm.m2_threshold" in m.options:
         m.lacks(
             key,

@@ -59,7 +59,8 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     """
     c = job.config
     longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
-    sampling = sampling_params(c.eval, longest, c.eval.stop or c.rollout.stop, c.rollout.stop_token_ids, c.rollout.keep_stop)
+    sampling = sampling_params(c.eval, longest, c.eval.stop or c.rollout.stop, c.rollout.stop_token_ids,
+                               c.rollout.keep_stop)
     metrics, rows, hits_of = {}, {}, {}
     for name, dataset in job.eval_sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
