@@ -119,8 +119,8 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
     """TOPR (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A * logp, old the sampler's.
 
     r is the ratio of whole completions, their product of token ratios, as in the paper; by_token: of tokens, as in
-    ROLL. What was right is learnt as by supervision, however unlikely it has become; what was wrong is pushed away the less,
-    the less likely it already is. `clipped` marks tokens with A <= 0 whose r is above 1.
+    ROLL. What was right is learnt as by supervision, however unlikely it has become; what was wrong is pushed away the
+    less, the less likely it already is. `clipped` marks tokens with A <= 0 whose r is above 1.
     """
     advantage = jnp.where(mask, advantage, 0)
     x = jnp.where(mask, logp - old, 0)

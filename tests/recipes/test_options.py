@@ -463,7 +463,6 @@ def algorithm(c):
     "name, value, field",
     [
         ("rollout.temperature", 0.7, "temperature"),
-        ("algorithm.temperature", 0.7, "temperature"),
         ("algorithm.clip_low", 0.1, "options.clip_low"),
         ("algorithm.clip_high", 0.28, "options.clip_high"),
         ("algorithm.kl.coef", 0.05, "kl_coef"),
@@ -477,6 +476,13 @@ def algorithm(c):
 def test_algorithm_options_reach_the_loss(tiny, name, value, field):
     read = operator.attrgetter(field)
     assert read(algorithm(tiny(name, value)).loss) == value and read(algorithm(tiny()).loss) != value
+
+
+def test_the_trainer_may_have_a_temperature_of_its_own(tiny):
+    """The loss and the scoring of old log-probs."""
+    drawn, own = tiny(), tiny("algorithm.temperature", 0.7, "algorithm.mismatch.correction", "none")
+    assert (algorithm(drawn).loss.temperature, algorithm(own).loss.temperature) == (drawn.rollout.temperature, 0.7)
+    assert drawn.rollout.temperature != 0.7
 
 
 def test_kl_estimator_reaches_the_loss(tiny):
