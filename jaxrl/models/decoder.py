@@ -65,7 +65,7 @@ def like(parameter, x):
 class Weights(NamedTuple):
     """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with. real: [B, L],
     which tokens are no padding; None = all. whose: [B, L] number of each token's adapter, where there are several.
-    matmul: the scheme of its products (kernels.low_precision)."""
+    matmul: the scheme of its products (kernels.low_precision). experts: their implementation (kernels.experts)."""
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
@@ -73,6 +73,7 @@ class Weights(NamedTuple):
     real: jax.Array | None = None
     whose: jax.Array | None = None
     matmul: str = DEFAULT
+    experts: str = "auto"
 
     def linear(self, name: str, x):
         """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
@@ -291,7 +292,8 @@ def _layer(model, number: int, name: str, params, x, shared, cache, index):
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
     params = fetched(params)  # which the backward pass does again
-    own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose, model.matmul)
+    own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose, model.matmul,
+                  model.experts)
     x = checkpoint_name(x, KEPT)
 
     def added(x, name, y):

@@ -154,7 +154,8 @@ def experts(own, x):
         for path in (f"mlp/experts/{name}/{leaf}" for name in ("gate", "up", "down")) if path in own.rows)
     gate = gate_of(cfg)
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
-    y = routed(x, computed, gates, *of_all("kernel"), activation=gate, matmul=own.matmul, biases=of_all("bias"))
+    y = routed(x, computed, gates, *of_all("kernel"), activation=gate, matmul=own.matmul, biases=of_all("bias"),
+               implementation=own.experts)
     if cfg.shared_expert_size:
         beside = _dense(own, "mlp/shared", x)
         y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside

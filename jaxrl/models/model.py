@@ -23,7 +23,7 @@ from jaxrl.sharding import memory
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
-          attention: str = "auto", matmul: str = "default") -> Model:
+          attention: str = "auto", matmul: str = "default", experts: str = "auto") -> Model:
     """The model an HF config describes.
 
     Args:
@@ -37,6 +37,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       attention: implementation, see kernels.attention.
       matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
         have none.
+      experts: implementation of layers of experts, see kernels.experts.
 
     Raises ConfigError for configs no family here serves.
     """
@@ -48,7 +49,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         fit = [n * config.period for n in range(1, blocks + 1) if blocks % n == 0]
         raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are "
                           f"cut into equal groups of {' or '.join(map(str, fit))}")
-    return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every, matmul=matmul)
+    return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every, matmul=matmul,
+                 experts=experts)
 
 
 AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
@@ -103,6 +105,7 @@ class Model:
     remat_every: int = 1
     adapter: adapters.Adapter | None = None  # see models.adapters
     matmul: str = "default"
+    experts: str = "auto"
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:

@@ -168,7 +168,8 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
 
 
-def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default", biases=()):
+def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default", biases=(),
+           implementation="auto"):
     """kernels.experts, each device with its experts where ep divides their number, on the rows of all devices of ep,
     else with all of them on its own; where tp divides their width, with its share of each."""
     def local(x, ids, gates, gate, up, down, *biases):
@@ -178,7 +179,8 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
             ids = ids - jax.lax.axis_index(expert) * len(gate)
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
         axis = expert if rows else None
-        y = experts(*flat, gate, up, down, activation=activation, axis=axis, matmul=matmul, biases=biases)
+        y = experts(*flat, gate, up, down, activation=activation, axis=axis, matmul=matmul, biases=biases,
+                    implementation=implementation)
         y = y.reshape(x.shape)
         parts = tuple(axis for axis in (None if rows else expert, width) if axis)
         return jax.lax.psum(y, parts) if parts else y

@@ -253,10 +253,11 @@ def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> 
     cfg, ep, act = model.config, mesh["ep"], model.compute_dtype.itemsize
     if not cfg.num_experts:
         return 0.0
-    chunk, block = min(t * ep, tuned.chunk(cfg.experts_per_token, cfg.num_experts)), tuned.block_of(device)
+    chunk = min(t * ep, tuned.chunk(cfg.experts_per_token, cfg.num_experts))
+    block = tuned.block_of(device, model.experts)
     rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts // ep, block) * block
     of_a_row = 4 * cfg.hidden_size * (2 if learns else 1)
-    if device != "cpu":
+    if device != "cpu" and model.experts not in ("blocks", "reference"):
         inside = cfg.expert_size / mesh["tp"] * (3 if learns else 1)
         of_a_row = act * (cfg.hidden_size * (2 if learns else 1) + inside) + 4 * cfg.hidden_size
     sent = chunk * (4 + act) * cfg.hidden_size if ep > 1 else 0  # the tokens, and what goes back to them

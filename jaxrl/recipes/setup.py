@@ -304,7 +304,7 @@ def look_at_kernels(s, job) -> None:
         found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
         for told in s.peers.meet("kernels of attention", found):
             wrong["attention"] |= told
-    if kernels and c.num_experts:
+    if kernels and c.num_experts and job.config.model.experts == "auto":
         tp = job.mesh.shape["tp"]
         width = c.expert_size // tp if c.expert_size % tp == 0 else c.expert_size
         layer = check.Experts(c.hidden_size, width, gate_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
@@ -329,9 +329,10 @@ class Inputs(NamedTuple):
 
 
 def check_experts(config, model) -> None:
-    """ConfigError for options of routers that the model does not have."""
+    """ConfigError for options of experts and routers that the model does not have."""
     t, kind = config.train, "a model without experts"
     given = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
+    given |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}
     given |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
     if given and not model.config.num_expert_layers:
         name, value = next(iter(given.items()))
@@ -467,7 +468,8 @@ def build_model(spec, hf_config):
     if spec.platform is not None:
         low_precision.check(spec.train.matmul, spec.platform.kind, spec.train.matmul_emulated)
     model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
-                         remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul)
+                         remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul,
+                         experts=c.experts)
     return adapted(spec, model)
 
 

@@ -236,6 +236,20 @@ def test_remat_and_attention_choose_the_program(tiny):
     assert attention["reference"] != attention["blockwise"] and attention["auto"] in attention.values()
 
 
+def test_experts_choose_the_program(tiny):
+    """One of the implementations by name, auto being XLA's blocks here; a model without experts has no use for it."""
+    def of(name):
+        config = tiny("model.experts", name)
+        config.model.config = {**config.model.config.to_dict(), "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+                               "moe_intermediate_size": 16, "norm_topk_prob": True}
+        return program(config)
+
+    found = {name: of(name) for name in ("auto", "blocks", "reference")}
+    assert found["auto"] == found["blocks"] != found["reference"]
+    with pytest.raises(ConfigError, match="model.experts=blocks has no effect on a model without experts"):
+        program(tiny("model.experts", "blocks"))
+
+
 def test_remat_every_recomputes_layers_together(tiny):
     """Four layers: as many recomputed parts, two, or (a group of three and the rest) two."""
     configs = [tiny("model.remat", "full", "model.remat_every", n) for n in (1, 2, 3)]

@@ -11,7 +11,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 # Of an activation and its derivative: what was lowered for Hopper.
 KNOWN = {
     "add", "add_any", "sub", "mul", "div", "neg", "max", "min", "clamp", "exp", "logistic", "tanh",
-    "integer_pow", "square", "select_n", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not",
+    "integer_pow", "square", "one_minus_square", "select_n", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not",
     "convert_element_type", "broadcast_in_dim", "copy", "stop_gradient",
 }
 

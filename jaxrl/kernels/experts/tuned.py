@@ -26,9 +26,9 @@ def gpu_sizes(kernel: str, out: int) -> tuple[int, int]:
     return (columns if out % columns == 0 else 64), stages
 
 
-def block_of(platform: str) -> int:
+def block_of(platform: str, implementation: str = "auto") -> int:
     """Rows of a block of what runs on a platform, as far as its shapes are served."""
-    return BLOCK if platform == "cpu" else KERNEL_BLOCK
+    return BLOCK if platform == "cpu" or implementation in ("blocks", "reference") else KERNEL_BLOCK
 
 
 def chunk(slots: int, experts: int) -> int:
