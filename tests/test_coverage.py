@@ -22,7 +22,7 @@ import jaxrl
 from jaxrl.schema import SCHEMA, options
 
 HERE = Path(__file__).parent
-REASONS = ("automatic", "out of scope", "later issue", "not done")
+REASONS = ("automatic", "out of scope", "not done")
 
 # Equivalents that are no option but what the code always does: text in coverage.csv -> where it is documented.
 BEHAVIOURS = {

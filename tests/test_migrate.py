@@ -1,6 +1,5 @@
 """jaxrl.migrate: configs of other systems. The tables are tested by themselves: every key, its default, another value."""
 
-import csv
 import importlib.util
 import json
 import random
@@ -103,35 +102,6 @@ def test_the_default_written_down_changes_nothing(system):
         if default is not None and values(migrated(system, {**REQUIRED.get(system, {}), key.name: default})) != base:
             other.append(key.name)
     assert other == []
-
-
-# Sections of the systems' documents (seed_parameters.csv) -> where their parameters lie in a config.
-SECTIONS = {
-    "skyrl": {"Data Configuration": "data.", "Generator Configuration": "", "text": "", "Model Placement Configuration": "trainer.",
-              "FSDP Configuration": "trainer.", "": "trainer."},
-    "areal": {"Base Experiment Configuration": "", "GRPO Configuration": "", "SFT Configuration": "", "Reward Model Configuration": "",
-              "Launcher Configuration": "launcher.", "Scheduler Configuration": "scheduler.", "Cluster Specification": "cluster.",
-              "Dataset Configuration": "train_dataset.", "Generation Hyperparameters": "gconfig.", "SGLang Configuration": "sglang.",
-              "Inference Engine Configuration": "rollout.", "Checkpoint Saver Configuration": "saver.",
-              "Evaluator Configuration": "evaluator.", "Recovery Configuration": "recover.", "Micro-batch Specification": "actor.mb_spec.",
-              "Normalization Configuration": "actor.adv_norm.", "Optimizer Configuration": "actor.optimizer.",
-              "Statistics Logger Configuration": "stats_logger.", "": "actor."},
-}
-NAMES = {"skyrl": "SkyRL", "areal": "AReaL"}
-
-
-@pytest.mark.parametrize("system", sorted(SECTIONS))
-def test_every_parameter_of_the_documents_is_owned(system):
-    """By a key, or as a table that has keys."""
-    table, missing = table_of(system), []
-    with open(Path(__file__).parent / "seed_parameters.csv", newline="") as f:
-        rows = [r for r in csv.DictReader(f) if r["system"] == NAMES[system]]
-    for row in rows:
-        key = SECTIONS[system].get(row["section"], SECTIONS[system][""]) + row["parameter"]
-        unknown = Migration(table, Source({key: Setting(key, None, "test:1")}, []), table.versions[-1]).unknown
-        if unknown and not any(n.startswith(key + ".") for k in table.keys() for n in k.names()):
-            missing.append(key)
-    assert len(rows) > 100 and missing == []
 
 
 # -- SkyRL -------------------------------------------------------------------------------------------------------------

@@ -1,18 +1,14 @@
 """jaxrl.migrate: Cosmos-RL. What counts as a batch, what is on unless it is set, and that its table and the ledger agree."""
 
-import csv
 import math
 import random
-from pathlib import Path
 
 import pytest
 from test_migrate import migrated, run, values
 
 from jaxrl.config import load_config
 from jaxrl.config_checks import check
-from jaxrl.migrate.source import Setting, Source, Unreadable
-from jaxrl.migrate.systems import table_of
-from jaxrl.migrate.table import Migration
+from jaxrl.migrate.source import Unreadable
 
 T, P, R, PAR, D = "train.", "train.train_policy.", "rollout.", "policy.parallelism.", "distillation."
 GRPO, SFT = {P + "type": "grpo"}, {P + "type": "sft"}
@@ -250,39 +246,3 @@ def test_what_cannot_be_is_said_with_its_place(tmp_path, capsys):
         of({P + "epsilon_low": 0.0})
     assert run(tmp_path, "[train]\ntrian_batch_per_replica = 8\n", name="job.toml", system="cosmos_rl")[0] == 0
     assert "train.train_batch_per_replica" in (tmp_path / "out" / "report.md").read_text()
-
-
-# -- the ledger --------------------------------------------------------------------------------------------------------
-
-SECTIONS = {
-    "Config": "", "CheckpointConfig": T + "ckpt.", "DatasetConfig": P + "dataset.", "DiffusersConfig": "policy.diffusers.",
-    "DistillationConfig": D, "FP4Config": T + "fp4.", "FP8Config": T + "fp8.", "GrpoConfig": P, "LoggingConfig": "logging.",
-    "LoraConfig": "policy.lora.", "MultiTurnRolloutConfig": R + "multi_turn_config.", "OverlongRewardConfig": P + "overlong_reward.",
-    "ParallelismConfig": PAR, "PolicyConfig": "policy.", "ProfilerConfig": "profiler.", "RemoteRewardConfig": P + "remote_reward.",
-    "RolloutAsyncConfig": R + "async_config.", "RolloutConfig": R, "RolloutParallelismConfig": R + "parallelism.", "SFTDataConfig": P,
-    "SampleConfig": "policy.diffusers.sample.", "SamplingConfig": R + "sampling_config.", "SubProfilerConfig": "profiler.sub_profiler_config.",
-    "TokenizerConfig": "policy.diffusers.tokenizer.", "TrainingConfig": T, "VLAConfig": "vla.", "ValidationConfig": "validation.",
-}
-AGREE = {  # what the ledger says -> kinds of the table
-    "works": {"exact", "equivalent", "automatic", "inert", "ask"},
-    "automatic": {"automatic", "equivalent", "inert"},
-    "out of scope": {"unsupported", "inert"},
-    "later issue": {"unsupported", "automatic", "equivalent"},
-    "not done": {"unsupported", "automatic", "equivalent"},
-}
-
-
-def test_the_table_and_the_ledger_agree():
-    here, rows = Path(__file__).parent, {}
-    for file, says in (("coverage.csv", lambda r: "works"), ("coverage_excluded.csv", lambda r: r["reason"].partition(":")[0])):
-        for r in csv.DictReader((here / file).open()):
-            if r["system"] == "Cosmos-RL":
-                rows[SECTIONS[r["section"]] + r["parameter"]] = says(r)
-    assert len(rows) > 290
-    table = table_of("cosmos_rl")
-    found = Migration(table, Source({k: Setting(k, None, "ledger:1") for k in rows}, []), table.versions[-1]).owned
-    kind = {key.name: key.kind for key in table.keys()}
-    kinds = {s.key: kind[owner] for owner, settings in found.items() for s in settings}
-    assert [k for k in rows if k not in kinds] == []
-    groups = {k for k in rows if any(other.startswith(k + ".") for other in rows)}
-    assert {k: (rows[k], kinds[k]) for k in rows if k not in groups and kinds[k] not in AGREE[rows[k]]} == {}

@@ -1,9 +1,7 @@
 """jaxrl.migrate: what is easy to get wrong in configs of RLinf. Every key of its table is tested in test_migrate.py."""
 
-import csv
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
@@ -97,14 +95,6 @@ def test_robots_images_and_agents_are_refused_by_name(key):
     m = migrated({key: "x"})
     assert m.outcome(False) == "refused" and [k for k, _, refuse in m.lacking if refuse] == [key]
 
-
-def test_every_parameter_of_the_document_is_owned():
-    with open(Path(__file__).parent / "seed_parameters.csv", newline="") as f:
-        keys = [f"{r['section']}.{r['parameter']}" for r in csv.DictReader(f) if r["system"] == "RLinf"]
-    table = table_of("rlinf")
-    keys.remove("cluster.component_placement")
-    rows = {k: Setting(k, None, "test:1") for k in [*keys, "cluster.component_placement.actor,inference,rollout"]}
-    assert len(rows) == 165 and Migration(table, Source(rows, []), table.versions[-1]).unknown == []
 
 
 def test_a_config_with_its_resolvers_passes_the_checks_and_a_robots_has_no_trace(tmp_path):
