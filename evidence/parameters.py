@@ -43,6 +43,12 @@ SECTIONS = {
              "strategy_config": "actor_train.strategy_args.strategy_config."},
     "RLinf": {},
 }
+INTRODUCTION = """The {count} parameters that AReaL, RLinf, SkyRL, Cosmos-RL and ROLL document, and what there is of them here. Written by
+`python evidence/parameters.py` from the tables of `jaxrl.migrate` and from `tests/coverage.csv`, where every parameter that
+works has a test that fails without it; do not edit. How a config is migrated: [migrate.md](migrate.md).
+
+**works**: as the option or behaviour named. **automatic**: nothing has to be set. **not carried**: for the reason given. The last
+column is what `jaxrl.migrate` does with the key (*ask*: it is said under "Needs you"; *table*: its keys are looked at one by one)."""
 KINDS = {"works": "works", "automatic": "automatic", "out of scope": "not carried", "not done": "not carried"}
 
 
@@ -98,12 +104,7 @@ def page() -> str:
     """docs/parameters.md."""
     entries = ledger()
     count = Counter((e["system"], e["kind"]) for e in entries)
-    out = ["# Parameters of other systems", "",
-           f"The {len(entries)} parameters that AReaL, RLinf, SkyRL, Cosmos-RL and ROLL document, and what there is of them here. Written by "
-           "`python evidence/parameters.py` from the tables of `jaxrl.migrate` and from `tests/coverage.csv`, where every parameter that works has a",
-           "test that fails without it; do not edit. How a config is migrated: [migrate.md](migrate.md).", "",
-           "**works**: as the option or behaviour named. **automatic**: nothing has to be set. **not carried**: for the reason given. "
-           "The last column is what `jaxrl.migrate` does with the key", "(*ask*: it is said under \"Needs you\"; *table*: its keys are looked at one by one).", "",
+    out = ["# Parameters of other systems", "", *INTRODUCTION.format(count=len(entries)).splitlines(), "",
            "| | works | automatic | not carried |", "|---|---|---|---|"]
     out += [f"| {s} | {count[s, 'works']} | {count[s, 'automatic']} | {count[s, 'not carried']} |" for s in SYSTEMS]
     for system in SYSTEMS:
