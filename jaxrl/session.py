@@ -430,7 +430,7 @@ class Session:
         if c.checkpoint.upload.to:
             out["uploads"] = self.decide("uploads", self._sent, stopped)
             self.telemetry.summary(out)
-        self._report()
+        self.report()
         if stopped:
             saved = "everything is saved, the same command goes on from here"
             saved = saved if self.step else "no step was done, nothing was saved"
@@ -441,7 +441,8 @@ class Session:
             self.say(closing(out))
         return out
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Writes report.html anew, where log.report asks for it."""
         if self.spec.log.report and self.peers.first:
             report_of(self.run_dir)
 
@@ -498,7 +499,7 @@ class Session:
             self.telemetry.summary(told | known)
         except Exception as e:
             log.error("summary.json could not be written: %s", e)
-        self._report()
+        self.report()
 
 
 def triggers(spec, states: dict) -> dict[str, Every]:

@@ -46,12 +46,23 @@ def make_run(folder, seed=0, completions=(HOSTILE, "6"), **more):
     config = {**CONFIG, "run": {"seed": seed, "dir": str(folder)}, **more}
     (folder / "config.json").write_text(json.dumps({"config": config, "versions": {"jax": "1.2.3"}}))
     (folder / "summary.json").write_text(json.dumps({"finished": False, "error": f"RunStopped: {HOSTILE}", "planned": {
-        "step_seconds": 1.0, "rollout_seconds": 0.5}, "measured": {"step_seconds": 2.5, "rollout_seconds": 1.5}}))
+        "step_seconds": 1.0, "rollout_seconds": 0.5}, "measured": {"step_seconds": 2.5, "rollout_seconds": 1.5}, "tried": [
+            {"step": 211, "rows": [{"setting": name, "step": 0.5, "angle": 0.0, "kl": kl, "outside_clip": 0.1, "predicted": None if kl > 1 else 0.2,
+                                    "realised": 0.1, "others": -0.1} for name, kl in (("as recorded", 0.01), (f"optimizer.lr={HOSTILE}", 0.04),
+                                                                                     ("optimizer.lr=9", 9.0))]}]}))
     (folder / "rollouts").mkdir()
     records = [{"group": 3, "sample": i, "prompt": HOSTILE, "completion": text, "score": float(i), "advantage": i - 0.5,
                 "reward": {"parts": {HOSTILE: float(i)}}, "finish": "stop", "tokens": [], "logprobs": [], "answer": "6",
                 "version": 0, "last_version": 0} for i, text in enumerate(completions)]
     (folder / "rollouts" / "step_00000001.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "explain").mkdir()
+    answer = {"group": 3, "sample": 1, "score": 9.0, "advantage": 8.5, "length": 4, "gap": 0.1, "change": 0.5, "share": 0.75, "text": HOSTILE}
+    told = {"step": 211, "why": f"one answer: {HOSTILE}", "replay": {"result": "bitwise"}, "step_length": 0.5, "kl": "nan",
+            "anomalies": [{"step": 211, "name": "optim/grad_norm", "called": "gradient norm", "value": 50.0, "usual": 0.15, "deviations": 900.0}],
+            "groups": [{"group": 4, "share": 0.25}, {"group": 3, "share": 0.75}], "heaviest": [{**answer, "sample": 0}], "answers": [answer],
+            "suspects": [{**answer, "reasons": ["score 9, usual are 1"]}]}
+    (folder / "explain" / "step_00000211.json").write_text(json.dumps(told))
+    (folder / "explain" / "step_00000212.json").write_text("{")
     return folder
 
 
@@ -141,6 +152,20 @@ def test_what_deserves_a_look_is_said(run):
     assert held["plan"][0][:1] == [["step", "s", 1, 2.5]]
     p = held["phases"][0]
     assert p["names"] == ["rollout", "update", "other"] and np.allclose(np.sum(p["y"], 0), 2.5)
+
+
+def test_what_was_explained_and_tried_is_shown(run):
+    """The guilty answer first, once; a metric's anomaly in words; what is no number, and a file that is none, left out."""
+    held = content([run])
+    step, = held["explained"][0]
+    assert step["groups"] == [[3, 0.75], [4, 0.25]] and step["facts"]["kl"] is None and step["replay"] == "bitwise"
+    assert step["anomalies"] == ["gradient norm (optim/grad_norm) is 50, usual were 0.15, 900 deviations away"]
+    assert [(a["sample"], a["reason"]) for a in step["answers"]] == [(1, "score 9, usual are 1"), (0, "")]
+    table, = held["tried"][0]
+    assert [r["predicted"] for r in table["rows"]] == [0.2, 0.2, None] and table["rows"][1]["kl"] == 0.04
+    (run.parent / "bare").mkdir()
+    (run.parent / "bare" / "metrics.jsonl").touch()
+    assert content([run.parent / "bare"])["explained"] == [[]]
 
 
 def test_a_run_that_goes_on_or_holds_nothing(tmp_path, capsys):
@@ -247,5 +272,6 @@ def test_a_browser_draws_it_without_complaint(run, tmp_path):
                           capture_output=True, timeout=120)
     assert "CONSOLE" not in done.stderr and "data-errors" not in done.stdout and "data-drawn" in done.stdout
     shown = done.stdout.partition('<script type="application/json"')[0]
-    assert shown.count("<canvas") >= 4 and "alert(1)&lt;/script&gt;" in shown and "<img" not in shown
+    assert "score 9, usual are 1: " in shown and "what each setting gained" in shown
+    assert shown.count("<canvas") >= 5 and "alert(1)&lt;/script&gt;" in shown and "<img" not in shown
     assert "the run ended by an error" in shown and "5-7, 90" in shown and "mean of 2" in shown

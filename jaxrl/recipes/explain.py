@@ -67,6 +67,7 @@ def run(config, given=None) -> dict:
         told = {"explained": out, "anomalies": [a._asdict() for a in found]}
         if out:
             replay.s.telemetry.summary(told)
+            replay.s.report()
         else:
             print(said + "no recorded step that can be computed again stands out; name one with --config.replay.steps")
     return told

@@ -135,6 +135,8 @@ def run(config, given=None) -> dict:
         replay.s.say("steps: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in
                                            ("bitwise", "within rounding", "different") if kind in kinds))
         replay.s.telemetry.summary(out)
+        if tried:
+            replay.s.report()
     return out
 
 

@@ -8,6 +8,7 @@ import jaxrl
 from jaxrl.config import default_config, get, options
 from jaxrl.diff import WHERE
 from jaxrl.report import curves, timeline
+from jaxrl.report.explained import explained, tried
 from jaxrl.report.findings import findings
 from jaxrl.report.runs import Run, labels, read_run
 from jaxrl.report.samples import samples
@@ -35,6 +36,7 @@ def content(folders, steps: list[int] | None = None, watch: float = 0.0) -> dict
         "runs": [_run(run) for run in runs], "groups": [_group(runs, members) for members in grouped],
         "charts": charts, "sections": curves.sections(charts), "phases": [timeline.phases(run) for run in runs],
         "plan": [timeline.plan(run) for run in runs], "findings": [findings(run) for run in runs],
+        "explained": [explained(run) for run in runs], "tried": [tried(run) for run in runs],
         "samples": samples(runs, steps), "differ": _differences(runs), "options": [_chosen(run) for run in runs],
     }
 

@@ -121,7 +121,8 @@ function head() {
     : table(["run", ...names.map(label)], rows.map(r => [r.name, ...names.map(n => say(n, r.facts[n]))]));
   return el("header", null, el("h1", null, rows.map(r => r.name).join(", ")),
     el("div", { className: "soft" }, `jaxrl ${D.jaxrl}, written ${D.made}` + (D.watch ? `, looks again every ${D.watch} s` : "")),
-    el("nav", null, [["warnings", "Warnings"], ...D.sections.map((s, i) => ["curves" + i, s[0]]), ["timeline", "Time"], ["plan", "Plan"],
+    el("nav", null, [["warnings", "Warnings"], ...(D.explained.some(l => l.length) ? [["explained", "Explained"]] : []),
+      ...(D.tried.some(l => l.length) ? [["tried", "Other settings"]] : []), ...D.sections.map((s, i) => ["curves" + i, s[0]]), ["timeline", "Time"], ["plan", "Plan"],
       ["samples", "Completions"], ["options", "Options"]].map(([id, text]) => document.getElementById(id) || true
         ? el("a", { href: "#" + id }, text) : null)), body,
     D.runs.length > 1 && el("p", null, D.groups.map((g, i) => el("span", { className: "key" },
@@ -132,6 +133,46 @@ function warnings() {
   return section("warnings", "Warnings", found.length ? found.map(f => el("div", { className: "finding" + (f.grave ? " grave" : "") },
     D.runs.length > 1 && el("b", null, D.runs[f.run].name + ": "), f.text,
     f.steps && el("div", { className: "soft" }, `${f.count} of ${f.of} steps: ${f.steps}`))) : el("p", null, "None."));
+}
+const percent = v => fmt(v, "%"), signed = v => (v > 0 ? "+" : "") + fmt(v);
+const whose = i => D.runs.length > 1 ? D.runs[i].name + ", " : "";
+function explained() {
+  const found = D.explained.flatMap((list, i) => list.map(s => [s, i]));
+  if (!found.length) return null;
+  return section("explained", "Steps that were explained", el("p", { className: "soft" },
+    "By run.mode=explain: a group's share is that of the gradient before the optimizer, shares of all groups add up to 1; log-probs are changes per token."),
+    found.map(([s, i]) => el("div", null, el("h3", null, `${whose(i)}step ${s.step}: ${s.why}`),
+      el("div", { className: "soft" }, s.anomalies.map(a => el("div", null, a)),
+        `replay: ${s.replay}; step of length ${fmt(s.facts.step_length)}, KL ${fmt(s.facts.kl)} per token, ${percent(s.facts.clipped_fraction)} of tokens outside the clip range, ` +
+        `${percent(s.facts.corrected_fraction)} corrected, ${fmt(s.facts.masked_answers)} answers masked, ${fmt(s.facts.truncated_answers)} truncated`),
+      el("div", { className: "soft" }, "groups by share: " + s.groups.map(([g, v]) => `${g} ${v > 0 ? "+" : ""}${percent(v)}`).join(", ")),
+      table(["group", "sample", "score", "advantage", "tokens", "gap", "log-prob", "share", "answer"], s.answers.map(a => Object.assign([a.group, a.sample, fmt(a.score),
+        signed(a.advantage), fmt(a.length), fmt(a.gap), signed(a.change), a.share === null ? "–" : percent(a.share),
+        el("div", null, a.reason && el("b", null, a.reason + ": "), a.text)], { changed: !!a.reason })), [2, 3, 4, 5, 6, 7]))));
+}
+function tried() {
+  const found = D.tried.flatMap((list, i) => list.map(t => [t, i]));
+  if (!found.length) return null;
+  return section("tried", "Other settings on one batch", found.map(([t, i]) => el("div", null, el("h3", null, `${whose(i)}step ${t.step}`),
+    table(["setting", "step in parameters", "angle", "KL", "outside clip", "rewarded, predicted", "realised", "other answers"], t.rows.map(r => [r.setting,
+      fmt(r.step), r.angle === null ? "–" : r.angle.toFixed(1) + "°", fmt(r.kl), percent(r.outside_clip), signed(r.predicted), signed(r.realised), signed(r.others)]),
+      [1, 2, 3, 4, 5, 6, 7]), settings(t.rows))));
+}
+function settings(all) {
+  const rows = all.filter(r => r.kl !== null && r.realised !== null);
+  if (rows.length < 2) return null;
+  const make = () => {
+    const x = [...new Set(rows.map(r => r.kl))].sort((a, b) => a - b), at = (r, v) => x.map(k => k === r.kl ? v : null);
+    const dots = (r, k, what, fill) => ({ label: `${r.setting}, ${what}`, stroke: colour(k), paths: () => null, value: (u, v) => fmt(v),
+      points: { show: true, size: 10, width: 2, fill: fill ? colour(k) : css("--card") } });
+    const series = [{ label: "KL", value: (u, v) => fmt(v) }, ...rows.flatMap((r, k) => [dots(r, k, "realised", true), dots(r, k, "predicted", false)])];
+    const [across, up] = axes("nats per token", v => fmt(v)), wide = (x[x.length - 1] - x[0]) * .06 || x[0] * .1 || 1;
+    return [{ height: 260, series, axes: [{ ...across, label: "KL that the step made, per token", values: (u, v) => v.map(k => fmt(k)) }, up],
+      scales: { x: { time: false, range: [x[0] - wide, x[x.length - 1] + wide] }, y: { range: (u, a, b) => range(a, b) } } },
+      [x, ...rows.flatMap(r => [at(r, r.realised), at(r, r.predicted)])]];
+  };
+  return el("div", { className: "chart" }, el("h3", null, "what each setting gained, against how far it went"), el("div", { className: "soft" },
+    "mean change of log-prob of rewarded answers: filled as it came, hollow as the gradient predicts it to first order"), plot(make));
 }
 function curves([title, names], i) {
   if (title !== "All other metrics")
@@ -289,7 +330,8 @@ function browser() {
 
 function show() {
   waiting.clear();
-  document.getElementById("page").replaceChildren(head(), warnings(), ...D.sections.map(curves), timeline(), plans(), browser(), differences());
+  document.getElementById("page").replaceChildren(...[head(), warnings(), explained(), tried(), ...D.sections.map(curves), timeline(), plans(),
+    browser(), differences()].filter(Boolean));
 }
 show();
 document.documentElement.dataset.drawn = Math.round(performance.now() - began);

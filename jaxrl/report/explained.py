@@ -1,0 +1,57 @@
+"""What run.mode=explain and replay.try have found out about single steps of a run (docs/replay.md), for the page."""
+
+from __future__ import annotations
+
+import math
+
+from jaxrl.replay.anomalies import Anomaly
+from jaxrl.report.runs import Run
+from jaxrl.telemetry.run_dir import read_json
+
+STEPS, ANSWERS, GROUPS, TEXT = 12, 8, 8, 600  # shown at most: steps of a run, answers and groups of one, characters
+NUMBERS = ("score", "advantage", "length", "gap", "change", "share")
+TRIED = ("step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
+
+
+def explained(run: Run) -> list[dict]:
+    """[{step, why, replay, anomalies: texts, facts, groups: [[group, share]], answers}] of the newest steps of
+    <run>/explain; an answer has a `reason` where it stands out. What cannot be read is left out."""
+    found = [read_json(path) for path in sorted((run.folder / "explain").glob("step_*.json"))[-STEPS:]]
+    return [_step(told) for told in found if isinstance(told.get("step"), int) and "groups" in told]
+
+
+def _step(told: dict) -> dict:
+    rows, seen = [], set()
+    for answer in [a for name in ("suspects", "heaviest", "answers") for a in told.get(name, [])]:  # the guilty first
+        if (key := (answer.get("group"), answer.get("sample"))) not in seen and len(rows) < ANSWERS:
+            seen.add(key)
+            rows.append({"group": key[0], "sample": key[1], "text": str(answer.get("text", ""))[:TEXT],
+                         "reason": "; ".join(answer.get("reasons", ())), **{n: number(answer.get(n)) for n in NUMBERS}})
+    groups = sorted(told["groups"], key=lambda g: -abs(number(g.get("share")) or 0))[:GROUPS]
+    facts = {name: number(told.get(name)) for name in ("step_length", "gradient_norm", "kl", "clipped_fraction",
+                                                       "corrected_fraction", "masked_answers", "truncated_answers")}
+    return {"step": told["step"], "why": str(told.get("why", "")),
+            "replay": (told.get("replay") or {}).get("result", ""), "facts": facts,
+            "anomalies": [_said(a) for a in told.get("anomalies", [])],
+            "groups": [[g.get("group"), number(g.get("share"))] for g in groups], "answers": rows}
+
+
+def _said(a: dict) -> str:
+    value, usual, away = (number(a.get(name), math.nan) for name in ("value", "usual", "deviations"))
+    return Anomaly(a.get("step", 0), str(a.get("name")), str(a.get("called")), value, usual, away).text
+
+
+def tried(run: Run) -> list[dict]:
+    """[{step, rows: [{setting, step, angle, kl, outside_clip, predicted, realised, others}]}] of the newest replay.try;
+    the first row is the run's own."""
+    row = lambda held: {"setting": str(held.get("setting")), **{n: number(held.get(n)) for n in TRIED}}  # noqa: E731
+    return [{"step": told.get("step"), "rows": [row(held) for held in told.get("rows", [])]}
+            for told in run.summary.get("tried") or []]
+
+
+def number(value, absent=None):
+    """A finite float of what JSON holds, or `absent`."""
+    try:
+        return found if value is not None and math.isfinite(found := float(value)) else absent
+    except (TypeError, ValueError):
+        return absent
