@@ -2,18 +2,18 @@
 
 Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake, repair)
 Hardware:  any; two CPU cores. repair needs bubblewrap (docs/sandbox.md).
-Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 0 -> 100 % each; guess 34 -> 97,
-           88, 94 %, 102 to 127 seconds each with the warm start on two quiet cores (calc, seed 2: 173 on cores that ran other jobs, too);
-           library 36 -> 100, 100, 89 %, 183 to 227 seconds on cores that ran other jobs. calc through real vLLM: 0 -> 100 % (seed 0).
+Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 25 -> 100 % each, guess 34 -> 97,
+           88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 114 to 172 seconds each on two cores.
+           calc through real vLLM: @VLLM@ (seed 0).
            lake 11 -> 17 % (seed 0), for which 40 steps are too few.
            repair, which takes 100 steps: 2.5 -> 90 % of 40 held-out functions (68 % after 40 steps), seed 0 alone, about 9 minutes on
            cores that ran much else.
            evidence/environments_learn.py repeats calc, guess and library with controls: without the tool, with one guess, with one look-up
-           at most 3 %; demonstrations for as long as RL took at most 36 %; rewards dealt out at random calc 49, 0, 0 %, guess 31, 19, 22 %,
-           library 37, 38, 23 %: a habit that is all it takes is sometimes found by chance (docs/environments.md).
+           at most 3 %; demonstrations for as long as RL took at most 38 %; rewards dealt out at random calc 14, 25, 0 %, guess 31, 19, 22 %,
+           library 14, 5, 9 %.
 
-calc      sums of three numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
-          demonstrations seldom call it; the reward reads the final answer.
+calc      sums and differences of three numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
+          demonstrations call it with signs as chance says; the reward reads the final answer.
 guess     a number from 1 to 32 in six guesses, each answered with `higher` or `lower`. The demonstrations go on one by one.
 library   'city of boss of ann', 'city of boss of friend of teacher of ann': two, three or four things to look up, one after the other;
           the facts are other ones in each row. The demonstrations follow as many relations as chance says, mostly two.
@@ -21,7 +21,7 @@ lake      mazes with holes to fall into or a box to push, as text. The demonstra
 repair    functions that do not do what their name says, in two tries; unit tests in the sandbox decide, and the first that fails is told
           after the first. The demonstrations say what stands there already.
 
-Where nothing but the last answer may tell, the policy finds out that calling the tool, halving, and following the question pays.
+Where nothing but the last answer may tell, the policy finds out that halving pays, and doing what the question says.
 jaxrl/envs/builtin.py has the environments, docs/environments.md says how to write one.
 """
 
