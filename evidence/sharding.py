@@ -33,7 +33,7 @@ import jax, json, sharded_layouts
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 def mesh_of(shape):
     dp, fsdp, tp = shape
-    mesh = Mesh(np.array(devices).reshape(dp, fsdp, 1, tp), ("dp", "fsdp", "ep", "tp"), axis_types=(AxisType.Auto,) * 4)
+    mesh = Mesh(np.array(devices).reshape(dp, fsdp, 1, 1, tp), ("dp", "fsdp", "cp", "ep", "tp"), axis_types=(AxisType.Auto,) * 5)
     jax.set_mesh(mesh)
     return mesh
 sharded_layouts.mesh_of = mesh_of

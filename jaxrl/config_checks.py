@@ -92,6 +92,9 @@ def _mesh(cfg):
     bad = [f"mesh.{a}={s}: sizes are positive, or -1 for the rest" for a, s in sizes.items() if s == 0 or s < -1]
     if list(sizes.values()).count(-1) > 1:
         bad.append(", ".join(f"mesh.{a}={s}" for a, s in sizes.items()) + ": only one axis can be -1")
+    if sizes["cp"] == -1:
+        bad.append("mesh.cp=-1: rows are cut into so many parts before the devices are known; give a number, and -1 to "
+                   "mesh.fsdp")
     for role, given in cfg.mesh.roles.items():
         bad += _role(cfg, role, given)
     return bad
@@ -112,7 +115,7 @@ def _role(cfg, role, given):
     out = [f"{name}.{key}: unknown; choose from {', '.join(known)}" for key in given.keys() if key not in known]
     sizes = {a: given[a] for a in AXES if a in given}
     out += [f"{name}.{a}={s!r}: sizes are positive, or -1 for the rest" for a, s in sizes.items()
-            if not isinstance(s, int) or isinstance(s, bool) or s == 0 or s < -1]
+            if not isinstance(s, int) or isinstance(s, bool) or s == 0 or s < -1 + (a == "cp")]
     out += [f"{name}.{key}={given[key]!r}: must be text, 'all' or ranges such as '0-3,6'"
             for key in ("devices", "processes") if not isinstance(given.get(key, "all"), str)]
     if "processes" in given and role != "reference":

@@ -51,9 +51,8 @@ NOT_YET = (
     (r".+experts?|expert|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
      "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3, gpt-oss, split "
      "over mesh.ep, fsdp and tp"),
-    (r"cp|cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
-     "splitting a sequence over devices is not supported yet; long ones fit with mesh.fsdp, mesh.tp, model.remat and a "
-     "smaller train.tokens_per_microbatch"),
+    (r"cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
+     "rows are split over mesh.cp along their tokens (docs/sharding.md); between layers over mesh.tp, too"),
     (r"pp|pp_size|pipeline.*|num_stages",
      "there are no pipelines of layers: mesh.fsdp, mesh.ep and mesh.tp split a model as far, and run.mode=plan says what fits and "
      "what it costs (docs/plan.md has layouts with pipelines and what stands for them)"),

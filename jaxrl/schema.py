@@ -65,11 +65,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "mesh": {
         "dp": O(1, "replicas of the parameters; -1 = the rest of the devices"),
         "fsdp": O(-1, "shards of parameters and optimizer state; the batch is split over dp x fsdp x ep"),
-        "ep": O(1, "shards of experts, whole ones, to which the tokens of its devices are sent; of all other parameters as fsdp;"
-                   " divides the number of experts"),
+        "cp": O(1, "shards of every row along its tokens, which gather its keys and values (long rows); of parameters as fsdp"),
+        "ep": O(1, "shards of experts, whole ones, to which the tokens of its devices are sent; of other parameters as fsdp; divides their number"),
         "tp": O(1, "shards of heads, and of the width of MLPs, experts and vocabulary"),
         "roles": O({}, "role (policy, reference, critic, teacher, sampler, reward_model) -> {devices: 'all' or '0-3' of every"
-                       " process, processes: 'all' or '2-3' (reference alone: the whole hosts it is on), dp, fsdp, ep, tp,"
+                       " process, processes: 'all' or '2-3' (reference alone: the whole hosts it is on), dp, fsdp, cp, ep, tp,"
                        " rest: 'host' between uses (sampler: 'none', dropped during the update), or 'streamed': parameters, gradients and"
                        " optimizer state stay in host memory and come to the devices a layer at a time (policy, reference, critic)};"
                        " default: the policy's mesh"),

@@ -25,6 +25,8 @@ from jaxrl.registry import Recipe, recipe_of
 from jaxrl.rollout.engines import chosen_engine, engine_of
 from jaxrl.rollout.vllm.options import lora_rank
 from jaxrl.schema import options
+from jaxrl.sharding.mesh import row_parts
+from jaxrl.training.layout import row_unit
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
 MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
@@ -215,7 +217,8 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
         shared = several if t.share_prompts else 1
         whole = prompt + shared * (longest - prompt)
         length = max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW))
-        decide("train.row_lengths", (-(-length // 8) * 8,), "lengths")
+        unit = row_unit(row_parts(c.mesh))
+        decide("train.row_lengths", (-(-length // unit) * unit,), "lengths")
     if not t.tokens_per_microbatch:
         least = MICROBATCH_CPU if kind == "cpu" else MICROBATCH
         decide("train.tokens_per_microbatch", max(*t.row_lengths, least), kind)

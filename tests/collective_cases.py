@@ -19,6 +19,7 @@ QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "inter
         "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
 QWEN8B = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
 BIG = {"model.path": "", "model.init": "random", "model.remat": "full", "model.scan_layers": "true", "train.compute_dtype": "bf16",
        "train.logprob_chunk": 1024, "rollout.cache_lengths": (), "rollout.prompt_lengths": (), "train.row_lengths": (), "data.prompts_per_step": 256,
        "data.max_prompt_tokens": 1024, "rollout.max_new_tokens": 3072}
@@ -40,7 +41,7 @@ def found(name: str) -> tuple[dict[tuple, tuple[int, int]], int]:
     config = load_config(str(ROOT / "configs" / file))
     for option, value in ({"run.mode": "plan", "plan.target": target} | changes).items():
         put(config, option, value)
-    config.mesh.update(dict(zip(AXES if len(sizes) == 4 else ("dp", "fsdp", "tp"), sizes, strict=True)))
+    config.mesh.update(dict(zip(NAMES[len(sizes)], sizes, strict=True)))
     case = open_case(config)
     big = case.target.count > 8
     wanted = {"update", "update_apply", "score_reference"} if big else None

@@ -1,16 +1,20 @@
 # ruff: noqa: E402, I001
 """What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
 
-Usage: sharded_layouts.py numbers|experts|gpt_oss|piled|memory|logprob|steps FOLDER dp,fsdp,tp or dp,fsdp,ep,tp ...
+Usage: sharded_layouts.py numbers|experts|gpt_oss|cut|cut_latent|piled|memory|logprob|steps FOLDER
+                          dp,fsdp,tp or dp,fsdp,ep,tp or dp,fsdp,cp,ep,tp ...
   numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
   experts: numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz.
   gpt_oss: the same of one of its family, whose experts and attention have biases and sinks.
+  cut:     rows with shared prompts over cp, of a model with windows, sinks and experts; in fp32 and float64, as above.
+  cut_latent: the same of latent attention.
   piled:   the kernel of experts where all tokens go to two of them.
   memory:  compiled temporaries of a deep model's gradient.
   logprob: the log-prob kernel against its reference.
   steps:   one whole GRPO step of tiny_job.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -27,6 +31,7 @@ import numpy as np
 import optax
 import tiny_job
 from flax.traverse_util import flatten_dict
+from ml_collections import FrozenConfigDict
 from training_helpers import batch_of_groups, policy_objective
 
 import jaxrl
@@ -39,6 +44,7 @@ from jaxrl.models.feed_forward import GATED
 from jaxrl.models.placement import routed, split_of
 from jaxrl.sharding.mesh import AXES
 from jaxrl.training.layout import RowShapes
+from jaxrl.training.score import make_value_score
 from jaxrl.training.update import loss_and_metrics
 from jaxrl.types import PackedBatch
 
@@ -46,15 +52,21 @@ HF = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_
       "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
 EXPERTS = HF | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
                 "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3}
+LATENT = {name: x for name, x in HF.items() if name != "head_dim"} | {
+    "model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
 GPT_OSS = HF | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "sliding_window": 16,
                 "num_hidden_layers": 4}
+NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
 LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
 
 
 def mesh_of(shape):
     config = default_config()
-    config.mesh.update(dict(zip(AXES if len(shape) == 4 else ("dp", "fsdp", "tp"), shape, strict=True)))
+    config.mesh.update(dict(zip(NAMES[len(shape)], shape, strict=True)))
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:math.prod(shape)])
     jax.set_mesh(mesh)
     return mesh
@@ -101,6 +113,49 @@ def experts(folder, shape, hf=EXPERTS):
 
 
 gpt_oss = functools.partial(experts, hf=GPT_OSS)
+
+
+def cut(folder, shape, hf=GPT_OSS):
+    """One update of long rows with shared prompts: log-probs, routes, values, loss, metrics and gradients by the tokens of
+    the batch; a ratio of whole sequences, replayed routes (of other parameters) and the router's terms."""
+    mesh = mesh_of(shape)
+    traj, columns = batch_of_groups(groups=6, size=4, max_prompt=60, max_answer=120, seed=1)
+    for name, dtype, bound in (("", np.float32, False), (".float64", np.float64, True)):
+        with jax.enable_x64(bound):
+            np.savez(f"{folder}/{','.join(map(str, shape))}{name}.npz", **one_update(mesh, hf, traj, dict(columns), dtype))
+    return {}
+
+
+def one_update(mesh, hf, traj, columns, dtype):
+    model = models.build(hf, compute_dtype=dtype, scan_layers=True, remat="full")
+    windows, ranks = [layer.window for layer in model.config.layers], mesh.shape["cp"]
+    layout = training.make_layout(traj.sizes, RowShapes((512,), ((4,),), 1, ranks, tuple(windows)))
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
+    put = lambda b: jax.device_put(b, sharding.batch_sharding(mesh))  # noqa: E731
+
+    def placed(seed):
+        params = jax.tree.map(lambda x: x.astype(dtype), model.init(jax.random.key(seed)))
+        return jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), params))
+
+    policy, out = placed(0), {}
+    scored = training.make_score(model, temperature=1.0, chunk=64, put=put, routes=True)
+    out["routes"] = columns["routes"] = scored(placed(1), traj, layout)["routes"]
+    out["logprob"] = scored(policy, traj, layout)["logprob"]
+    head = {"value": {"kernel": jnp.sin(jnp.arange(model.config.hidden_size, dtype=dtype))}}
+    out["value"] = make_value_score(model, put=put)(policy | head, traj, layout)
+    loss = dataclasses.replace(LOSS, router_balance=0.3, router_z=0.02)
+    loss = dataclasses.replace(loss, options=FrozenConfigDict({**loss.options, "ratio": "sequence"}))
+    trainable, frozen = training.partition(policy, (".*",), ())
+    optimizer = optax.sgd(1.0)
+    rng = np.random.default_rng(2)
+    load = rng.dirichlet(np.ones(model.config.num_experts), model.config.num_expert_layers)
+    state = training.init_state(trainable, frozen, optimizer, router_load=load.astype(dtype))
+    batches = [put(training.pack(traj, m, columns, weights, dtype)) for m in layout.minibatches[0].microbatches]
+    grads, metrics = training.make_update(model, optimizer, lambda i: 1.0, loss).gradients(state, batches)
+    return out | {f"metric:{name}": x for name, x in jax.device_get(metrics).items()} | jax.device_get(grads)
+
+
+cut_latent = functools.partial(cut, hf=LATENT)
 
 
 def model_batch():
@@ -209,8 +264,8 @@ def logprob(folder, shape):
             return jnp.sum(jnp.sin(found[0]) + 0.3 * found[1]**2), found
 
         both = [jax.jit(jax.grad(lambda h, w, o=o: total(h, w, **o), argnums=(0, 1), has_aux=True))(hidden, head)
-                for o in ({"implementation": "reference"}, {"chunk": 16, "split": split_of(8, 64)})]
-        split = {"chunk": 16, "split": split_of(8, 64), "transposed": True}
+                for o in ({"implementation": "reference"}, {"chunk": 16, "split": split_of((8, 24), 64)})]
+        split = {"chunk": 16, "split": split_of((8, 24), 64), "transposed": True}
         (turned_h, turned_w), found = jax.jit(jax.grad(lambda h, w: total(h, w, **split), argnums=(0, 1), has_aux=True))(hidden, head.T)  # noqa: B023
         for a, b in zip(jax.tree.leaves(((turned_h, turned_w.T), found)), jax.tree.leaves(both[1]), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -232,7 +287,7 @@ def logprob(folder, shape):
 
     for name, total in (("ids", at_ids), ("divergence", apart)):
         want, got = (jax.device_get(jax.jit(jax.value_and_grad(lambda h, w, o=o: total(h, w, **o), (0, 1), has_aux=True))(hidden, head))  # noqa: B023
-                     for o in ({"implementation": "reference"}, {"chunk": 16, "split": split_of(8, 64)}))
+                     for o in ({"implementation": "reference"}, {"chunk": 16, "split": split_of((8, 24), 64)}))
         worst[name] = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True))
     return {"worst": worst}
 

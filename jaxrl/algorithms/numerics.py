@@ -1,7 +1,7 @@
 """Guarded arithmetic of packed slots: bounded exponentials and sums over a sequence's slots.
 
 Legend: R rows, S scored slots per row. `sequences_RxS` int32 is the id of a slot's sequence within its row: 1..K with
-K <= S, not falling along the row, 0 = unused slots, all at the end. A sequence never crosses a row.
+K <= S, not falling along the row, 0 = unused slots, wherever they are. A sequence never crosses a row.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def sequence_sum(x_RxS, sequences_RxS):
     def one_row(x, ids):
         return jax.ops.segment_sum(x, ids, num_segments=slots + 1, indices_are_sorted=True)[ids]
 
-    ids = jnp.where(used, sequences_RxS - 1, slots)  # unused slots have a sum of their own, the last: ids stay sorted
-    return jnp.where(used, jax.vmap(one_row)(x_RxS, ids), 0)
+    # unused slots, which may stand between others (mesh.cp), add nothing to the sequence before them: ids stay sorted
+    ids = jax.lax.cummax(jnp.where(used, sequences_RxS, 0), axis=1)
+    return jnp.where(used, jax.vmap(one_row)(jnp.where(used, x_RxS, 0), ids), 0)
 
 
 def sequence_mean(x_RxS, mask_RxS, sequences_RxS):

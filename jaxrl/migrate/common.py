@@ -7,7 +7,6 @@ import re
 from pathlib import PurePosixPath
 
 from jaxrl.migrate.table import Migration
-from jaxrl.schema import options
 
 DTYPES = {
     "bf16": "bf16",
@@ -140,14 +139,7 @@ def mesh(m: Migration, keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0,
     if ep > 1:
         m.set("mesh.ep", ep, *keys)
     if cp > 1:
-        if "mesh.cp" in options():
-            m.set("mesh.cp", cp, *keys)
-        else:
-            m.lacks(
-                keys[-1],
-                f"sequences are not split over devices ({cp} there); fsdp and tp shard the model instead, and "
-                "run.mode=plan says whether it fits",
-            )
+        m.set("mesh.cp", cp, *keys)
     if pp > 1:
         m.differs(
             f"{pp} pipeline stages become shards of parameters (mesh.fsdp): the same batch and gradient, other "

@@ -1,8 +1,10 @@
 """Where activations and weights live while a model runs under `jax.set_mesh`; without a mesh nothing happens here.
 
-Rows are split over the data axes, heads and widths over tp. Weights are gathered over fsdp and ep before they are used,
-so the sums inside a layer are the same for every split of the data axes; experts stay where they are over ep, and the
-rows go to them.
+Rows are split over the data axes, the tokens of each over cp, heads and widths over tp. Weights are gathered over fsdp,
+cp and ep before they are used, so the sums inside a layer are the same for every split of the data axes; experts stay
+where they are over ep, and the rows go to them. What looks at other tokens of its row gathers them over cp: attention
+the keys and values, the scored slots the tokens that predict them. It knows tokens by their positions and segments, so
+their order in the row does not matter (training.ranks deals them).
 
 Legend: B rows, L tokens per row, V vocabulary, D hidden size, H query heads, G key-value heads, K head size.
 """
@@ -37,8 +39,32 @@ def _data_axes(mesh, rows: int):
     return DATA_AXES if rows % math.prod(mesh.shape[a] for a in DATA_AXES) == 0 else None
 
 
+def _tokens_axis(mesh, length: int):
+    """The axis that rows of so many tokens are split over along them, None = whole."""
+    return "cp" if mesh.shape["cp"] > 1 and length % mesh.shape["cp"] == 0 else None
+
+
+def _by_token(mesh, shape_BxL) -> P:
+    """How an array [B, L, ...] lies."""
+    data, tokens = _data_axes(mesh, shape_BxL[0]), _tokens_axis(mesh, shape_BxL[1])
+    return P(data, tokens) if tokens else P(data)
+
+
+def _own_lists(mesh, shape_BxL) -> P:
+    """How arrays lie whose leading axis is rows, or a list, of each device: every device has its own."""
+    data, tokens = _data_axes(mesh, shape_BxL[0]), _tokens_axis(mesh, shape_BxL[1])
+    return P((*(data or ()), tokens)) if tokens else P(data)
+
+
+def _whole_rows(axis, *arrays):
+    """Each [B, L / cp, ...] as [B, L, ...], device after device of cp. Within a shard_map."""
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
+    return arrays if axis is None else tuple(x if x is None else gather(x) for x in arrays)
+
+
 def gathered(weight, axes, dtype):
-    """The weight in `dtype`, whole over fsdp and split over tp (experts: over ep, too), as every rank uses it."""
+    """The weight in `dtype`, whole over fsdp and cp and split over tp (experts: over ep, too), as every rank uses it.
+    """
     mesh = _mesh()
     if mesh is None:
         return weight.astype(dtype)
@@ -64,32 +90,49 @@ def stored(weights, axes):
 
 
 def rows(x):
-    """[B, ...] split by rows, whole in the rest."""
+    """[B, L, ...] split by rows and over cp by tokens, whole in the rest."""
     mesh = _mesh()
-    if mesh is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(_data_axes(mesh, x.shape[0])))
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, _by_token(mesh, x.shape))
+
+
+def at_sources(x_RxLx, sources_RxS):
+    """[R, S, ...] x[r, sources[r, s]]: of tokens of rows, those that predict the scored slots; see PackedBatch. Slots
+    are split over cp as tokens are, each device having as many, and their tokens may be another one's."""
+    def take(x, sources):
+        x, = _whole_rows(tokens, x)
+        return jnp.take_along_axis(x, sources.reshape(*sources.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    mesh = _mesh()
+    tokens = mesh and _tokens_axis(mesh, x_RxLx.shape[1]) and _tokens_axis(mesh, sources_RxS.shape[1])
+    if not tokens:
+        return take(x_RxLx, sources_RxS)
+    spec = _by_token(mesh, x_RxLx.shape)
+    return jax.shard_map(take, in_specs=(spec, spec), out_specs=spec, check_vma=False)(x_RxLx, sources_RxS)
 
 
 def residual(x_BxLxD):
-    """The residual stream between layers: split by rows and, over tp, by tokens, so that norms and what the backward
-    pass keeps are not repeated on every device of tp (sequence parallelism)."""
+    """The residual stream between layers: split by rows and, over cp and tp, by tokens, so that norms and what the
+    backward pass keeps are not repeated on every device of tp (sequence parallelism)."""
     mesh = _mesh()
     if mesh is None:
         return x_BxLxD
     batch, length = x_BxLxD.shape[:2]
-    return jax.lax.with_sharding_constraint(
-        x_BxLxD, P(_data_axes(mesh, batch), "tp" if length % mesh.shape["tp"] == 0 else None))
+    axis = _tokens_axis(mesh, length)
+    inside = length // mesh.shape[axis] if axis else length
+    if inside % mesh.shape["tp"] == 0:
+        axis = (axis, "tp") if axis else "tp"
+    return jax.lax.with_sharding_constraint(x_BxLxD, P(_data_axes(mesh, batch), axis))
 
 
-def split_of(rows: int, vocab: int) -> Split | None:
-    """How kernels.logprob splits so many rows and so large a vocabulary; None without a mesh."""
+def split_of(shape_RxS, vocab: int) -> Split | None:
+    """How kernels.logprob splits so many rows and slots and so large a vocabulary; None without a mesh."""
     mesh = _mesh()
     if mesh is None:
         return None
-    data, tp = _data_axes(mesh, rows), mesh.shape["tp"]
+    data, tp = _data_axes(mesh, shape_RxS[0]), mesh.shape["tp"]
     alone = math.prod(mesh.shape[a] for a in DATA_AXES) == 1
-    return Split(None if alone else data, "tp" if tp > 1 and vocab % tp == 0 else None)
+    return Split(None if alone else data, "tp" if tp > 1 and vocab % tp == 0 else None,
+                 _tokens_axis(mesh, shape_RxS[1]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -99,7 +142,7 @@ def embed(table_VxD, tokens_BxL, dtype):
     The table is gathered as all weights are, so that its gradient is summed in one order on every (dp, fsdp).
     The uses of one token are summed in the table's dtype.
     """
-    split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
+    split = split_of(tokens_BxL.shape, table_VxD.shape[0])
 
     def local(table, tokens):
         at, here = held(tokens, table.shape[0], split and split.vocab)
@@ -109,7 +152,7 @@ def embed(table_VxD, tokens_BxL, dtype):
     table = gathered(table_VxD, ("vocab", "embed"), dtype)
     if split is None:
         return local(table, tokens_BxL)
-    return jax.shard_map(local, in_specs=(P(split.vocab), P(split.rows)), out_specs=P(split.rows), check_vma=False)(
+    return jax.shard_map(local, in_specs=(P(split.vocab), split.spec), out_specs=split.spec, check_vma=False)(
         table, tokens_BxL)
 
 
@@ -123,18 +166,18 @@ def _embed_gradient(dtype, saved, g_BxLxD):
     table_VxD, tokens_BxL = saved
     if table_VxD is None or isinstance(g_BxLxD, SymbolicZero):
         return None, None
-    split = split_of(tokens_BxL.shape[0], table_VxD.shape[0])
+    split = split_of(tokens_BxL.shape, table_VxD.shape[0])
     vocab = table_VxD.shape[0] // (_mesh().shape[split.vocab] if split and split.vocab else 1)
 
     def local(g, tokens):
         at, here = held(tokens, vocab, split and split.vocab)
         grad = jnp.zeros((vocab, g.shape[-1]), table_VxD.dtype)
         grad = grad.at[jnp.where(here, at, vocab)].add(g.astype(grad.dtype), mode="drop")
-        return jax.lax.psum(grad, split.rows) if split and split.rows else grad
+        return jax.lax.psum(grad, split.over) if split and split.over else grad
 
     if split is None:
         return local(g_BxLxD, tokens_BxL), None
-    return jax.shard_map(local, in_specs=(P(split.rows), P(split.rows)), out_specs=P(split.vocab), check_vma=False)(
+    return jax.shard_map(local, in_specs=(split.spec, split.spec), out_specs=P(split.vocab), check_vma=False)(
         g_BxLxD, tokens_BxL), None
 
 
@@ -145,6 +188,9 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
                       q_prefixes=None, work=None, sinks=None, **options):
     """kernels.attention, each device on its own rows and heads.
 
+    Over cp each device has the queries of its tokens and gathers keys, values and what is known of them. The backward
+    pass adds their gradients up where they came from (reduce-scatter). Where keys are a cache's, all is whole.
+
     Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the
     one key-value head that its query heads read. Where tp divides no heads, every device of tp does the same work.
     """
@@ -152,25 +198,30 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     mesh = _mesh()
     if mesh is None:
         return attention(*arguments, work=work, sinks_H=sinks, **options)
-    batch, _, heads, _ = q_BxLxHxK.shape
+    batch, length, heads, _ = q_BxLxHxK.shape
     groups, tp = k_BxSxGxK.shape[2], mesh.shape["tp"]
     data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, batch), _heads(mesh, heads, groups)
+    tokens = _tokens_axis(mesh, length) if k_BxSxGxK.shape[1] == length else None
 
-    def local(work, sinks, q, k, v, *rest):
+    def local(work, sinks, q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes):
         if shared_kv:
             mine = jax.lax.axis_index("tp") * groups // tp
             k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
+        k, v = _whole_rows(tokens, k, v)
+        k_positions, k_segments = _whole_rows(tokens, k_positions, k_segments)
+        rest = q_positions, k_positions, q_segments, k_segments, q_prefixes
         return attention(q, k, v, *rest, work=work, sinks_H=sinks, **options)
 
-    q_spec, kv_spec = P(data, None, q_axis, None), P(data, None, kv_axis, None)
-    specs = [P(data), P(q_axis), q_spec, kv_spec, kv_spec,
-             *(None if x is None else P(data if x.shape[0] == batch else None) for x in arguments[3:])]
+    q_spec, kv_spec = P(data, tokens, q_axis, None), P(data, tokens, kv_axis, None)
+    lists = _own_lists(mesh, (batch, length)) if tokens else P(data)
+    specs = [lists, P(q_axis), q_spec, kv_spec, kv_spec,
+             *(None if x is None else P(data if x.shape[0] == batch else None, tokens) for x in arguments[3:])]
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
 
 
 def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default", biases=(),
            implementation="auto"):
-    """kernels.experts, each device with its experts where ep divides their number, on the rows of all devices of ep,
+    """kernels.experts, each device with its experts where ep divides their number, on the tokens of all devices of ep,
     else with all of them on its own; where tp divides their width, with its share of each."""
     def local(x, ids, gates, gate, up, down, *biases):
         if biases and width:  # what the devices of tp sum up holds the bias of the output once
@@ -193,8 +244,9 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
     expert = "ep" if ep > 1 and len(gate) % ep == 0 else None
     width = "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
     into, of_biases = P(expert, None, width), (P(expert, width), P(expert, width), P(expert))
-    specs = P(rows), P(rows), P(rows), into, into, P(expert, width), *of_biases[:len(biases)]
-    return jax.shard_map(local, in_specs=specs, out_specs=P(rows), check_vma=False)(*arguments)
+    own = _by_token(mesh, x_BxLxD.shape)
+    specs = own, own, own, into, into, P(expert, width), *of_biases[:len(biases)]
+    return jax.shard_map(local, in_specs=specs, out_specs=own, check_vma=False)(*arguments)
 
 
 def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, **options):
@@ -202,14 +254,17 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
     rows = tuple(x for x in (positions_BxL, segments_BxL, prefixes_BxL) if x is not None)
 
     def local(heads, groups, positions, segments=None, prefixes=None):
-        shape = (*positions.shape, heads, size), (*positions.shape, groups, size)
-        return work_of(*shape, dtype, positions, positions, segments, segments, prefixes, **options)
+        k_positions, k_segments = _whole_rows(tokens, positions, segments)
+        shape = (*positions.shape, heads, size), (*k_positions.shape, groups, size)
+        return work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes, **options)
 
     mesh = _mesh()
     if mesh is None:
+        tokens = None
         return local(heads, groups, *rows)
-    data, local = _data_axes(mesh, positions_BxL.shape[0]), functools.partial(local, *_own_heads(mesh, heads, groups))
-    return jax.shard_map(local, in_specs=P(data), out_specs=P(data), check_vma=False)(*rows)
+    tokens, own = _tokens_axis(mesh, positions_BxL.shape[1]), _by_token(mesh, positions_BxL.shape)
+    local = functools.partial(local, *_own_heads(mesh, heads, groups))
+    return jax.shard_map(local, in_specs=own, out_specs=_own_lists(mesh, positions_BxL.shape), check_vma=False)(*rows)
 
 
 def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, sinks=None, **options):

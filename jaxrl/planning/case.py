@@ -22,7 +22,7 @@ from jaxrl.rollout.engines import chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
-from jaxrl.sharding.mesh import AXES
+from jaxrl.sharding.mesh import AXES, rollout_shape
 from jaxrl.spec import Platform, resolve
 
 HOPPER = ("h100", "h200")  # whose attention is a kernel of ours
@@ -140,14 +140,14 @@ def _rollout(config, model, target, mesh: dict):
     if not config.recipe.samples or not engine_of(config).on_mesh:
         return None
     if target.hosts == 1:
-        inner = mesh
+        inner = rollout_shape(mesh)
     elif target.per_host % (mesh["ep"] * mesh["tp"]):
         sizes = {f"mesh.{a}": mesh[a] for a in ("ep", "tp") if mesh[a] > 1}
         raise ConfigError(f"{', '.join(f'{a}={n}' for a, n in sizes.items())}: the embedded sampler stays within one "
                           f"process, which has {target.per_host} devices on {target}; lower {' or '.join(sizes)}, or "
                           "set rollout.engine=vllm")
     else:
-        inner = {**mesh, "dp": 1, "fsdp": target.per_host // (mesh["ep"] * mesh["tp"])}
+        inner = {**mesh, "dp": 1, "cp": 1, "fsdp": target.per_host // (mesh["ep"] * mesh["tp"])}
     width = SIZES[config.rollout.dtype]
     reads_all = target.kind == "cpu" or model.attention in ("blockwise", "reference")
     return inner, from_config(config, data_shards(inner), 1, target.hosts, reads_all), width

@@ -84,8 +84,9 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
     if remat:
         yield remat
     devices = math.prod(mesh.values())
-    splits = [{"mesh__ep": ep, "mesh__dp": 1, "mesh__fsdp": devices // (ep * mesh["tp"])}
-              for ep in expert_splits(mesh, per_host, experts) if devices % (ep * mesh["tp"]) == 0]
+    splits = [{"mesh__ep": ep, "mesh__dp": 1, "mesh__fsdp": devices // inner}
+              for ep in expert_splits(mesh, per_host, experts)
+              if devices % (inner := ep * mesh["tp"] * mesh["cp"]) == 0]
     for split in splits:
         yield {**remat, **split}
     for tokens in smaller:
@@ -108,8 +109,13 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
         least["rollout__slots"] = 8
     for tp in (2, 4, 8):
         inner = tp * mesh["ep"]
-        if tp > mesh["tp"] and inner <= per_host and devices % inner == 0:
-            yield {**least, "mesh__tp": tp, "mesh__dp": 1, "mesh__fsdp": devices // inner}
+        whole = inner * mesh["cp"]
+        if tp > mesh["tp"] and inner <= per_host and devices % whole == 0:
+            yield {**least, "mesh__tp": tp, "mesh__dp": 1, "mesh__fsdp": devices // whole}
+    for cp in (2, 4, 8):  # rows of one sequence are too long
+        inner = cp * mesh["ep"] * mesh["tp"]
+        if cp > mesh["cp"] and devices % inner == 0:
+            yield {**least, "mesh__cp": cp, "mesh__dp": 1, "mesh__fsdp": devices // inner}
     answer = lengths(config)[1]
     for part in (2, 4, 8):
         yield {**least, "rollout__max_new_tokens": max(1, answer // part)}

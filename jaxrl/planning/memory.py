@@ -16,7 +16,7 @@ from jaxrl.kernels.attention.packed import blockwise
 from jaxrl.kernels.experts import tuned
 from jaxrl.kernels.experts.layout import blocks_of
 from jaxrl.kernels.logprob import chunked
-from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, weight_bytes
+from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, token_shards, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 from jaxrl.training import optimizer, streaming
 
@@ -152,7 +152,7 @@ def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float
 
 
 def _batch_bytes(shape, mesh: dict) -> float:
-    return 13 * 4 * shape[0] * shape[1] / data_shards(mesh)  # 7 integer arrays, about 6 columns and weights
+    return 13 * 4 * shape[0] * shape[1] / token_shards(mesh)  # 7 integer arrays, about 6 columns and weights
 
 
 def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once: int = blockwise.SCORES) -> float:
@@ -178,15 +178,15 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     """Counted temporaries of `update`, `critic` or a scoring pass on a microbatch of `shape` (rows, row length)."""
     cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
     count, length = shape
-    t = count * length / data_shards(mesh)
+    t = count * length / token_shards(mesh)
     wide, narrow = max(map(cfg.width, cfg.layers)) / tp, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     learns = kind in ("update", "critic")
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
     kind_of_device = targets.parse(config.plan.target).kind
-    layer += dispatch(model, t, mesh, learns, kind_of_device)
+    layer += dispatch(model, t, mesh, learns, kind_of_device) + gathered_rows(model, t, mesh) * (2 if learns else 1)
     scores = blockwise.SCORES_CPU if kind_of_device == "cpu" else blockwise.SCORES
-    per_token = _kept_without_remat(model, tp, length)
+    per_token = _kept_without_remat(model, mesh, length)
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
     gathered = 2 * layer_weights(model, mesh["ep"]) / tp * act
     role = {"critic": "critic", "value": "critic", "score_reference": "reference"}.get(kind, "policy")
@@ -195,7 +195,8 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         one = 4 / math.prod(mesh.values())
         gathered += 2 * layer_weights(model, mesh["ep"]) * one * (3 if learns else 1)
         gathered += cfg.hidden_size * cfg.vocab_size * one * (3 if learns else 1)
-    hidden = 4 * t * cfg.hidden_size * act
+    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose scored tokens are looked for
+    hidden = (4 + whole) * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0
     else:
@@ -209,16 +210,23 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         head = kept + (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
     if not learns:
         return hidden + max(layer + gathered, head)
-    saved = _saved(model, t, tp, act, length)
+    saved = _saved(model, t, mesh, act, length)
     gradients = 0.0 if streams else weight_bytes(model, mesh, TRAIN_RULES, 4)
     own = layer_weights(model, mesh["ep"]) / tp * 4
     embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
 
 
-def _saved(model, t: float, tp: int, act: int, length: int) -> float:
+def gathered_rows(model, t: float, mesh: dict) -> float:
+    """Bytes of a layer's keys and values of whole rows, which every device of cp has while it computes attention."""
+    cfg, cp = model.config, mesh["cp"]
+    heads = cfg.num_kv_heads / min(mesh["tp"], cfg.num_kv_heads)
+    return 2 * t * cp * heads * cfg.row_head_size * model.compute_dtype.itemsize if cp > 1 else 0.0
+
+
+def _saved(model, t: float, mesh: dict, act: int, length: int) -> float:
     """What the forward pass keeps for the backward pass, over all layers. The residual stream is split over tp."""
-    cfg = model.config
+    cfg, tp = model.config, mesh["tp"]
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     if model.remat == "offload":
         return 0.0
@@ -227,16 +235,17 @@ def _saved(model, t: float, tp: int, act: int, length: int) -> float:
     elif model.remat == "dots":
         per_token = 3 * cfg.hidden_size + narrow + 2 * _mean_width(cfg) / tp
     else:
-        per_token = _kept_without_remat(model, tp, length)
+        per_token = _kept_without_remat(model, mesh, length)
     return cfg.num_layers * t * per_token * act
 
 
-def _kept_without_remat(model, tp: int, length: int) -> float:
+def _kept_without_remat(model, mesh: dict, length: int) -> float:
     """Numbers per token that one layer keeps where nothing is computed again."""
-    cfg = model.config
+    cfg, tp = model.config, mesh["tp"]
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     scores = model.attention in ("auto", "reference") and length < blockwise.WORTH_IT
     return (8 * cfg.hidden_size + 3 * narrow + 4 * _mean_width(cfg) / tp
+            + gathered_rows(model, 1, mesh) / model.compute_dtype.itemsize
             + (2 * cfg.num_heads / tp * length * 4 / model.compute_dtype.itemsize if scores else 0))
 
 

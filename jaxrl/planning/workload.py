@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl.kernels.experts import tuned
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
-from jaxrl.sharding.mesh import DATA_AXES
+from jaxrl.sharding.mesh import DATA_AXES, row_parts
 from jaxrl.training.layout import make_layout, row_shapes
 from jaxrl.types import Sizes
 
@@ -49,6 +49,11 @@ def data_shards(mesh: dict) -> int:
     return math.prod(mesh[a] for a in DATA_AXES)
 
 
+def token_shards(mesh: dict) -> int:
+    """Parts that the tokens of a microbatch are split into: its rows, and each of them over cp."""
+    return data_shards(mesh) * mesh["cp"]
+
+
 def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False) -> int:
     """Bytes of the model's weights on one device, or of its experts' alone. mesh: sizes of AXES."""
     shape, total = SimpleNamespace(shape=mesh), 0
@@ -74,7 +79,7 @@ def rows(config, shards: int, tokens: int = 0) -> Rows:
     train.tokens_per_microbatch."""
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
-                                 config.train.row_counts)
+                        config.train.row_counts, row_parts(config.mesh))
     group = config.completions
     groups = max(1, config.data.prompts_per_step // config.updates[1])
     some = min(groups, LAID_OUT)
@@ -128,10 +133,10 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the
     gathered weights are written and read, gradients are read and written."""
     count, length = what.shape
-    tokens = count * length / data_shards(mesh)
+    tokens = count * length / token_shards(mesh)
     act = model.compute_dtype.itemsize
     body, head = split_flops(model, seen(config, model, length))
-    scored = what.scored / data_shards(mesh)
+    scored = what.scored / token_shards(mesh)
     factor, head_factor = (1, 1) if forward_only else (passes(model), 4)
     flops = (factor * tokens * body + head_factor * scored * head) / mesh["tp"]
     widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:]))

@@ -124,7 +124,8 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """This process's devices of a mesh as a mesh of the same axes: all of them along dp, whole ep x tp groups, fsdp 1.
+    """This process's devices of a mesh as a mesh of the same axes: all of them along dp, whole ep x tp groups, fsdp 1;
+    cp is more of fsdp (sharding.rollout_mesh).
 
     What is split over ep and tp alone (DESIGN: the rollout layout) lies on a device in the same way under both.
 
@@ -133,7 +134,7 @@ def local_mesh(mesh: Mesh) -> Mesh:
     if not mesh.is_multi_process:
         return mesh
     if copy_crosses(mesh):
-        sizes = [f"mesh.{a}={mesh.shape[a]}" for a in mesh.axis_names[2:] if mesh.shape[a] > 1]
+        sizes = [f"mesh.{a}={mesh.shape[a]}" for a in ("ep", "tp") if mesh.shape[a] > 1]
         raise ConfigError(f"{', '.join(sizes)}: the devices that share the sampler's weights would be in several "
                           "processes, and the embedded sampler serves the devices of one process each; lower "
                           f"{' or '.join(s.partition('=')[0] for s in sizes)}, or sample with rollout.engine=vllm")
@@ -142,8 +143,8 @@ def local_mesh(mesh: Mesh) -> Mesh:
 
 
 def _copies(mesh: Mesh):
-    """Devices of each copy of the rollout weights, [copies, ep, tp]."""
-    return mesh.devices.reshape(-1, *mesh.devices.shape[2:])
+    """Devices of each copy of the rollout weights, [copies, cp 1, ep, tp]."""
+    return mesh.devices.reshape(-1, 1, *mesh.devices.shape[3:])
 
 
 def copy_crosses(mesh: Mesh) -> bool:

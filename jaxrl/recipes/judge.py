@@ -91,8 +91,9 @@ class Judge(Role):
         if beyond := self.model.config.beyond(self.longest):
             log.warning("reward.model.path=%r: %s", o.path, beyond)
         held = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
-        shards = sharding.data_shards(job.mesh_of(PART))
-        self.shapes = training.row_shapes((), self.longest + 1, held, shards, c.train.row_counts)
+        mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]
+        self.shapes = training.row_shapes((), self.longest + 1, held, sharding.data_shards(mesh), c.train.row_counts,
+                                          mesh.shape["cp"], windows)
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)
             self.held = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])

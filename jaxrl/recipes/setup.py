@@ -106,8 +106,8 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
 
     def put(self, batch, role="policy"):
-        """Host PackedBatch -> a role's devices, rows over dp x fsdp. Every process has the whole batch and gives its
-        devices their rows."""
+        """Host PackedBatch -> a role's devices, rows over dp x fsdp x ep and each row over cp. Every process has the
+        whole batch and gives its devices their parts."""
         return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
@@ -428,11 +428,13 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
         if spec.recipe.samples and not engine_of(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
-    shards = math.lcm(*(sharding.data_shards(meshes.get(role, mesh)) for role in ("policy", "reference", "critic",
-                                                                                       "teacher")))
+    theirs = [meshes.get(role, mesh) for role in ("policy", "reference", "critic", "teacher")]
+    shards, ranks = math.lcm(*map(sharding.data_shards, theirs)), math.lcm(*(m.shape["cp"] for m in theirs))
+    windows = [layer.window for layer in model.config.layers]
 
     def shapes_of(tokens):
-        return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts)
+        return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts, ranks,
+                                   windows)
 
     shapes = shapes_of(spec.train.tokens_per_microbatch)
     scored = shapes_of(spec.train.score_tokens_per_microbatch) if spec.train.score_tokens_per_microbatch else shapes

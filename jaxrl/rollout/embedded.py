@@ -34,7 +34,7 @@ from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, c
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
-from jaxrl.sharding import data_shards, make_mesh
+from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
 
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
             "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens", "parked", "evicted",
@@ -49,7 +49,7 @@ def make_engine(*given):
     """
     context = EngineContext.of(*given)
     config, model, eos_ids = context.config, context.model, context.eos_ids
-    joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else context.mesh
+    joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else rollout_mesh(context.mesh)
     mesh = local_mesh(joint)
     shapes = from_config(config, data_shards(mesh), len(eos_ids), joint.size // mesh.size,
                          not shares_prompts(model.attention, mesh), model.config.routes)

@@ -9,6 +9,7 @@ from jaxrl.sharding.mesh import (
     mesh_shape,
     replicated,
     role_meshes,
+    rollout_mesh,
 )
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings, spec_for
 
@@ -24,5 +25,6 @@ __all__ = [
     "param_shardings",
     "replicated",
     "role_meshes",
+    "rollout_mesh",
     "spec_for",
 ]

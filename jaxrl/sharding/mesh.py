@@ -1,5 +1,5 @@
-"""The device mesh: axes dp (replicas), fsdp (shards of parameters), ep (shards of experts, and of all other
-parameters), tp (shards of heads, width, vocabulary)."""
+"""The device mesh: axes dp (replicas), fsdp (shards of parameters), cp (shards of rows along their tokens, and of
+parameters), ep (shards of experts, and of all other parameters), tp (shards of heads, width, vocabulary)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
 
-AXES = ("dp", "fsdp", "ep", "tp")
-DATA_AXES = ("dp", "fsdp", "ep")  # the batch is split over all of them
+AXES = ("dp", "fsdp", "cp", "ep", "tp")
+DATA_AXES = ("dp", "fsdp", "ep")  # the rows of a batch are split over all of them, and each row over cp
 ROLES = ("policy", "reference", "critic", "teacher", "sampler", "reward_model")  # whom mesh.roles can give devices
 
 
@@ -44,10 +44,10 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     """Mesh over all devices (or those given), in the order jax finds best for the topology.
 
     Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first,
-    then fsdp; ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and around
-    it ep join neighbours.
+    then fsdp; cp, ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and
+    around it ep, then cp join neighbours.
 
-    Raises ConfigError for sizes that cannot cover the devices, and where ep or tp would have to cross slices.
+    Raises ConfigError for sizes that cannot cover the devices, and where cp, ep or tp would have to cross slices.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(mesh_config, len(devices))
@@ -64,11 +64,19 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     across_fsdp = slices // across_dp
     if fsdp % across_fsdp:
         sizes = ", ".join(f"mesh.{a}={n}" for a, n in zip(AXES, shape, strict=True))
-        raise ConfigError(f"{sizes}: the devices are {slices} slices, and ep and tp cannot cross them; make mesh.dp a "
+        raise ConfigError(f"{sizes}: the devices are {slices} slices, which cp, ep and tp cannot cross; make mesh.dp a "
                           f"multiple of {slices}")
     inside = (dp // across_dp, fsdp // across_fsdp, *inner)
     order = mesh_utils.create_hybrid_device_mesh(inside, (across_dp, across_fsdp, *(1 for _ in inner)), devices)
     return Mesh(order, AXES, axis_types=kinds)
+
+
+def row_parts(mesh_config) -> int:
+    """Equal parts that rows are cut into, so that they lie over mesh.cp of every role that reads them."""
+    roles = mesh_config.roles
+    policy = roles.get("policy", {}).get("cp", mesh_config.cp)
+    theirs = (roles.get(role, {}).get("cp", 1) for role in ("reference", "critic", "teacher"))
+    return math.lcm(policy, *theirs)
 
 
 def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
@@ -150,8 +158,22 @@ def data_shards(mesh: Mesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over dp x fsdp x ep, the rest whole."""
-    return NamedSharding(mesh, P(DATA_AXES))
+    """Rows over dp x fsdp x ep, their tokens (or scored slots), the second axis, over cp, the rest whole."""
+    return NamedSharding(mesh, P(DATA_AXES, "cp") if mesh.shape["cp"] > 1 else P(DATA_AXES))
+
+
+def rollout_mesh(mesh: Mesh) -> Mesh:
+    """The same devices as a sampler uses them, in the same order: cp as more of fsdp. It splits no rows: slots take the
+    place, and weights are as they were, since in the rollout layout neither axis splits them."""
+    if mesh.shape["cp"] == 1:
+        return mesh
+    shape = rollout_shape(dict(mesh.shape))
+    return Mesh(mesh.devices.reshape([shape[a] for a in AXES]), AXES, axis_types=mesh.axis_types)
+
+
+def rollout_shape(sizes: dict) -> dict:
+    """The sizes of `rollout_mesh`."""
+    return {**sizes, "fsdp": sizes["fsdp"] * sizes["cp"], "cp": 1}
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -4,7 +4,7 @@ Every parameter carries one logical axis name per dimension (`Model.logical_axes
 axes, each one is split over. A dimension that these do not divide stays whole.
 
 Experts lie over ep, whole ones, and by their width over tp: so each device of tp computes as much, whatever the
-routing. All other parameters take ep for a second fsdp.
+routing. All other parameters take ep for a second fsdp, and all of them cp.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# Training: parameters and optimizer state split over fsdp, ep and tp.
+# Training: parameters and optimizer state split over fsdp, cp, ep and tp.
 TRAIN_RULES = {
     "vocab": "tp",
-    "embed": ("fsdp", "ep"),
+    "embed": ("fsdp", "cp", "ep"),
     "heads": "tp",
     "kv_heads": "tp",
     "head_dim": None,
     "mlp": "tp",
     "expert": "ep",
-    "expert_embed": "fsdp",  # the hidden size of an expert's matrices
+    "expert_embed": ("fsdp", "cp"),  # the hidden size of an expert's matrices
     "layers": None,
     "norm": None,
 }

@@ -80,5 +80,5 @@ class Distillation(Objective):
             kind=self.kind, beta=self.beta, vocab=self.vocab, temperature=self.temperature,
             teacher_temperature=self.teacher_temperature, softcap=model.config.final_softcap,
             teacher_softcap=teacher.config.final_softcap, chunk=self.chunk,
-            split=split_of(outputs.mask.shape[0], head.shape[0 if tied else 1]), transposed=tied,
+            split=split_of(outputs.mask.shape, head.shape[0 if tied else 1]), transposed=tied,
             teacher_transposed=teacher.config.tied), {}

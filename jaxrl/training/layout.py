@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl.errors import ConfigError
+from jaxrl.training.ranks import TILE
 from jaxrl.types import Sizes
 
 
@@ -26,6 +27,8 @@ class Block:
 class Microbatch:
     row_length: int
     rows: tuple[tuple[Block, ...], ...]  # padded with empty rows to a static count
+    ranks: int = 1  # parts that each row is cut into (training.ranks)
+    windows: tuple[int, ...] = (0,)  # of the layers, by which their work is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +53,38 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class RowShapes:
-    """Static shapes: row lengths, ascending; for each its row counts, descending, multiples of `shards`."""
+    """Static shapes: row lengths, ascending, multiples of `ranks`; for each its row counts, descending, multiples of
+    `shards`. ranks, windows: as Microbatch's."""
 
     lengths: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
     shards: int = 1
+    ranks: int = 1
+    windows: tuple[int, ...] = (0,)
 
 
-def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2) -> RowShapes:
+def row_unit(ranks: int) -> int:
+    """What the lengths of rows that are cut into so many parts are multiples of, where they are not given."""
+    return 8 if ranks == 1 else ranks * TILE
+
+
+def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2, ranks: int = 1,
+               windows=(0,)) -> RowShapes:
     """Static row shapes from the config.
 
     Args:
-      row_lengths: train.row_lengths; empty = one length, the longest sequence rounded up to a multiple of 8.
+      row_lengths: train.row_lengths; empty = one length, the longest sequence rounded up to a multiple of `row_unit`.
       longest: bound on prompt + completion in tokens.
       tokens_per_microbatch: per data shard; raised to one row where it is smaller.
       shards: data shards; row counts are multiples of it.
       sizes: row counts per length: 2 = whole and a quarter, so that a last microbatch wastes little; 1 = whole only.
+      ranks: equal parts that a row is cut into (mesh.cp). windows: of the model's layers, 0 = none.
     """
-    lengths = tuple(sorted(row_lengths)) or (-(-longest // 8) * 8,)
+    unit = row_unit(ranks)
+    lengths = tuple(sorted(row_lengths)) or (-(-longest // unit) * unit,)
+    if any(length % (8 * ranks) for length in lengths) and ranks > 1:
+        raise ConfigError(f"train.row_lengths={lengths}: mesh.cp={ranks} cuts rows into equal parts of whole tiles; "
+                          f"choose multiples of {8 * ranks}, best of {unit}")
     if len(lengths) > 2:
         raise ConfigError(f"train.row_lengths={lengths}: at most 2 lengths (each is compiled)")
     if lengths[-1] < longest:
@@ -80,7 +97,7 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
         per_shard = max(1, tokens_per_microbatch // length)
         wanted = {per_shard, max(1, per_shard // 4)} if sizes == 2 else {per_shard}
         counts.append(tuple(c * shards for c in sorted(wanted, reverse=True)))
-    return RowShapes(lengths, tuple(counts), shards)
+    return RowShapes(lengths, tuple(counts), shards, ranks, tuple(windows))
 
 
 def make_layout(
@@ -161,7 +178,8 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
                 count = counts[-1] if small else counts[0]
                 taken, rows = rows[:count], rows[count:]
                 taken = tuple(taken) + ((),) * (count - len(taken))
-                yield Microbatch(length, _dealt(taken, shapes.shards, work) if work else taken)
+                taken = _dealt(taken, shapes.shards, work) if work else taken
+                yield Microbatch(length, taken, shapes.ranks, shapes.windows)
 
 
 def _rows(blocks, length, sizes):

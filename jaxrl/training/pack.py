@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxrl.algorithms.aggregation import aggregation_weights
+from jaxrl.training import ranks
 from jaxrl.training.layout import Microbatch
 from jaxrl.types import PackedBatch, Trajectories
 
@@ -30,8 +31,9 @@ def pack(
       dtype: of columns and weights.
 
     Returns:
-      PackedBatch in host memory. Scored slots are front-packed in each row; unused slots have weight 0, source 0 and
-      target 0. Segment ids count from 1 in each row: prompt, then its completions.
+      PackedBatch in host memory. Scored slots are front-packed in each row, or in each of its parts where it is cut
+      (micro.ranks); unused slots have weight 0, source 0 and target 0. Segment ids count from 1 in each row: prompt,
+      then its completions. Tokens of a cut row are in the order of training.ranks.
     """
     (row, at, token, *held), (scored_row, slot, scored_token, *scored) = _places(traj, micro)
 
@@ -113,9 +115,15 @@ def _places(traj: Trajectories, micro: Microbatch):
     scored_row, sequence = row[scored], sequence[scored]
     counts = np.bincount(scored_row, minlength=len(micro.rows))
     first = (np.cumsum(counts) - counts)[scored_row]  # scored token of each one's row
-    number = np.cumsum(np.diff(sequence, prepend=-1) != 0)
+    number, slot = np.cumsum(np.diff(sequence, prepend=-1) != 0), np.arange(len(first)) - first
+    if micro.ranks > 1:
+        work = np.zeros((len(micro.rows), micro.row_length), np.int64)
+        work[row, at] = ranks.pairs(position, True, micro.windows)
+        places = ranks.dealt(work, micro.ranks)
+        at, source = places[row, at], places[scored_row, source]
+        slot = ranks.slots(slot, counts[scored_row], micro.row_length, micro.ranks)
     return ((row, at, token, position, segment, prefix),
-            (scored_row, np.arange(len(first)) - first, token[scored], source, number - number[first] + 1))
+            (scored_row, slot, token[scored], source, number - number[first] + 1))
 
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=None, keep=None, positive=None):

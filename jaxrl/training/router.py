@@ -23,6 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxrl.models import decoder
 from jaxrl.models.feed_forward import LOAD, REPLAYED
 from jaxrl.models.parameters import CORRECTION
+from jaxrl.models.placement import at_sources
 
 
 def even(config):
@@ -87,10 +88,10 @@ def terms(outputs, batch, objective):
     if "routes" not in said:
         return 0.0, {}
     layers, experts = len(said["routes"]), outputs.model.config.num_experts
-    at = lambda x: jnp.sum(token * jnp.take_along_axis(x, batch.sources, axis=1))  # noqa: E731
+    at = lambda x: jnp.sum(token * at_sources(x, batch.sources))  # noqa: E731
 
     def load(routes_RxLxK):
-        routes = jnp.take_along_axis(routes_RxLxK, batch.sources[..., None], axis=1)
+        routes = at_sources(routes_RxLxK, batch.sources)
         chosen = routes[..., None] == jnp.arange(experts)[None, None, None]
         return jnp.sum(jnp.where(chosen, token[..., None, None], 0), axis=(0, 1, 2)) / routes.shape[-1]
 

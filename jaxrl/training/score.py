@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.feed_forward import by_token
-from jaxrl.models.placement import split_of
+from jaxrl.models.placement import at_sources, split_of
 from jaxrl.models.value import values
 from jaxrl.processes.exchange import to_host
 from jaxrl.sharding import memory
@@ -29,7 +29,7 @@ def forward_hidden(model, params, batch):
         params = router.replayed(model, params, batch.routes)
     rows = batch.tokens, batch.positions, batch.segments, batch.prefixes
     hidden_RxLxD, auxiliary = model.forward(params, *rows, batch.adapters)
-    return jnp.take_along_axis(hidden_RxLxD, batch.sources[..., None], axis=1), auxiliary
+    return at_sources(hidden_RxLxD, batch.sources), auxiliary
 
 
 @jax.named_scope("head")
@@ -48,7 +48,7 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
         top=top,
         softcap=model.config.final_softcap,
         chunk=chunk,
-        split=split_of(valid_RxS.shape[0], head.shape[0 if tied else 1]),
+        split=split_of(valid_RxS.shape, head.shape[0 if tied else 1]),
         transposed=tied,
     )
 

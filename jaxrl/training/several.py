@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models import several
+from jaxrl.models.placement import at_sources
 from jaxrl.training.objective import Outputs
 from jaxrl.training.state import init_state as init_one
 from jaxrl.training.state import merge
@@ -82,7 +83,7 @@ def make_scaled(model, objectives: dict):
 
     def scaled(trainable, frozen, batch, stats):
         outputs = Outputs(model, merge(trainable, frozen), batch, first)
-        whose_RxS = jnp.take_along_axis(batch.adapters, batch.sources, axis=1)
+        whose_RxS = at_sources(batch.adapters, batch.sources)
         total, told = 0.0, {}
         for k, (name, objective) in enumerate(objectives.items(), 1):
             weights = {term: jnp.where(whose_RxS == k, w, 0) for term, w in batch.weights.items()}

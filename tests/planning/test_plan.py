@@ -204,11 +204,11 @@ def case_for(target="cpu:8", **overrides):
 
 def test_weights_are_counted_as_the_shardings_lay_them():
     case = case_for()
-    mesh = jax.sharding.AbstractMesh((1, 4, 1, 2), ("dp", "fsdp", "ep", "tp"))
+    mesh = jax.sharding.AbstractMesh((1, 4, 1, 1, 2), ("dp", "fsdp", "cp", "ep", "tp"))
     shapes = jax.eval_shape(case.model.init, jax.random.key(0))
     where = sharding.param_shardings(mesh, case.model.logical_axes(), shapes)
     real = sum(int(np.prod(w.shard_shape(s.shape))) for s, w in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True))
-    assert workload.weight_bytes(case.model, {"dp": 1, "fsdp": 4, "ep": 1, "tp": 2}, sharding.TRAIN_RULES, 1) == real
+    assert workload.weight_bytes(case.model, {"dp": 1, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2}, sharding.TRAIN_RULES, 1) == real
 
 
 def test_useful_operations_of_supervised_training():
@@ -340,7 +340,7 @@ def test_a_plan_that_fits_ends_with_0_and_is_written_as_json(of_tiny):
     status, found = of_tiny
     assert status == 0 and found["fits"]
     assert {"peak_bytes", "parameters", "optimizer", "gradients", "kv_cache", "publish", "activations"} <= set(found["per_device"])
-    assert set(found["phases"]) == {"rollout", "update", "publish"} and found["mesh"] == {"dp": 1, "fsdp": 4, "ep": 1, "tp": 2}
+    assert set(found["phases"]) == {"rollout", "update", "publish"} and found["mesh"] == {"dp": 1, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2}
     assert all(p["ideal"] <= p["seconds"] <= p["serial"] for p in found["phases"].values())
 
 
@@ -425,7 +425,7 @@ def qwen3_30b(**changes):
 
 def test_the_config_of_qwen3_30b_fits_and_counts_what_ep_splits():
     case = qwen3_30b()
-    assert case.mesh == {"dp": 1, "fsdp": 2, "ep": 8, "tp": 1} and plan.counted_peak(case, {}) < case.usable
+    assert case.mesh == {"dp": 1, "fsdp": 2, "cp": 1, "ep": 8, "tp": 1} and plan.counted_peak(case, {}) < case.usable
     whole, experts = case.model.num_parameters, 48 * 128 * 3 * 2048 * 768
     for rules, split in ((sharding.TRAIN_RULES, 16), (sharding.ROLLOUT_RULES, 8)):
         held = workload.weight_bytes(case.model, case.mesh, rules, 1, experts=True)

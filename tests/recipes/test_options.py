@@ -312,11 +312,12 @@ MESHES = """
     from jaxrl import parameters
     from jaxrl.recipes import setup
     out, residual = [], decoder.residual
-    for dp, fsdp, ep, tp in ((1, -1, 1, 1), (1, 2, 1, 2), (2, -1, 1, 1), (1, 1, 1, -1), (1, 1, 2, 2), (1, -1, 2, 1)):
+    for dp, fsdp, cp, ep, tp in ((1, -1, 1, 1, 1), (1, 2, 1, 1, 2), (2, -1, 1, 1, 1), (1, 1, 1, 1, -1), (1, 1, 1, 2, 2),
+                                 (1, -1, 1, 2, 1), (1, -1, 2, 1, 1), (1, 1, 2, 1, 2)):
         c = default_config()
         c.model.init, c.model.tokenizer, c.run.deterministic = "random", sys.argv[2], True
         c.model.config.update(json.loads(sys.argv[1]))
-        c.mesh.update({"dp": dp, "fsdp": fsdp, "ep": ep, "tp": tp})
+        c.mesh.update({"dp": dp, "fsdp": fsdp, "cp": cp, "ep": ep, "tp": tp})
         if ep > 1:
             c.model.config.update({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48})
         setup.start_jax(c)
@@ -337,8 +338,8 @@ MESHES = """
 
 @pytest.mark.slow
 def test_mesh_splits_batch_parameters_and_width(tokenizer):
-    """Four devices. Batch rows go over dp x fsdp x ep, parameters over fsdp x ep x tp, experts over ep, whole ones, and their
-    matrices over fsdp x tp; between layers rows over dp x fsdp x ep and tokens over tp (sequence parallelism). (Also under
+    """Four devices. Batch rows go over dp x fsdp x ep, their tokens over cp, parameters over fsdp x cp x ep x tp, experts over ep,
+    whole ones, and their matrices over fsdp x tp; between layers rows over dp x fsdp x ep and tokens over cp x tp (sequence parallelism). (Also under
     run.deterministic.)"""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     out = subprocess.run(
@@ -350,12 +351,14 @@ def test_mesh_splits_batch_parameters_and_width(tokenizer):
     )
     assert out.returncode == 0, out.stderr[-3000:]
     assert json.loads(out.stdout) == [
-        [[1, 4, 1, 1], [8, 48], 8, [2, 4], [2, 4, 32]],
-        [[1, 2, 1, 2], [16, 24], 16, [4, 4], [4, 2, 32]],
-        [[2, 2, 1, 1], [16, 48], 16, [2, 4], [2, 4, 32]],
-        [[1, 1, 1, 4], [32, 12], 32, [8, 4], [8, 1, 32]],
-        [[1, 1, 2, 2], [3, 32, 24], 16, [4, 4], [4, 2, 32]],
-        [[1, 2, 2, 1], [3, 16, 48], 8, [2, 4], [2, 4, 32]],
+        [[1, 4, 1, 1, 1], [8, 48], 8, [2, 4], [2, 4, 32]],
+        [[1, 2, 1, 1, 2], [16, 24], 16, [4, 4], [4, 2, 32]],
+        [[2, 2, 1, 1, 1], [16, 48], 16, [2, 4], [2, 4, 32]],
+        [[1, 1, 1, 1, 4], [32, 12], 32, [8, 4], [8, 1, 32]],
+        [[1, 1, 1, 2, 2], [3, 32, 24], 16, [4, 4], [4, 2, 32]],
+        [[1, 2, 1, 2, 1], [3, 16, 48], 8, [2, 4], [2, 4, 32]],
+        [[1, 2, 2, 1, 1], [8, 48], 8, [4, 2], [4, 2, 32]],
+        [[1, 1, 2, 1, 2], [16, 24], 16, [8, 2], [8, 1, 32]],
     ]
 
 

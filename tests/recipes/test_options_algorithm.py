@@ -977,7 +977,7 @@ def test_the_critics_gradient_is_clipped_too(open_job, whose):
 
 def test_the_critic_is_sharded_like_the_policy(open_job):
     """mesh.fsdp=4: the same quarter of every parameter, a whole value head."""
-    mesh = jax.sharding.AbstractMesh((1, 4, 1, 1), ("dp", "fsdp", "ep", "tp"))
+    mesh = jax.sharding.AbstractMesh((1, 4, 1, 1, 1), ("dp", "fsdp", "cp", "ep", "tp"))
     job, model = dataclasses.replace(open_job, mesh=mesh), open_job.model
 
     def shards(tree):

@@ -72,21 +72,23 @@ def meshes(processes, per_process, roles, **sizes):
 def test_a_role_has_the_same_slice_of_every_process():
     found = meshes(2, 4, {"policy": {"devices": "0-1"}, "critic": {"devices": "2,3", "tp": 2}})
     assert found["policy"].ids == [0, 1, 10, 11] and found["critic"].ids == [2, 3, 12, 13]
-    assert found["policy"].shape == {"dp": 1, "fsdp": 4, "ep": 1, "tp": 1} and found["critic"].shape == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2}
+    assert found["policy"].shape == {"dp": 1, "fsdp": 4, "cp": 1, "ep": 1, "tp": 1}
+    assert found["critic"].shape == {"dp": 1, "fsdp": 2, "cp": 1, "ep": 1, "tp": 2}
     assert found["reference"] is found["policy"] is found["sampler"]
 
 
 def test_a_role_may_have_whole_processes():
     found = meshes(4, 2, {"reference": {"processes": "2-3", "tp": 2}})
-    assert found["reference"].ids == [20, 21, 30, 31] and found["reference"].shape == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2}
+    assert found["reference"].ids == [20, 21, 30, 31] and found["reference"].shape == {"dp": 1, "fsdp": 2, "cp": 1, "ep": 1, "tp": 2}
     with pytest.raises(ConfigError, match="mesh.roles.reference.processes='4' names process 4, but the job has 4, from 0 to 3"):
         meshes(4, 2, {"reference": {"processes": "4"}})
 
 
 def test_a_role_may_have_a_shape_of_its_own_on_all_devices():
     found = meshes(1, 4, {"sampler": {"dp": -1, "tp": 2}}, fsdp=4)
-    assert found["sampler"].shape == {"dp": 2, "fsdp": 1, "ep": 1, "tp": 2} and found["sampler"].ids == found["policy"].ids
-    with pytest.raises(ConfigError, match="mesh.roles.critic on 2 of 4 devices: mesh.dp=1, mesh.fsdp=4, mesh.ep=1, mesh.tp=1: needs 4 devices"):
+    assert found["sampler"].shape == {"dp": 2, "fsdp": 1, "cp": 1, "ep": 1, "tp": 2} and found["sampler"].ids == found["policy"].ids
+    with pytest.raises(ConfigError, match="mesh.roles.critic on 2 of 4 devices: mesh.dp=1, mesh.fsdp=4, mesh.cp=1, mesh.ep=1, mesh.tp=1: "
+                                          "needs 4 devices"):
         meshes(1, 4, {"critic": {"devices": "0-1", "fsdp": 4}})
     with pytest.raises(ConfigError, match="mesh.roles.critic.devices='4-7' names device 7, but a process has 4"):
         meshes(1, 4, {"critic": {"devices": "4-7"}})
@@ -94,7 +96,7 @@ def test_a_role_may_have_a_shape_of_its_own_on_all_devices():
 
 @pytest.mark.parametrize("roles, options, message", [
     ({"judge": {}}, {}, "mesh.roles.judge: there is no such role; choose from policy, reference, critic, teacher, sampler"),
-    ({"policy": {"device": "0"}}, {}, "mesh.roles.policy.device: unknown; choose from devices, processes, dp, fsdp, ep, tp, rest"),
+    ({"policy": {"device": "0"}}, {}, "mesh.roles.policy.device: unknown; choose from devices, processes, dp, fsdp, cp, ep, tp, rest"),
     ({"policy": {"fsdp": 0}}, {}, "mesh.roles.policy.fsdp=0: sizes are positive"),
     ({"policy": {"devices": 3}}, {}, "mesh.roles.policy.devices=3: must be text"),
     ({"policy": {"rest": "none"}}, {}, "mesh.roles.policy.rest='none': choose device or host"),

@@ -43,18 +43,19 @@ class Device:
 
 
 @pytest.mark.parametrize("sizes, slices, inside", [
-    ((2, 2, 1, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),  # replicated over slices, split inside
-    ((1, 4, 1, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
-    ((2, 1, 2, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
-    ((2, 4, 1, 1), 4, [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
+    ((2, 2, 1, 1, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),  # replicated over slices, split inside
+    ((1, 4, 1, 1, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+    ((2, 1, 1, 2, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+    ((1, 2, 2, 1, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+    ((2, 4, 1, 1, 1), 4, [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
 ])
-def test_ep_and_tp_stay_inside_a_slice_and_dp_runs_over_slices_first(sizes, slices, inside):
+def test_cp_ep_and_tp_stay_inside_a_slice_and_dp_runs_over_slices_first(sizes, slices, inside):
     config = default_config().mesh
-    config.dp, config.fsdp, config.ep, config.tp = sizes
+    config.dp, config.fsdp, config.cp, config.ep, config.tp = sizes
     devices = [Device(i, i * slices // 8) for i in range(8)]
     mesh = make_mesh(config, devices[::-1])
     of = np.vectorize(lambda d: d.slice_index)(mesh.devices)
-    assert mesh.devices.shape == sizes and (of == of[:, :, :1, :1]).all()
+    assert mesh.devices.shape == sizes and (of == of[:, :, :1, :1, :1]).all()
     if sizes[0] == slices:
         assert (of == of[:, :1, :1]).all()
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
@@ -69,15 +70,15 @@ def test_a_shape_that_jax_cannot_fit_to_the_torus_splits_an_axis_of_it(monkeypat
     config = default_config().mesh
     config.dp, config.fsdp, config.tp = 1, 4, 2
     mesh = make_mesh(config, [Device(i, 0) for i in range(8)])
-    assert dict(mesh.shape) == {"dp": 1, "fsdp": 4, "ep": 1, "tp": 2} and {d.id for d in mesh.devices.flat} == set(range(8))
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2} and {d.id for d in mesh.devices.flat} == set(range(8))
 
 
 def test_tp_across_slices_is_refused():
     config = default_config().mesh
     config.dp, config.fsdp, config.tp = 1, 1, 8
     with pytest.raises(ConfigError,
-                       match="mesh.dp=1, mesh.fsdp=1, mesh.ep=1, mesh.tp=8: the devices are 2 slices, and ep and tp "
-                                          "cannot cross them; make mesh.dp a multiple of 2"):
+                       match="mesh.dp=1, mesh.fsdp=1, mesh.cp=1, mesh.ep=1, mesh.tp=8: the devices are 2 slices, which cp, ep "
+                                          "and tp cannot cross; make mesh.dp a multiple of 2"):
         make_mesh(config, [Device(i, i // 4) for i in range(8)])
 
 
@@ -141,6 +142,28 @@ def test_biases_and_sinks_on_meshes(tmp_path):
         assert sum("bias" in name or "sinks" in name for name in whole) == 2 * 9
         for name in whole:
             assert np.linalg.norm(whole[name]) and all(relative(other[name], whole[name]) < bound for other in others), name
+
+
+# One device; cp alone; beside each other axis.
+CUT = ("1,1,1,1,1", "1,1,2,1,1", "1,1,4,1,1", "1,2,2,2,1", "1,1,4,1,2")
+
+
+@pytest.mark.parametrize("model, meshes", [pytest.param("cut", CUT[::4], marks=pytest.mark.slow),
+                                           pytest.param("cut", CUT, marks=pytest.mark.nightly),
+                                           pytest.param("cut_latent", CUT[::4], marks=pytest.mark.nightly)])
+def test_rows_cut_over_cp(model, meshes, tmp_path):
+    """`mesh.cp`. As one device, token by token: shared prompts, windows, sinks, experts whose routes are replayed, sums over sequences
+    that lie over several devices, log-probs, values, loss, metrics, gradients. In fp32 within 1e-5, in float64 1e-12."""
+    _, stderr = on_eight(model, tmp_path, *meshes)
+    assert "rematerialization" not in stderr
+    for kind, bound in (("", 1e-5), (".float64", 1e-12)):
+        whole, *others = (dict(np.load(tmp_path / f"{m}{kind}.npz")) for m in meshes)
+        for name, value in whole.items():
+            for mesh, other in zip(meshes[1:], others, strict=True):
+                if name == "routes":
+                    np.testing.assert_array_equal(other[name], value)
+                else:
+                    assert np.linalg.norm(other[name] - value) <= bound * np.linalg.norm(value), (mesh, name)
 
 
 @pytest.mark.slow

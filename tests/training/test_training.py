@@ -305,7 +305,7 @@ def test_one_compilation_serves_every_microbatch_and_step(caplog):
     model, (traj, columns) = tiny_model(), batch_of_groups()
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     optimizer = optax.adamw(1e-2)
-    mesh = jax.make_mesh((1, 1, 1, 1), ("dp", "fsdp", "ep", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 4)
+    mesh = jax.make_mesh((1,) * 5, ("dp", "fsdp", "cp", "ep", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 5)
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("dp", "fsdp")))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     trainable, frozen = training.partition(params_of(model), (".*",), ())

@@ -36,10 +36,21 @@ KEPT_CPU = 1 << 26  # logits of a microbatch, 256 MiB, that a CPU keeps for the 
 
 
 class Split(NamedTuple):
-    """Mesh axes that rows and vocabulary are split over under `jax.set_mesh`. None = whole."""
+    """Mesh axes that rows, their slots and the vocabulary are split over under `jax.set_mesh`. None = whole."""
 
     rows: tuple[str, ...] | None
     vocab: str | None
+    slots: str | None = None
+
+    @property
+    def spec(self) -> P:
+        """How arrays [R, S, ...] lie."""
+        return P(self.rows, self.slots) if self.slots else P(self.rows)
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes whose devices have other slots, and add up what they find out of the head."""
+        return (*(self.rows or ()), *([self.slots] if self.slots else []))
 
 
 class Line(NamedTuple):
@@ -244,10 +255,10 @@ def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSx
 
 
 def _placed(local, split, transposed: bool, inputs: str, outputs: str):
-    """`local` on every device's part. r = split by rows, v = the head, by vocabulary, w = whole."""
+    """`local` on every device's part. r = split by rows and slots, v = the head, by vocabulary, w = whole."""
     if split is None:
         return local
-    specs = {"r": P(split.rows), "v": P(split.vocab) if transposed else P(None, split.vocab), "w": P()}
+    specs = {"r": split.spec, "v": P(split.vocab) if transposed else P(None, split.vocab), "w": P()}
     return jax.shard_map(local, in_specs=tuple(specs[c] for c in inputs), out_specs=tuple(specs[c] for c in outputs),
                          check_vma=False)
 
@@ -359,7 +370,7 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
             one, none, (jnp.arange(len(line.at)), line.at, *(x if x is None else line.chunks(x) for x in per_token)))
         if learns is None:
             return (line.back(grad_hidden, valid.shape),)
-        grad_head = jax.lax.psum(grad_head, split.rows) if split and split.rows else grad_head
+        grad_head = jax.lax.psum(grad_head, split.over) if split and split.over else grad_head
         grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products are fastest
         return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 

@@ -147,8 +147,8 @@ def _backward(how: How, saved, g_RxS):
         grad_hidden = line.back(grad_hidden, valid.shape)
         if learns is None:
             return (grad_hidden,)
-        rows = how.split.rows if how.split else None
-        grad_head = jax.lax.psum(grad_head, rows) if rows else grad_head
+        over = how.split.over if how.split else ()
+        grad_head = jax.lax.psum(grad_head, over) if over else grad_head
         return grad_hidden, (grad_head.T if how.transposed[0] else grad_head).astype(head.dtype)
 
     grad_hidden, *grad_head = _placed(local, how, "r" if learns is None else "rv")(*inputs, g_RxS)
@@ -194,10 +194,10 @@ def _terms(logp, logq, how: How):
 
 
 def _placed(local, how: How, outputs: str):
-    """`local` on every device's rows and part of the vocabulary; outputs: r = split by rows, v = as the head."""
+    """`local` on every device's slots and part of the vocabulary; outputs: r = split as slots are, v = as the head."""
     if how.split is None:
         return local
-    rows, vocab = P(how.split.rows), how.split.vocab
+    rows, vocab = how.split.spec, how.split.vocab
     head, teacher_head = (P(vocab) if turned else P(None, vocab) for turned in how.transposed)
     inputs = rows, head, rows, teacher_head, rows, P()
 
