@@ -121,7 +121,7 @@ def areal(k: Keys, c, version: str) -> dict:
         "epochs": (c.data.epochs, k("total_train_epochs", default=1)),
     }
     if c.algorithm.policy_loss == "clip":
-        low = k(a + "eps_clip", default=0.2)
+        low = k(a + "eps_clip", default=0.2) or 1e-9  # 0 (M2PO's example) is a clip to 1, which 1 + 1e-9 is in fp32
         out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high), (low, k(a + "eps_clip_higher") or low))
     return out
 

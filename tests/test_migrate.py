@@ -226,6 +226,13 @@ def test_trls_flags_of_a_script(tmp_path):
 AREAL = {"train_dataset.batch_size": 256, "gconfig.n_samples": 4}
 
 
+def test_areals_m2po_has_no_clip_of_its_own():
+    m2 = {**AREAL, "actor.m2_threshold": 0.04, "actor.eps_clip": 0.0, "actor.kl_ctl": 0.0}
+    v = values(migrated("areal", {**m2, "actor.recompute_logprob": True}))
+    assert v["algorithm.m2_threshold"] == 0.04 and 0 < v["algorithm.clip_low"] == v["algorithm.clip_high"] < 1e-8
+    assert "algorithm.m2_threshold" not in values(migrated("areal", m2))  # no log-probs before the update
+
+
 def test_areals_reward_is_r_and_bias_times_scale_and_bounded():
     v = values(migrated("areal", {**AREAL, "actor.reward_scaling": 10.0, "actor.reward_bias": -0.5}))
     assert (v["reward.scale"], v["reward.bias"], v["reward.clip"]) == (10.0, -5.0, 20.0)  # 10 r - 5 = (r - 0.5) 10

@@ -142,8 +142,12 @@ def kl(m: Migration):
         m.differs("actor.kl_ctl is not set, which is 0.1 in AReaL: a KL in the reward, and a reference in memory")
 
 
+NO_ROOM = 1e-9  # eps_clip=0, as in its example of M2PO: in fp32 a ratio is clipped to 1
+
+
 def loss(m: Migration):
     low, high, dual = m.number(ACTOR + "eps_clip"), m.number(ACTOR + "eps_clip_higher"), m.number(ACTOR + "c_clip")
+    low, high = (NO_ROOM if bound == 0 else bound for bound in (low, high))
     sapo = m.flag(ACTOR + "use_sapo_loss")
     m.set("algorithm.policy_loss", "sapo" if sapo else "clip", ACTOR + "use_sapo_loss")
     level = m.choice(ACTOR + "importance_sampling_level", {"token": "token", "sequence": "sequence"})
