@@ -30,6 +30,7 @@ CASES = {
     "ppo mixed": ("ppo.py", {"algorithm.kl.coef": 0.1}, "cpu:8", (2, 2, 2)),
     "experts": ("grpo_moe.py", {"model.remat": "full", "model.scan_layers": "true"}, "cpu:8", (1, 2, 4, 1)),
     "experts mixed": ("grpo_moe.py", {"algorithm.old_logprobs": "recompute"}, "cpu:8", (1, 2, 2, 2)),
+    "long rows": ("grpo.py", {"model.remat": "full", "model.scan_layers": "true", "train.row_lengths": (512,)}, "cpu:8", (1, 2, 4, 1, 1)),
     "1.5B on 64": ("grpo_gsm8k.py", BIG | {"model.config": QWEN}, "cpu:64", (4, 8, 2)),
     "8B on 256": ("grpo_gsm8k.py", BIG | {"model.config": QWEN8B}, "cpu:256", (4, 16, 4)),
 }

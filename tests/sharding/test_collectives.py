@@ -37,6 +37,16 @@ def test_what_experts_send_over_ep():
     assert budget["prefill", "reduce-scatter", ep] == (layers, moved * size // (size + 2 * slots))
 
 
+def test_what_cut_rows_send_over_cp():
+    """Per layer of an update keys and values are gathered in the forward pass and when it is computed again, and their gradients
+    reduced; positions and segments once for all layers, the last hidden states once. Of a sampler nothing is."""
+    budget, layers, cp, size, kv = collective_cases.budget("long rows"), 3, 4, 96, 96
+    tokens = 2048  # of a microbatch's rows on the devices of one cp
+    assert budget["update", "all-gather", cp] == (layers * 4 + 1 + 2, tokens * 4 * (layers * 4 * kv + size + 2))
+    assert budget["update", "reduce-scatter", cp] == (layers * 2 + 1, tokens * 4 * (layers * 2 * kv + size))
+    assert {group for program, _, group in budget if program in ("prefill", "insert", "decode")} == {8}
+
+
 def with_broken(rule: str) -> list[str]:
     """What of the case `ppo mixed` is over its budget where a sharding rule is broken (broken_rule.py)."""
     popen = compiling.subprocess.Popen
