@@ -19,7 +19,7 @@ goes on from the first, or opens a sequence where it rewrites its history. Then 
 All start from the warm start of configs/env_sft.py:calc, which calls the tool in a part of its episodes, and train for two steps of 16
 episodes. Shown of each: no episode failed; the trainer's log-probs of the recorded tokens are the sampler's (gap: recorded is what was
 sampled, behind the prompts that were); turns, calls, sequences. Of those that learn also the held-out accuracy before and after;
-but agents, whose import costs three seconds of a core for each episode, learns for 16 steps of 32 episodes and is not evaluated.
+but agents, whose import costs three seconds of a core for each episode, learns for 24 steps of 32 episodes, twice as quickly, and is not evaluated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PINS = {"programs": ("openai==3.57.0", "openai-agents==0.24.0", "smolagents==1.2
 PROGRAM = ("env.tools=", "reward.functions=", f"env.score={HERE}/scores.py:printed", "env.workers=1")
 SHORT = ("train.steps=2", "data.prompts_per_step=4", "rollout.group_size=4", "eval.before=False", "eval.after=False",
          "eval.every_steps=0", "rollout.slots=16")
-SLOW = {"agents": (*SHORT, "train.steps=16", "data.prompts_per_step=8")}
+SLOW = {"agents": (*SHORT, "train.steps=24", "data.prompts_per_step=8", "optimizer.lr=8e-4", "optimizer.warmup_steps=2")}
 ROOM = ("env.max_turns=3", "env.max_observation_tokens=256", "data.max_prompt_tokens=400", "train.max_sequence_tokens=900",
         "train.row_lengths=(1024,)", "train.tokens_per_microbatch=4096", "model.config.max_position_embeddings=1024")
 
