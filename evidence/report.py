@@ -2,8 +2,9 @@
 
     python evidence/report.py [--use NAME=RUN ...] [--screenshots FOLDER]
 
-Runs configs/grpo.py:tiny with three seeds, configs/grpo_async.py:tiny and configs/env.py:calc, unless --use names runs that
-are there already (quickstart, three_seeds, asynchronous, environment; of several runs with commas between), and makes of one a
+Runs configs/grpo.py:tiny with three seeds, configs/grpo_async.py:tiny, configs/env.py:calc and a tiny job two of whose steps are explained
+and tried under other settings, unless --use names runs that
+are there already (quickstart, three_seeds, asynchronous, environment, explained; of several runs with commas between), and makes of one a
 run of 10,000 steps with all its metrics. Each page is opened in headless chromium (Debian's package `chromium`), which tells
 its texts, its drawings and every line of its console; the pictures are for eyes.
 """
@@ -32,12 +33,18 @@ JOBS = {
     "three_seeds": [("configs/grpo.py:tiny", [f"run.seed={seed}"]) for seed in range(3)],
     "asynchronous": [("configs/grpo_async.py:tiny", ["train.steps=12"])],
     "environment": [("configs/env.py:calc", ["train.steps=6"])],
+    "explained": [("tests/tiny_job.py", ["train.steps=5", "record.every=1", "rollout.group_size=4", "checkpoint.export_at_end=false"])],
+}
+AGAIN = {  # options of further calls on a run, by its own config
+    "explained": [["run.mode=explain", "replay.steps=3"],
+                  ["run.mode=replay", "replay.steps=4", "replay.try=optimizer.lr=0.003,0.1;algorithm.kl.coef=0.5;algorithm.ppo_epochs=2"]],
 }
 EXPECTED = {  # texts that have to stand on the page
     "quickstart": ["reward/mean", "seconds per step by phase", "measured / planned", "boxed", "gap/mean"],
     "three_seeds": ["seeds 0, 1, 2", "mean of 3", "smallest", "largest", "run.seed"],
     "asynchronous": ["staleness/mean", "publications", "rollout.max_staleness"],
     "environment": ["model, turn 1", "env/turns", "env/calls"],
+    "explained": ["Steps that were explained", "groups by share", "Other settings on one batch", "optimizer.lr=0.1", "what each setting gained"],
     "10000 steps": ["each column is the mean of up to", "reward/mean"],
 }
 STEPS = 10_000
@@ -47,9 +54,9 @@ def made(name: str, folder: Path) -> list[Path]:
     out = []
     for number, (config, options) in enumerate(JOBS[name]):
         run = folder / f"{name}_{number}"
-        flags = [f"--config.{o}" for o in (*options, f"run.dir={run}", "log.console=plain")]
-        subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={config}", *flags], check=True,
-                       stdout=subprocess.DEVNULL)
+        for source, said in [(config, options), *((run / "config.json", more) for more in AGAIN.get(name, ()))]:
+            flags = [f"--config.{o}" for o in (*said, f"run.dir={run}", "log.console=plain")]
+            subprocess.run([sys.executable, "-m", "jaxrl.main", f"--config={source}", *flags], check=True, stdout=subprocess.DEVNULL)
         assert (run / "report.html").exists(), "the run wrote no report"
         out.append(run)
     return out
