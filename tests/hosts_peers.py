@@ -81,9 +81,9 @@ def main():
 def arrays(peers, say, refused):
     """Rows of a host array to the devices that hold them, and back; the rollout layout as a process sees it alone."""
     def mesh_of(*shape):
-        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
+        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
-    mesh = mesh_of(1, 2, 1, 2)
+    mesh = mesh_of(1, 2, 1, 1, 2)
     whole = np.arange(32.0).reshape(4, 8)
     split = exchange.put({"x": whole}, NamedSharding(mesh, P(("dp", "fsdp"), "tp")))["x"]
     say("put", [split.is_fully_addressable, [np.asarray(s.data).shape for s in split.addressable_shards],
@@ -93,7 +93,7 @@ def arrays(peers, say, refused):
     own = program({"w": split})["w"]
     say("local", [list(here.devices.shape), own.is_fully_addressable, str(own.dtype), same == here,
                   bool(np.array_equal(np.asarray(own, np.float32), whole)), str(own.sharding.spec)])
-    crossing = mesh_of(1, 1, 1, 4)
+    crossing = mesh_of(1, 1, 1, 1, 4)
     refused("crossing", ConfigError, lambda: exchange.local_mesh(crossing))
     spread = exchange.put(whole, NamedSharding(crossing, P(None, "tp")))
     program, alone = exchange.local_copies(crossing, {"w": ("embed", "mlp")}, {"w": spread}, jnp.float32)

@@ -193,7 +193,7 @@ def test_a_sharded_step_traced_for_gpus_takes_the_kernels():
     def loss(params, *ids):
         return model.hidden(params, *ids).astype(jnp.float32).sum()
 
-    mesh = AbstractMesh((2, 1, 1, 2), AXES, (AxisType.Auto,) * 4,
+    mesh = AbstractMesh((2, 1, 1, 1, 2), AXES, (AxisType.Auto,) * 5,
                         abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
     attention_cases.leave_mesh()
     with jax.sharding.use_abstract_mesh(mesh):

@@ -393,9 +393,9 @@ def test_processes_that_disagree_are_named_and_do_not_hang(told):
 def test_arrays_go_where_they_belong(told):
     for answers in told:
         assert answers["put"] == [False, [[2, 4], [2, 4]], True]
-        assert answers["local"] == [[1, 1, 1, 2], True, "bfloat16", True, True, "P(None, 'tp')"]
+        assert answers["local"] == [[1, 1, 1, 1, 2], True, "bfloat16", True, True, "P(None, 'tp')"]
         assert "mesh.tp=4" in answers["crossing"] and "rollout.engine=vllm" in answers["crossing"]
-        assert answers["crossing copy"] == [[2, 1, 1, 1], True]
+        assert answers["crossing copy"] == [[2, 1, 1, 1, 1], True]
 
 
 @pytest.mark.parametrize("dies, how", [
