@@ -71,7 +71,7 @@ def fixed(model, batch):
     return route
 
 
-def every(x, ids, gates, *weights, activation, matmul, biases):
+def every(x, ids, gates, *weights, activation, matmul, biases, implementation):
     """All experts on all tokens."""
     flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
     return reference.experts(*flat, (*weights, *biases), activation, Exchange()).reshape(x.shape)
