@@ -440,6 +440,20 @@ def test_the_config_of_qwen3_30b_fits_and_counts_what_ep_splits():
     assert memory.dispatch(case.model, 16384, case.mesh, True) < memory.dispatch(alike.model, 16384, alike.mesh, True)
 
 
+def test_cp_lets_rows_in_that_are_too_long_for_a_device():
+    """Qwen3-30B-A3B and answers of 130,000 tokens on 16 H100: without cp a row's activations do not fit. A device of cp computes its
+    share of a row and has the keys and values of all of it, a layer's at a time: 4 x tokens x key-value heads x head size bytes."""
+    long = {"data__max_prompt_tokens": 1024, "rollout__max_new_tokens": 130048, "train__row_lengths": (), "train__tokens_per_microbatch": 131072,
+            "model__config": {"max_position_embeddings": 262144}, "rollout__group_size": 8}
+    whole, cut = qwen3_30b(mesh__fsdp=2, **long), qwen3_30b(mesh__fsdp=1, mesh__cp=2, **long)
+    assert whole.config.train.row_lengths == cut.config.train.row_lengths == (131072,)
+    assert plan.counted_peak(cut, {}) < 0.9 * cut.usable < whole.usable < plan.counted_peak(whole, {})
+    assert (cut.mesh["fsdp"], cut.mesh["cp"], workload.token_shards(cut.mesh), workload.data_shards(cut.mesh)) == (1, 2, 16, 8)
+    assert memory.gathered_rows(cut.model, 65536, cut.mesh) == 4 * 131072 * 4 * 128 and not memory.gathered_rows(whole.model, 131072, whole.mesh)
+    flops = [workload.train_work(c.config, c.model, c.mesh, workload.rows(c.config, workload.data_shards(c.mesh))).flops for c in (whole, cut)]
+    assert flops[0] == pytest.approx(2 * flops[1])  # of one row, whole or half of it
+
+
 @pytest.mark.slow
 def test_the_search_tries_ep():
     """The sampler's copy of all experts does not fit beside the trainer on one GPU; split over a host's it does."""
