@@ -1,8 +1,8 @@
 """Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5 (or `jaxrl --config=...`)
 
 Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
-or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes), 128 + n for signal n
-while the run starts (Ctrl-C 130, SIGTERM 143), 130 for a second Ctrl-C.
+or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes) or a claim of certify that
+does not hold, 128 + n for signal n while the run starts (Ctrl-C 130, SIGTERM 143), 130 for a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             config = load_config(spec, overrides)
             from jaxrl.recipes import train  # imports jax: only after the config could be read
 
-            train(config)
+            done = train(config)
     except (RunStopped, TimeoutError) as e:
         complain(f"stopped: {e}")
         return 1
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from "
                  "the newest checkpoint")
         return 1
-    return 0
+    return int(done.get("certified") is False)
 
 
 def peers():

@@ -34,7 +34,8 @@ class Recipe(NamedTuple):
 # Learning rates: supervised learning on a pretrained model takes 2e-5, as TRL does; reinforcement learning breaks
 # there.
 RECIPES = {
-    "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan", "replay", "explain"),
+    "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan", "replay", "explain",
+                                                             "certify"),
                  roles=("policy", "reference", "critic", "sampler", "reward_model"), again="jaxrl.recipes"),
     "preference": Recipe("jaxrl.recipes.preference", 1e-6, samples=False, modes=("train", "eval"),
                          roles=("policy", "reference"), pairs=True),

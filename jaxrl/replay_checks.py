@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from jaxrl.algorithm_checks import no_effect
+from jaxrl.certify.claims import CLAIMS
 from jaxrl.config import get, parse_value, unknown_option
 from jaxrl.errors import ConfigError
 from jaxrl.registry import recipe_of
@@ -75,6 +76,8 @@ def forks(cfg) -> list[str]:
 def replays(cfg) -> list[str]:
     """Every problem: field, value, remedy."""
     record, recipe, out = cfg.record, recipe_of(cfg), []
+    out += [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
+            for name in cfg.certify.accept if name not in CLAIMS]
     if record.every and not (recipe.samples and recipe.judged):
         out.append(f"record.every={record.every} with run.recipe={cfg.run.recipe}: steps of reinforcement learning are "
                    "recorded; leave it out")

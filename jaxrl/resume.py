@@ -19,7 +19,8 @@ FUTURE: tuple[str, ...] = (
     # how and where it runs
     "run.mode", "run.dir", "run.resume", "run.accept_changed", "run.stop_seconds",
     "run.compile_cache", "run.compile_cache_gb", "run.deterministic", "run.matmul_precision",
-    "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "record.*", "replay.*", "fork.*", "checkpoint.*", "user.*",
+    "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "record.*", "replay.*", "fork.*", "certify.*",
+    "checkpoint.*", "user.*",
     # how the model is computed, not what it is
     "model.remat", "model.remat_every", "model.attention", "model.experts", "model.trust_remote_code",
     # how rows are fetched, and how far the run goes through them

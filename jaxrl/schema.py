@@ -25,7 +25,7 @@ CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference", "teacher")  # r
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
         "recipe": O("rl", "the job to run; or the import path of a Recipe of your own (docs/extend.md)", choices=RECIPES, or_path=True),
-        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan", "replay", "explain")),
+        "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan", "replay", "explain", "certify")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
@@ -495,6 +495,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "record": jobs.RECORD,
     "replay": jobs.REPLAY,
     "fork": jobs.FORK,
+    "certify": jobs.CERTIFY,
     "faults": {
         "plan": O((), "faults to inject, for tests: 'component.fault@step=3,phase=commit' (of several processes one: process=1)"),
     },

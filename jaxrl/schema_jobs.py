@@ -105,3 +105,7 @@ FORK = {
                  " from its record (docs/replay.md)"),
     "step": O(0, "the first step that is computed under this config; the steps before it are the recorded run's", bound=">=0"),
 }
+
+CERTIFY = {
+    "accept": O((), "run.mode=certify: claims that need not hold, as packing,groups; they are checked and do not fail the job"),
+}

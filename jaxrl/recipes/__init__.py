@@ -50,10 +50,8 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     given = taken(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
     replay_checks.place(config)
     config_checks.check(config)
-    if config.run.mode == "plan":  # of devices that are not here: nothing is read but the model's description
-        from jaxrl.planning import plan
-
-        return plan.run(config)
+    if config.run.mode in ("plan", "certify"):
+        return _on_no_device_of_its(config, given)
     if config.run.mode not in replay_checks.AGAIN:  # what was recorded needs no data
         data_room.check_paths(config, given.data is not None, given.eval or ())
     telemetry.setup_logging(config.log.level)
@@ -70,6 +68,19 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
         if reason is e:
             raise
         raise reason from e
+
+
+def _on_no_device_of_its(config, given) -> dict:
+    """`train` of the modes that a job's own devices have no part in."""
+    if config.run.mode == "plan":  # nothing is read but the model's description
+        from jaxrl.planning import plan
+
+        return plan.run(config)
+    from jaxrl.recipes import certify
+    from jaxrl.telemetry import setup_logging
+
+    setup_logging(config.log.level)
+    return certify.run(config, given)
 
 
 def _train(config, given, peers) -> dict:

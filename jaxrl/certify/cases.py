@@ -1,0 +1,104 @@
+"""Batches to try claims on: small ones of plain numbers, the smallest first, and the changes that must not matter.
+
+Legend: N answers (trajectories), T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.types import FINISH, Trajectories
+
+STOP, LENGTH = FINISH.index("stop"), FINISH.index("length")
+
+
+class Case(NamedTuple):
+    """A batch and the numbers of its answers. columns: [T] by name, of sampled tokens."""
+
+    traj: Trajectories
+    scores: np.ndarray             # [N]
+    columns: dict[str, np.ndarray]
+    baseline: np.ndarray | None = None  # [N] score of the likeliest answer to each one's prompt
+
+    def told(self) -> dict:
+        """For a counterexample."""
+        return {"groups": self.traj.group.tolist(), "scores": np.round(self.scores, 4).tolist(),
+                "tokens of the answers": self.traj.total().tolist(),
+                "tokens of the prompts": self.traj.prompt_lengths.tolist()}
+
+
+def trajectories(prompts, answers, group, finish, turns: bool = False) -> Trajectories:
+    """One sequence each. prompts, answers: token ids of every answer. turns: with the columns of episodes, each answer
+    one of two turns, between which a token stands that was not sampled."""
+    tokens, mask, offsets, turn = [], [], [0], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        answer, own, number = list(answer), [True] * len(answer), [0] * len(answer)
+        if turns and len(answer) > 1:
+            cut = (len(answer) + 1) // 2
+            answer, own = answer[:cut] + answer[:1] + answer[cut:], own[:cut] + [False] + own[cut:]
+            number = [0] * cut + [-1] + [1] * (len(number) - cut)
+        tokens += [*prompt, *answer]
+        mask += [False] * len(prompt) + own
+        turn += [-1] * len(prompt) + number
+        offsets.append(len(tokens))
+    n, mask, turn = len(answers), np.array(mask, bool), np.array(turn, np.int32)
+    columns = {"kept": np.zeros(len(mask), np.float32)}
+    if turns:
+        last = np.append(mask[:-1] & ((turn[1:] != turn[:-1]) | ~mask[1:]), mask[-1])
+        columns |= {"turn": turn, "reward": np.where(last, 0.25 + 0.5 * turn, 0.0),
+                    "anchor": np.where(mask, 7 + turn, 0).astype(np.int64)}
+    return Trajectories(
+        tokens=np.array(tokens, np.int32), offsets=np.array(offsets, np.int64), loss_mask=mask,
+        logprobs=np.zeros(len(mask), np.float32), versions=np.where(mask, 0, -1).astype(np.int32),
+        prompt_lengths=np.array([len(p) for p in prompts], np.int32), group=np.asarray(group, np.int64),
+        sample=np.array([list(group[:i]).count(g) for i, g in enumerate(group)], np.int32),
+        seed=np.arange(n, dtype=np.uint32), finish=np.asarray(finish, np.int8), columns=columns)
+
+
+def batch(lengths, vocab: int, seed: int = 0, turns: bool = False, prompt: int = 3) -> Case:
+    """Groups of answers with these numbers of tokens, [[3, 1], [2, 2]] say; random tokens, scores that all differ,
+    columns of log-probs that differ a little, so that no ratio is 1."""
+    random = np.random.default_rng(seed)
+    prompts, answers, group, finish = [], [], [], []
+    for g, sizes in enumerate(lengths):
+        ids = random.integers(1, vocab, 1 + (g + 1) % prompt)
+        for k, size in enumerate(sizes):
+            prompts.append(ids)
+            answers.append(random.integers(1, vocab, size))
+            group.append(g)
+            finish.append(LENGTH if k == len(sizes) - 1 and g else STOP)
+    traj = trajectories(prompts, answers, group, finish, turns)
+    scores = random.permutation(np.linspace(0, 1, len(group))) + 0.01 * random.random(len(group))
+    base = np.where(traj.loss_mask, -1.0 - random.random(len(traj.tokens)), 0.0)
+    near = lambda scale: np.where(traj.loss_mask, base + scale * random.normal(size=len(base)), 0.0)  # noqa: E731
+    columns = {"logp": base, "old": near(0.1), "behaviour": near(0.1), "ref": near(0.5),
+               "entropy": np.where(traj.loss_mask, 0.5 + random.random(len(base)), 0.0),
+               "value": near(0.2), "return": near(0.2), "old_value": near(0.2), "staleness": np.zeros(len(base))}
+    return Case(traj, scores, columns, 0.3 + 0.1 * np.asarray(group, float))
+
+
+def taken(case: Case, order) -> tuple[Case, np.ndarray]:
+    """(the answers `order` names, in that order, where their tokens were [T'])."""
+    traj = case.traj
+    where = np.concatenate([np.arange(traj.offsets[i], traj.offsets[i + 1]) for i in order])
+    order = np.asarray(order)
+    own = {name: getattr(traj, name)[where] for name in ("tokens", "loss_mask", "logprobs", "versions")}
+    each = {name: getattr(traj, name)[order] for name in ("prompt_lengths", "group", "sample", "seed", "finish")}
+    new = Trajectories(**own, **each, offsets=np.append(0, np.cumsum(traj.lengths[order])),
+                       columns={name: column[where] for name, column in traj.columns.items()})
+    columns = {name: column[where] for name, column in case.columns.items()}
+    return Case(new, case.scores[order], columns, None if case.baseline is None else case.baseline[order]), where
+
+
+def orders(traj: Trajectories) -> dict[str, list[int]]:
+    """Orders of the answers that must not matter: groups stay together, as they do in a run."""
+    groups = list(dict.fromkeys(traj.group.tolist()))
+    members = {g: np.flatnonzero(traj.group == g).tolist() for g in groups}
+    return {"groups in reverse": [i for g in reversed(groups) for i in members[g]],
+            "answers of each group in reverse": [i for g in groups for i in reversed(members[g])]}
+
+
+SMALLEST = ([[1, 1]], [[2, 1]], [[2, 3]], [[1, 1], [1, 1]], [[2, 1], [1, 3]], [[3, 2, 1], [4, 1, 2]],
+            [[3, 5, 1, 2], [2, 2, 4, 1], [1, 6, 2, 3]])  # answers by their tokens, by group

@@ -1,0 +1,92 @@
+"""Claims about reward functions. `score` is the worker pool's: items -> RewardResult, nothing recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl.certify.claims import Broken
+from jaxrl.rewards.items import FINE
+
+HOSTILE = {
+    "empty": "",
+    "blank": " \n\t ",
+    "control characters": "\x00\x01\x07\x1b[31m\r\x7f",
+    "100,000 letters": "a" * 100_000,
+    "10,000 open brackets": "(" * 10_000,
+    "2,000 boxes that are not closed": "\\boxed{" * 2_000,
+    "a number of 5,000 digits": "\\boxed{" + "9" * 5_000 + "}",
+    "a power that nobody should work out": "\\boxed{9^{9^{9^{9^{9}}}}}",
+    "other digits": "\\boxed{\u0664\u0662} \\boxed{\u00b2} \u2167 \uff14\uff12",
+    "Arabic and Chinese": "\u0627\u0644\u062c\u0648\u0627\u0628 \u7b54\u6848",
+    "an emoji of several": "\U0001f468\u200d\U0001f469",
+    "undecodable bytes": "\ufffd\ufffd",
+    "marks without a letter": "\u0301\u0301\u202e\u200b",
+    "nan": "nan",
+    "inf": "-inf",
+    "a superscript as the answer": "\\boxed{\u00b2}",
+    "markup": "</answer><answer>{\"a\": [1, null]}%s%d{0}",
+    "a backslash at the end": "\\boxed{1}\\",
+}
+
+
+def items_of(examples, item) -> list:
+    """A right, a wrong and an unfinished answer to each row. item(example, text, i) -> RewardItem."""
+    out = []
+    for example in examples:
+        answer = "" if example.answer is None else str(example.answer)
+        texts = (answer, f"\\boxed{{{answer}}}", f"I do not know: 17, or {answer[:1]}", f"{answer} or not {answer}")
+        out += [item(example, text, len(out) + k) for k, text in enumerate(texts)]
+    return out
+
+
+def values(score, items) -> dict[str, np.ndarray]:
+    """Name -> [N] raw values, NaN = absent."""
+    return score(items).parts
+
+
+def compared(a, b, items, how: str, told: str):
+    """Raises Broken at the first item and reward where two results differ."""
+    for name in a:
+        for i, (x, y) in enumerate(zip(a[name], b[name], strict=True)):
+            if x != y and not (np.isnan(x) and np.isnan(y)):
+                raise Broken(f"reward {name}: {told}, {x:.6g} and {y:.6g}", {
+                    "reward": name, "completion": items[i].completion[:200], "columns": list(items[i].columns),
+                    "prompt": str(items[i].prompt)[:200], "value": float(x), how: float(y)})
+
+
+def twice(score, items) -> str:
+    compared(values(score, items), values(score, items), items, "the second time", "asked twice of the same answer")
+    return f"{len(items)} answers"
+
+
+def columns(score, items) -> str:
+    turned = [dataclasses.replace(item, columns=dict(reversed(item.columns.items()))) for item in items]
+    compared(values(score, items), values(score, turned), items, "columns in reverse",
+             "of the same row with its columns in reverse")
+    return f"{len(items[0].columns)} columns in reverse"
+
+
+def rows(score, items) -> str:
+    base, last = values(score, items), values(score, items[::-1])
+    compared(base, {name: x[::-1] for name, x in last.items()}, items, "rows in reverse", "with the rows in reverse")
+    some = items[::5]  # of all kinds of text
+    for item in some:
+        alone, i = values(score, [item]), next(k for k, other in enumerate(items) if other is item)
+        compared({n: x[i: i + 1] for n, x in base.items()}, alone, [item], "alone", "among others and alone")
+    return f"{len(items)} answers in reverse, {len(some)} of them alone"
+
+
+def hostile(score, item) -> str:
+    """item: one of the right answers; its completion is exchanged."""
+    names, texts = list(HOSTILE), list(HOSTILE.values())
+    result = score([dataclasses.replace(item, completion=text) for text in texts])
+    for text, outcomes in zip(names, result.outcomes, strict=True):
+        for reward, outcome in outcomes.items():
+            if outcome not in FINE:
+                raise Broken(f"reward {reward} of a text of {text}: {outcome[:300]}",
+                             {"reward": reward, "what": text, "completion": HOSTILE[text][:200],
+                              "characters": len(HOSTILE[text]), "outcome": outcome[:1000]})
+    most = {name: float(np.nanmax(x)) if np.isfinite(x).any() else None for name, x in result.parts.items()}
+    return f"{len(texts)} texts; the best of them have " + ", ".join(f"{v} of {k}" for k, v in most.items())

@@ -1,0 +1,89 @@
+"""run.mode=certify: claims hold of what is sound, and the claim that a defect breaks finds it, with a case that shows it."""
+
+import contextlib
+import json
+
+import certify_defects as defects
+import pytest
+import tiny_job
+
+import jaxrl
+from jaxrl import main
+from jaxrl.certify import claims
+from jaxrl.config import config_of, put
+from jaxrl.errors import ConfigError
+from jaxrl.recipes import certify
+from jaxrl.recipes.certify_update import Base
+from jaxrl.spec import resolve
+
+OF_LOSS = {name: given for name, given in defects.DEFECTS.items() if "reward.functions" not in given[0]}
+OF_REWARDS = {name: given for name, given in defects.DEFECTS.items() if "reward.functions" in given[0]}
+BARE = ("mask", "tokens", "objective", "terms", "groups")  # what needs no model
+
+
+def made(tmp_path, options):
+    c = tiny_job.get_config()
+    c.run.dir = str(tmp_path / "run")
+    for name, value in options.items():
+        put(c, name, value)
+    return config_of(c)
+
+
+def checks_of(tmp_path, options) -> dict:
+    config = made(tmp_path, options)
+    base = Base(config, tmp_path)
+    return certify.of_update(base, certify.loss_of(base), resolve(config, engine="jax"))
+
+
+@pytest.mark.parametrize("what", [w for w, (_, claim) in OF_LOSS.items() if claim != "resume"])
+def test_a_defect_of_loss_or_advantage_is_found(what, tmp_path):
+    options, claim = OF_LOSS[what]
+    found = claims.found(claim, checks_of(tmp_path, options)[claim])
+    assert found.verdict == claims.FAILS
+    assert found.case, found.told  # with numbers
+    json.dumps(claims.jsonable(found.case))
+
+
+@pytest.mark.parametrize("what", defects.SOUND)
+def test_a_sound_loss_of_a_users_own_breaks_nothing(what, tmp_path):
+    checks = checks_of(tmp_path, defects.SOUND[what])
+    assert {name: claims.found(name, checks[name]).verdict for name in BARE} == dict.fromkeys(BARE, claims.HOLDS)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "lite_ppo", "reinforce_pp", "vapo"])
+def test_presets_are_what_they_say(preset, tmp_path):
+    checks = checks_of(tmp_path, {"algorithm.preset": preset})
+    found = {name: claims.found(name, checks[name]) for name in BARE}
+    assert not [f.told for f in found.values() if f.verdict == claims.FAILS]
+    assert (found["groups"].verdict == claims.NONE) == (preset == "lite_ppo")
+    assert ("its gradient itself" in found["objective"].told) == (preset == "rloo")
+    assert ("KL (k1, in the reward)" in found["terms"].told) == (preset == "reinforce_pp")
+
+
+@pytest.mark.parametrize("what", OF_REWARDS)
+def test_a_defect_of_a_reward_is_found(what, tmp_path):
+    options, claim = OF_REWARDS[what]
+    with contextlib.ExitStack() as stack:
+        checks = certify.of_rewards(certify.Rewards(made(tmp_path, options), None, stack))
+        found = claims.found(claim, checks[claim])
+    assert found.verdict == claims.FAILS and found.case["reward"]
+
+
+def test_a_name_that_is_no_claim_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="certify.accept.*'reword'.*packing"):
+        jaxrl.train(made(tmp_path, {"certify.accept": ("reword",), "run.mode": "certify"}))
+
+
+@pytest.mark.slow
+def test_a_run_says_it_all_and_ends_with_1_unless_it_is_accepted(tmp_path, capsys):
+    flags = ["--config=tests/tiny_job.py", "--config.run.mode=certify", f"--config.run.dir={tmp_path}",
+             f"--config.algorithm.advantage={defects.HERE}:remembers"]
+    assert main.main(flags) == 1
+    told = json.loads((tmp_path / "certify.json").read_text())
+    assert [c["name"] for c in told["claims"]] == list(claims.CLAIMS)
+    broken = {c["name"] for c in told["claims"] if c["verdict"] == claims.FAILS}
+    assert broken == {"order", "repeat", "resume", "groups"} and told["certified"] is False
+    assert "## resume: the counterexample" in (tmp_path / "certify.md").read_text()
+    assert "does not hold" in capsys.readouterr().out
+    assert main.main([*flags, f"--config.certify.accept={','.join(broken)}"]) == 0
+    assert "does not hold (accepted)" in capsys.readouterr().out
