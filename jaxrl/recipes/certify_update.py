@@ -31,7 +31,7 @@ MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermedia
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
          "tie_word_embeddings": True, "eos_token_id": 0}
 ROUNDING = 2e-4  # of a gradient's length, in fp32
-ROW, PROMPT, ANSWER, GROUP = 24, 8, 8, 4
+ROW, PROMPT, ANSWER, GROUP = 32, 8, 8, 4
 STEPS = 100      # of the run that this would be, for schedules
 MESHES = {"dp=2": (2, {"dp": 2}), "fsdp=2": (2, {"fsdp": 2}), "tp=2": (2, {"tp": 2}),
           "cp=2": (2, {"cp": 2}), "dp=2, tp=2": (4, {"dp": 2, "tp": 2})}
@@ -152,7 +152,7 @@ class Tiny:
                 group, leaf = name.split(".")
                 c[group][leaf] = value
         spec = dataclasses.replace(self.spec, options=type(self.spec.options)(c))
-        shapes = row_shapes((length,), ROW - 8, tokens, sharding.data_shards(self.job.mesh), 1)
+        shapes = row_shapes((length,), PROMPT + ANSWER, tokens, sharding.data_shards(self.job.mesh), 1)
         job = dataclasses.replace(self.job, row_shapes=shapes, score_shapes=shapes)
         parts, batch = self.parts._replace(s=Standing(spec), job=job), self.batch(case)
         critic = self.algorithm.critic
