@@ -65,10 +65,13 @@ def run(config, given=None) -> dict:
 
 
 def simulate() -> None:
-    """Simulated devices for the meshes, where jax has not looked for others yet."""
+    """Simulated devices for the meshes, where jax has not looked for others yet; it then finds no others in this
+    process."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", DEVICES)
         jax.config.update("jax_platforms", "cpu")
+        log.info("certify: on %d simulated CPU devices, as is all else that this process computes; train in another one",
+                 DEVICES)
 
 
 # ---- loss, advantages and update
