@@ -70,8 +70,7 @@ def simulate() -> None:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", DEVICES)
         jax.config.update("jax_platforms", "cpu")
-        log.info("certify: on %d simulated CPU devices, as is all else that this process computes; train in another one",
-                 DEVICES)
+        log.info("certify: on %d simulated CPU devices, as is all else in this process; train elsewhere", DEVICES)
 
 
 # ---- loss, advantages and update
