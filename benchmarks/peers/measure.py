@@ -6,7 +6,7 @@ Standard library and numpy only: it is imported in every system's environment.
 
 The line: {"system", "versions", "seconds": {"step", "generation", "scoring", "update", "rest"} medians over the steps after the
 first, "steps": the same for each step, "first_step": seconds of the first one with all that is compiled in it, "tokens",
-"rewards": the mean of each step, where a system has them, "peak_rss_mib", "ceiling_gflops"}. `generation` includes handing the
+"rewards": the mean of each step, where a system has them (of pairs its loss), "peak_rss_mib", "ceiling_gflops"}. `generation` includes handing the
 sampler its weights; `scoring` is log-probs of a policy outside the update; `rest` is rewards, tokenization, packing, logging, and
 whatever else lies between two steps.
 """
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shapes import Work  # noqa: E402
 
 WEIGHT_DECAY, CLIP_NORM, CLIP_RATIO = 0.01, 1.0, 0.2  # of every system's AdamW and loss
+BETA = 0.1  # of DPO
 PARTS = ("generation", "scoring", "update")
 
 

@@ -1,4 +1,5 @@
-"""jaxrl on a shape: a GRPO run by `jaxrl.train`, with every file that a run writes, its seconds read from its metrics.jsonl.
+"""jaxrl on a shape: a run of GRPO, or of DPO where the shape has pairs, by `jaxrl.train`, with every file that a run writes, its
+seconds read from its metrics.jsonl.
 
     python benchmarks/peers/ours.py --work FOLDER --steps 2 [--config.train.tokens_per_microbatch=4096 ...]
 
@@ -36,7 +37,10 @@ def config_of(args, folder: str):
     c.rollout.group_size, c.rollout.max_new_tokens = shape.group, shape.new_tokens
     c.rollout.engine = "jax"
     c.user.peers_work = str(work.folder)
-    if args.replay:
+    if shape.pairs:
+        c.run.recipe, c.data.path, c.preference.beta = "preference", (str(work.folder / "pairs.jsonl"),), measure.BETA
+        c.reference.dtype = "fp32"
+    elif args.replay:
         c.rollout.engine, c.algorithm.mismatch.correction = f"{HERE}:recorded_engine", "none"  # its log-probs are no one's
         c.algorithm.mismatch.warn = 0.0
     elif shape.lengths != "full":
@@ -165,11 +169,13 @@ def main(argv=None) -> None:
             for phase, name in PHASES.items():
                 seconds[name] = seconds.get(name, 0.0) + line["time"].get(phase, 0.0)
             clock.add(seconds)
-        args.work.check(answers_of(run_dir, 1 + args.steps))
+        if not args.work.shape.pairs:
+            args.work.check(answers_of(run_dir, 1 + args.steps))
         if args.save:
             save(run_dir / "export", args.save)
         peak = float((run_dir / "peak").read_text())
-    measure.report("jaxrl", args, clock, ("jax", "jaxlib", "numpy"), gflops, peak, [line["reward/mean"] for line in lines])
+    measure.report("jaxrl", args, clock, ("jax", "jaxlib", "numpy"), gflops, peak,
+                   [line["loss" if args.work.shape.pairs else "reward/mean"] for line in lines])
 
 
 class Peak:

@@ -51,11 +51,13 @@ SYSTEMS = {
     "trl": System("trl_step.py", "trl"),
     "trl_vllm": System("trl_step.py", "trl_vllm", ("--vllm",)),
     "tunix": System("tunix_step.py", "tunix"),
+    "trl_dpo": System("trl_dpo.py", "trl"),
     "torch_loop": System("torch_loop.py", "trl"),
     "vllm_alone": System("vllm_alone.py", "trl_vllm", trains=False),
 }
 PARTS_ONLY = ("torch_loop", "vllm_alone")  # half a step each
 OF_EVERY_KIND = ("jaxrl", "torch_loop")  # scripts that know shapes with `lora` or `experts`
+OF_PAIRS = ("jaxrl", "trl_dpo")
 PARTS = ("generation", "scoring", "update", "rest")
 
 
@@ -84,6 +86,13 @@ def python_of(version: str) -> str:
         if candidate and subprocess.run([candidate, "-c", say], capture_output=True, text=True).stdout.strip() == version:
             return candidate
     sys.exit(f"no Python {version} found on the PATH or in {pyenv}")
+
+
+def able(shape) -> list[str]:
+    """Systems that can do a shape."""
+    if shape.pairs or shape.lora or shape.experts:
+        return list(OF_PAIRS if shape.pairs else OF_EVERY_KIND)
+    return [n for n, s in SYSTEMS.items() if n != "trl_dpo" and (shape.generates or (s.trains and n != "trl_vllm"))]
 
 
 def surroundings(threads: int) -> dict[str, str]:
@@ -185,9 +194,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv[:cut])
     args.ours, at = argv[cut + 1:], commit()
     shape = SHAPES[args.shape]
-    names = args.systems.split(",") if args.systems else [
-        n for n, s in SYSTEMS.items() if (shape.generates or (s.trains and n != "trl_vllm")) and
-        (not (shape.lora or shape.experts) or n in OF_EVERY_KIND)]
+    names = args.systems.split(",") if args.systems else able(shape)
     work = make(shape, args.envs / "work" / args.shape)
     pythons = {name: interpreter(SYSTEMS[name].environment, args.envs) for name in names}
     runs: dict[str, list] = {name: [] for name in names}

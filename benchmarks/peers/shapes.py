@@ -15,6 +15,8 @@ How all systems are brought to the same lengths:
               until its last answer ends, whichever row ended before, and one answer always has the longest length; so their
               rows are cut afterwards, at no cost and no gain to them.
   recorded    (W2, W4, and --replay) The tokens of prompts and answers are given and only training runs.
+  pairs       (W7) Recorded answers, the first of a prompt's two chosen, the other rejected, each with the end token last;
+              pairs.jsonl has them as text, PAIRED_STEPS steps of them, so that no step meets a pair whose reference is known.
 
 Legend: P prompts, G answers to each, N = P x G.
 """
@@ -31,6 +33,7 @@ import numpy as np
 PAD, END, FIRST = 0, 1, 2  # the first token of prompts and answers
 END_ROW, CONSTANT = -25.0, 0.5  # entries of channel 0: of the two special rows, of all others
 SEED = 7
+PAIRED_STEPS = 8  # that pairs.jsonl has pairs for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Shape:
     lora: int = 0  # rank of adapters on all linear maps of the layers, which train instead of the model; alpha is the rank
     experts: int = 0  # of every layer, each `intermediate` wide; the architecture is then Qwen3-MoE's
     chosen: int = 0  # experts of a token
+    pairs: bool = False  # the two answers of a prompt are a pair, for DPO
 
     @property
     def sequences(self) -> int:
@@ -88,6 +92,8 @@ class Shape:
         positions = self.prompts * p + lengths.sum()
         pairs = self.prompts * p * (p + 1) / 2 + (lengths * p + lengths * (lengths + 1) / 2).sum()
         forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * lengths.sum()
+        if self.pairs:  # and once under the reference
+            return {"generation": 0.0, "scoring": forward, "update": 3 * forward}
         if not self.lora:
             return {"generation": forward if self.generates else 0.0, "update": 3 * forward}
         adapters = 2 * positions * sum(self.lora * (rows + columns) for rows, columns in self.linear().values()) * self.layers
@@ -138,6 +144,9 @@ SHAPES = {
     "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
     "W4": dataclasses.replace(W2, lora=16),  # W2 with adapters
     "W5": dataclasses.replace(W2, intermediate=W2.intermediate // 4, experts=16, chosen=4),  # of W2's width for a token
+    "W7": dataclasses.replace(W2, prompts=8, group=2, pairs=True),  # W2's model and tokens in pairs
+    "tiny_pairs": Shape(32, 2, 2, 1, 64, 256, prompts=4, group=2, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
+                        generates=False, pairs=True),
     "tiny_experts": Shape(32, 2, 2, 1, 16, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
                           experts=6, chosen=3),
     "tiny": Shape(32, 2, 2, 1, 64, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=8, microbatch=4),
@@ -198,8 +207,20 @@ def make(shape: Shape, folder) -> Path:
     answers = draw.integers(FIRST, shape.vocab, lengths.sum(), np.int32)
     np.savez(part / "work.npz", prompts=prompts, answers=answers, lengths=lengths)
     (part / "prompts.jsonl").write_text("".join(json.dumps({"prompt": words(row)}) + "\n" for row in prompts))
+    if shape.pairs:
+        (part / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _pairs(shape)))
     part.rename(folder)
     return folder
+
+
+def _pairs(shape: Shape):
+    """Rows of text; of every step answers of the shape's lengths."""
+    draw, lengths = np.random.default_rng([SEED, 3]), shape.answer_lengths().reshape(-1, 2)
+    token_ids = lambda n: draw.integers(FIRST, shape.vocab, n, np.int32)  # noqa: E731
+    for _ in range(PAIRED_STEPS):
+        for chosen, rejected in lengths:
+            yield {"prompt": words(token_ids(shape.prompt_tokens)), "chosen": " " + words(token_ids(chosen - 1)),
+                   "rejected": " " + words(token_ids(rejected - 1))}
 
 
 def _weights(shape: Shape) -> dict[str, np.ndarray]:
