@@ -35,6 +35,11 @@ class Keys:
         return value
 
 
+def _mean_of(c):
+    """Completions of a token mean; None: all of an optimizer step."""
+    return 1 if c.algorithm.aggregation == "sequence_mean" else c.algorithm.aggregation_sequences or None
+
+
 def skyrl(k: Keys, c, version: str) -> dict:
     """skyrl/train/trainer.py, utils/utils.py (validate_batch_sizes), utils/ppo_utils.py."""
     a, s, o = "trainer.algorithm.", "generator.sampling_params.", "trainer.policy.optimizer_config."
@@ -51,6 +56,9 @@ def skyrl(k: Keys, c, version: str) -> dict:
         "epochs": (c.data.epochs, k("trainer.epochs", default=1)),
         "eval every": (c.eval.every_steps, max(k("trainer.eval_interval", default=5), 0)),
     }
+    kind, old = k(a + "loss_reduction", default="token_mean"), version.startswith("train") or version in ("docs", "0.1")
+    if kind == "token_mean_legacy" or kind == "token_mean" and old:
+        out["token mean"] = (_mean_of(c), k("trainer.micro_train_batch_size_per_gpu", default=1))
     on = k(a + "use_kl_loss", default=True) or k(a + "use_kl_in_reward", default=False)
     out["kl"] = (c.algorithm.kl.coef, k(a + "kl_loss_coef", default=0.001) if on else 0.0)
     if c.algorithm.policy_loss == "clip":
@@ -80,6 +88,9 @@ def verl(k: Keys, c, version: str) -> dict:
                k("algorithm.kl_ctrl.kl_coef", default=0.001) if k("algorithm.use_kl_in_reward", default=False) else 0.0),
     }
     mode = k(a + "policy_loss.loss_mode", default="vanilla")
+    if mode == "vanilla" and k(a + "loss_agg_mode", default="token-mean") == "token-mean":
+        legacy = k("trainer.use_legacy_worker_impl", default="auto") != "disable" and not k(a + "use_dynamic_bsz", default=False)
+        out["token mean"] = (_mean_of(c), k(a + "ppo_micro_batch_size_per_gpu") if legacy else None)
     if mode in ("vanilla", "gspo", "geo_mean"):
         out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
                        (k(a + "clip_ratio_low", default=0.2), k(a + "clip_ratio_high", default=0.2)))
@@ -91,7 +102,9 @@ def trl(k: Keys, c, version: str) -> dict:
     """trl/trainer/grpo_config.py (__post_init__) and grpo_trainer.py, eight processes."""
     accumulated = k("gradient_accumulation_steps", default=1)
     whole = k("per_device_train_batch_size", default=8) * 8 * accumulated
+    bnpo = k("loss_type", default="bnpo" if version in ("0.17", "0.18", "0.19") else "dapo") == "bnpo"
     return {
+        "token mean": (_mean_of(c) if bnpo else 0, k("per_device_train_batch_size", default=8) if bnpo else 0),
         "sequences": (c.data.prompts_per_step * c.rollout.group_size, whole),
         "group": (c.rollout.group_size, k("num_generations", default=8)),
         "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k("num_iterations", default=1)),
@@ -134,7 +147,10 @@ def rlinf(k: Keys, c, version: str) -> dict:
         (k("actor.lr_sched.lr_warmup_fraction") or 0) * (k("actor.lr_sched.lr_decay_iters") or 0))
     scale, best, worst = k("reward.reward_scale", default=1.0), k("reward.reward_max_val", default=1.0), k("reward.reward_min_val", default=-1.0)
     kind = k(a + "adv_type", default="grpo")
+    whole = k(a + "use_valid_token_scale", default=False) or k("runner.enable_dynamic_batch_size", default=False)
+    mean = k(a + "loss_agg_func", default="token-mean") == "token-mean"
     return {
+        "token mean": (_mean_of(c) if mean else 0, (None if whole else k(a + "training_batch_size_per_gpu", default=1)) if mean else 0),
         "prompts": (c.data.prompts_per_step, k("data.rollout_batch_size")),
         "group": (c.rollout.group_size, k(a + "group_size")),
         "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k(a + "n_minibatches", default=1)),
@@ -197,6 +213,8 @@ def roll(k: Keys, c, version: str) -> dict:
         "eval every": (c.eval.every_steps, k("eval_steps", default=10) if k("validation.data_args.file_name") else 0),
         "least staleness": (c.rollout.max_staleness >= k("async_generation_ratio", default=0), True),
     }
+    if out["aggregation"][1] == "token_mean" and version < "0.2" and not k("actor_train.use_dynamic_batching_in_train"):
+        out["aggregation"] = (_mean_of(c), k(t + "per_device_train_batch_size", default=8))
     if c.algorithm.policy_loss == "clip":
         out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
                        (k("pg_clip_low", default=0.2), k("pg_clip_high", default=0.2)) if wide else (clip, clip))

@@ -113,6 +113,13 @@ def no_effect(name, value, without, remedy):
     return f"{name}={value!r} has no effect {without}; {remedy}"
 
 
+def of_aggregation(a, v) -> list[str]:
+    """Options of an aggregation that is another one; a: the table `algorithm`, v: it resolved."""
+    return [no_effect(f"algorithm.{n}", a[n], f"with algorithm.aggregation={v['aggregation']}", f"set {kind}")
+            for n, kind in (("aggregation_constant", "constant"), ("aggregation_sequences", "token_mean"))
+            if a[n] and v["aggregation"] != kind]
+
+
 def _estimators(cfg, v):
     """Options of the advantage that its estimator does not read, and bounds that cross."""
     a, out = cfg.algorithm, []
@@ -136,9 +143,7 @@ def _estimators(cfg, v):
         out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
                    "algorithm.advantage_mean=greedy: the greedy completions' scores are not normalised; set both to "
                    "none")
-    if a.aggregation_constant and v["aggregation"] != "constant":
-        out.append(no_effect("algorithm.aggregation_constant", a.aggregation_constant,
-                              f"with algorithm.aggregation={v['aggregation']}", "set constant"))
+    out += of_aggregation(a, v)
     if v["positive_nll_coef"] and not cfg.reward.functions:
         out.append("algorithm.positive_nll_coef needs a reward that says which completions are right")
     return out

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.algorithm_checks import no_effect, of_samples, resolved_algorithm
+from jaxrl.algorithm_checks import no_effect, of_aggregation, of_samples, resolved_algorithm
 from jaxrl.config import get
 from jaxrl.lengths import episodes
 from jaxrl.registry import recipe_of
 from jaxrl.schema import options
 
 # Options below `algorithm` that distillation reads: always, and where the teacher's log-probs are an advantage.
-ALWAYS = ("aggregation", "aggregation_constant", "ppo_epochs", "num_minibatches", "mask_truncated")
+ALWAYS = ("aggregation", "aggregation_constant", "aggregation_sequences", "ppo_epochs", "num_minibatches",
+          "mask_truncated")
 SAMPLED = (*ALWAYS, "policy_loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "cispo_max_ratio",
            "cispo_min_ratio", "sapo_tau_pos", "sapo_tau_neg", "dppo_low", "dppo_high", "entropy_coef", "entropy_target",
            "entropy_rate", "entropy_max", "early_stop_ratio", "early_stop_kl", "old_logprobs", "mismatch.correction",
@@ -133,7 +134,5 @@ def _algorithm(cfg) -> list[str]:
     names = [n for n in _changed(cfg, ("algorithm", "critic", "reference")) if n.removeprefix("algorithm.") not in read]
     out = _without_use(cfg, names, f"in distillation with distill.loss={cfg.distill.loss}", "leave it out")
     v = resolved_algorithm(cfg) | {"advantage_mean": "none"}
-    if cfg.algorithm.aggregation_constant and v["aggregation"] != "constant":
-        out.append(no_effect("algorithm.aggregation_constant", cfg.algorithm.aggregation_constant,
-                             f"with algorithm.aggregation={v['aggregation']}", "set constant"))
+    out += of_aggregation(cfg.algorithm, v)
     return out or of_samples(cfg, v)

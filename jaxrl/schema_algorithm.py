@@ -52,6 +52,8 @@ ALGORITHM = {
     "aggregation": O(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
                      ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
     "aggregation_constant": O(0.0, "what aggregation=constant divides a completion's sum by; 0 = rollout.max_new_tokens", bound=">=0"),
+    "aggregation_sequences": O(0, "aggregation=token_mean over every so many completions, and the mean of these: what a token mean of each"
+                                  " micro-batch is in other systems; 0 = one token mean of the optimizer step", bound=">=0"),
     "kl": {
         "coef": O(None, "weight of the KL to the reference; 0 loads no reference", float, bound=">=0"),
         "estimator": O(None, "KL estimator; k1 in the reward only, k3_unbiased in the loss only", str,

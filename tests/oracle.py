@@ -313,7 +313,13 @@ def allowed(tokens, offsets, prompts, groups, scores, minimum):
     return out
 
 
-def weights(counts, aggregation, groups, max_tokens):
+def weights(counts, aggregation, groups, max_tokens, together=0):
+    if together and aggregation == "token_mean":
+        them, out = [i for i, c in enumerate(counts) if c], [0.0] * len(counts)
+        for part in (them[k:k + together] for k in range(0, len(them), together)):
+            for i in part:
+                out[i] = len(part) / (len(them) * sum(counts[j] for j in part))
+        return out
     n = len([c for c in counts if c])
     prompts = {g for c, g in zip(counts, groups, strict=True) if c}
     out = []

@@ -172,6 +172,23 @@ def test_verls_kl_in_the_reward_is_k1_and_two_kls_are_refused():
     assert values(migrated("verl"))["algorithm.kl.coef"] == 0
 
 
+def test_a_token_mean_of_each_micro_batch_is_one_of_as_many_completions():
+    def of(system, key, size, version=None, **more):
+        v = values(migrated(system, {key: size, **REQUIRED.get(system, {}), **more}, version))
+        return v["algorithm.aggregation"], v.get("algorithm.aggregation_sequences")
+
+    micro, whole = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ("token_mean", None)
+    assert of("verl", micro, 4) == ("token_mean", 4) and of("verl", micro, 1) == ("sequence_mean", None)
+    assert of("verl", micro, 4, **{"actor_rollout_ref.actor.use_dynamic_bsz": True}) == whole
+    assert of("verl", micro, 4, **{"trainer.use_legacy_worker_impl": "disable"}) == whole
+    micro, legacy = "trainer.micro_train_batch_size_per_gpu", {"trainer.algorithm.loss_reduction": "token_mean_legacy"}
+    assert of("skyrl", micro, 4) == whole and of("skyrl", micro, 4, **legacy) == of("skyrl", micro, 4, "train-0.4") == ("token_mean", 4)
+    assert of("trl", "per_device_train_batch_size", 4, "0.18") == ("token_mean", 4) and of("trl", "per_device_train_batch_size", 4) == whole
+    job = {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "response_length": 99, "loss_agg_mode": "token-mean"}
+    micro = "actor_train.training_args.per_device_train_batch_size"
+    assert of("roll", micro, 4, **job) == whole and of("roll", micro, 4, "0.1.3", **job) == ("token_mean", 4)
+
+
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 

@@ -87,11 +87,14 @@ def test_bounds_that_are_negative_are_none_and_aipo_is_a_clip_on_one_side():
 
 
 def test_sums_and_means():
-    agg = lambda **k: tuple(values(of({P + n: x for n, x in k.items()})).get(f"algorithm.aggregation{s}") for s in ("", "_constant"))  # noqa: E731
-    assert agg() == ("token_mean", None) and agg(loss_type="seq-mean-token-sum") == ("sequence_sum", None)
-    assert agg(loss_type="seq-mean-token-mean") == ("sequence_mean", None)
-    assert agg(loss_type="seq-mean-token-mean", unbiased_loss_max_tokens=3000) == ("constant", 3000.0)
-    assert agg(loss_type="token-sum", mini_batch=4) == ("constant", 0.25)  # sums of mini-batches, averaged
+    agg = lambda **k: tuple(values(of({P + n: x for n, x in k.items()})).get(f"algorithm.aggregation{s}") for s in ("", "_constant", "_sequences"))  # noqa: E731
+    assert agg() == ("token_mean", None, 2) and agg(loss_type="seq-mean-token-sum") == ("sequence_sum", None, None)
+    assert agg(mini_batch=1) == ("sequence_mean", None, None) and agg(max_token_len_per_mini_batch=9000) == ("token_mean", None, None)
+    balanced = {P + "balance_dp_token": True, PAR + "dp_shard_size": 4}
+    assert values(of(balanced))["algorithm.aggregation_sequences"] == 8  # of all workers
+    assert agg(loss_type="seq-mean-token-mean") == ("sequence_mean", None, None)
+    assert agg(loss_type="seq-mean-token-mean", unbiased_loss_max_tokens=3000) == ("constant", 3000.0, None)
+    assert agg(loss_type="token-sum", mini_batch=4) == ("constant", 0.25, None)  # sums of mini-batches, averaged
 
 
 def test_evaluation_is_greedy_by_its_top_k_and_older_versions_sample():

@@ -60,7 +60,9 @@ def test_a_token_mean_of_one_sequence_is_a_mean_over_sequences():
     assert values(migrated())["algorithm.aggregation"] == "sequence_mean"
     assert values(migrated({"algorithm.use_valid_token_scale": True}))["algorithm.aggregation"] == "token_mean"
     several = migrated({"algorithm.training_batch_size_per_gpu": 4})
-    assert values(several)["algorithm.aggregation"] == "sequence_mean" and any("micro-batch of several" in t for t in several.different)
+    assert (values(several)["algorithm.aggregation"], values(several)["algorithm.aggregation_sequences"]) == ("token_mean", 4)
+    many = migrated({"algorithm.training_batch_size_per_gpu": 4, "runner.enable_dynamic_batch_size": True})
+    assert values(many)["algorithm.aggregation"] == "token_mean" and "algorithm.aggregation_sequences" not in values(many)
     assert values(migrated({"algorithm.loss_agg_func": "seq-mean-token-sum"}))["algorithm.aggregation"] == "sequence_sum"
 
 

@@ -11,22 +11,30 @@ from __future__ import annotations
 import numpy as np
 
 
-def _prompt_mean(counts, n, groups, max_tokens):
+def _token_mean(counts, n, groups, max_tokens, together):
+    if not together:
+        return max(counts.sum(), 1.0)
+    part = np.maximum(np.cumsum(counts > 0) - 1, 0) // together
+    tokens, size = np.bincount(part, weights=counts), np.bincount(part, weights=counts > 0)
+    return n * (np.maximum(tokens, 1.0) / np.maximum(size, 1.0))[part]
+
+
+def _prompt_mean(counts, n, groups, max_tokens, together):
     _, prompt = np.unique(np.asarray(groups), return_inverse=True)
     tokens = np.bincount(prompt, weights=counts)
     return (max(np.count_nonzero(tokens), 1) * np.maximum(tokens, 1.0))[prompt]
 
 
 AGGREGATIONS = {  # name -> what a token's loss is divided by
-    "token_mean": lambda counts, n, groups, max_tokens: max(counts.sum(), 1.0),
-    "sequence_mean": lambda counts, n, groups, max_tokens: n * np.maximum(counts, 1.0),
-    "sequence_sum": lambda counts, n, groups, max_tokens: n,
-    "constant": lambda counts, n, groups, max_tokens: n * max_tokens,
+    "token_mean": _token_mean,
+    "sequence_mean": lambda counts, n, groups, max_tokens, together: n * np.maximum(counts, 1.0),
+    "sequence_sum": lambda counts, n, groups, max_tokens, together: n,
+    "constant": lambda counts, n, groups, max_tokens, together: n * max_tokens,
     "prompt_mean": _prompt_mean,
 }
 
 
-def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens=None):
+def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens=None, together=0):
     """Weight of each scored token of a trajectory, float64 [N]; 0 for one without scored tokens.
 
         token_mean      1 / sum_j |y_j|                      DAPO (arXiv 2503.14476)
@@ -34,6 +42,10 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
         sequence_sum    1 / n                                REINFORCE, RLOO, ReMax
         constant        1 / (n * max_tokens)                 Dr.GRPO (arXiv 2503.20783)
         prompt_mean     1 / (P * tokens of its prompt)       mean over prompts of their token means
+
+    With `together` = k the token mean is one of every k trajectories in their order, c = the m of them that stand with i
+    (the last may be fewer), and these are averaged: m / (n * sum_{j in c} |y_j|). So a system has it that takes a token
+    mean of each micro-batch of k sequences; k = 1 is sequence_mean, k >= n token_mean.
 
     n = trajectories, P = prompts with at least one scored token. Tokens that are filtered later (truncated completions,
     sequences the mismatch correction drops ...) keep their place in the denominators.
@@ -43,6 +55,7 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
       aggregation: one of the above.
       groups_N: prompt id per trajectory, for prompt_mean.
       max_tokens: the constant of Dr.GRPO: the longest completion that may be sampled, never a width of this batch.
+      together: trajectories with scored tokens in one token mean; 0 = all. Read by token_mean alone.
 
     Raises ValueError for other names, and where groups_N or max_tokens is missing.
     """
@@ -53,5 +66,5 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
     if aggregation == "prompt_mean" and groups_N is None:
         raise ValueError("aggregation='prompt_mean' needs groups_N, the prompt of each trajectory")
     counts = np.asarray(counts_N, np.float64)
-    denominator = AGGREGATIONS[aggregation](counts, max(np.count_nonzero(counts), 1), groups_N, max_tokens)
+    denominator = AGGREGATIONS[aggregation](counts, max(np.count_nonzero(counts), 1), groups_N, max_tokens, together)
     return np.where(counts > 0, 1.0 / denominator, 0.0)

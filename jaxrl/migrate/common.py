@@ -71,6 +71,24 @@ def minibatches(m: Migration, option: str, prompts: int, size: int | None, epoch
         m.facts["optimizer steps per step"] = prompts // size * epochs
 
 
+def token_mean(m: Migration, sequences: int, *keys: str) -> None:
+    """A source's token mean of each micro-batch, which are averaged by their sequences. sequences: of a micro-batch; 0
+    where that number is not in the config, as with micro-batches of so many tokens."""
+    m.set("algorithm.aggregation", "sequence_mean" if sequences == 1 else "token_mean", *keys)
+    if sequences > 1:
+        m.set("algorithm.aggregation_sequences", sequences, *keys)
+        m.differs(
+            f"a token mean is one of every {sequences} completions that follow each other, as one of each micro-batch is "
+            f"in {m.table.title}; which ones meet is another draw. Lengths of neighbours then decide a completion's "
+            "weight: algorithm.aggregation_sequences=0 is the mean over all tokens of the optimizer step"
+        )
+    elif not sequences:
+        m.differs(
+            f"{m.table.title}'s token mean is one per micro-batch, of no fixed number of sequences; here it is one over the "
+            "optimizer step"
+        )
+
+
 def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) -> None:
     """A KL to the reference of this weight; 0: no reference, and the other keys do nothing."""
     m.set("algorithm.kl.coef", coef, *keys)

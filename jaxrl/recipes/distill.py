@@ -289,7 +289,7 @@ def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, floa
         for minibatch in layout.minibatches:
             weights = training.loss_weights(
                 traj, minibatch.sequences, a.aggregation, max_tokens=a.aggregation_constant or c.rollout.max_new_tokens,
-                dropped=dropped, positive=from_rows if c.distill.ce else None)
+                together=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
             packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
             pending.append(policy.update(map(policy.put, packed)))
             if parts.rollouts is not None:

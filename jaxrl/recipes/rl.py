@@ -265,8 +265,8 @@ def weigher(parts: Parts, batch, columns):
     constant = a.aggregation_constant or c.rollout.max_new_tokens
 
     def weigh(minibatch):
-        return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant, dropped=dropped,
-                                     keep=keep, positive=positive)
+        return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
+                                     together=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
 
     weigh.left_out = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in kept.items()}
     return weigh

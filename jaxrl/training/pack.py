@@ -126,12 +126,13 @@ def _places(traj: Trajectories, micro: Microbatch):
             (scored_row, slot, token[scored], source, number - number[first] + 1))
 
 
-def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=None, keep=None, positive=None):
+def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together=0, dropped=None, keep=None,
+                 positive=None):
     """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens. Denominators count trajectories,
     those of each adapter apart where there are several.
 
     Args:
-      sequences: all of the trajectories of the optimizer step. aggregation, max_tokens: as aggregation_weights'.
+      sequences: all of the trajectories of the optimizer step. aggregation, max_tokens, together: as aggregation_weights'.
       dropped: [N] bool, trajectories without policy loss. keep: [T] bool, tokens with one. What they take away keeps
         its place in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.
@@ -139,7 +140,7 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=
     Returns:
       {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive trajectories}.
     """
-    options = dict(max_tokens=max_tokens, dropped=dropped, keep=keep, positive=positive)
+    options = dict(max_tokens=max_tokens, together=together, dropped=dropped, keep=keep, positive=positive)
     if "adapter" not in traj.columns:
         return _weights(traj, sequences, aggregation, **options)
     number = traj.columns["adapter"][traj.offsets[:-1]][sequences]
@@ -147,12 +148,13 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, dropped=
     return {name: sum(weights[name] for weights in each) for name in each[0]}
 
 
-def _weights(traj, sequences, aggregation, *, max_tokens, dropped, keep, positive):
+def _weights(traj, sequences, aggregation, *, max_tokens, together, dropped, keep, positive):
     """`loss_weights` of trajectories that share their denominators."""
     counts, whose = np.zeros(traj.num_trajectories), traj.trajectory[sequences]
     counts[whose] = traj.total()[whose]
     spread = lambda w: np.where(traj.loss_mask, traj.spread(w), 0.0)  # noqa: E731
-    policy = aggregation_weights(counts, aggregation, groups_N=traj.group, max_tokens=max_tokens)
+    policy = aggregation_weights(counts, aggregation, groups_N=traj.group, max_tokens=max_tokens,
+                                 together=together)
     policy = spread(policy if dropped is None else np.where(dropped, 0.0, policy))
     out = {"policy": policy if keep is None else np.where(keep, policy, 0.0),
            "token": spread(aggregation_weights(counts, "token_mean"))}

@@ -286,6 +286,18 @@ def test_aggregation_weights(aggregation):
         np.testing.assert_allclose(got, oracle.weights(counts, aggregation, groups, 9), rtol=1e-15)
 
 
+def test_token_means_of_some_trajectories_each():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        n = int(rng.integers(0, 9))
+        counts = rng.integers(0, 4, n)
+        weights = lambda kind, k=0: alg.aggregation_weights(counts, kind, together=k)  # noqa: B023, E731
+        for k in (2, 3):
+            np.testing.assert_allclose(weights("token_mean", k), oracle.weights(counts, "token_mean", None, 0, k), rtol=1e-15)
+        np.testing.assert_allclose(weights("token_mean", 1), weights("sequence_mean"), rtol=1e-15)
+        np.testing.assert_allclose(weights("token_mean", n + 1), weights("token_mean"), rtol=1e-15)
+
+
 def test_explained_variance():
     returns, mask = np.array([1.0, 2.0, 4.0, np.nan]), np.array([True, True, True, False])
     assert alg.explained_variance(returns, returns, mask) == 1.0

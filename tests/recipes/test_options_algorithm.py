@@ -661,15 +661,15 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     assert still.after_step(run, policy) == {} and still.arrays() == {} and still.abstract() == {}
 
 
-def test_constant_aggregation_divides_by_a_constant_of_choice():
-    """algorithm.aggregation_constant, else rollout.max_new_tokens=12; and the four answers."""
+def test_aggregations_divide_by_what_is_asked():
+    """algorithm.aggregation_constant, else rollout.max_new_tokens=12, and the four answers; algorithm.aggregation_sequences."""
     traj, columns = batch_of_groups(groups=2, size=2)
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
     batch = SimpleNamespace(traj=traj, dropped=np.zeros(4, bool), scores=None, result=None)
 
-    def weights(constant):
-        c, seen = config({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": constant}), []
+    def weights(kind, **options):
+        c, seen = config({"algorithm.aggregation": kind, **{f"algorithm.aggregation_{k}": v for k, v in options.items()}}), []
 
         def update(batches):
             seen.extend(np.unique(np.asarray(b.weights["policy"])).tolist() for b in batches)
@@ -678,7 +678,11 @@ def test_constant_aggregation_divides_by_a_constant_of_choice():
         rl.policy_steps(parts_of(c, update), batch, layout, columns)
         return seen
 
-    assert weights(0.0) == [pytest.approx([0, 1 / (4 * 12)])] and weights(500.0) == [pytest.approx([0, 1 / (4 * 500)])]
+    assert weights("constant") == [pytest.approx([0, 1 / (4 * 12)])]
+    assert weights("constant", constant=500.0) == [pytest.approx([0, 1 / (4 * 500)])]
+    counts = traj.total()
+    pairs = 2 / (4 * np.array([counts[:2].sum(), counts[2:].sum()]))
+    assert weights("token_mean", sequences=2) == [pytest.approx(sorted([0, *pairs]))] != weights("token_mean")
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -1046,6 +1050,9 @@ REFUSED = [
     ({"critic.lr": 0.0}, "critic.lr=0.0: must be above 0"),
     ({"algorithm.aggregation_constant": 9.0}, "algorithm.aggregation_constant=9.0 has no effect with algorithm.aggregation=token_mean; "
      "set constant"),
+    ({"algorithm.aggregation": "constant", "algorithm.aggregation_sequences": 2}, "algorithm.aggregation_sequences=2 has no effect with "
+     "algorithm.aggregation=constant; set token_mean"),
+    ({"algorithm.aggregation_sequences": -1}, "algorithm.aggregation_sequences=-1: must not be negative"),
     ({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": -1.0}, "aggregation_constant=-1.0: must not be negative"),
     ({"optimizer.decay_shape": "sqrt"}, "optimizer.decay_shape='sqrt' has no effect with optimizer.schedule=constant; set wsd"),
     ({"train.score_tokens_per_microbatch": -1}, "train.score_tokens_per_microbatch=-1: must not be negative"),

@@ -40,7 +40,6 @@ TABLE = Table(
     differs=(
         "the launcher's script may give a data set, rewards, a packer and hooks in Python: they are not read, see "
         "docs/from_cosmos_rl.md",
-        "the token mean is one over an optimizer step; Cosmos-RL's is one per mini-batch and GPU, weighed by samples",
         "the first update of the warm-up has 1/n of the learning rate, and Cosmos-RL's has optm_warmup_start_factor of it",
         "weight decay spares norms, biases and other vectors; Cosmos-RL's does not",
         "the order of the data is drawn from another generator",
@@ -84,6 +83,7 @@ TABLE = Table(
             K(P + "lower_bound_ratio", "equivalent", default=3.0, other=10.0),
             K(P + "aipo_rho", "equivalent", other=4.0),
             K(P + "loss_type", "equivalent", default="token-mean", other="seq-mean-token-sum"),
+            K(P + "balance_dp_token", "equivalent", default=False, other=True, beside={POLICY + "parallelism.dp_shard_size": 4}),
             K(P + "unbiased_loss_max_tokens", "equivalent", other=4096, beside={P + "loss_type": "seq-mean-token-mean"}),
             K(P + "entropy_coeff", "equivalent", default=0.0, other=0.01),
             K(P + "positive_nll_coef", "equivalent", other=0.1),
@@ -101,7 +101,6 @@ TABLE = Table(
             K(P + "off_policy_masking_delta", "equivalent", other=0.1)), meaning.mismatch),
         K(P + "rollout_as_token_ids", "automatic", why="tokens in, tokens out"),
         K(P + "collect_rollout_logprobs", "automatic", why="the sampler's log-probs are always kept"),
-        K(P + "balance_dp_token", "automatic", why="one denominator for all microbatches and devices"),
         Joint("groups", (
             K(P + "filter_reward_metric", "equivalent", other="boxed_math",
               beside={**DAPO, P + "reward_function": ["boxed_math", "gsm8k"]}),

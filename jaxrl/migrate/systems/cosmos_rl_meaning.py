@@ -133,6 +133,7 @@ def batch(m: Migration):
 
 def loss(m: Migration):
     if recipe(m) == "sft":
+        m.mark(P + "balance_dp_token", "automatic", "one denominator for all microbatches and devices")
         return
     variant = m.text(P + "variant")
     if variant not in ("grpo", "gspo", "dapo"):
@@ -168,9 +169,15 @@ def _aggregation(m: Migration):
     elif kind == "token-sum":  # of a mini-batch; mini-batches are averaged
         m.set("algorithm.aggregation", "constant", P + "loss_type")
         m.set("algorithm.aggregation_constant", 1.0 / mini, P + "loss_type", P + "mini_batch")
+    elif kind == "token-mean":
+        replicas, workers = sizes(m)
+        balanced, par = m.flag(P + "balance_dp_token"), POLICY + "parallelism."
+        capped = m.integer(P + "max_token_len_per_mini_batch")
+        keys = (P + "mini_batch", P + "balance_dp_token", *(par + n for n in ("dp_shard_size", "n_init_replicas") if balanced))
+        size = mini * (replicas * workers if balanced else 1)
+        common.token_mean(m, 0 if capped else size, P + "loss_type", *(() if capped else keys))
     else:
         names = {
-            "token-mean": "token_mean",
             "seq-mean-token-sum": "sequence_sum",
             "seq-mean-token-mean": "sequence_mean",
         }

@@ -102,7 +102,6 @@ AGGREGATIONS = {
 
 
 def loss(m: Migration):
-    """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean."""
     kinds = {"ppo": "clip", "actor": "clip", "actor_critic": "clip", "math_ppo_actor": "clip"}
     kind = m.text(ALGO + "loss_type")
     if kind not in kinds:
@@ -126,27 +125,23 @@ def loss(m: Migration):
         ALGO + "entropy_bonus",
         ALGO + "calculate_entropy",
     )
-    name, micro = ALGO + "loss_agg_func", m.integer(ALGO + "training_batch_size_per_gpu")
+    _aggregation(m)
+
+
+def _aggregation(m: Migration):
+    """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean."""
+    name, micro, dynamic = ALGO + "loss_agg_func", ALGO + "training_batch_size_per_gpu", RUNNER + "enable_dynamic_batch_size"
     kind, scaled = m.choice(name, AGGREGATIONS), m.flag(ALGO + "use_valid_token_scale")
     if kind is None:
         return
-    keys = (
-        name,
-        ALGO + "use_valid_token_scale",
-        ALGO + "training_batch_size_per_gpu",
-        RUNNER + "enable_dynamic_batch_size",
-    )
-    if kind == "token_mean" and not scaled:
-        kind = "sequence_mean"
-        if micro > 1 or m.flag(RUNNER + "enable_dynamic_batch_size"):
-            m.differs(
-                "RLinf's token mean is one per micro-batch of several sequences, which weigh by length within it; here "
-                "all sequences weigh the same (algorithm.aggregation=sequence_mean)"
-            )
+    keys = (name, ALGO + "use_valid_token_scale", micro, dynamic)
+    if kind == "token_mean" and not scaled:  # those of a number of tokens have about the same number of them
+        common.token_mean(m, 0 if m.flag(dynamic) else m.integer(micro), *keys)
     elif kind != "token_mean" and scaled:
         m.lacks(ALGO + "use_valid_token_scale", "micro-batches of a sequence mean are not weighed by their tokens")
-    m.set("algorithm.aggregation", kind, *keys)
-    m.facts["aggregation"] = kind
+    if "algorithm.aggregation" not in m.options:
+        m.set("algorithm.aggregation", kind, *keys)
+    m.facts["aggregation"] = m.options["algorithm.aggregation"][0]
 
 
 KL = {"low_var_kl": "low_var", "k3": "low_var", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}

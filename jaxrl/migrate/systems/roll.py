@@ -98,7 +98,7 @@ OTHER = (
 TABLE = Table(
     name="roll", title="ROLL", command=r"start_\w*pipeline|roll[./]", versions=("0.1.0", "0.1.1", "0.1.3", "0.2.0", "0.2.1", "0.3.0"),
     differs=(
-        "the gradient does not depend on micro-batches and the number of GPUs; before 0.2 ROLL's token mean is one per micro-batch",
+        "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",
         "the order of the data is drawn from another generator",
         "ROLL leaves out prompts of up to 5 tokens, too",

@@ -236,7 +236,11 @@ AGGREGATIONS = {
 
 def loss(m: Migration):
     kind = m.choice("loss_agg_mode", AGGREGATIONS)
-    if kind:
+    versions, dynamic = m.table.versions, TRAIN + "use_dynamic_batching_in_train"
+    if kind == "token_mean" and versions.index(m.version) < versions.index("0.2.0"):
+        size = 0 if m.flag(dynamic) else m.integer(PER_DEVICE)
+        common.token_mean(m, size, "loss_agg_mode", PER_DEVICE if size else dynamic)
+    elif kind:
         m.set("algorithm.aggregation", kind, "loss_agg_mode")
     if kind == "constant":
         total = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0] - 1

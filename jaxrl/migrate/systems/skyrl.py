@@ -28,8 +28,7 @@ TABLE = Table(
     versions=("docs", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3"),
     prefixes=("trainer.", "generator.", "trainer.policy.", "data."),
     differs=(
-        "the gradient does not depend on micro-batches, packing or the number of GPUs; SkyRL's before 2026 does (its token "
-        "mean was one per micro-batch)",
+        "the gradient does not depend on micro-batches, packing or the number of GPUs",
         "weight decay spares norms, biases and other vectors",
         "of two prompts of the same epoch other ones meet in a step: the order of the data is drawn from another generator",
     ),

@@ -183,11 +183,11 @@ def reduction(m: Migration):
     )
     if kind is None:
         return
-    m.set("algorithm.aggregation", kind, name)
-    if m.text(name) == "token_mean_legacy":
-        m.lacks(
-            name, "a token mean of each micro-batch depends on their layout; here it is one mean over the mini-batch"
-        )
+    versions = m.table.versions
+    if m.text(name) == "token_mean_legacy" or kind == "token_mean" and versions.index(m.version) < versions.index("0.2"):
+        common.token_mean(m, m.integer("trainer.micro_train_batch_size_per_gpu"), name, "trainer.micro_train_batch_size_per_gpu")
+    else:
+        m.set("algorithm.aggregation", kind, name)
     if kind == "constant":
         total = m.integer(length) or (input_length(m) + m.integer("generator.sampling_params.max_generate_length"))
         keys = (

@@ -102,14 +102,13 @@ def loss(m: Migration):
         return
     kind, aggregation = LOSSES[name]
     m.set("algorithm.policy_loss", kind, "loss_type")
-    m.set("algorithm.aggregation", aggregation, "loss_type")
+    if name == "bnpo":
+        common.token_mean(m, m.integer("per_device_train_batch_size"), "loss_type", "per_device_train_batch_size")
+    else:
+        m.set("algorithm.aggregation", aggregation, "loss_type")
     if aggregation == "constant":
         m.set(
             "algorithm.aggregation_constant", m.integer("max_completion_length"), "max_completion_length", "loss_type"
-        )
-    if name == "bnpo":
-        m.differs(
-            "bnpo's token mean is one per micro-batch in TRL; here it is one over the optimizer step (TRL's dapo)"
         )
     level = m.choice(
         "importance_sampling_level", {"token": "token", "sequence": "sequence", "sequence_token": "sequence_token"}

@@ -36,8 +36,7 @@ RMODEL = {RM + "enable": True}
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7"),
     differs=(
-        "the gradient does not depend on micro-batches and the number of GPUs; verl's token mean is one per micro-batch, "
-        "weighed by the sequences in it",
+        "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",
         "the order of the data is drawn from another generator",
     ),
@@ -76,6 +75,8 @@ TABLE = Table(
             *(K(ACTOR + "policy_loss.clip_cov_" + n, "equivalent", default=d, other=o, beside=LOSS("clip_cov")) for n, d, o in (
                 ("ratio", 0.0002, 0.001), ("lb", 1.0, 0.5), ("ub", 5.0, 9.0))),
             K(ACTOR + "loss_agg_mode", "equivalent", default="token-mean", other="seq-mean-token-mean"),
+            K("trainer.use_legacy_worker_impl", "equivalent", default="auto", other="disable",
+              beside={ACTOR + "ppo_micro_batch_size_per_gpu": 4}),
             K(ACTOR + "loss_scale_factor", "equivalent", other=4096,
               beside={ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"})), meaning.loss),
         K(ACTOR + "policy_loss.*", "inert", why="read by kl_cov alone"),

@@ -158,7 +158,15 @@ def _aggregation(m: Migration, fixed: str):
     kind = m.choice(name, AGGREGATIONS)
     if kind is None:
         return
-    m.set("algorithm.aggregation", kind, name)
+    if kind == "token_mean":
+        dynamic, micro = ACTOR + "use_dynamic_bsz", ACTOR + "ppo_micro_batch_size_per_gpu"
+        size, engine = 0 if m.flag(dynamic) else m.integer(micro) or 0, "trainer.use_legacy_worker_impl"
+        if m.text(engine) == "disable":  # its newer workers count the tokens of all
+            m.set("algorithm.aggregation", kind, name, engine)
+        else:
+            common.token_mean(m, size, name, engine, *((micro,) if size else ()))
+    else:
+        m.set("algorithm.aggregation", kind, name)
     if kind == "constant":
         factor = ACTOR + "loss_scale_factor"
         total = m.integer(factor) or m.integer(DATA + "max_response_length")
