@@ -78,14 +78,14 @@ def token_mean(m: Migration, sequences: int, *keys: str) -> None:
     if sequences > 1:
         m.set("algorithm.aggregation_sequences", sequences, *keys)
         m.differs(
-            f"a token mean is one of every {sequences} completions that follow each other, as one of each micro-batch is "
-            f"in {m.table.title}; which ones meet is another draw. Lengths of neighbours then decide a completion's "
+            f"a token mean is one of every {sequences} completions that follow each other, as one of each micro-batch "
+            f"is in {m.table.title}; which ones meet is another draw. Lengths of neighbours then decide a completion's "
             "weight: algorithm.aggregation_sequences=0 is the mean over all tokens of the optimizer step"
         )
     elif not sequences:
         m.differs(
-            f"{m.table.title}'s token mean is one per micro-batch, of no fixed number of sequences; here it is one over the "
-            "optimizer step"
+            f"{m.table.title}'s token mean is one per micro-batch, of no fixed number of sequences; here it is one over "
+            "the optimizer step"
         )
 
 

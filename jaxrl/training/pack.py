@@ -132,7 +132,8 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together
     those of each adapter apart where there are several.
 
     Args:
-      sequences: all of the trajectories of the optimizer step. aggregation, max_tokens, together: as aggregation_weights'.
+      sequences: all of the trajectories of the optimizer step. aggregation, max_tokens, together: as
+        aggregation_weights'.
       dropped: [N] bool, trajectories without policy loss. keep: [T] bool, tokens with one. What they take away keeps
         its place in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.
