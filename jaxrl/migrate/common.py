@@ -84,8 +84,8 @@ def token_mean(m: Migration, sequences: int, *keys: str) -> None:
         )
     elif not sequences:
         m.differs(
-            f"{m.table.title}'s token mean is one per micro-batch, of no fixed number of sequences; here it is one over "
-            "the optimizer step"
+            f"{m.table.title}'s token mean is one per micro-batch, of no fixed number of sequences; here it is one "
+            "over the optimizer step"
         )
 
 

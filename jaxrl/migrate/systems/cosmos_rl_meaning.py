@@ -173,7 +173,8 @@ def _aggregation(m: Migration):
         replicas, workers = sizes(m)
         balanced, par = m.flag(P + "balance_dp_token"), POLICY + "parallelism."
         capped = m.integer(P + "max_token_len_per_mini_batch")
-        keys = (P + "mini_batch", P + "balance_dp_token", *(par + n for n in ("dp_shard_size", "n_init_replicas") if balanced))
+        many = ("dp_shard_size", "n_init_replicas") if balanced else ()
+        keys = (P + "mini_batch", P + "balance_dp_token", *(par + n for n in many))
         size = mini * (replicas * workers if balanced else 1)
         common.token_mean(m, 0 if capped else size, P + "loss_type", *(() if capped else keys))
     else:

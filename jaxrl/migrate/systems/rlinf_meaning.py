@@ -130,7 +130,8 @@ def loss(m: Migration):
 
 def _aggregation(m: Migration):
     """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean."""
-    name, micro, dynamic = ALGO + "loss_agg_func", ALGO + "training_batch_size_per_gpu", RUNNER + "enable_dynamic_batch_size"
+    name, micro = ALGO + "loss_agg_func", ALGO + "training_batch_size_per_gpu"
+    dynamic = RUNNER + "enable_dynamic_batch_size"
     kind, scaled = m.choice(name, AGGREGATIONS), m.flag(ALGO + "use_valid_token_scale")
     if kind is None:
         return

@@ -183,9 +183,10 @@ def reduction(m: Migration):
     )
     if kind is None:
         return
-    versions = m.table.versions
-    if m.text(name) == "token_mean_legacy" or kind == "token_mean" and versions.index(m.version) < versions.index("0.2"):
-        common.token_mean(m, m.integer("trainer.micro_train_batch_size_per_gpu"), name, "trainer.micro_train_batch_size_per_gpu")
+    versions, micro = m.table.versions, "trainer.micro_train_batch_size_per_gpu"
+    old = versions.index(m.version) < versions.index("0.2")
+    if m.text(name) == "token_mean_legacy" or kind == "token_mean" and old:
+        common.token_mean(m, m.integer(micro), name, micro)
     else:
         m.set("algorithm.aggregation", kind, name)
     if kind == "constant":
