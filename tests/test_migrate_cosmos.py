@@ -44,6 +44,8 @@ def test_what_is_on_unless_it_is_set():
     assert (v["rollout.group_size"], v["rollout.max_new_tokens"], v["train.max_sequence_tokens"]) == (16, 2048, 4096)
     assert v["mesh.tp"] == v["rollout.vllm.tensor_parallel"] == 2 and v["rollout.vllm.devices"] == ("2,3",)
     assert (v["checkpoint.every_steps"], v["checkpoint.at_end"], v["eval.every_steps"], v["data.epochs"]) == (0, False, 0, 1)
+    alone = of({PAR + "tp_size": 1, R + "parallelism.tp_size": 1})  # a GPU to each
+    assert any(text.startswith("training has GPU 0 of every host and vLLM the next one;") for text in alone.needs_you)
     gspo = values(of({P + "variant": "gspo"}))
     assert (gspo["algorithm.ratio"], gspo["algorithm.dual_clip"]) == ("sequence", 0)  # where the dual clip is off
     assert values(of({P + "unbiased_advantage": True}))["algorithm.advantage_std"] == "none"

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
-from jaxrl.migrate.source import Setting, Source
+from jaxrl.migrate.source import Setting, Source, Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.table import Migration
 
@@ -75,6 +75,20 @@ def test_clips_rewards_and_warm_up():
     assert values(migrated({**warm, "actor.lr_sched.lr_decay_iters": 3000}))["optimizer.warmup_steps"] == 30
     assert values(migrated(warm))["optimizer.warmup_steps"] == 1000  # of 100 000 iterations
     assert values(migrated({"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False}))["algorithm.advantage_std"] == "group"
+
+
+def test_optimizers_and_where_the_warm_up_starts():
+    warm = {"actor.lr_sched.lr_warmup_iters": 10, "actor.lr_sched.lr_warmup_init": 5e-6}
+    assert values(migrated(warm))["optimizer.warmup_start"] == 0.25  # of 2e-5
+    none = migrated({"actor.lr_sched.lr_warmup_init": 5e-6})
+    assert "optimizer.warmup_start" not in values(none) and [r.kind for r in none.records() if r.key.endswith("init")] == ["inert"]
+    with pytest.raises(Unreadable, match="lr_warmup_init: 0.1: expected at most the learning rate"):
+        migrated({**warm, "actor.lr_sched.lr_warmup_init": 0.1})
+    sgd = values(migrated({"actor.optim.optimizer": "sgd", "actor.optim.adam_beta1": 0.5}))
+    assert (sgd["optimizer.name"], sgd["optimizer.b1"]) == ("sgd", 0.9)
+    fsdp = migrated({"actor.optim.optimizer": "sgd", "actor.training_backend": "fsdp"})
+    assert (values(fsdp)["optimizer.name"], values(fsdp)["optimizer.b1"]) == ("adamw", 0.9)
+    assert [k for k, _, _ in migrated({"actor.optim.optimizer": "lion"}).lacking] == ["actor.optim.optimizer"]
 
 
 def place(**roles):

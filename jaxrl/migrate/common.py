@@ -223,9 +223,10 @@ def engine(
             *keys,
         )
         if not host:
+            mine = f"GPUs 0 to {per_node - 1}" if per_node > 1 else "GPU 0"
             m.needs(
-                f"training has GPUs 0 to {per_node - 1} of every host and vLLM the {here * tp} behind "
-                "them; where hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers"
+                f"training has {mine} of every host and vLLM the next {here * tp if here * tp > 1 else 'one'}; where "
+                "hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers"
             )
 
 

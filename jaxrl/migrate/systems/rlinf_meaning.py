@@ -201,7 +201,8 @@ def optimizer(m: Migration):
             max(m.integer(OPTIM + "lr_warmup_steps"), 0),
             (OPTIM + "lr_warmup_steps", ACTOR + "training_backend"),
         )
-        for key in ("lr_decay_style", "lr_decay_iters", "lr_warmup_fraction", "lr_warmup_iters", "min_lr"):
+        names = ("decay_style", "decay_iters", "warmup_fraction", "warmup_iters", "warmup_init")
+        for key in ("min_lr", *(f"lr_{n}" for n in names)):
             m.mark(
                 SCHED + key, "inert", "of megatron; with FSDP there are actor.optim.lr_scheduler and lr_warmup_steps"
             )
@@ -209,10 +210,36 @@ def optimizer(m: Migration):
         warm, keys = int(share * (decay or 100_000)), (SCHED + "lr_warmup_fraction", SCHED + "lr_decay_iters", *keys)
     kind = m.text(own)
     common.schedule(m, own, kind, warm, None, own, *keys)
+    _optimizer(m, fsdp)
+    if not fsdp:
+        _start_of_warmup(m, warm)
     if kind in ("linear", "cosine") and not fsdp:
         if decay:
             m.set("optimizer.decay_steps", max(int(decay) - int(warm), 1), SCHED + "lr_decay_iters")
         m.set("optimizer.floor", m.number(SCHED + "min_lr") / m.options["optimizer.lr"][0], SCHED + "min_lr")
+
+
+def _optimizer(m: Migration, fsdp: bool):
+    """Megatron's adam is AdamW, its SGD has momentum; FSDP's workers take AdamW whatever the key says."""
+    key, first, momentum = OPTIM + "optimizer", OPTIM + "adam_beta1", OPTIM + "sgd_momentum"
+    if fsdp:
+        m.mark(key, "inert", "with FSDP the optimizer is AdamW")
+    name = "adamw" if fsdp else m.choice(key, {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}) or "adamw"
+    m.set("optimizer.name", name, *(() if fsdp else (key,)))
+    used, other = (momentum, first) if name == "sgd" else (first, momentum)
+    m.set("optimizer.b1", m.number(used), used)
+    m.mark(other, "inert", "of another optimizer")
+
+
+def _start_of_warmup(m: Migration, warm: float):
+    key = SCHED + "lr_warmup_init"
+    start, peak = m.number(key), m.options["optimizer.lr"][0]
+    if start > peak:
+        raise m.wrong(key, f"at most the learning rate, {peak:g}")
+    if warm:
+        m.set("optimizer.warmup_start", start / peak, key)
+    else:
+        m.mark(key, "inert", "there is no warm-up")
 
 
 PLACE = re.compile(r"(\d+)(?:-(\d+))?")
