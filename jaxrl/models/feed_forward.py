@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
-from jaxrl.models.placement import gathered, routed
+from jaxrl.models.placement import gathered, of_each_token, routed
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -114,8 +114,9 @@ def route(own, x) -> Routing:
     choice = jax.lax.stop_gradient(scores)
     if cfg.corrected:
         correction = jax.lax.stop_gradient(own.values[parameters.CORRECTION]).astype(acc)
-        choice = _best_groups(choice + jax.lax.broadcast_to_rank(correction, choice.ndim), cfg)
-    ids = chosen = checkpoint_name(jax.lax.top_k(choice, cfg.experts_per_token)[1], ROUTES)
+        choice += jax.lax.broadcast_to_rank(correction, choice.ndim)
+    best = lambda choice: jax.lax.top_k(_best_groups(choice, cfg), cfg.experts_per_token)[1]  # noqa: E731
+    ids = chosen = checkpoint_name(of_each_token(best, choice), ROUTES)
     if REPLAYED in own.values:
         given = own.values[REPLAYED].astype(chosen.dtype)
         ids = jnp.where(jnp.all(given >= 0, axis=-1, keepdims=True), given, chosen)

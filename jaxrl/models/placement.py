@@ -219,6 +219,16 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
 
 
+def of_each_token(function, x_BxLxn):
+    """function(x) [B, L, m], of a function that takes every token by itself, each device for its own. The partitioner
+    would bring the operand of a top_k whole to every device."""
+    mesh = _mesh()
+    if mesh is None:
+        return function(x_BxLxn)
+    own = _by_token(mesh, x_BxLxn.shape)
+    return jax.shard_map(function, in_specs=own, out_specs=own, check_vma=False)(x_BxLxn)
+
+
 def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default", biases=(),
            implementation="auto"):
     """kernels.experts, each device with its experts where ep divides their number, on the tokens of all devices of ep,
