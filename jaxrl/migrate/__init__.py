@@ -7,7 +7,8 @@ No jax is imported: a config is read in less than a second. The files, in the or
     shell.py        bash scripts, parsed and never executed
     read.py         a file of any kind, the command that it starts, trailing overrides -> Source
     table.py        Key, Joint, Since, Table: what a table consists of; Migration: its application
-    common.py       meanings that systems share: batches, mesh, engine, KL, loggers ...
+    common.py       meanings that systems share: batches, KL, schedules, checkpoints, loggers ...
+    devices.py      the same of devices: mesh, engines, placement
     systems/        one file per system, each with its TABLE (and <name>_meaning.py with its joint rules)
     report.py       the config file, report.md, report.json, stubs
 

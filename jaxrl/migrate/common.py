@@ -148,86 +148,20 @@ def schedule(m: Migration, name: str, kind: str, warmup: float | None, fraction:
     )
 
 
-def mesh(m: Migration, keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0, gpus=0) -> None:
-    """A layout of torch systems as a mesh. Pipelines have no counterpart: their share of the devices shards parameters
-    (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left."""
-    m.facts["GPUs"] = gpus or m.gpus or "unknown"
-    if tp > 1:
-        m.set("mesh.tp", tp, *keys)
-    if ep > 1:
-        m.set("mesh.ep", ep, *keys)
-    if cp > 1:
-        m.set("mesh.cp", cp, *keys)
-    if pp > 1:
-        m.differs(
-            f"{pp} pipeline stages become shards of parameters (mesh.fsdp): the same batch and gradient, other "
-            "messages; run.mode=plan says what fits"
-        )
-    rest = (gpus or m.gpus) // (tp * cp * ep) if gpus or m.gpus else 0
-    if fsdp > 0 and rest > fsdp and rest % fsdp == 0:
-        m.set("mesh.dp", rest // fsdp, *keys)
+def checkpoints(m: Migration, every: str, keep: str) -> None:
+    """Steps between checkpoints and how many are kept, by the source's keys; -1, 0 and null: none, and all."""
+    triggers(m, "checkpoint.every_steps", m.integer(every), every)
+    m.set("checkpoint.every_minutes", 0.0, every)
+    most = m.integer(keep)
+    m.set("checkpoint.keep", most if most and most > 0 else -1, keep)
 
 
-def engine(
-    m: Migration,
-    backend: str,
-    key: str,
-    *,
-    tp: int,
-    engines: int,
-    nodes: int,
-    gpus: int,
-    colocated: bool,
-    keys: tuple[str, ...],
-    host: int = 0,
-) -> None:
-    """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many GPUs;
-    where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
-    known = {
-        "vllm": "",
-        "sglang": "SGLang",
-        "trtllm": "TensorRT-LLM",
-        "trt-llm": "TensorRT-LLM",
-        "hf": "generate() of transformers",
-    }
-    if backend not in known:
-        m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
-        return
-    m.set("rollout.engine", "vllm", key)
-    if known[backend]:
-        m.differs(
-            f"completions are sampled by vLLM instead of {known[backend]}: the same distribution, other random numbers"
-        )
-    here = max(engines // max(nodes, 1), 1)
-    m.set("rollout.vllm.tensor_parallel", tp, *keys)
-    if here > 1:
-        m.set("rollout.vllm.replicas", here, *keys)
-    per_node = gpus // max(nodes, 1)
-    if colocated:
-        m.set("rollout.placement", "colocated", *keys)
-        if here * tp <= max(per_node, 1) and here > 1:
-            m.set(
-                "rollout.vllm.devices", tuple(",".join(str(i * tp + j) for j in range(tp)) for i in range(here)), *keys
-            )
-    elif host and per_node + here * tp > host:
-        m.needs(
-            f"vLLM has GPUs of its own, on other hosts: {engines} servers of {tp}. Start them by `vllm serve` and name "
-            "them in rollout.servers (docs/vllm.md)"
-        )
-    elif per_node:
-        m.set("rollout.placement", "disaggregated", *keys)
-        m.set("mesh.roles.policy", {"devices": f"0-{per_node - 1}" if per_node > 1 else "0"}, *keys)
-        m.set(
-            "rollout.vllm.devices",
-            tuple(",".join(str(per_node + i * tp + j) for j in range(tp)) for i in range(here)),
-            *keys,
-        )
-        if not host:
-            mine = f"GPUs 0 to {per_node - 1}" if per_node > 1 else "GPU 0"
-            m.needs(
-                f"training has {mine} of every host and vLLM the next {here * tp if here * tp > 1 else 'one'}; where "
-                "hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers"
-            )
+def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
+    """An option of vLLM's own by its name there."""
+    if "." in name:
+        m.lacks(key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
+    else:
+        m.set(f"rollout.vllm.engine_kwargs.{name}", value, key)
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:

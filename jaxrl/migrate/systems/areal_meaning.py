@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import common
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
 ACTOR, OPTIM, REJECT, CRITIC, GCONFIG, EVAL, DATA = (
@@ -367,15 +367,14 @@ def layout(m: Migration):
     count = a["d"] * a["t"] * a["p"] * a["c"]
     engines = r["d"]
     m.facts["layout"] = f"training {trainer or 'unset'}, rollouts {sampler or 'unset'}"
-    m.set("mesh.fsdp", -1, *keys)
-    common.mesh(m, keys, tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count)
+    devices.mesh(m, keys, keys, tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count)
     m.gpus = m.gpus or count
     backend = re.match(r"[A-Za-z]+", sampler)
     name = backend[0].lower() if backend else "sglang"
     name = name if name in ("vllm", "sglang") else "sglang"
     together = text and "+" not in text or m.text("rollout.scheduling_strategy.type") == "colocation"
     spread = max(1, -(-count * 1 // max(m.integer("cluster.n_gpus_per_node"), 1)))
-    common.engine(
+    devices.engine(
         m,
         name,
         keys[0],

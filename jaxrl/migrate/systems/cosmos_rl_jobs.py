@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, ROLL, TRAIN, P, dense, recipe, sizes
 from jaxrl.migrate.table import Migration
 
@@ -21,13 +21,12 @@ def layout(m: Migration):
     samples = recipe(m) != "sft"
     engine_tp, engines = m.integer(RPAR + "tp_size"), m.integer(RPAR + "n_init_replicas")
     together = m.text("mode") == "colocated"
-    m.set("mesh.fsdp", -1, PAR + "dp_shard_size")
     if ep > 1 and workers * cp % ep:
         m.lacks(
             PAR + "ep_size", f"{ep} do not divide the {workers * cp} GPUs that the experts are spread over", refuse=True
         )
         return
-    common.mesh(m, PLACES, tp=tp, pp=pp, cp=cp, ep=ep, gpus=gpus)
+    devices.mesh(m, (PAR + "dp_shard_size",), PLACES, tp=tp, pp=pp, cp=cp, ep=ep, gpus=gpus)
     copies = replicas * m.integer(PAR + "dp_replicate_size")
     if copies > 1 and gpus // (tp * ep) % copies == 0:
         m.set("mesh.dp", copies, PAR + "n_init_replicas", PAR + "dp_replicate_size")
@@ -37,8 +36,7 @@ def layout(m: Migration):
     else:
         m.gpus = m.gpus or gpus
     if m.flag(TRAIN + "fsdp_offload"):
-        before = m.options.pop("mesh.roles.policy", ({}, ()))
-        m.set("mesh.roles.policy", {**before[0], "rest": "streamed"}, *before[1], TRAIN + "fsdp_offload")
+        devices.rest(m, "streamed", TRAIN + "fsdp_offload")
 
 
 def _engine(m: Migration, gpus: int, tp: int, engines: int, together: bool):
@@ -46,7 +44,7 @@ def _engine(m: Migration, gpus: int, tp: int, engines: int, together: bool):
     if backend not in ("vllm", "vllm_async", "trtllm"):
         m.lacks(ROLL + "backend", f"{backend!r}: the engine is vLLM, for text", refuse=True)
         return
-    common.engine(
+    devices.engine(
         m,
         backend.removesuffix("_async"),
         ROLL + "backend",

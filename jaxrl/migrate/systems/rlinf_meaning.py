@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import common
-from jaxrl.migrate.systems.roll_layout import ranges
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
 ALGO, DATA, RUNNER, ACTOR, ROLLOUT, CRITIC, REWARD = (
@@ -275,29 +274,22 @@ def layout(m: Migration):
     train, infer = roles.get("actor", []), roles.get("rollout", [])
     used = set(train) | set(infer)
     m.gpus = gpus = len(used) or total
-    tp, pp, ep = (
-        m.integer(MODEL + n) or 1
-        for n in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    )
-    if m.text(ACTOR + "training_backend") == "fsdp":
-        tp = pp = ep = 1
-    m.set("mesh.fsdp", -1, ACTOR + "training_backend")
+    backend = ACTOR + "training_backend"
+    sizes = devices.megatron_sizes(m, MODEL, m.text(backend) != "fsdp")
     apart = bool(train and infer and not set(train) & set(infer))
     keys = (
         "cluster.num_nodes",
         "cluster.num_gpus_per_node",
         PLACEMENT,
-        MODEL + "tensor_model_parallel_size",
-        MODEL + "pipeline_model_parallel_size",
-        MODEL + "expert_model_parallel_size",
+        *(MODEL + name for name in devices.MEGATRON.values()),
     )
-    common.mesh(m, keys, tp=tp, pp=pp, ep=ep, gpus=len(train) if apart else gpus)
+    devices.mesh(m, (backend,), keys, **sizes, gpus=len(train) if apart else gpus)
     m.facts["GPUs"] = gpus
     served = m.integer(ROLLOUT + "tensor_parallel_size")
     engines = max((len(infer) or gpus) // max(served, 1), 1)
     where = (ROLLOUT + "tensor_parallel_size", *keys[:3])
     backend = ROLLOUT + "rollout_backend"
-    common.engine(
+    devices.engine(
         m,
         m.text(backend),
         backend,
@@ -309,20 +301,9 @@ def layout(m: Migration):
         keys=where,
     )
     if not apart:
-        if train and infer and set(train) != set(infer):
-            m.differs("training and sampling share only some GPUs there; here both have all of them, in turns")
-    elif nodes == 1:
-        m.set("rollout.placement", "disaggregated", PLACEMENT)
-        m.set("mesh.roles.policy", {"devices": ranges(sorted(train))}, PLACEMENT)
-        if engines > 1:
-            m.set("rollout.vllm.replicas", engines, *where)
-        rows = (sorted(infer)[i * served : (i + 1) * served] for i in range(engines))
-        m.set("rollout.vllm.devices", tuple(",".join(map(str, row)) for row in rows), *where)
+        devices.shared(m, train, infer)
     else:
-        m.needs(
-            f"training has {len(train)} GPUs and sampling {len(infer)} on {nodes} hosts: start {engines} servers of "
-            f"{served} GPUs on those (docs/rollout.md), name them in rollout.servers and set placement=disaggregated"
-        )
+        devices.apart(m, train, infer, served, nodes, *where, policy=PLACEMENT)
     if apart and "inference" in roles:
         m.differs("log-probs are computed by the trainer, not by GPUs of their own (inference)")
     _rest(m)
@@ -332,13 +313,10 @@ def _rest(m: Migration):
     """Where parameters and optimizer state are while the engine samples."""
     keys = tuple(ACTOR + n for n in ("offload_optimizer", "offload_weight", "enable_offload"))
     whole = m.flag(ACTOR + "enable_offload") or m.flag(ACTOR + "offload_optimizer") and m.flag(ACTOR + "offload_weight")
-    before = m.options.pop("mesh.roles.policy", ({}, ()))
     if m.flag(FSDP + "cpu_offload"):
-        m.set("mesh.roles.policy", {**before[0], "rest": "streamed"}, FSDP + "cpu_offload", *before[1])
+        devices.rest(m, "streamed", FSDP + "cpu_offload")
     elif whole:
-        m.set("mesh.roles.policy", {**before[0], "rest": "host"}, *keys, *before[1])
-    elif before[0]:
-        m.set("mesh.roles.policy", *before[:1], *before[1])
+        devices.rest(m, "host", *keys)
 
 
 def memory(m: Migration):

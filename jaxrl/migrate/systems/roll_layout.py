@@ -6,6 +6,7 @@ import ast
 import math
 
 from jaxrl.migrate import common
+from jaxrl.migrate.devices import apart, engine, mesh, rest, shared
 from jaxrl.migrate.table import Migration
 
 TRAIN, INFER, CRITIC, REF, VALID = "actor_train.", "actor_infer.", "critic.", "reference.", "validation."
@@ -90,14 +91,13 @@ def sizes(m: Migration) -> tuple[int, int, int, int]:
 def layout(m: Migration):
     train, infer = devices(m, TRAIN), devices(m, INFER)
     per, tp_sizes = m.integer("num_gpus_per_node"), sizes(m)
-    m.set("mesh.fsdp", -1, STRATEGY)
     used = set(train) | set(infer)
     gpus = len(used) or m.gpus
     m.gpus = gpus
     tp, pp, cp, ep = tp_sizes
     keys = (TRAIN + "device_mapping", *MEGATRON, ULYSSES)
     colocated = not train or not infer or bool(set(train) & set(infer))
-    common.mesh(m, keys, tp=tp, pp=pp, cp=cp, ep=ep, gpus=gpus if colocated else len(train))
+    mesh(m, (STRATEGY,), keys, tp=tp, pp=pp, cp=cp, ep=ep, gpus=gpus if colocated else len(train))
     m.facts["GPUs"] = gpus or "unknown"
     width = INFER + CONFIG + "tensor_parallel_size"
     at = width if m[width] else INFER + "num_gpus_per_worker"
@@ -110,35 +110,11 @@ def layout(m: Migration):
     engines = max((len(infer) or gpus or 1) // served, 1)
     backend = "hf" if backend == "hf_infer" else backend
     if colocated:
-        common.engine(m, backend, key, tp=served, engines=engines, nodes=nodes, gpus=gpus, colocated=True, keys=where)
-        if train and infer and set(train) != set(infer):
-            m.differs("training and sampling share only some GPUs there; here both have all of them, in turns")
+        engine(m, backend, key, tp=served, engines=engines, nodes=nodes, gpus=gpus, colocated=True, keys=where)
+        shared(m, train, infer)
         return
-    common.engine(m, backend, key, tp=served, engines=engines, nodes=engines, gpus=0, colocated=False, keys=where)
-    if nodes == 1:
-        ordered = sorted(infer)
-        m.set("rollout.placement", "disaggregated", *where)
-        m.set("mesh.roles.policy", {"devices": ranges(sorted(train))}, TRAIN + "device_mapping")
-        if engines > 1:
-            m.set("rollout.vllm.replicas", engines, *where)
-        chunks = (ordered[i * served : (i + 1) * served] for i in range(engines))
-        m.set("rollout.vllm.devices", tuple(",".join(map(str, c)) for c in chunks), *where)
-        return
-    m.needs(
-        f"training has {len(train)} GPUs and sampling {len(infer)} others on {nodes} hosts: start {engines} servers of "
-        f"{served} GPUs on those (docs/rollout.md), name them in rollout.servers, set rollout.placement=disaggregated"
-    )
-
-
-def ranges(numbers_: list[int]) -> str:
-    """'0-3,6' of sorted numbers."""
-    parts, start = [], 0
-    for i in range(1, len(numbers_) + 1):
-        if i == len(numbers_) or numbers_[i] != numbers_[i - 1] + 1:
-            first, last = numbers_[start], numbers_[i - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            start = i
-    return ",".join(parts)
+    engine(m, backend, key, tp=served, engines=engines, nodes=engines, gpus=0, colocated=False, keys=where)
+    apart(m, train, infer, served, nodes, *where, policy=TRAIN + "device_mapping", all_keys=where)
 
 
 def memory(m: Migration):
@@ -176,10 +152,8 @@ def _rest(m: Migration):
         config + ".zero_optimization.**",
         config + ".zero_optimization.offload_optimizer.device",
     )
-    old = m.options.get("mesh.roles.policy", ({}, ()))[0]
     if streamed:
-        m.options.pop("mesh.roles.policy", None)
-        m.set("mesh.roles.policy", {**old, "rest": "streamed"}, *keys, *([TRAIN + "device_mapping"] if old else []))
+        rest(m, "streamed", *keys)
 
 
 def checkpointing(m: Migration):

@@ -548,10 +548,7 @@ def places(m: Migration):
         m.set("run.dir", m.text(folder).rstrip("/"), folder)
     if folder != "output_dir":
         m.mark("output_dir", "automatic", "run.dir is checkpoint_config.output_dir, where ROLL keeps checkpoints")
-    common.triggers(m, "checkpoint.every_steps", m.integer("save_steps"), "save_steps")
-    m.set("checkpoint.every_minutes", 0.0, "save_steps")
-    keep = m.integer("max_ckpt_to_keep")
-    m.set("checkpoint.keep", keep if keep and keep > 0 else -1, "max_ckpt_to_keep")
+    common.checkpoints(m, "save_steps", "max_ckpt_to_keep")
     resume = m["resume_from_checkpoint"]
     if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):
         m.needs(

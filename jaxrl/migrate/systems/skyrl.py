@@ -7,6 +7,7 @@ Read from its code at the tags skyrl_train-v0.1.0 to skyrl-v0.3.0; `docs` are th
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
 from jaxrl.migrate.table import Joint, Key, Since, Table
@@ -155,9 +156,7 @@ TABLE = Table(
               beside={_PLACE + "colocate_all": False}),
             K(_PLACE + "colocate_all", "equivalent", default=True, other=False),
             K("trainer.strategy", "equivalent", default=Since(("docs", "deepspeed"), ("train-0.1", "fsdp2"), ("0.1", "fsdp"))),
-            *(K(MEGATRON + n, "equivalent", default=1, other=o, beside={"trainer.strategy": "megatron"}) for n, o in (
-                ("tensor_model_parallel_size", 2), ("pipeline_model_parallel_size", None), ("expert_model_parallel_size", 2),
-                ("context_parallel_size", None))),
+            *megatron_keys(MEGATRON, {"trainer.strategy": "megatron"}),
             K(POLICY + "fsdp_config.fsdp_size", "equivalent", default=-1, other=4, beside={_PLACE + "policy_num_gpus_per_node": 8}),
             K(POLICY + "sequence_parallel_size", "equivalent", default=1),
             K(POLICY + "fsdp_config.cpu_offload", "equivalent", default=False, other=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
 TRAINER, ALGO, POLICY, GEN, ENGINE = (
@@ -408,21 +408,20 @@ def layout(m: Migration):
     nodes, per = m.integer(p + "policy_num_nodes"), m.integer(p + "policy_num_gpus_per_node")
     gpus = m.gpus or nodes * per
     mega = m.text("trainer.strategy") == "megatron"
-    size = lambda name: m.integer(MEGATRON + name) or 1 if mega else 1  # noqa: E731
+    sizes = devices.megatron_sizes(m, MEGATRON, mega)
+    if not mega:
+        sizes["cp"] = m.integer(POLICY + "sequence_parallel_size")
     m.gpus = gpus
-    m.set("mesh.fsdp", -1, "trainer.strategy")
-    common.mesh(
+    devices.mesh(
         m,
+        ("trainer.strategy",),
         (p + "policy_num_nodes", p + "policy_num_gpus_per_node", *MESH),
-        tp=size("tensor_model_parallel_size"),
-        pp=size("pipeline_model_parallel_size"),
-        ep=size("expert_model_parallel_size"),
-        cp=size("context_parallel_size") if mega else m.integer(POLICY + "sequence_parallel_size"),
+        **sizes,
         fsdp=m.integer(POLICY + "fsdp_config.fsdp_size") or 0,
         gpus=gpus,
     )
     backend = m.text(ENGINE + "backend")
-    common.engine(
+    devices.engine(
         m,
         backend,
         ENGINE + "backend",
@@ -441,7 +440,7 @@ def layout(m: Migration):
         ),
     )
     if m.flag(POLICY + "fsdp_config.cpu_offload"):
-        m.set("mesh.roles.policy", {"rest": "streamed"}, POLICY + "fsdp_config.cpu_offload")
+        devices.rest(m, "streamed", POLICY + "fsdp_config.cpu_offload")
     if not m.flag(ENGINE + "run_engines_locally"):
         urls = [u if "://" in str(u) else f"http://{u}" for u in m.list(ENGINE + "external_server_urls")]
         for option in ("rollout.vllm.devices", "rollout.vllm.replicas", "rollout.placement", "mesh.roles.policy"):
@@ -450,15 +449,10 @@ def layout(m: Migration):
         m.needs("the servers of rollout.servers are started with jaxrl's plugin, see docs/vllm.md")
 
 
-MESH = tuple(
-    MEGATRON + n
-    for n in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "context_parallel_size",
-    )
-) + (POLICY + "fsdp_config.fsdp_size", POLICY + "sequence_parallel_size")
+MESH = tuple(MEGATRON + name for name in devices.MEGATRON.values()) + (
+    POLICY + "fsdp_config.fsdp_size",
+    POLICY + "sequence_parallel_size",
+)
 
 
 def memory(m: Migration):
@@ -558,10 +552,7 @@ def places(m: Migration):
         m.set("run.dir", m.text("trainer.ckpt_path").rstrip("/"), "trainer.ckpt_path")
     every = m.integer("trainer.hf_save_interval") or 0
     common.triggers(m, "checkpoint.export_every_steps", every, "trainer.hf_save_interval")
-    common.triggers(m, "checkpoint.every_steps", m.integer("trainer.ckpt_interval"), "trainer.ckpt_interval")
-    m.set("checkpoint.every_minutes", 0.0, "trainer.ckpt_interval")
-    keep = m.integer("trainer.max_ckpts_to_keep")
-    m.set("checkpoint.keep", keep if keep and keep > 0 else -1, "trainer.max_ckpts_to_keep")
+    common.checkpoints(m, "trainer.ckpt_interval", "trainer.max_ckpts_to_keep")
 
 
 def loggers(m: Migration):
@@ -580,9 +571,7 @@ def engine_options(m: Migration):
     prefix = ENGINE + "engine_init_kwargs."
     for s in m.all(ENGINE + "engine_init_kwargs.**"):
         name = s.key.rsplit("engine_init_kwargs.", 1)[1]
-        if "." in name:
-            m.lacks(s.key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
-        elif name == "max_model_len":
+        if name == "max_model_len":
             common.context(m, int(s.value), "rollout.vllm.max_model_len", prefix + "**")
         else:
-            m.set(f"rollout.vllm.engine_kwargs.{name}", s.value, s.key)
+            common.engine_kwarg(m, s.key, name, s.value)

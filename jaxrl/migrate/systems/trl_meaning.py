@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
 
@@ -215,7 +215,7 @@ def engine(m: Migration):
         return
     if m.text("vllm_mode") == "colocate":
         tp = m.integer("vllm_tensor_parallel_size")
-        common.engine(
+        devices.engine(
             m,
             "vllm",
             "use_vllm",

@@ -7,6 +7,7 @@ prompts, and so are mini-batches; rollout.n is 1 unless it is set.
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.systems import verl_meaning as meaning
 from jaxrl.migrate.systems.verl_meaning import (
     ACTOR,
@@ -144,10 +145,7 @@ TABLE = Table(
             K(TRAINER + "nnodes", "equivalent", default=1),
             K(TRAINER + "n_gpus_per_node", "equivalent", default=8, other=4),
             K(ACTOR + "strategy", "equivalent", default="fsdp"),
-            K(MEGATRON + "tensor_model_parallel_size", "equivalent", default=1, other=2, beside=MEGA),
-            K(MEGATRON + "pipeline_model_parallel_size", "equivalent", default=1),
-            K(MEGATRON + "expert_model_parallel_size", "equivalent", default=1, other=2, beside=MEGA),
-            K(MEGATRON + "context_parallel_size", "equivalent", default=1),
+            *megatron_keys(MEGATRON, MEGA),
             K(MEGATRON + "param_offload", "equivalent", default=False, other=True, beside=MEGA),
             K(MEGATRON + "optimizer_offload", "equivalent", default=False, other=True, beside=MEGA),
             K(ACTOR + "fsdp_config.fsdp_size", "equivalent", default=-1, other=4),

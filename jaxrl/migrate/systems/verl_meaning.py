@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
@@ -323,38 +323,29 @@ def optimizer(m: Migration):
     m.set("optimizer.floor", m.number(o + "min_lr_ratio") or 0.0, o + "min_lr_ratio")
 
 
-MESH = tuple(
-    MEGATRON + n
-    for n in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "context_parallel_size",
-    )
-)
+MESH = tuple(MEGATRON + name for name in devices.MEGATRON.values())
 
 
 def layout(m: Migration):
     nodes, per = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node")
     m.gpus = m.gpus or nodes * per
     mega = m.text(ACTOR + "strategy") == "megatron"
-    size = lambda name: (m.integer(MEGATRON + name) or 1) if mega else 1  # noqa: E731
     ulysses = ACTOR + "ulysses_sequence_parallel_size"
+    sizes = devices.megatron_sizes(m, MEGATRON, mega)
+    if not mega:
+        sizes["cp"] = m.integer(ulysses)
     fsdp = ACTOR + "fsdp_config.fsdp_size"
-    m.set("mesh.fsdp", -1, ACTOR + "strategy")
-    common.mesh(
+    devices.mesh(
         m,
+        (ACTOR + "strategy",),
         (TRAINER + "nnodes", TRAINER + "n_gpus_per_node", fsdp, *MESH, ulysses),
-        tp=size("tensor_model_parallel_size"),
-        pp=size("pipeline_model_parallel_size"),
-        ep=size("expert_model_parallel_size"),
-        cp=size("context_parallel_size") if mega else m.integer(ulysses),
+        **sizes,
         fsdp=m.integer(fsdp) or 0,
         gpus=m.gpus,
     )
     tp = m.integer(ROLLOUT + "tensor_model_parallel_size")
     engines = max(m.gpus // tp, 1)
-    common.engine(
+    devices.engine(
         m,
         m.text(ROLLOUT + "name"),
         ROLLOUT + "name",
@@ -373,9 +364,9 @@ def _rest(m: Migration, mega: bool):
     where = MEGATRON if mega else ACTOR + "fsdp_config."
     params, state = m.flag(where + "param_offload"), m.flag(where + "optimizer_offload")
     if m.flag(ACTOR + "fsdp_config.offload_policy"):
-        m.set("mesh.roles.policy", {"rest": "streamed"}, ACTOR + "fsdp_config.offload_policy")
+        devices.rest(m, "streamed", ACTOR + "fsdp_config.offload_policy")
     elif params or state:
-        m.set("mesh.roles.policy", {"rest": "host"}, where + "param_offload", where + "optimizer_offload")
+        devices.rest(m, "host", where + "param_offload", where + "optimizer_offload")
     ref = REF + ("megatron." if mega else "fsdp_config.") + "param_offload"
     adapted = m.integer(MODEL + "lora_rank") or m.text(MODEL + "lora_adapter_path")  # their base is the reference
     if m.flag(ref) and m.options["algorithm.kl.coef"][0] and not adapted:
@@ -505,10 +496,7 @@ def filtering(m: Migration):
 def places(m: Migration):
     if m.given(TRAINER + "default_local_dir"):
         m.set("run.dir", m.text(TRAINER + "default_local_dir").rstrip("/"), TRAINER + "default_local_dir")
-    common.triggers(m, "checkpoint.every_steps", m.integer(TRAINER + "save_freq"), TRAINER + "save_freq")
-    m.set("checkpoint.every_minutes", 0.0, TRAINER + "save_freq")
-    keep = m.integer(TRAINER + "max_actor_ckpt_to_keep")
-    m.set("checkpoint.keep", keep if keep and keep > 0 else -1, TRAINER + "max_actor_ckpt_to_keep")
+    common.checkpoints(m, TRAINER + "save_freq", TRAINER + "max_actor_ckpt_to_keep")
     mode = m.choice(TRAINER + "resume_mode", {"auto": "auto", "disable": "never", "resume_path": "auto", "": "auto"})
     m.set("run.resume", mode or "auto", TRAINER + "resume_mode")
     if m.text(TRAINER + "resume_mode") == "resume_path":
@@ -523,10 +511,8 @@ def engine_options(m: Migration):
         parts = s.key.split("engine_kwargs.", 1)[1].split(".")
         if parts[0] != "vllm" or s.value in (None, {}):
             m.mark(s.key, "inert", "of another engine, or empty")
-        elif len(parts) == 2:
-            m.set(f"rollout.vllm.engine_kwargs.{parts[1]}", s.value, s.key)
         else:
-            m.lacks(s.key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
+            common.engine_kwarg(m, s.key, ".".join(parts[1:]), s.value)
 
 
 def context(m: Migration):

@@ -1,0 +1,157 @@
+"""Devices, for the joint rules of the tables: meshes, engines, and the places of roles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxrl.migrate.table import Key, Migration
+
+MEGATRON = {  # axis of the mesh -> Megatron's name of its size
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+
+
+def megatron_keys(prefix: str, beside: Mapping = {}, tried: str = "tp ep") -> tuple[Key, ...]:
+    """Rows of Megatron's sizes. tried: axes of which the tests try 2."""
+    return tuple(
+        Key(prefix + name, "equivalent", default=1, other=2 if axis in tried.split() else None, beside=beside)
+        for axis, name in MEGATRON.items()
+    )
+
+
+def megatron_sizes(m: Migration, prefix: str, used: bool = True) -> dict[str, int]:
+    """Axis -> size by Megatron's keys; 1 each where they are not used."""
+    return {axis: (m.integer(prefix + name) or 1) if used else 1 for axis, name in MEGATRON.items()}
+
+
+def mesh(
+    m: Migration, backend: tuple[str, ...], keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0, gpus=0
+) -> None:
+    """A layout of torch systems as a mesh. Pipelines have no counterpart: their share of the devices shards parameters
+    (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left. backend: keys that say how
+    parameters are sharded."""
+    m.set("mesh.fsdp", -1, *backend)
+    m.facts["GPUs"] = gpus or m.gpus or "unknown"
+    if tp > 1:
+        m.set("mesh.tp", tp, *keys)
+    if ep > 1:
+        m.set("mesh.ep", ep, *keys)
+    if cp > 1:
+        m.set("mesh.cp", cp, *keys)
+    if pp > 1:
+        m.differs(
+            f"{pp} pipeline stages become shards of parameters (mesh.fsdp): the same batch and gradient, other "
+            "messages; run.mode=plan says what fits"
+        )
+    rest = (gpus or m.gpus) // (tp * cp * ep) if gpus or m.gpus else 0
+    if fsdp > 0 and rest > fsdp and rest % fsdp == 0:
+        m.set("mesh.dp", rest // fsdp, *keys)
+
+
+def engine(
+    m: Migration,
+    backend: str,
+    key: str,
+    *,
+    tp: int,
+    engines: int,
+    nodes: int,
+    gpus: int,
+    colocated: bool,
+    keys: tuple[str, ...],
+    host: int = 0,
+) -> None:
+    """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many GPUs;
+    where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
+    known = {
+        "vllm": "",
+        "sglang": "SGLang",
+        "trtllm": "TensorRT-LLM",
+        "trt-llm": "TensorRT-LLM",
+        "hf": "generate() of transformers",
+    }
+    if backend not in known:
+        m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
+        return
+    m.set("rollout.engine", "vllm", key)
+    if known[backend]:
+        m.differs(
+            f"completions are sampled by vLLM instead of {known[backend]}: the same distribution, other random numbers"
+        )
+    here = max(engines // max(nodes, 1), 1)
+    m.set("rollout.vllm.tensor_parallel", tp, *keys)
+    if here > 1:
+        m.set("rollout.vllm.replicas", here, *keys)
+    per_node = gpus // max(nodes, 1)
+    if colocated:
+        m.set("rollout.placement", "colocated", *keys)
+        if here * tp <= max(per_node, 1) and here > 1:
+            m.set(
+                "rollout.vllm.devices", tuple(",".join(str(i * tp + j) for j in range(tp)) for i in range(here)), *keys
+            )
+    elif host and per_node + here * tp > host:
+        m.needs(
+            f"vLLM has GPUs of its own, on other hosts: {engines} servers of {tp}. Start them by `vllm serve` and name "
+            "them in rollout.servers (docs/vllm.md)"
+        )
+    elif per_node:
+        m.set("rollout.placement", "disaggregated", *keys)
+        m.set("mesh.roles.policy", {"devices": f"0-{per_node - 1}" if per_node > 1 else "0"}, *keys)
+        m.set(
+            "rollout.vllm.devices",
+            tuple(",".join(str(per_node + i * tp + j) for j in range(tp)) for i in range(here)),
+            *keys,
+        )
+        if not host:
+            mine = f"GPUs 0 to {per_node - 1}" if per_node > 1 else "GPU 0"
+            m.needs(
+                f"training has {mine} of every host and vLLM the next {here * tp if here * tp > 1 else 'one'}; where "
+                "hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers"
+            )
+
+
+def apart(
+    m: Migration, train: list[int], infer: list[int], tp: int, nodes: int, *keys: str, policy: str, all_keys=()
+) -> None:
+    """Training and sampling each on devices of their own, given by number: policy and servers (of tp devices) of one
+    host get them; more hosts need servers that are started by hand. keys: those that make servers; policy: that of
+    training's devices; all_keys: those that part the two, where it is not that one alone."""
+    engines = max(len(infer) // max(tp, 1), 1)
+    if nodes > 1:
+        m.needs(
+            f"training has {len(train)} GPUs and sampling {len(infer)} others on {nodes} hosts: start {engines} "
+            f"servers of {tp} GPUs on those (docs/vllm.md), name them in rollout.servers, set rollout.placement=disaggregated"
+        )
+        return
+    m.set("rollout.placement", "disaggregated", *(all_keys or (policy,)))
+    m.set("mesh.roles.policy", {"devices": ranges(sorted(train))}, policy)
+    if engines > 1:
+        m.set("rollout.vllm.replicas", engines, *keys)
+    rows = (sorted(infer)[i * tp : (i + 1) * tp] for i in range(engines))
+    m.set("rollout.vllm.devices", tuple(",".join(map(str, row)) for row in rows), *keys)
+
+
+def shared(m: Migration, train: list[int], infer: list[int]) -> None:
+    """Says that both take turns on all devices, where the source lets them share only some."""
+    if train and infer and set(train) != set(infer):
+        m.differs("training and sampling share only some GPUs there; here both have all of them, in turns")
+
+
+def rest(m: Migration, where: str, *keys: str) -> None:
+    """Where the policy's parameters and optimizer state are when it does not train (host), or always (streamed)."""
+    value, before = m.options.pop("mesh.roles.policy", ({}, ()))
+    m.set("mesh.roles.policy", {**value, "rest": where}, *keys, *before)
+
+
+def ranges(numbers: list[int]) -> str:
+    """'0-3,6' of sorted numbers."""
+    parts, start = [], 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            first, last = numbers[start], numbers[i - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = i
+    return ",".join(parts)
