@@ -13,7 +13,7 @@ from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.read import read
-from jaxrl.migrate.report import name_of
+from jaxrl.migrate.report import because, name_of
 from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
 from jaxrl.migrate.systems import SYSTEMS, table_of
@@ -204,6 +204,8 @@ def test_trls_batches_are_completions_per_process_and_its_steps_are_optimizer_st
     assert v["train.steps"] == 100 and v["checkpoint.every_steps"] == 10
     assert migrated("trl", {**keys, "num_processes": 8}).outcome(False) == "refused"  # 512 / 14
     assert values(migrated("trl", {k: n for k, n in keys.items() if k != "num_processes"}, gpus=7))["data.prompts_per_step"] == 32
+    alone = migrated("trl", {}, gpus=8)
+    assert because(alone, alone.options["data.prompts_per_step"][1]).endswith("num_processes by --gpus=8")
     with pytest.raises(Unreadable, match="num_processes"):
         migrated("trl", {"num_generations": 8})
 

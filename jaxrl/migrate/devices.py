@@ -123,7 +123,8 @@ def apart(
     if nodes > 1:
         m.needs(
             f"training has {len(train)} GPUs and sampling {len(infer)} others on {nodes} hosts: start {engines} "
-            f"servers of {tp} GPUs on those (docs/vllm.md), name them in rollout.servers, set rollout.placement=disaggregated"
+            f"servers of {tp} GPUs on those (docs/vllm.md), name them in rollout.servers, set "
+            "rollout.placement=disaggregated"
         )
         return
     m.set("rollout.placement", "disaggregated", *(all_keys or (policy,)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl.config import is_secret
 from jaxrl.migrate.source import Unreadable
-from jaxrl.migrate.table import KINDS, Migration
+from jaxrl.migrate.table import KINDS, MISSING, Migration
 from jaxrl.schema import free_tables, options
 
 MARK = "# made by jaxrl.migrate, unchanged: "
@@ -123,7 +123,11 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
     for key in keys:
         if m.given(key):
             parts += [f"{s.key}={shown(hidden(s.key, s.value), 60)}" for s in m.all(key)[:3]]
-        elif "*" not in key and not any(m.given(k) for k in keys):
+        elif "*" in key or any(m.given(k) for k in keys):
+            continue
+        elif m.default(key) is MISSING:
+            parts.append(f"{key} by --gpus={m.gpus}")
+        else:
             parts.append(f"{key}={shown(m.default(key), 60)} is {m.table.title}'s default")
     text = ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else "")
     return text[:157] + "..." if len(text) > 160 else text or f"{m.table.title}'s default"
