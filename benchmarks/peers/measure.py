@@ -55,7 +55,7 @@ def arguments(argv=None, **more) -> argparse.Namespace:
 
 def reward(completion: str, **_) -> float:
     """Share of even tokens in an answer; every system computes it from the answer's text."""
-    tokens = [int(word[1:]) for word in completion.split()]
+    tokens = [int(word[1:]) for word in completion.split()]  # of the last turn, where there are several
     return sum(i % 2 == 0 for i in tokens) / max(len(tokens), 1)
 
 

@@ -1,5 +1,5 @@
-"""jaxrl on a shape: a run of GRPO, or of DPO where the shape has pairs, by `jaxrl.train`, with every file that a run writes, its
-seconds read from its metrics.jsonl.
+"""jaxrl on a shape: a run of GRPO, in episodes with a tool where the shape has turns, or of DPO where it has pairs, by `jaxrl.train`,
+with every file that a run writes, its seconds read from its metrics.jsonl.
 
     python benchmarks/peers/ours.py --work FOLDER --steps 2 [--config.train.tokens_per_microbatch=4096 ...]
 
@@ -37,11 +37,17 @@ def config_of(args, folder: str):
     c.rollout.group_size, c.rollout.max_new_tokens = shape.group, shape.new_tokens
     c.rollout.engine = "jax"
     c.user.peers_work = str(work.folder)
+    if shape.turns:
+        c.env.tools, c.env.max_turns = (f"{HERE.parent / 'turns.py'}:add",), 2
+        c.rollout.max_new_tokens, c.train.max_sequence_tokens = max(shape.turns), shape.prompt_tokens + shape.new_tokens
     if shape.pairs:
         c.run.recipe, c.data.path, c.preference.beta = "preference", (str(work.folder / "pairs.jsonl"),), measure.BETA
         c.reference.dtype = "fp32"
     elif args.replay:
         c.rollout.engine, c.algorithm.mismatch.correction = f"{HERE}:recorded_engine", "none"  # its log-probs are no one's
+        c.algorithm.mismatch.warn = 0.0
+    elif shape.turns:
+        c.rollout.engine, c.algorithm.mismatch.correction = f"{HERE}:engine_with_turns", "none"  # its log-probs are of other tokens
         c.algorithm.mismatch.warn = 0.0
     elif shape.lengths != "full":
         c.rollout.engine = f"{HERE}:engine_with_lengths"
@@ -69,39 +75,71 @@ class Lengths:
     """The embedded sampler, but answer i of a group ends after the number of tokens that the work gives it."""
 
     def __init__(self, inner, work):
-        self._inner, self._group = inner, work.shape.group
-        self._places = {p.tobytes(): i for i, p in enumerate(work.prompts)}
-        self._lengths = work.lengths.reshape(-1, self._group)
+        self._inner, self._work = inner, work
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def submit(self, requests) -> None:
-        seen, limited = {}, []
-        for r in requests:
-            place = self._places[np.asarray(r.prompt, np.int32).tobytes()]
-            sample = seen[place] = seen.get(place, -1) + 1
-            limit = int(self._lengths[place, sample])
-            limited.append(dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_new_tokens=limit)))
-        self._inner.submit(limited)
+        self._inner.submit([_limited(r, len(self._work.turn(*_place(self._work, r)))) for r in requests])
+
+
+class Turns(Lengths):
+    """The same of every turn; then what the work has recorded takes the place of what was sampled. The sampler itself goes on from what
+    it sampled, and kept, as it does where nobody comes between."""
+
+    def __init__(self, inner, work):
+        super().__init__(inner, work)
+        self._asked, self._sampled = {}, {}
+
+    def submit(self, requests) -> None:
+        self._inner.submit([self._as_sampled(r) for r in requests])
+
+    def _as_sampled(self, request):
+        sequence, turn = self._asked[request.id] = _place(self._work, request)
+        prompt = np.array(request.prompt, np.int32)
+        if turn:
+            at, own = self._work.shape.prompt_tokens, self._sampled.pop(request.after)
+            prompt[at:at + len(own)] = own
+        return _limited(dataclasses.replace(request, prompt=prompt), len(self._work.turn(sequence, turn)))
+
+    def poll(self, deadline_s):
+        return [self._recorded(result) for result in self._inner.poll(deadline_s)]
+
+    def _recorded(self, result):
+        sequence, turn = self._asked.pop(result.id)
+        tokens = self._work.turn(sequence, turn)
+        assert len(result.tokens) == len(tokens), (len(result.tokens), len(tokens))
+        if turn == 0:
+            self._sampled[result.id] = result.tokens
+        return dataclasses.replace(result, tokens=tokens.astype(np.int32), finish="stop")
+
+
+def _place(work, request) -> tuple[int, int]:
+    """(sequence, turn) of a request, which must have exactly the tokens before that turn."""
+    prompt = np.asarray(request.prompt, np.int32)
+    place = next(i for i, p in enumerate(work.prompts) if np.array_equal(p, prompt[:len(p)]))
+    sequence, turn = place * work.shape.group + request.key.sample, request.key.turn
+    assert np.array_equal(prompt, work.before(sequence, turn)), "the turn begins with other tokens than the work's"
+    return sequence, turn
+
+
+def _limited(request, tokens: int):
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_new_tokens=tokens))
 
 
 class Recorded(Engine):
-    """Answers every prompt with what the work has recorded, at once. Versions are those last published."""
+    """Answers every request with what the work has recorded, at once. Versions are those last published."""
 
     def __init__(self, work):
-        self._work, self._places = work, {p.tobytes(): i for i, p in enumerate(work.prompts)}
-        self._done, self._version = [], -1
+        self._work, self._done, self._version = work, [], -1
 
     def submit(self, requests) -> None:
-        seen = {}
         for r in requests:
-            place = self._places[np.asarray(r.prompt, np.int32).tobytes()]
-            seen[place] = seen.get(place, -1) + 1
-            tokens = self._work.answers[place * self._work.shape.group + seen[place]].astype(np.int32)
+            tokens = self._work.turn(*_place(self._work, r)).astype(np.int32)
             zeros = np.zeros(len(tokens), np.float32)
             versions = np.full(len(tokens), self._version, np.int32)
-            self._done.append(Result(r.id, tokens, zeros, zeros, versions, "length", r.seed))
+            self._done.append(Result(r.id, tokens, zeros, zeros, versions, "stop" if self._work.shape.turns else "length", r.seed))
 
     def poll(self, deadline_s):
         done, self._done = self._done, []
@@ -123,6 +161,12 @@ def engine_with_lengths(config, model, tokenizer, mesh, eos_ids, hf_config):
     from jaxrl.rollout.embedded import make_engine
 
     return Lengths(make_engine(config, model, tokenizer, mesh, eos_ids), measure.Work(config.user.peers_work))
+
+
+def engine_with_turns(config, model, tokenizer, mesh, eos_ids, hf_config):
+    from jaxrl.rollout.embedded import make_engine
+
+    return Turns(make_engine(config, model, tokenizer, mesh, eos_ids), measure.Work(config.user.peers_work))
 
 
 def recorded_engine(config, model, tokenizer, mesh, eos_ids, hf_config):
@@ -170,7 +214,7 @@ def main(argv=None) -> None:
                 seconds[name] = seconds.get(name, 0.0) + line["time"].get(phase, 0.0)
             clock.add(seconds)
         if not args.work.shape.pairs:
-            args.work.check(answers_of(run_dir, 1 + args.steps))
+            args.work.check(answers_of(run_dir, 1 + args.steps), sampled=True)
         if args.save:
             save(run_dir / "export", args.save)
         peak = float((run_dir / "peak").read_text())

@@ -58,6 +58,7 @@ SYSTEMS = {
 PARTS_ONLY = ("torch_loop", "vllm_alone")  # half a step each
 OF_EVERY_KIND = ("jaxrl", "torch_loop")  # scripts that know shapes with `lora` or `experts`
 OF_PAIRS = ("jaxrl", "trl_dpo")
+OF_TURNS = ("jaxrl", "trl")
 PARTS = ("generation", "scoring", "update", "rest")
 
 
@@ -90,6 +91,8 @@ def python_of(version: str) -> str:
 
 def able(shape) -> list[str]:
     """Systems that can do a shape."""
+    if shape.turns:
+        return list(OF_TURNS)
     if shape.pairs or shape.lora or shape.experts:
         return list(OF_PAIRS if shape.pairs else OF_EVERY_KIND)
     return [n for n, s in SYSTEMS.items() if n != "trl_dpo" and (shape.generates or (s.trains and n != "trl_vllm"))]

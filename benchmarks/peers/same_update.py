@@ -1,6 +1,6 @@
 """The first AdamW update of jaxrl, TRL, Tunix and the torch loop from one checkpoint and one recorded batch, compared.
 
-    python benchmarks/peers/same_update.py [--shape tiny_tail|tiny_lora|tiny_pairs] [--systems jaxrl,trl] [--envs DIR] [--json FILE]
+    python benchmarks/peers/same_update.py [--shape tiny_tail|tiny_lora|tiny_pairs|tiny_turns] [--systems jaxrl,trl] [--envs DIR] [--json FILE]
 
 Matched by configuration: fp32, the loss as a mean over all answer tokens, no KL, clip 0.2 (ratios are 1), gradients clipped to norm
 1, AdamW with decay 0.01 on matrices only. The batch is tokens and rewards (from the answers' text); the sampler's

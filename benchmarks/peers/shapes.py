@@ -17,6 +17,8 @@ How all systems are brought to the same lengths:
   recorded    (W2, W4, and --replay) The tokens of prompts and answers are given and only training runs.
   pairs       (W7) Recorded answers, the first of a prompt's two chosen, the other rejected, each with the end token last;
               pairs.jsonl has them as text, PAIRED_STEPS steps of them, so that no step meets a pair whose reference is known.
+  turns       (W6) Every system samples so many tokens in each of two turns and pays for them; then the recorded ones, of which the
+              first turn ends in a call (`turns`), take their place, and its own loop calls the tool and puts the reply behind them.
 
 Legend: P prompts, G answers to each, N = P x G.
 """
@@ -29,6 +31,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import turns
 
 PAD, END, FIRST = 0, 1, 2  # the first token of prompts and answers
 END_ROW, CONSTANT = -25.0, 0.5  # entries of channel 0: of the two special rows, of all others
@@ -58,10 +61,16 @@ class Shape:
     experts: int = 0  # of every layer, each `intermediate` wide; the architecture is then Qwen3-MoE's
     chosen: int = 0  # experts of a token
     pairs: bool = False  # the two answers of a prompt are a pair, for DPO
+    turns: tuple[int, ...] = ()  # tokens sampled in each of two turns; `new_tokens` has the tool's reply between them, too
 
     @property
     def sequences(self) -> int:
         return self.prompts * self.group
+
+    @property
+    def observed(self) -> int:
+        """Tokens of an answer that were not sampled."""
+        return self.new_tokens - sum(self.turns) if self.turns else 0
 
     def answer_lengths(self) -> np.ndarray:
         """[N] tokens of each answer. Long tail: log-normal with median 1/8 of the longest and sigma 1, from 1/64 of the longest to
@@ -75,10 +84,10 @@ class Shape:
         return drawn
 
     def counts(self) -> dict[str, int]:
-        """Tokens of one step; `padded` is what rows of the longest length would hold."""
+        """Tokens of one step; `answer`: those sampled; `padded` is what rows of the longest length would hold."""
         answers = int(self.answer_lengths().sum())
-        return {"sequences": self.sequences, "prompt": self.prompts * self.prompt_tokens, "answer": answers,
-                "trained": self.sequences * self.prompt_tokens + answers,
+        return {"sequences": self.sequences, "prompt": self.prompts * self.prompt_tokens,
+                "answer": answers - self.sequences * self.observed, "trained": self.sequences * self.prompt_tokens + answers,
                 "padded": self.sequences * (self.prompt_tokens + self.new_tokens)}
 
     def flops(self) -> dict[str, float]:
@@ -91,7 +100,8 @@ class Shape:
         weights = self.layers * (2 * d * d + 2 * d * self.kv_heads * head_size + inner)
         positions = self.prompts * p + lengths.sum()
         pairs = self.prompts * p * (p + 1) / 2 + (lengths * p + lengths * (lengths + 1) / 2).sum()
-        forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * lengths.sum()
+        predicted = lengths.sum() - self.sequences * self.observed
+        forward = 2 * weights * positions + 4 * d * self.layers * pairs + 2 * d * self.vocab * predicted
         if self.pairs:  # and once under the reference
             return {"generation": 0.0, "scoring": forward, "update": 3 * forward}
         if not self.lora:
@@ -112,9 +122,13 @@ class Shape:
         d, size, lengths = self.hidden, {"float32": 4, "bfloat16": 2}[self.dtype], self.answer_lengths().astype(np.int64)
         narrow = self.kv_heads * d // self.heads
         weights = self.layers * (2 * d * d + 2 * d * narrow + 3 * d * self.intermediate) + d * self.vocab
-        groups = lengths.reshape(self.prompts, self.group)
-        positions = (groups.max(axis=1) * self.prompt_tokens).sum() + (lengths * (lengths - 1) // 2).sum()
-        return float(size * (weights * int(lengths.max()) + 2 * self.layers * narrow * int(positions))) if self.generates else 0.0
+        groups = lengths.reshape(self.prompts, self.group).max(axis=1) - self.observed
+        positions = (groups * self.prompt_tokens).sum() + (lengths * (lengths - 1) // 2).sum()
+        if self.turns:  # nothing is decoded where the reply stands
+            first, reply = self.turns[0], self.observed
+            positions -= self.sequences * (reply * first + reply * (reply - 1) // 2)
+        steps = int(lengths.max()) - self.observed
+        return float(size * (weights * steps + 2 * self.layers * narrow * int(positions))) if self.generates else 0.0
 
     def config(self) -> dict:
         """The model's config.json."""
@@ -144,7 +158,9 @@ SHAPES = {
     "W3": dataclasses.replace(W1, new_tokens=512, lengths="long_tail"),  # lengths as RL has them
     "W4": dataclasses.replace(W2, lora=16),  # W2 with adapters
     "W5": dataclasses.replace(W2, intermediate=W2.intermediate // 4, experts=16, chosen=4),  # of W2's width for a token
+    "W6": dataclasses.replace(W1, prompt_tokens=128, new_tokens=128, turns=(64, 48)),  # with a calculator
     "W7": dataclasses.replace(W2, prompts=8, group=2, pairs=True),  # W2's model and tokens in pairs
+    "tiny_turns": Shape(32, 2, 2, 1, 64, 1024, prompts=2, group=4, prompt_tokens=128, new_tokens=80, microbatch=4, turns=(40, 24)),
     "tiny_pairs": Shape(32, 2, 2, 1, 64, 256, prompts=4, group=2, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
                         generates=False, pairs=True),
     "tiny_experts": Shape(32, 2, 2, 1, 16, 256, prompts=2, group=4, prompt_tokens=8, new_tokens=64, microbatch=4, lengths="long_tail",
@@ -167,7 +183,8 @@ class Work:
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        self.shape = Shape(**json.loads((self.folder / "shape.json").read_text()))
+        written = json.loads((self.folder / "shape.json").read_text())
+        self.shape = Shape(**{**written, "turns": tuple(written.get("turns", ()))})
         held = np.load(self.folder / "work.npz")
         self.prompts, self.lengths = held["prompts"], held["lengths"]
         self.answers = np.split(held["answers"], np.cumsum(self.lengths)[:-1])
@@ -175,10 +192,21 @@ class Work:
     def prompt_of(self, sequence: int) -> np.ndarray:
         return self.prompts[sequence // self.shape.group]
 
-    def check(self, answers) -> None:
-        """Raises AssertionError unless `answers` (N sequences of tokens) have the lengths of the work."""
-        found = [len(a) for a in answers]
-        assert found == self.lengths.tolist(), f"{sum(found)} answer tokens, {self.lengths.sum()} are the work"
+    def turn(self, sequence: int, turn: int) -> np.ndarray:
+        """What is recorded as sampled in a turn; all of an answer where there is one."""
+        if not self.shape.turns:
+            return self.answers[sequence]
+        return self.answers[sequence][:self.shape.turns[0]] if turn == 0 else self.answers[sequence][-self.shape.turns[1]:]
+
+    def before(self, sequence: int, turn: int) -> np.ndarray:
+        """The tokens from which a turn is sampled."""
+        known = self.answers[sequence][:len(self.answers[sequence]) - self.shape.turns[1]] if turn else []
+        return np.concatenate([self.prompt_of(sequence), known]).astype(np.int32)
+
+    def check(self, answers, sampled: bool = False) -> None:
+        """Raises AssertionError unless `answers` (N sequences of tokens; `sampled`: without replies) have the lengths of the work."""
+        found, need = [len(a) for a in answers], self.lengths - self.shape.observed * sampled
+        assert found == need.tolist(), f"{sum(found)} answer tokens, {need.sum()} are the work"
 
 
 def words(tokens) -> str:
@@ -199,14 +227,19 @@ def make(shape: Shape, folder) -> Path:
     (part / "generation_config.json").write_text(json.dumps({"eos_token_id": END, "pad_token_id": PAD}))
     (part / "shape.json").write_text(json.dumps(dataclasses.asdict(shape)))
     for place in (part, part / "tokenizer"):
-        _write_tokenizer(shape, place)
+        turns.write_tokenizer(shape.vocab, place) if shape.turns else _write_tokenizer(shape, place)
     if shape.lora:
         _write_adapter(shape, part / "adapter")
     draw, lengths = np.random.default_rng([SEED, 1]), shape.answer_lengths()
-    prompts = draw.integers(FIRST, shape.vocab, (shape.prompts, shape.prompt_tokens), np.int32)
-    answers = draw.integers(FIRST, shape.vocab, lengths.sum(), np.int32)
+    if shape.turns:
+        recorded = turns.record(shape, part / "tokenizer", draw)
+        prompts, answers, texts = recorded["prompts"], recorded["answers"].ravel(), recorded["questions"]
+    else:
+        prompts = draw.integers(FIRST, shape.vocab, (shape.prompts, shape.prompt_tokens), np.int32)
+        answers = draw.integers(FIRST, shape.vocab, lengths.sum(), np.int32)
+        texts = map(words, prompts)
     np.savez(part / "work.npz", prompts=prompts, answers=answers, lengths=lengths)
-    (part / "prompts.jsonl").write_text("".join(json.dumps({"prompt": words(row)}) + "\n" for row in prompts))
+    (part / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     if shape.pairs:
         (part / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _pairs(shape)))
     part.rename(folder)
@@ -237,7 +270,7 @@ def _weights(shape: Shape) -> dict[str, np.ndarray]:
 
     embed = normal(shape.vocab, d)
     embed[:, 0] = CONSTANT
-    embed[[PAD, END], 0] = END_ROW
+    embed[:len(turns.CONTROL) if shape.turns else FIRST, 0] = END_ROW
     out = {"model.embed_tokens.weight": embed, "model.norm.weight": np.ones(d, dtype)}
     for i in range(shape.layers):
         name = f"model.layers.{i}."

