@@ -47,7 +47,7 @@
 #    5  time and memory as the work grows                   benchmarks/growth.py --out FILE (not in "all")
 #    6, 8  steps, MFU, decoding on a GPU                    benchmarks/gpu_suite.py (not in "all")
 # Of speed, beside other libraries in environments of their own (not in "all"):
-#    1  the same step of W1, W2, W3                         benchmarks/peers/run.py --shape W1 --json FILE
+#    1  the same step of W1 to W7                           benchmarks/peers/run.py --shape W1 --json FILE
 #    7  the same first update                               benchmarks/peers/same_update.py
 #    7  rewards over 50 steps, three seeds, beside TRL's    benchmarks/peers/learning.py
 # Of asynchrony (not in "all"; the first three take the embedded engine, and vLLM where it is installed):

@@ -1,5 +1,6 @@
 """benchmarks/peers: the work is what it says, the same for all, and the harness runs with the systems that need no other library."""
 
+import dataclasses
 import filecmp
 import json
 import os
@@ -22,6 +23,7 @@ import measure  # noqa: E402
 import run  # noqa: E402
 import same_update  # noqa: E402
 import shapes  # noqa: E402
+import turns  # noqa: E402
 
 
 @pytest.mark.parametrize("name,sequences,prompt,answer,trained", [
@@ -67,6 +69,43 @@ def test_needed_bytes_counted_by_hand():
     positions = 2 * 8 * 8 + 8 * sum(range(8))  # the prompt of each group, and what each sample has written
     assert shape.traffic() == 4 * (8 * weights + positions * 2 * 2 * 16)
     assert shapes.SHAPES["W2"].traffic() == 0.0
+
+
+def test_needed_work_of_turns_counted_by_hand():
+    """What a tool replies is run through the model, but neither predicted nor decoded: of 2 + 3 + 2 tokens 4 are."""
+    shape = shapes.Shape(hidden=8, layers=2, heads=2, kv_heads=1, intermediate=16, vocab=32, prompts=1, group=2, prompt_tokens=2,
+                         new_tokens=7, microbatch=2, turns=(2, 2))
+    one = dataclasses.replace(shape, turns=())
+    assert shape.counts()["answer"] == 2 * 4 and one.counts()["answer"] == 2 * 7 and shape.counts()["trained"] == 2 * (2 + 7)
+    assert one.flops()["update"] - shape.flops()["update"] == 3 * 2 * 8 * 32 * 2 * 3
+    weights, kept = 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16) + 8 * 32, 2 * 4 + 2 * (0 + 1 + 5 + 6)
+    assert shape.traffic() == 4 * (4 * weights + 2 * 2 * 4 * kept)
+
+
+def test_a_conversation_is_what_an_episode_makes_of_it(tmp_path):
+    """The same folder every time; jaxrl reads the call of each first turn and puts the reply behind it, to the token."""
+    from transformers import AutoTokenizer
+
+    import jaxrl
+    from jaxrl.data.turns import TurnRenderer
+    from jaxrl.envs.tools import schema
+
+    shape = shapes.SHAPES["tiny_turns"]
+    first, second = shapes.make(shape, tmp_path / "a"), shapes.make(shape, tmp_path / "b")
+    for file in ("work.npz", "prompts.jsonl", "tokenizer/tokenizer.json"):
+        assert filecmp.cmp(first / file, second / file, shallow=False), file
+    work, tokenizer = shapes.Work(first), AutoTokenizer.from_pretrained(first / "tokenizer")
+    renderer = TurnRenderer(jaxrl.default_config(), tokenizer, [schema(turns.add)])
+    questions = [json.loads(line)["prompt"] for line in (first / "prompts.jsonl").read_text().splitlines()]
+    assert np.array_equal([renderer.first(q) for q in questions], work.prompts)
+    for i in range(shape.sequences):
+        call, = renderer.read(work.turn(i, 0))["calls"]
+        said = work.before(i, 0).tolist() + work.turn(i, 0).tolist()
+        message = {"role": "tool", "name": "add", "tool_call_id": call["id"], "content": str(turns.add(**call["arguments"]))}
+        np.testing.assert_array_equal(said + renderer.extend(np.array(said), [message]).tolist(), work.before(i, 1))
+        last = renderer.read(work.turn(i, 1))
+        assert not last["calls"] and 0 < measure.reward(last["text"]) < 1 and work.turn(i, 1)[-1] == tokenizer.eos_token_id
+    work.check([np.concatenate([work.turn(i, t) for t in (0, 1)]) for i in range(shape.sequences)], sampled=True)
 
 
 def test_a_folder_is_the_same_every_time_and_its_words_are_its_tokens(tmp_path):
@@ -169,6 +208,22 @@ def test_the_harness_at_a_tiny_shape(tmp_path, envs):
         for step in row["runs"][0]:
             assert sum(step[p] for p in run.PARTS) == pytest.approx(step["step"], abs=1e-3)
     assert found["systems"]["jaxrl"]["seconds"]["generation"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_with_a_calculator(tmp_path, capsys):
+    """jaxrl's own episodes and workers, sampling every turn: the script checks lengths, prompts of turns and what was trained."""
+    import ours
+    from transformers import AutoTokenizer
+
+    folder = shapes.make(shapes.SHAPES["tiny_turns"], tmp_path / "work")
+    ours.main(["--work", str(folder), "--steps", "1", "--config.train.tokens_per_microbatch=512"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    work = shapes.Work(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    answers = [tokenizer.decode(work.turn(i, 1), skip_special_tokens=True) for i in range(work.shape.sequences)]
+    assert found["rewards"] == pytest.approx([np.mean([measure.reward(a) for a in answers])] * 2)
+    assert found["seconds"]["generation"] > 0 and found["tokens"]["answer"] == 8 * (40 + 24)
 
 
 @pytest.mark.nightly

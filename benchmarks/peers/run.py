@@ -2,6 +2,9 @@
 
     python benchmarks/peers/run.py --shape W1 [--systems jaxrl,trl] [--json FILE] [--envs DIR] [--rounds 3] [--steps 2] [--threads 2]
 
+W1: GRPO with answers of equal lengths, W2: training only, W3: answers of 8 to 512 tokens, W4: adapters, W5: experts, W6: two turns with
+a calculator, W7: DPO. The goal of W6, set before it was measured: 2 times TRL with `tools`.
+
 Every system runs in a process and a virtual environment of its own (made in DIR with the versions below where they are
 missing), all in turn and the whole again for every round, on the same cores. Figures are medians over the rounds of each
 process' median step; the first step, which compiles, stands beside. --threads pins cores as well as thread pools.
