@@ -22,15 +22,17 @@ from jaxrl.planning import compiling, plan  # noqa: E402
 
 SERVED = {"rollout__engine": "vllm", "rollout__placement": "colocated"}
 REST = {"mesh__roles": {"policy": {"rest": "host"}}}
-FAR = {"rollout__engine": "vllm", "rollout__servers": ("http://served:8000",), "rollout__vllm__api_key": "none"}
+ALONE = {"rollout__engine": "vllm", "plan__part": "training"}
 CASES = {
     "30B-A3B, 16 H100": ("30B-A3B", "h100:16", grpo(64, 16, 1024, 7168, 16384, mesh__ep=8, **SERVED, rollout__vllm__tensor_parallel=4,
                                                     rollout__vllm__memory_fraction=0.4)),
     "30B-A3B, 64 v5p": ("30B-A3B", "v5p:4x4x4", grpo(128, 16, 1024, 7168, 16384, mesh__ep=4)),
     "235B-A22B, 256 H100": ("235B-A22B", "h100:256", grpo(512, 16, 1024, 7168, 16384, mesh__ep=8, **SERVED, **REST,
                                                           rollout__vllm__tensor_parallel=8, rollout__vllm__memory_fraction=0.85)),
-    "235B-A22B, 256 v5p": ("235B-A22B", "v5p:8x8x4", grpo(512, 16, 1024, 7168, 16384, mesh__ep=4, **FAR)),
-    "235B-A22B, 128 H100": ("235B-A22B", "h100:128", grpo(256, 16, 1024, 7168, 16384, mesh__ep=8, **FAR)),
+    "235B-A22B, 256 v5p": ("235B-A22B", "v5p:8x8x4", grpo(512, 16, 1024, 7168, 16384, mesh__ep=4, **ALONE)),
+    "235B-A22B, 128 H100": ("235B-A22B", "h100:128", grpo(256, 16, 1024, 7168, 16384, mesh__ep=8, **ALONE)),
+    "671B-A37B, 1024 H100": ("671B", "h100:1024", grpo(512, 16, 1024, 7168, 16384, mesh__ep=8, **ALONE)),
+    "gpt-oss-120b, 64 H100": ("gpt-oss-120b", "h100:64", grpo(256, 16, 1024, 7168, 16384, mesh__ep=8, **ALONE)),
 }
 
 

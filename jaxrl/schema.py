@@ -466,6 +466,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "plan": {
         "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
+        "part": O("job", "of an RL job: job, or training, the trainer as if it had the devices to itself, its engine left out",
+                  choices=("job", "training")),
         "json": O("", "also write the plan to this file"),
         "run": O("", "directory of a synchronous run whose completion lengths and speeds drive the simulation of running ahead; empty = the"
                      " target's roofline"),

@@ -18,7 +18,7 @@ from jaxrl.models import hf
 from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory
 from jaxrl.planning.workload import SIZES, data_shards
-from jaxrl.rollout.engines import chosen_engine, engine_of, shared_gpus
+from jaxrl.rollout.engines import check_publishes, chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
@@ -35,7 +35,8 @@ CONTEXT, ASLEEP = 1 << 30, 2 << 30
 class Case:
     """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None
     where the completions come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's
-    server takes of it in turns (rollout.placement=colocated; 0 = none)."""
+    server takes of it in turns (rollout.placement=colocated; 0 = none); `left_out` says why completions are not
+    planned."""
 
     config: Any
     target: targets.Target
@@ -46,6 +47,7 @@ class Case:
     memory: float
     usable: float
     lent: float = 0.0
+    left_out: str = ""
 
     @property
     def resting(self) -> set[str]:
@@ -70,6 +72,8 @@ def open_case(config) -> Case:
     m = config.model
     try:
         hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False)
+        if not alone(config):
+            _check_publishes(config, hf_config)
         return case_of(config, hf_config)
     except ConfigError as e:
         raise e if m.path in str(e) or not m.path else ConfigError(f"model.path={m.path!r}: {e}") from None
@@ -93,9 +97,31 @@ def case_of(config, hf_config: dict, model=None) -> Case:
     mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
     sharding.check_experts(mesh["ep"], model.config.num_experts)
     whole, usable = device_memory(spec, target)
-    turns = target.kind == "gpu" and shared_gpus(spec) == "turns"
+    turns = target.kind == "gpu" and not alone(spec) and shared_gpus(spec) == "turns"
     lent = memory_fraction(spec) * whole if turns else 0.0
-    return Case(spec, target, hf_config, model, mesh, _rollout(spec, model, target, mesh), whole, usable, lent)
+    rollout = None if alone(spec) else _rollout(spec, model, target, mesh)
+    left_out = _left_out(spec, hf_config) if spec.recipe.samples and rollout is None else ""
+    return Case(spec, target, hf_config, model, mesh, rollout, whole, usable, lent, left_out)
+
+
+def alone(config) -> bool:
+    """Whether the trainer is planned without its engine."""
+    return config.plan.part == "training"
+
+
+def _check_publishes(config, hf_config: dict) -> None:
+    check_publishes(config, hf_config["model_type"], models.FAMILIES[hf_config["model_type"]].publishes)
+
+
+def _left_out(config, hf_config: dict) -> str:
+    """Why the completions of a job are not planned."""
+    if not alone(config):
+        return f"{engine_of(config).title} makes them, whose seconds are not predicted"
+    try:
+        _check_publishes(config, hf_config)
+    except ConfigError as e:
+        return f"plan.part=training. A run of this config is refused: {e}"
+    return "plan.part=training"
 
 
 def _with_warm_start(config):
@@ -162,7 +188,7 @@ def device_memory(config, target) -> tuple[float, float]:
     if target.kind == "tpu":
         return whole, whole
     given = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    how = shared_gpus(config)
+    how = "" if alone(config) else shared_gpus(config)
     if how == "turns":
         return whole, whole - CONTEXT
     return whole, whole * (float(given) if given else BOTH_MEMORY - memory_fraction(config) if how else GPU_SHARE)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from jaxrl.config import editable
 from jaxrl.planning.workload import data_shards, lengths, rows
-from jaxrl.rollout.engines import shared_gpus
+from jaxrl.rollout.engines import engine_of, shared_gpus
 
 LONGEST = 1 << 20
 
@@ -41,6 +41,11 @@ def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
     return low
 
 
+def _samples(config) -> bool:
+    """Whether the embedded sampler is planned."""
+    return config.recipe.samples and config.plan.part == "job" and engine_of(config).on_mesh
+
+
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
     """The largest microbatch, group, slot count and completion that fit, everything else as it is.
 
@@ -55,7 +60,7 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     answer = most(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
     out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None,
            "slots": None}
-    if config.recipe.samples:
+    if _samples(config):
         slots = most(lambda n: fits(rollout__slots=n * shards), 8, 4096)
         out["slots"] = slots * shards
         by_batch = not config.rollout.slots and config.data.prompts_per_step * config.rollout.group_size < 256
@@ -78,7 +83,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
                if n >= length] or [length]
     remat = {} if config.model.remat in ("full", "offload") else {"model__remat": "full"}
-    parts = (0.4, 0.3, 0.2, 0.1, 0.6, 0.8) if shared_gpus(config) == "turns" else ()
+    parts = (0.4, 0.3, 0.2, 0.1, 0.6, 0.8) if config.plan.part == "job" and shared_gpus(config) == "turns" else ()
     for part in parts:
         yield {"rollout__vllm__memory_fraction": part}
     if remat:
@@ -102,7 +107,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
         yield {**least, "optimizer__offload": True, "rollout__vllm__memory_fraction": part}
     if mesh["dp"] > 1:
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
-    if config.recipe.samples:
+    if _samples(config):
         for slots in (128, 64, 32, 16, 8):
             for split in ({}, *splits):
                 yield {**least, **split, "rollout__slots": slots}

@@ -21,7 +21,7 @@ import jax
 from jaxrl.config import editable
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.planning import asynchrony, compiling, fit, memory, roofline, workload
-from jaxrl.planning.case import ASLEEP, Case, case_of, open_case
+from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
 from jaxrl.rollout import engine_of
 from jaxrl.sharding import ROLLOUT_RULES, targets
@@ -74,7 +74,9 @@ def make(config, search: bool = True) -> dict:
         "rematerialised": cpu["rematerialised"],
     }
     plan |= times(case, plan["collectives"])
-    if case.config.recipe.samples:
+    if case.left_out:
+        plan["not_planned"] = {"rollout": case.left_out}
+    if case.config.recipe.samples and not alone(case.config):
         plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
     if case.target.kind == "gpu":
         plan["error"] = _bounds(plan, temporaries)
@@ -116,13 +118,23 @@ def _compile(case: Case) -> tuple[dict, dict | None]:
             like = targets.Target("v5p", case.target.count, targets.slice_shape(case.target.count, 3))
             begun.append(compiling.start(c, case.hf_config, "tpu", like, case.mesh, None, {"update"}, fast))
         cpu = compiling.finish(begun[0], f"{case.target} (CPU devices)", limit)
-        if len(begun) > 1:
+        if len(begun) > 1 and kind == "tpu":
             tpu = compiling.finish(begun[1], str(case.target), limit)
+        elif len(begun) > 1:
+            tpu = _checked(begun[1], limit)
     finally:
         for process, _, _ in begun:
             if process.poll() is None:
                 process.kill()
     return cpu, tpu
+
+
+def _checked(begun, limit: float) -> dict:
+    """The program compiled for a TPU beside which a GPU's is counted; why there is none, where there is none."""
+    try:
+        return compiling.finish(begun, "a TPU, to check what is counted", limit)
+    except ConfigError as e:
+        return {"programs": {}, "seconds": None, "missing": str(e)}
 
 
 def _memory(case: Case, cpu: dict, tpu: dict | None) -> tuple[dict, dict, dict]:
@@ -149,10 +161,11 @@ def _too_large(program: dict) -> dict:
 
 
 def _cross_check(programs: dict, tpu: dict | None) -> dict:
-    """Counted temporaries of the update beside the TPU compiler's for the same program; empty without libtpu."""
+    """Counted temporaries of the update beside the TPU compiler's for the same program, or why not; empty without
+    libtpu."""
     found = (tpu or {"programs": {}})["programs"].get("update", {})
     if "temporaries" not in found:
-        return {}
+        return {"missing": tpu["missing"]} if tpu and "missing" in tpu else {}
     return {"update": {"counted": programs["update"]["temporaries"], "tpu": found["temporaries"]}}
 
 
@@ -237,7 +250,8 @@ def too_small(case: Case) -> str:
     if weights + answer + ASLEEP <= case.lent:
         return ""
     return (f"vLLM's part of a device ({gib(case.lent)}) does not hold its weights ({gib(weights)}), one completion "
-            f"({gib(answer)}) and its own {gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel")
+            f"({gib(answer)}) and its own {gib(ASLEEP)}: raise rollout.vllm.memory_fraction or tensor_parallel, or "
+            "plan the trainer alone (plan.part=training)")
 
 
 def counted_peak(case: Case, scale: dict) -> float:
@@ -381,6 +395,7 @@ def predict(config, mesh, model) -> dict[str, float]:
     for axis, n in sizes.items():
         c.mesh[axis] = n
     c.plan.target, c.train.compute_dtype = f"{name}:{mesh.size}", DTYPE_NAMES[model.compute_dtype.name]
+    c.plan.part = "job"
     case = case_of(c, {}, model)
     live = memory.standing(case.config, case.model, sizes, case.rollout)
     programs = memory.counted_programs(case.config, case.model, sizes, case.rollout, case.programs)

@@ -25,7 +25,8 @@ def table(plan: dict) -> str:
                      + "); what it takes to send it is not in the seconds below")
     lines.append(f"  {'by phase':14s}  " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items()))
     for name, check in plan.get("cross_check", {}).items():
-        lines.append(f"  temporaries of `{name}`: {gib(check['counted'])} counted, {gib(check['tpu'])} "
+        lines.append(f"  what is counted was not checked: {check}" if name == "missing" else
+                     f"  temporaries of `{name}`: {gib(check['counted'])} counted, {gib(check['tpu'])} "
                      "by the TPU's compiler for the same program")
     lines += ["", "collectives of one run of each program (arrays, bytes each device sends)"]
     for program, found in plan["collectives"].items():
@@ -40,6 +41,7 @@ def table(plan: dict) -> str:
         lines.append(f"{name:10s}" + "".join(f"{p[k]:10.3g}"
                                              for k in ("seconds", "ideal", "compute", "memory", "network"))
                      + f"  {p['bound']}")
+    lines += [f"{name:10s}not planned: {why}" for name, why in plan.get("not_planned", {}).items()]
     bound = plan.get("error", {}).get("step_seconds")
     lines += ["", f"step {plan['step_seconds']:.3g} s"
               + (f" (between {bound[0]:.3g} and {bound[1]:.3g})" if bound else "")

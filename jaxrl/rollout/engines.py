@@ -22,6 +22,7 @@ import numpy as np
 from jaxrl.config import editable
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
+from jaxrl.registry import recipe_of
 from jaxrl.rollout.protocol import Engine, EngineInfo
 from jaxrl.rollout.shapes import DEFAULT_SLOTS
 
@@ -113,6 +114,14 @@ def _has_vllm() -> bool:
 def engine_of(config, here: bool = True) -> EngineRow:
     """The row of a config's rollout.engine; see chosen_engine."""
     return ENGINES.get(chosen_engine(config, here), OWN)
+
+
+def check_publishes(config, model_type: str, publishes: bool) -> None:
+    """ConfigError for an engine that is not known to take the weights of a family (models.FAMILIES says which
+    publish)."""
+    if not publishes and engine_of(config).servers and recipe_of(config).samples:
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={model_type}: weights of this "
+                          f"family are not known to arrive whole in {engine_of(config).title}; set rollout.engine=jax")
 
 
 def shared_gpus(config) -> str:

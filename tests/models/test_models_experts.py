@@ -418,7 +418,7 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
     glm = tiny_job.get_config()
     glm.train.router_z, glm.rollout.engine = 0.0, "vllm"
     glm.model.config = {**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}
-    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=glm4_moe.*set rollout.engine=embedded"):
+    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=glm4_moe.*set rollout.engine=jax"):
         read_inputs(glm)
     c.lora.rank, c.lora.publish = 4, "adapter"
     with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
