@@ -1,12 +1,14 @@
-"""What can only be shown on an accelerator, in one command and under eight minutes on one H200:
+"""What can only be shown on an accelerator, in one command and at most ten minutes on one H200:
 
     python benchmarks/gpu_suite.py            (--tiny: the same at a tiny shape, also on a CPU; --out FILE: where the JSON goes)
 
-kernels: benchmarks/kernel_table.py, which first holds every implementation for this device to float64 and then times it; its tables go
-to benchmarks/results/ (with --tiny nowhere).
+kernels: benchmarks/kernel_table.py, which first holds every implementation for this device to float64 and then times it: attention (with
+windows and sinks, too), decoding, experts (of two published layers, and 8 to 128 of them), log-probs; its tables go to
+benchmarks/results/ (with --tiny nowhere).
 
-the rest: GRPO of models with random weights, embedded sampler, answers of full length. Every case runs in a process of its own,
-because the highest memory of a device is kept per process:
+the rest: training of models with random weights, answers of full length. Every case runs in a process of its own, because the highest
+memory of a device is kept per process, and a case that fails, or is not done in CASE_SECONDS, leaves what others and its own finished
+stages found: FILE is written after each. A case that would begin after TOTAL_MINUTES is not begun, and says so.
 
     0.5B     twenty steps in rows of 2k tokens: seconds by phase, peak memory, programs compiled after the first two steps, MFU,
              tokens/s, and decoding beside its roofline (the bytes of weights and filled cache that its steps read, at the chip's
@@ -14,11 +16,15 @@ because the highest memory of a device is kept per process:
              sampler and trainer on the same device: the step beside the sum of the synchronous phases
     1.5B     the same for three steps, the update on 16k packed tokens
     0.6B     the same on 16k packed tokens, for tokens/s of training
+    lora     1.5B with adapters of rank 16 on all linear maps, answers as given (no sampling): the update on 16k packed tokens
+    experts  a model of 64 experts, 8 to a token, 1.1B parameters: the same update
+    dpo      0.5B on 64 pairs of 40 + 256 tokens, with the reference's scores
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -28,6 +34,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "evidence"))
@@ -41,43 +49,117 @@ class Case(NamedTuple):
     row: int          # tokens of a packed row
     steps: int
     ahead: int = 0    # steps with max_staleness=2 after them
+    model: str = ""   # of evidence/plan_shapes.py or MODELS; empty: the case's name
+    kind: str = "samples"  # or "given": answers are given; or "pairs": DPO
+    options: tuple = ()  # further (option, value)
 
 
+MODELS = {  # beside those of evidence/plan_shapes.py
+    "1B of 64 experts": {"like": "30B-A3B", "num_experts": 64, "hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8,
+                         "num_attention_heads": 16},
+    "tiny of 4 experts": {"like": "30B-A3B", "vocab_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,
+                          "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+                          "eos_token_id": 2},
+}
+ADAPTERS = (("lora.rank", 16), ("lora.export", "adapter"))
 CASES = {  # by the model of evidence/plan_shapes.py
     "0.5B": Case(32, 8, 256, 16384, 2048, 20, 6),
     "1.5B": Case(32, 8, 512, 16384, 16384, 3),
     "0.6B": Case(32, 8, 512, 16384, 16384, 3),
+    "lora": Case(32, 8, 512, 16384, 16384, 4, model="1.5B", kind="given", options=ADAPTERS),
+    "experts": Case(32, 8, 512, 16384, 16384, 4, model="1B of 64 experts", kind="given"),
+    "dpo": Case(64, 2, 256, 16384, 2048, 4, model="0.5B", kind="pairs"),
     "tiny": Case(4, 4, 32, 256, 256, 4, 3),
+    "tiny lora": Case(4, 4, 32, 256, 256, 3, model="tiny", kind="given", options=ADAPTERS),
+    "tiny experts": Case(4, 4, 32, 256, 256, 3, model="tiny of 4 experts", kind="given"),
+    "tiny dpo": Case(4, 2, 32, 256, 256, 3, model="tiny", kind="pairs"),
 }
+FULL = ("0.5B", "1.5B", "lora", "experts", "dpo", "0.6B")
 PROMPT, WARM = 40, 2
-KERNEL_MINUTES = 3.0
+KERNEL_MINUTES, TOTAL_MINUTES, CASE_SECONDS = 4.0, 9.0, 150.0
+
+
+def described(model: str) -> dict:
+    """The config.json of a model."""
+    import plan_shapes
+
+    own = dict(MODELS.get(model, {"like": model}))
+    return {**plan_shapes.MODELS[own.pop("like")], **own}
 
 
 def job(name: str, folder: str):
-    """GRPO on the embedded problems; no end before the longest answer, so that lengths are known."""
-    from plan_shapes import MODELS
-
+    """GRPO on the embedded problems, or DPO on pairs of digits; no end before the longest answer, so that lengths are known."""
     import jaxrl
+    from jaxrl.config import put
 
     case = CASES[name]
     c = jaxrl.default_config()
     c.run.dir, c.rollout.engine = folder, "jax"
-    c.model.init, c.model.config, c.model.tokenizer = "random", MODELS[name], "jaxrl://arith/tokenizer"
+    c.model.init, c.model.config, c.model.tokenizer = "random", described(case.model or name), "jaxrl://arith/tokenizer"
     c.data.path, c.data.prompts_per_step, c.data.max_prompt_tokens = ("jaxrl://arith/train.jsonl",), case.prompts, PROMPT
     c.rollout.group_size, c.rollout.max_new_tokens, c.rollout.min_new_tokens = case.group, case.answer, case.answer
     c.rollout.prompt_lengths, c.rollout.compaction = (PROMPT,), False
+    if case.kind == "given":
+        c.rollout.engine, c.algorithm.mismatch.correction, c.algorithm.mismatch.warn = f"{__file__}:engine", "none", 0.0
+    if case.kind == "pairs":
+        c.run.recipe, c.rollout.min_new_tokens, c.data.path = "preference", 0, (pairs(case, f"{folder}.jsonl"),)
     c.reward.functions = ("boxed",)
     c.train.steps, c.train.tokens_per_microbatch, c.train.row_lengths, c.train.row_counts = case.steps, case.microbatch, (case.row,), 1
     c.eval.before = c.eval.after = False
     c.checkpoint.every_steps, c.checkpoint.every_minutes, c.checkpoint.at_end, c.checkpoint.export_at_end = 0, 0.0, False, False
     c.log.console, c.log.tensorboard = "off", False
+    for option, value in case.options:
+        put(c, option, value)
     return c
+
+
+def pairs(case: Case, file: str) -> str:
+    """Writes pairs of digits, which are tokens of the embedded tokenizer, for all steps, an answer's end token beside them."""
+    draw = np.random.default_rng(0)
+    digits = lambda n: "".join(map(str, draw.integers(0, 10, n)))  # noqa: E731
+    rows = [{"prompt": digits(PROMPT), "chosen": digits(case.answer - 1), "rejected": digits(case.answer - 1)}
+            for _ in range(case.prompts * case.steps)]
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def engine(context):
+    """An engine that answers at once, with tokens drawn from the request's seed: rollout.engine of the cases that only train."""
+    from jaxrl.rollout import Engine, Health, Result
+
+    class Given(Engine):
+        def __init__(self):
+            self.done, self.version = [], -1
+
+        def submit(self, requests):
+            for r in requests:
+                n = r.sampling.max_new_tokens
+                tokens = np.random.default_rng(r.seed).integers(3, context.hf_config["vocab_size"], n).astype(np.int32)
+                zeros = np.zeros(n, np.float32)
+                self.done.append(Result(r.id, tokens, zeros, zeros, np.full(n, self.version, np.int32), "length", r.seed))
+
+        def poll(self, deadline_s):
+            done, self.done = self.done, []
+            return done
+
+        def publish(self, params, version):
+            self.version = version
+
+        def abort(self, ids=None):
+            self.done = []
+
+        def health(self):
+            return Health(True, version=self.version)
+
+        def close(self): ...
+
+    return Given()
 
 
 def steps_of(folder: str) -> list[dict]:
     """What the clock said of each step: seconds by phase, compilations, perf/*."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line["time"] for line in lines if "reward/mean" in line]
+    return [line["time"] for line in lines if "update" in line["time"]]
 
 
 def of_a_step(steps: list[dict]) -> dict:
@@ -96,8 +178,18 @@ def decoding_bytes(case: Case, model, width: int) -> float:
     return width * (model.num_parameters * (case.answer - 1) + 2 * seen * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers)
 
 
-def one(name: str) -> dict:
-    """One case on the first device of this process."""
+@contextlib.contextmanager
+def stage(out: dict, name: str, file: Path):
+    """One stage of a case: its failure is a result, and `file` has all results so far behind it."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 what others found stays
+        out["failed"] = out.get("failed", "") + f"{name}: {type(e).__name__}: {e}"[:2000] + "\n"
+    file.write_text(json.dumps(out))
+
+
+def one(name: str, file: Path) -> None:
+    """One case on the first device of this process, written to `file` stage by stage."""
     import jax
 
     import jaxrl
@@ -110,43 +202,60 @@ def one(name: str) -> dict:
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     device, case = jax.devices()[0], CASES[name]
+    peak = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0)  # noqa: E731
+    out = {"device": device.device_kind, "case": case._asdict()}
     with tempfile.TemporaryDirectory() as folder:
         config = job(name, f"{folder}/run")
-        planned = config.copy_and_resolve_references()
-        planned.run.mode, planned.plan.target = "plan", f"{targets.name_of(device)}:{jax.device_count()}"
-        opened = open_case(planned)
-        full = plan.make(planned, search=False)
-        jaxrl.train(config)
-        measured = of_a_step(steps_of(f"{folder}/run"))
-        measured["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-        spec = resolve(config, here(), opened.hf_config)
-        model = setup.build_model(spec, opened.hf_config)
-        predicted = plan.predict(spec, sharding.make_mesh(config.mesh), model)
-        out = {"device": device.device_kind, "case": case._asdict(), "measured": measured, "predicted": predicted,
-               "cross_check": full.get("cross_check", {}), "error": full.get("error", {})}
-        if bandwidth := opened.target.chip.bandwidth:
-            least = decoding_bytes(case, model, model.compute_dtype.itemsize) / bandwidth
-            out["decoding"] = {"roofline_seconds": least, "share": least / measured["rollout"]}
-        if case.ahead:
-            config = job(name, f"{folder}/ahead")
-            config.train.steps, config.rollout.max_staleness, config.rollout.partial = case.ahead, 2, True
+        with stage(out, "measured", file):
             jaxrl.train(config)
-            ahead = of_a_step(steps_of(f"{folder}/ahead"))
-            parts = sum(measured.get(n, 0.0) for n in ("rollout", "reward", "score", "update", "publish"))
-            out["ahead"] = {**ahead, "step_of_sum": ahead["step"] / parts,
-                            "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use", 0)}
-    said = {"peak_bytes": full["per_device"]["peak_bytes"], "step": full["step_seconds"],
-            **{phase: p["seconds"] for phase, p in full["phases"].items()}}
-    return {**out, "planned": said, "ratio": {key: said[key] / measured[key] for key in said if measured.get(key)}}
+            out["measured"] = {**of_a_step(steps_of(f"{folder}/run")), "peak_bytes": peak()}
+        with stage(out, "ahead", file):
+            if case.ahead and "measured" in out:
+                out["ahead"] = ahead_of(job(name, f"{folder}/ahead"), case, out["measured"]) | {"peak_bytes": peak()}
+        with stage(out, "planned", file):
+            planned = job(name, f"{folder}/plan")
+            planned.run.mode, planned.plan.target = "plan", f"{targets.name_of(device)}:{jax.device_count()}"
+            opened, full = open_case(planned), plan.make(planned, search=False)
+            out |= {"cross_check": full.get("cross_check", {}), "error": full.get("error", {}), "planned": {
+                "peak_bytes": full["per_device"]["peak_bytes"], "step": full["step_seconds"],
+                **{phase: p["seconds"] for phase, p in full["phases"].items()}}}
+            said, measured = out["planned"], out.get("measured", {})
+            out["ratio"] = {key: said[key] / measured[key] for key in said if measured.get(key)}
+            spec = resolve(config, here(), opened.hf_config)
+            model = setup.build_model(spec, opened.hf_config)
+            out["predicted"] = plan.predict(spec, sharding.make_mesh(config.mesh), model)
+            bandwidth = opened.target.chip.bandwidth
+            if bandwidth and case.kind == "samples" and measured.get("rollout"):
+                least = decoding_bytes(case, model, model.compute_dtype.itemsize) / bandwidth
+                out["decoding"] = {"roofline_seconds": least, "share": least / measured["rollout"]}
+
+
+def ahead_of(config, case: Case, measured: dict) -> dict:
+    """The same job with answers that may be two steps old: its step beside the sum of the synchronous phases."""
+    import jaxrl
+
+    config.train.steps, config.rollout.max_staleness, config.rollout.partial = case.ahead, 2, True
+    jaxrl.train(config)
+    ahead = of_a_step(steps_of(config.run.dir))
+    parts = sum(measured.get(n, 0.0) for n in ("rollout", "reward", "score", "update", "publish"))
+    return {**ahead, "step_of_sum": ahead["step"] / parts}
 
 
 def in_a_process(name: str) -> dict:
+    """What a case found, with "failed" where it did not come to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        done = subprocess.run([sys.executable, __file__, "--one", name, "--out", str(out)], capture_output=True, text=True)
-        if done.returncode:
-            return {"failed": done.stderr[-2000:]}
-        return json.loads(out.read_text())
+        file = Path(folder) / "out.json"
+        command = [sys.executable, __file__, "--one", name, "--out", str(file)]
+        with tempfile.TemporaryFile("w+") as said:
+            try:
+                code = subprocess.run(command, stdout=said, stderr=said, timeout=CASE_SECONDS).returncode
+                ended = f"its process ended with {code}" * bool(code)
+            except subprocess.TimeoutExpired:
+                ended = f"not done after {CASE_SECONDS:.0f} s"
+            said.seek(0)
+            ended = ended and f"{ended}: {said.read()[-2000:]}"
+        found = json.loads(file.read_text()) if file.exists() else {}
+    return found | ({"failed": found.get("failed", "") + ended} if ended else {})
 
 
 def kernels(tiny: bool) -> dict:
@@ -156,7 +265,7 @@ def kernels(tiny: bool) -> dict:
     command += ["--tiny"] if tiny else ["--out", str(Path(__file__).parent / "results")]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout, flush=True)
-    failed = {"failed": (done.stdout + done.stderr)[-2000:]} if done.returncode else {}
+    failed = {"failed": (done.stdout + done.stderr)[-2000:]} if done.returncode else {}  # its tables have all that was found
     return {"seconds": round(time.monotonic() - started, 1), **failed}
 
 
@@ -167,16 +276,18 @@ def main(argv=None) -> int:
     parser.add_argument("--out", default="")
     args = parser.parse_args(argv)
     if args.one:
-        Path(args.out).write_text(json.dumps(one(args.one)))
+        one(args.one, Path(args.out))
         return 0
-    started = time.monotonic()
-    results = {"kernels": kernels(args.tiny)}
-    for name in ("tiny",) if args.tiny else ("0.5B", "1.5B", "0.6B"):
-        results[name] = in_a_process(name)
+    started, results = time.monotonic(), {}
+    todo = [("kernels", lambda: kernels(args.tiny)), *(
+        (name, lambda name=name: in_a_process(name)) for name in CASES if (name in FULL) != args.tiny)]
+    for name, work in todo:
+        late = time.monotonic() - started > 60 * TOTAL_MINUTES and not args.tiny
+        results[name] = {"failed": f"not begun after {TOTAL_MINUTES:g} minutes"} if late else work()
         print(json.dumps({name: results[name]}, indent=1), flush=True)
-    results["seconds"] = round(time.monotonic() - started, 1)
-    if args.out:
-        Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
+        results["seconds"] = round(time.monotonic() - started, 1)
+        if args.out:
+            Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
     return int(any("failed" in r for r in results.values() if isinstance(r, dict)))
 
 

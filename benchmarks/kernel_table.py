@@ -2,12 +2,15 @@
 
     python benchmarks/kernel_table.py            (--tiny: small shapes, any machine; --out FOLDER: JSON and Markdown there)
 
-First the kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in the
-same run: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible
-pairs (4 K per pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt
-that slots share once, experts the three products of a token with each of its own (6 D F), three times that with
-gradients. Times are medians of device time, calls queued one behind the other; attention's block lists are made once
-per step and timed in a row of their own. What cannot run says why. Nothing new is started after --minutes.
+Its parts (PARTS) run in processes of their own, one after the other, since a kernel that fails may take its process or
+the device's context along; what a part had found until then is kept, and the files are written after each. First the
+kernels' results are held to float64 on this device (tests/attention_cases.py). Ceilings are measured in every part: a
+matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible pairs (4 K per
+pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt that slots share
+once, experts the three products of a token with each of its own (6 D F), three times that with gradients. Times are
+medians of device time, calls queued one behind the other; attention's block lists are made once per step and timed in a
+row of their own. What cannot run says why. No new row is begun after a part's share of --minutes (--tiny: they are not
+counted), and a part that does not come back a minute later is ended.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -42,29 +46,36 @@ MODELS = {  # query heads, key-value heads, head size, hidden size, vocabulary
     "Qwen3-8B": (32, 8, 128, 4096, 151936),
     "Llama-3.1-8B": (32, 8, 128, 4096, 128256),
     "Gemma-3-4B": (8, 4, 256, 2560, 262208),
+    "gpt-oss-20b": (64, 8, 64, 2880, 201088),
     "tiny": (4, 2, 64, 64, 512),
 }
 LAYERS = {  # experts, slots of a token, hidden size, width
     "Qwen3-30B-A3B": (128, 8, 2048, 768),
     "gpt-oss-20b": (32, 4, 2880, 2880),
+    **{f"{count} experts": (count, 4, 2048, 768) for count in (8, 128, 32, 16, 64)},  # the same products for all
     "tiny": (4, 2, 64, 64),
 }
 COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
-FULL = dict(models=[m for m in MODELS if m != "tiny"], causal=8192, packed=16384, documents=16,
+FULL = dict(models=[m for m in MODELS if m not in ("tiny", "gpt-oss-20b")], causal=8192, packed=16384, documents=16,
             decode=((256, 4096), (8, 32768)),
             shared=(256, 16, 1024, 512), tokens=32768, logprob="Qwen2.5-1.5B",
+            masks=(("gpt-oss-20b", 128, True), ("gpt-oss-20b", 0, True), ("Gemma-3-4B", 1024, False)),
             layers=[m for m in LAYERS if m != "tiny"], routed=16384, matmul=8192, copy=1 << 31)
 TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),),
             shared=(8, 4, 128, 64), tokens=512, logprob="tiny", layers=["tiny"], routed=256,
+            masks=(("tiny", 64, True), ("tiny", 0, True)),
             matmul=512, copy=1 << 24)
 BLOCKWISE_UP_TO = 16384
+UNLIMITED = 60.0  # minutes
 
 
 class Table:
     """Rows of results; `measure` adds one, or the reason why there is none."""
 
-    def __init__(self, minutes: float, quick: bool):
+    def __init__(self, minutes: float, quick: bool, note=lambda kind, row: None):
+        """note: is told of every row at once."""
         self.rows, self.deadline, self.quick, self.ceilings = [], time.monotonic() + 60 * minutes, quick, {}
+        self.note = note
 
     def measure(self, op, model, shape, implementation, make, flops=0, moved=0):
         """make() -> (function without arguments that queues one call and returns its result, extra entries or {})."""
@@ -77,6 +88,7 @@ class Table:
         except Exception as e:  # noqa: BLE001 a library that cannot run is a result
             row["not_run"] = f"{type(e).__name__}: {e}".splitlines()[0][:200]
         self.rows.append(row)
+        self.note("rows", row)
         print(line(row), flush=True)
         return row
 
@@ -124,15 +136,15 @@ def normal(key, shape):
     return jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
 
 
-def ceilings(table, sizes):
+def ceilings(table, sizes, part):
     n = sizes["matmul"]
     a, b = normal(0, (n, n)), normal(1, (n, n))
-    row = table.measure("matmul", "", f"{n}^3 bf16", "xla", lambda: compiled(lambda a, b: a @ b, a, b),
+    row = table.measure("matmul", part, f"{n}^3 bf16", "xla", lambda: compiled(lambda a, b: a @ b, a, b),
                         flops=2 * n ** 3)
     if "tflops" in row:
         table.ceilings["matmul"] = 1e12 * row["tflops"]
     x = jnp.zeros((sizes["copy"] // 4,), jnp.float32)
-    row = table.measure("copy", "", f"{sizes['copy'] >> 20} MiB", "xla", lambda: compiled(lambda x: x + 1, x),
+    row = table.measure("copy", part, f"{sizes['copy'] >> 20} MiB", "xla", lambda: compiled(lambda x: x + 1, x),
                         moved=2 * sizes["copy"])
     if "gb_per_s" in row:
         table.ceilings["copy"] = 1e9 * row["gb_per_s"]
@@ -147,8 +159,9 @@ def documents(length, count):
     return lengths, np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)[None], segments
 
 
-def attention(table, model, length, count):
-    """Forward and backward of one row: a document, or `count` packed ones."""
+def attention(table, model, length, count, window=0, sinks=False):
+    """Forward and backward of one row: a document, or `count` packed ones; `window` and `sinks` as the kernels take
+    them."""
     from jaxrl.kernels.attention.packed import api, gpu, reference, tpu
     from jaxrl.kernels.platform import platform
 
@@ -156,22 +169,22 @@ def attention(table, model, length, count):
     q, k, v, d_out = (normal(i, (1, length, h, size)) for i, h in enumerate((heads, groups, groups, heads)))
     lengths, positions, segments = documents(length, count)
     ids = reference.Ids(positions, positions, segments, segments)
-    scale, flops = size ** -0.5, 4 * size * heads * sum(int(n) * (int(n) + 1) // 2 for n in lengths)
-    name = "attention" if count == 1 else "packed attention"
+    scale, flops = size ** -0.5, 4 * size * heads * sum(visible_pairs(int(n), window) for n in lengths)
+    name = ("attention" if count == 1 else "packed attention") + masked(window, sinks)
     shape = f"{length} tokens" if count == 1 else f"{count} documents in {length}"
 
     def ours(implementation):
         work = {"gpu": gpu.work_of, "tpu": tpu.work_of}.get(implementation)
-        options = dict(window=0, softcap=0.0, scale=scale)
+        options = dict(window=window, softcap=0.0, scale=scale) | given_sinks(sinks, heads)
         if work is not None:
-            options["work"] = jax.jit(lambda ids: work(q.shape, k.shape, q.dtype, ids, window=0))(ids)
+            options["work"] = jax.jit(lambda ids: work(q.shape, k.shape, q.dtype, ids, window=window))(ids)
         return lambda q, k, v: api.IMPLEMENTATIONS[implementation](q, k, v, ids, **options)
 
     def library(function, **options):
-        mask = {}
+        mask = dict(local_window_size=(window - 1, 0)) if window else {}
         if count > 1:
             mask["mask"] = reference.visible(jax.tree.map(jnp.asarray, ids), 0)[:, None]
-        return lambda q, k, v: function(q, k, v, scale=scale, **(mask or dict(is_causal=True)), **options)
+        return lambda q, k, v: function(q, k, v, scale=scale, is_causal=count == 1, **mask, **options)
 
     def tokamax():
         import tokamax
@@ -181,17 +194,18 @@ def attention(table, model, length, count):
     makers = {"blockwise": lambda: ours("blockwise")} if length <= BLOCKWISE_UP_TO else {}
     if platform() != "cpu":
         makers = {platform(): lambda: ours(platform())} | makers
-    if platform() == "gpu" and count == 1:
+    if platform() == "gpu" and count == 1 and not sinks:
         makers["jaxrl cudnn"] = lambda: ours("cudnn")
-    if model in COMPARED:
+    if model in COMPARED and not sinks:
         suffix = "" if count == 1 else ", mask"
         makers |= {f"jax.nn xla{suffix}": lambda: library(jax.nn.dot_product_attention, implementation="xla")}
         if platform() == "gpu":
             makers |= {f"jax.nn cudnn{suffix}": lambda: library(jax.nn.dot_product_attention, implementation="cudnn"),
-                       f"tokamax mosaic{suffix}": tokamax}
+                       f"tokamax mosaic{suffix}": tokamax} if not window else {
+                           f"jax.nn cudnn{suffix}": lambda: library(jax.nn.dot_product_attention, implementation="cudnn")}
     if "gpu" in makers:
         table.measure("block lists", model, shape, "gpu", lambda: compiled(
-            lambda ids: gpu.work_of(q.shape, k.shape, q.dtype, ids, window=0), ids))
+            lambda ids: gpu.work_of(q.shape, k.shape, q.dtype, ids, window=window), ids))
     for implementation, make in makers.items():
         table.measure(f"{name} forward", model, shape, implementation, lambda make=make: compiled(make(), q, k, v),
                       flops=flops)
@@ -201,8 +215,22 @@ def attention(table, model, length, count):
             return compiled(lambda pull, d_out: pull(d_out), pull, d_out)
 
         table.measure(f"{name} backward", model, shape, implementation, backward, flops=2.5 * flops)
-    if model in COMPARED and count == 1 and platform() == "gpu":
+    if model in COMPARED and count == 1 and not window and not sinks and platform() == "gpu":
         torch_attention(table, name, model, shape, (length, heads, groups, size), flops)
+
+
+def visible_pairs(length: int, window: int) -> int:
+    """Of a query with itself and earlier keys of its document, at most `window` keys for each (0: all)."""
+    near = min(length, window or length)
+    return near * (near + 1) // 2 + (length - near) * near
+
+
+def masked(window: int, sinks: bool) -> str:
+    return f", window {window}" * bool(window) + ", sinks" * sinks
+
+
+def given_sinks(sinks: bool, heads: int) -> dict:
+    return dict(sinks=jnp.linspace(-2.0, 3.0, heads)) if sinks else {}
 
 
 def torch_attention(table, name, model, shape, sizes, flops):
@@ -230,7 +258,7 @@ def torch_attention(table, name, model, shape, sizes, flops):
     table.measure(f"{name} backward", model, shape, "torch sdpa", backward, flops=2.5 * flops)
 
 
-def decoding(table, model, slots, length):
+def decoding(table, model, slots, length, window=0, sinks=False):
     """One token of every slot of a cache whose slots are filled evenly from a quarter to the whole."""
     from jaxrl.kernels.attention import cached
 
@@ -238,12 +266,13 @@ def decoding(table, model, slots, length):
     q = normal(0, (slots, 1, heads, size))
     k, v = (normal(i, (1, slots, length, groups * size)) for i in (1, 2))
     positions = np.linspace(length // 4, length - 1, slots).astype(np.int32)[:, None]
-    moved = 2 * k.dtype.itemsize * groups * size * int((positions + 1).sum())
+    seen = positions + 1
+    moved = 2 * k.dtype.itemsize * groups * size * int((np.minimum(seen, window) if window else seen).sum())
+    options = dict(window=window, softcap=0.0, scale=size ** -0.5) | given_sinks(sinks, heads)
     names = [n for n in dict.fromkeys((*cached.api.ORDERS[jax.default_backend()], "xla"))]
     for name in names:
-        table.measure("decoding", model, f"{slots} slots of {length}", name, lambda name=name: compiled(
-            functools.partial(cached.api.IMPLEMENTATIONS[name], window=0, softcap=0.0, scale=size ** -0.5), q, k, v,
-            positions, 0), moved=moved)
+        table.measure("decoding" + masked(window, sinks), model, f"{slots} slots of {length}", name, lambda name=name: compiled(
+            functools.partial(cached.api.IMPLEMENTATIONS[name], **options), q, k, v, positions, 0), moved=moved)
 
 
 def shared_decoding(table, model, slots, group, prompt, answers):
@@ -333,9 +362,9 @@ def logprob(table, model, tokens):
                       lambda i=implementation: make(i), flops=6 * tokens * hidden * vocab)
 
 
-def correctness(names) -> list[dict]:
+def correctness(names, note=lambda kind, row: None) -> list[dict]:
     """Every implementation against float64 on this device, the shared cases and decoding: rows with "error", "" where
-    it held."""
+    it held. note: is told of every row at once."""
     import attention_cases
 
     from jaxrl.kernels import check
@@ -356,6 +385,7 @@ def correctness(names) -> list[dict]:
             error = f"{type(e).__name__}: {e}"[:500]
         rows.append(dict(implementation=name, case=str(case), error=error,
                          seconds=round(time.monotonic() - started, 1)))
+        note("correctness", rows[-1])
         print(f"{name} {case}: {error or 'held'}", flush=True)
 
     for name in names:
@@ -382,6 +412,7 @@ def correctness(names) -> list[dict]:
             for case in attention_cases.SHARED_CASES if name in cached.api.WORK else ():
                 case = dataclasses.replace(case, dtype="bfloat16")
                 held(f"decoding {name}", case, lambda name=name, case=case: attention_cases.check_shared(name, case))
+
     def routed(name, layer):
         verdict = check.expert_layer(name, jnp.bfloat16, layer)
         if verdict.state == "refused":
@@ -431,32 +462,109 @@ def markdown(result) -> str:
     failed = [r for r in result["correctness"] if r["error"]]
     lines += ["", f"Held to float64: {len(result['correctness']) - len(failed)} of {len(result['correctness'])} cases."]
     lines += [f"- {r['implementation']}, {r['case']}: {r['error']}" for r in failed]
+    lines += [f"- part `{part}` ended early: {said.splitlines()[-1]}" for part, said in result["failed"].items()]
     lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *map(line, result["rows"]), ""]
     return "\n".join(lines)
 
 
-def run(tiny: bool, minutes: float) -> dict:
+# ---- parts: what is measured in one process
+
+
+def held(table, sizes):
     from jaxrl.kernels.attention.packed import api
 
-    started, sizes = time.monotonic(), TINY if tiny else FULL
     ours = {"gpu": ("gpu", "cudnn"), "tpu": ("tpu",)}.get(jax.default_backend(), ())
-    held = correctness([*(n for n in ours if n in api.IMPLEMENTATIONS), "blockwise"])
-    table = Table(minutes - (time.monotonic() - started) / 60, quick=tiny)
-    ceilings(table, sizes)
+    correctness([*(n for n in ours if n in api.IMPLEMENTATIONS), "blockwise"], table.note)
+
+
+def of_experts(table, sizes):
     for model in sizes["layers"]:
         experts(table, model, sizes["routed"])
+
+
+def of_attention(table, sizes):
     for model in sorted(sizes["models"], key=lambda m: m not in COMPARED):
         attention(table, model, sizes["causal"], 1)
         if model in COMPARED:
             attention(table, model, sizes["packed"], sizes["documents"])
+
+
+def of_masks(table, sizes):
+    for model, window, sinks in sizes["masks"]:
+        attention(table, model, sizes["packed"], sizes["documents"], window, sinks)
+        attention(table, model, sizes["causal"], 1, window, sinks)
+        decoding(table, model, *sizes["decode"][0], window, sinks)
+
+
+def of_decoding(table, sizes):
+    for model in sorted(sizes["models"], key=lambda m: m not in COMPARED):
         for slots, length in sizes["decode"]:
             decoding(table, model, slots, length)
         if model in COMPARED:
             shared_decoding(table, model, *sizes["shared"])
-        if model == sizes["logprob"]:
-            logprob(table, model, sizes["tokens"])
-    return {"environment": environment(), "correctness": held, "rows": table.rows,
-            "seconds": round(time.monotonic() - started, 1)}
+
+
+def of_logprob(table, sizes):
+    logprob(table, sizes["logprob"], sizes["tokens"])
+
+
+PARTS = {  # name -> what it does, share of the minutes
+    "held": (held, 0.25), "experts": (of_experts, 0.25), "attention": (of_attention, 0.2), "masks": (of_masks, 0.1),
+    "decoding": (of_decoding, 0.1), "logprob": (of_logprob, 0.1),
+}
+
+
+def one_part(name: str, tiny: bool, minutes: float, file: Path) -> int:
+    """Runs a part in this process; every row is a line of `file` as soon as it is there."""
+    with file.open("w") as out:
+        def note(kind, row):
+            out.write(json.dumps({kind: row}) + "\n")
+            out.flush()
+
+        note("environment", environment())
+        table, sizes = Table(minutes, quick=tiny, note=note), TINY if tiny else FULL
+        if name != "held":
+            ceilings(table, sizes, name)
+        PARTS[name][0](table, sizes)
+    return 0
+
+
+def part_in_a_process(name: str, tiny: bool, minutes: float) -> tuple[list[dict], str]:
+    """(the part's lines, why it ended early or "")."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows"
+        command = [sys.executable, __file__, "--part", name, "--minutes", str(minutes), "--rows", str(file), *["--tiny"] * tiny]
+        limit, failed = 60 * minutes + 60, ""
+        with tempfile.TemporaryFile("w+") as said:
+            try:
+                code = subprocess.run(command, stderr=said, timeout=limit).returncode
+                failed = f"its process ended with {code}" * bool(code)
+            except subprocess.TimeoutExpired:
+                failed = f"not done after {limit:.0f} s"
+            said.seek(0)
+            failed = failed and f"{said.read()[-2000:]}\n{failed}"
+        lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(text) for text in lines], failed
+
+
+def run(tiny: bool, minutes: float, names, write=lambda result: None) -> dict:
+    """{"environment", "correctness", "rows", "failed": part -> why, "seconds"}; `write` is given it after each part."""
+    started = time.monotonic()
+    result = {"environment": {"device": "unknown"}, "correctness": [], "rows": [], "failed": {}}
+    for name in names:
+        lines, failed = part_in_a_process(name, tiny, UNLIMITED if tiny else minutes * PARTS[name][1])
+        for entry in lines:
+            (kind, row), = entry.items()
+            if kind == "environment":
+                result[kind] = row
+            else:
+                result[kind].append(row)
+        if failed:
+            result["failed"][name] = failed
+            print(f"{name} ended early: {failed}", flush=True)
+        result["seconds"] = round(time.monotonic() - started, 1)
+        write(result)
+    return result
 
 
 def main(argv=None) -> int:
@@ -464,15 +572,23 @@ def main(argv=None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--out", default="", help="folder")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--part", choices=PARTS, help="this one, in this process")
+    parser.add_argument("--rows", type=Path, help="file for its rows")
     args = parser.parse_args(argv)
-    result = run(args.tiny, args.minutes)
-    if args.out:
+    if args.part:
+        return one_part(args.part, args.tiny, args.minutes, args.rows)
+
+    def write(result):
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
         name = "kernels_" + "_".join(result["environment"]["device"].lower().split())
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (folder / f"{name}.md").write_text(markdown(result))
-    return int(any(r["error"] and not r["error"].startswith("refused") for r in result["correctness"]))
+
+    result = run(args.tiny, args.minutes, args.parts.split(","), write if args.out else lambda result: None)
+    wrong = any(r["error"] and not r["error"].startswith("refused") for r in result["correctness"])
+    return int(wrong or bool(result["failed"]))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,49 @@ def test_kernels(tmp_path):
 
     assert kernels.main(["--tiny", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "kernels_cpu.json").read_text())
+    masks = (", window 64, sinks", ", sinks")
     assert {row["op"] for row in result["rows"]} == {
-        "matmul", "copy", "attention forward", "attention backward", "packed attention forward", "packed attention backward",
-        "decoding", "decoding, shared prompts", "log-prob forward + backward"}
+        "matmul", "copy", "decoding", "decoding, shared prompts", "log-prob forward + backward", "experts forward", "experts forward + backward",
+        *(f"{kind}attention{mask} {way}ward" for kind in ("", "packed ") for way in ("for", "back") for mask in ("", *masks)),
+        *(f"decoding{mask}" for mask in masks)} and not result["failed"]
     assert all(row["milliseconds"] > 0 for row in result["rows"]) and not any(r["error"] for r in result["correctness"])
-    assert "of 6 cases" in (tmp_path / "kernels_cpu.md").read_text()
+    assert "of 11 cases" in (tmp_path / "kernels_cpu.md").read_text()
+
+
+def test_a_part_that_ends_early_leaves_what_it_and_others_found(monkeypatch, capsys):
+    import kernel_table as kernels
+
+    row = dict(op="copy", model="experts", shape="", implementation="xla", milliseconds=1.0)
+    told = {"held": ([{"environment": {"device": "cpu"}}], "Traceback\nits process ended with -11"),
+            "experts": ([{"rows": row}], "not done after 3 s"), "masks": ([{"rows": row | {"op": "matmul"}}], "")}
+    written = []
+    monkeypatch.setattr(kernels, "part_in_a_process", lambda name, *_: told[name])
+    found = kernels.run(True, 1.0, list(told), lambda result: written.append(kernels.markdown(result)))
+    assert [r["op"] for r in found["rows"]] == ["copy", "matmul"] and set(found["failed"]) == {"held", "experts"} and len(written) == 3
+    assert "part `held` ended early: its process ended with -11" in written[-1] and "| matmul |" in written[-1]
+    monkeypatch.undo()
+    lines, why = kernels.part_in_a_process("no such part", True, 1.0)
+    assert lines == [] and why.endswith("its process ended with 2")
+
+
+def test_a_case_keeps_the_stages_that_were_done(tmp_path):
+    import gpu_suite as suite
+
+    out, file = {}, tmp_path / "out.json"
+    with suite.stage(out, "measured", file):
+        out["measured"] = {"step": 1.0}
+    with suite.stage(out, "planned", file):
+        raise ValueError("no such chip")
+    assert json.loads(file.read_text()) == {"measured": {"step": 1.0}, "failed": "planned: ValueError: no such chip\n"}
+    assert suite.in_a_process("no such case")["failed"].startswith("its process ended with 2")
+
+
+def test_pairs_that_a_query_sees():
+    import kernel_table as kernels
+
+    for length, window in ((5, 0), (5, 2), (2, 5), (7, 7)):
+        assert kernels.visible_pairs(length, window) == sum(
+            q - k < (window or length) for q in range(length) for k in range(q + 1))
 
 
 @pytest.mark.slow
