@@ -172,7 +172,7 @@ class Migration:
 
     def where(self, name: str) -> str:
         found = self.all(name)
-        return found[-1].where if found else f"{self.table.name}'s default"
+        return found[-1].where if found else f"{self.table.title}'s default"
 
     def wrong(self, name: str, expected: str) -> Unreadable:
         value = self[name]
