@@ -233,7 +233,10 @@ class Migration:
     # -- saying --------------------------------------------------------------------------------------------------------
 
     def set(self, option: str, value, *keys: str) -> None:
-        """An option of ours, because of these keys."""
+        """An option of ours, because of these keys. None only where the option may be."""
+        if value is None and option in OPTIONS() and OPTIONS()[option].default is not None:
+            key = next((k for k in keys if self.given(k)), keys[0] if keys else "")
+            raise Unreadable(self.where(key), key, "null: jaxrl needs a value here")
         if option in self.options and self.options[option][0] != value:
             before = self.options[option]
             raise Unreadable(
@@ -270,6 +273,7 @@ class Migration:
             except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as e:
                 if isinstance(e, Unreadable):
                     raise
+                keys = keys or self.table.keys()  # of a rule about what others have set
                 name = next((k.name for k in keys if self.given(k.name)), keys[0].name)
                 value = self[name] if "*" not in name else self.all(name)[-1].value
                 raise Unreadable(self.where(name), name, f"{_short(value)} cannot be what it should be ({e})") from None
