@@ -90,7 +90,8 @@ class YamlReader:
         except yaml.YAMLError as e:
             if isinstance(e, yaml.reader.ReaderError):
                 line = text.count("\n", 0, e.position) + 1
-                raise Unreadable(f"{name}:{line}", "", f"the character {chr(e.character)!r} cannot stand in YAML") from None
+                why = f"the character {chr(e.character)!r} cannot stand in YAML"
+                raise Unreadable(f"{name}:{line}", "", why) from None
             mark = getattr(e, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
             raise Unreadable(f"{name}{line}", "", f"{getattr(e, 'problem', None) or 'no YAML'}") from None
