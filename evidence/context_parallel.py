@@ -9,10 +9,12 @@ Numbers: tests/sharding's `cut` on eight simulated devices, one update in fp32 a
 
     python evidence/context_parallel.py            # the balance takes seconds, the numbers some 10 quiet minutes
     python evidence/context_parallel.py balance
+    python evidence/context_parallel.py recorded RUN_DIR ...   # of the lengths that runs wrote (log.rollouts), added to the file
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(Path(__file__).parent), *map(str, (TESTS, TESTS / "sharding"))]
 
-from common import commit, record, table  # noqa: E402
+from common import RESULTS, commit, record, table  # noqa: E402
 from packing import lengths  # noqa: E402
 from test_sharding import CUT, on_eight, relative  # noqa: E402
 
@@ -55,11 +57,40 @@ def zigzag(length: int, count: int) -> np.ndarray:
     return (places[:, None] * piece + np.arange(piece)).reshape(-1)
 
 
+def written(folder: Path):
+    """(prompts, answers, groups) of each step of a run, in tokens; of episodes all turns are the answer."""
+    from transformers import AutoTokenizer
+
+    config = json.loads((folder / "config.json").read_text())["config"]
+    tokenizer = AutoTokenizer.from_pretrained(config["model"]["tokenizer"] or config["model"]["path"])
+    for file in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        known = {r["prompt"]: len(tokenizer(r["prompt"], add_special_tokens=False).input_ids) for r in rows}
+        yield tuple(map(np.array, ([known[r["prompt"]] for r in rows], [len(r["tokens"]) for r in rows], [r["group"] for r in rows])))
+
+
+def recorded(folders: list[Path]) -> list[dict]:
+    """All steps of each run, its windows none, in rows as long as its longest sequences want for so many devices, and in longer ones."""
+    out = []
+    for folder in folders:
+        steps = list(written(folder))
+        longest = max(int((p + a).max()) for p, a, _ in steps)
+        for count in (2, 4):
+            for row in (-(-longest // (128 * count)) * 128 * count, 2048):
+                found = even(steps, row, count, (0,))
+                out.append({"run": folder.name, "steps": len(steps), "longest": longest, "row": row, "cp": count, **found})
+    return out
+
+
 def balance(median: int, longest: int, row: int, count: int, windows, seeds=(0, 1)) -> dict:
     """Means over seeds."""
+    return even([lengths(median, longest, seed) for seed in seeds], row, count, windows)
+
+
+def even(batches, row: int, count: int, windows) -> dict:
+    """Means over batches."""
     found = []
-    for seed in seeds:
-        prompts, answers, groups = lengths(median, longest, seed)
+    for prompts, answers, groups in batches:
         shapes = training.row_shapes((row,), int((prompts + answers).max()), row, 1, 1, count, windows)
         micros = training.make_layout(Sizes(prompts, answers, groups, groups), shapes).minibatches[0].microbatches
         pairs = np.concatenate([ranks.pairs(*positions(m, prompts, answers), windows) for m in micros])
@@ -87,6 +118,12 @@ def numbers() -> list[dict]:
 
 def main() -> int:
     at = commit()
+    if sys.argv[1:2] == ["recorded"]:
+        rows = recorded([Path(folder) for folder in sys.argv[2:]])
+        table(list(rows[0]), [list(row.values()) for row in rows])
+        known = json.loads((RESULTS / "context_parallel.json").read_text())["results"]
+        record("context_parallel", known | {"recorded": rows}, at)
+        return int(not all(row["dealt"] <= 1.05 for row in rows if row["row"] // row["cp"] >= 1024))
     rows = [{"median": median, "longest": longest, "row": row, "cp": count, "window": len(windows) > 1,
              **balance(median, longest, row, count, windows)}
             for median, longest, row in CASES for count in (2, 4, 8) for windows in ((0,), (0, 128))]

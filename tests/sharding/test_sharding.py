@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.sharding import make_mesh
+from jaxrl.sharding import make_mesh, spec_for
 
 # evidence/sharding.py
 MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")
@@ -71,6 +72,13 @@ def test_a_shape_that_jax_cannot_fit_to_the_torus_splits_an_axis_of_it(monkeypat
     config.dp, config.fsdp, config.tp = 1, 4, 2
     mesh = make_mesh(config, [Device(i, 0) for i in range(8)])
     assert dict(mesh.shape) == {"dp": 1, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2} and {d.id for d in mesh.devices.flat} == set(range(8))
+
+
+@pytest.mark.parametrize("size, over", [(7168, ("fsdp", "ep")), (512, "fsdp"), (40, "ep"), (7, None)])
+def test_a_dimension_is_split_as_far_as_it_can_be(size, over):
+    """Over 128 x 8 devices: not whole on all of them because one axis does not divide it."""
+    mesh = SimpleNamespace(shape={"dp": 1, "fsdp": 128, "cp": 1, "ep": 8, "tp": 1})
+    assert spec_for("a matrix", ("embed", None), (size, 3), mesh) == jax.sharding.PartitionSpec(over, None)
 
 
 def test_tp_across_slices_is_refused():
