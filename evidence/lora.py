@@ -149,7 +149,7 @@ def w2_one(rank: int) -> dict:
     policy.start(None)
     _, _, packed = batches(job, policy, 16, 256, 256)
     state, seconds = policy.state, []
-    empty, accumulate, apply = policy._update.compiled(state)
+    empty, accumulate, apply = policy.program.compiled(state)
     grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, packed[0])
     from jaxrl.training import at_once
 

@@ -102,7 +102,7 @@ class Policy(Role):
     def __init__(self, job, objective, updates: int, score=None):
         super().__init__("policy", job, score)
         self.optimizer, schedule = parameters.policy_optimizer(job, max(1, updates))
-        self._update = training.make_update(job.model, self.optimizer, schedule, objective, parameters.in_parts(job))
+        self.program = training.make_update(job.model, self.optimizer, schedule, objective, parameters.in_parts(job))
 
     @property
     def state(self) -> TrainState:
@@ -110,12 +110,12 @@ class Policy(Role):
 
     def update(self, batches) -> dict:
         """One optimizer step on microbatches; metrics stay on the device."""
-        self.held, metrics = self._update(self.held, batches)
+        self.held, metrics = self.program(self.held, batches)
         return metrics
 
     def gradients(self, state, batches):
         """(gradient of the objective, metrics) of a state on microbatches, None without any; changes nothing."""
-        return self._update.gradients(state, batches)
+        return self.program.gradients(state, batches)
 
     def restart_optimizer(self) -> None:
         """The optimizer's state as at its start; learning-rate schedules go on where they are."""

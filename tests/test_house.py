@@ -15,6 +15,7 @@ TABLES = {"schema.py", "schema_algorithm.py", "schema_jobs.py", "schema_rewards.
 
 # A plan compiles the programs that recipes build.
 OF_RECIPES = {("jaxrl.planning.programs", "jaxrl.recipes.setup"),
+              ("jaxrl.planning.programs", "jaxrl.recipes.ahead"),
               ("jaxrl.planning.programs", "jaxrl.recipes.algorithm")}
 
 

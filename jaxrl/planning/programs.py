@@ -18,14 +18,13 @@ from jaxrl import parameters, sharding, training
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
 from jaxrl.limits import end
-from jaxrl.recipes import setup
+from jaxrl.recipes import ahead, setup
 from jaxrl.recipes.algorithm import Algorithm, precision
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.shapes import from_config
 from jaxrl.sharding import memory
-from jaxrl.types import PackedBatch
 
 
 @dataclasses.dataclass
@@ -62,13 +61,6 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     return out
 
 
-def _shaped(tree, sharding_of):
-    """Shapes of `tree`, lying as `sharding_of` says (a sharding, or a tree of them)."""
-    one = isinstance(sharding_of, NamedSharding)
-    shape = lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where)  # noqa: E731
-    return jax.tree.map(lambda s: shape(s, sharding_of), tree) if one else jax.tree.map(shape, tree, sharding_of)
-
-
 def _reinforcement(out: Lowering, job, keep):
     """Scoring and updates of policy and critic. Returns the policy's parameters."""
     c = job.config
@@ -89,7 +81,8 @@ def _reinforcement(out: Lowering, job, keep):
                                  parameters.param_shardings(job, tree=job.model))
         reference = memory.kept(reference) if job.streams("reference") else reference
         out.live["reference"] = reference
-    batch = _batch(job, max_rows(job.score_shapes), _support(c), ("scored",), _routes(c, job, "sampled"))
+    routes = ahead.routes(c, job, "sampled")
+    batch = ahead.batch(job, ahead.max_rows(job.score_shapes), _support(c), ("scored",), routes)
     if "old" in algorithm.loss.needs and keep("score"):
         out.programs["score"] = algorithm.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
@@ -117,36 +110,8 @@ def _supervised(out: Lowering, job, keep):
     return training.merge(state.trainable, state.frozen)
 
 
-def _columns(c, objective) -> dict:
-    """Columns that an objective reads -> (dtype, further dimensions)."""
-    return {name: (jnp.int32, (c.rollout.top_k,)) if name == "support" else (jnp.float32, ())
-            for name in objective.columns}
-
-
 def _support(c):
     return {"support": (jnp.int32, (c.rollout.top_k,))} if c.algorithm.sampled_support else {}
-
-
-def _routes(c, job, *where) -> int:
-    """Expert ids per token of a batch that replays routes of one of these kinds."""
-    return job.model.config.routes if c.algorithm.routes in where else 0
-
-
-def max_rows(shapes) -> tuple[int, int]:
-    """(rows, row length) of the microbatch with the most tokens."""
-    return max(((counts[0], length) for length, counts in zip(shapes.lengths, shapes.counts, strict=True)),
-               key=lambda shape: shape[0] * shape[1])
-
-
-def _batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
-    rows, length = shape
-    where = sharding.batch_sharding(job.mesh)
-    array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731
-    integers = ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
-    return PackedBatch(**{name: array(jnp.int32) for name in integers},
-                       columns={name: array(*kind) for name, kind in columns.items()},
-                       weights={name: array(jnp.float32) for name in weights},
-                       routes=array(jnp.int16, (routes,)) if routes else None)
 
 
 def _update(out: Lowering, job, name, update, state, objective, keep):
@@ -157,21 +122,14 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     if update.in_parts == "none":
         on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
-        state = state.replace(opt_state=_shaped(state.opt_state, on_devices))
-    empty, accumulate, _ = update.compiled(state)
-    routes = objective.routers and _routes(job.config, job, "sampled", "scored")
-    batch = _batch(job, max_rows(job.row_shapes), _columns(job.config, objective), objective.weights, routes)
-    everywhere = sharding.replicated(job.mesh)
-    grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, batch)
-    grads = _shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable))
-    metrics = _shaped(metrics, everywhere)
-    out.live |= {f"{name}_gradients": grads, f"{name}_batch": batch}
+        state = state.replace(opt_state=ahead.shaped(state.opt_state, on_devices))
+    batch = ahead.of_update(job, objective, ahead.max_rows(job.row_shapes))
+    carry = ahead.sums(job, update, state, batch)
+    out.live |= {f"{name}_gradients": carry[0], f"{name}_batch": batch}
     if keep(name):
-        out.programs[name] = accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics,
-                                              (batch,) * training.at_once(state), 1)
+        out.programs[name] = ahead.lowered(update, state, carry, batch)
     if keep(f"{name}_apply"):
-        state = state.replace(frozen={k: x for k, x in state.frozen.items() if not memory.rests(x)})
-        out.programs[f"{name}_apply"] = update.compiled(state)[2].lower(state, grads, metrics)
+        out.programs[f"{name}_apply"] = ahead.lowered(update, state, carry)
 
 
 class Lowered(Programs):
@@ -189,7 +147,7 @@ class Lowered(Programs):
         if self.keep(key[0]):
             self.lowered[key[0]] = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
         whole = isinstance(out_shardings, NamedSharding)
-        spread = lambda where, part: _shaped(part, where)  # noqa: E731
+        spread = lambda where, part: ahead.shaped(part, where)  # noqa: E731
         found = jax.eval_shape(function, *args)
         return spread(out_shardings, found) if whole else jax.tree.map(spread, out_shardings, found)
 
@@ -210,7 +168,7 @@ def _publish(out: Lowering, job, params, mesh, keep):
     programs = Lowered(model, shapes, job.mesh, model.compute_dtype, keep)
     copy = programs.publish(params)
     out.programs |= programs.lowered
-    return _shaped(copy, sharding.param_shardings(mesh, model.logical_axes(), copy, sharding.ROLLOUT_RULES))
+    return ahead.shaped(copy, sharding.param_shardings(mesh, model.logical_axes(), copy, sharding.ROLLOUT_RULES))
 
 
 def _sampler(out: Lowering, job, weights, mesh, keep):

@@ -29,6 +29,7 @@ from jaxrl import training
 from jaxrl.algorithms import covariance_mask, explained_variance, second_moment_mask, shared_prefix_mask
 from jaxrl.errors import RunStopped
 from jaxrl.recipes import parity
+from jaxrl.recipes.ahead import Ahead
 from jaxrl.recipes.algorithm import Algorithm, advantages_by_source, start_of_step
 from jaxrl.recipes.bounded import Bounded
 from jaxrl.recipes.episodes import conversations
@@ -56,6 +57,7 @@ class Parts(NamedTuple):
     rollouts: Rollouts
     speed: Speed
     recording: Recording | None = None
+    ahead: Ahead | None = None
 
 
 class Prepared(NamedTuple):
@@ -96,6 +98,7 @@ def run(config, given=None) -> dict:
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
         s.restore(policy, [*algorithm.parts, *rates, rollouts])  # rollouts last: they draw rows
         s.introduce(describe(job), derived(spec))
+        ahead = s.own(Ahead(job, policy, algorithm.loss))
         algorithm.begin(s, job.engine)
         sync = WeightSync(s, policy, rollouts.publish)
         sync()
@@ -105,7 +108,7 @@ def run(config, given=None) -> dict:
         evaluate = Evaluation(s, job, sync, rollouts.queue.receive) if job.eval_sets else None
         s.before_first_step(evaluate)
         recording = Recording(s, job, algorithm, policy)
-        parts = Parts(s, job, algorithm, policy, rollouts, speed, recording)
+        parts = Parts(s, job, algorithm, policy, rollouts, speed, recording, ahead)
         while s.goes_on():
             done = one_step(parts)
             if done is None:  # asked to stop in the middle of a step: nothing of it is kept
@@ -125,7 +128,7 @@ def run(config, given=None) -> dict:
 def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the
     update."""
-    s, job, algorithm, policy, rollouts, speed, recording = parts
+    s, job, algorithm, policy, rollouts, speed, recording, _ = parts
     c, critic = s.spec, algorithm.critic
     with policy.resting(job.engine):
         batch = rollouts.next(s.progress)
@@ -232,6 +235,8 @@ def policy_steps(parts: Parts, batch, layout, columns) -> list:
     a, weigh = c.algorithm, weigher(parts, batch, columns)
     if a.early_stop_ratio or a.early_stop_kl:
         policy.held = start_of_step(policy.state)
+    if parts.ahead is not None:
+        parts.ahead.needed(layout)
     for _ in range(a.ppo_epochs):
         for minibatch in layout.minibatches:
             weights = weigh(minibatch)

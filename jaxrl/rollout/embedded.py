@@ -193,7 +193,7 @@ class EmbeddedEngine(Engine):
 
     def close(self) -> None:
         if not self._closed:
-            self._programs.stop_preparing()
+            self._programs.beside.stop()
             for array in jax.tree.leaves((self._params, self._cache, self._stash, self._no_history)):
                 array.delete()
             self._params = self._cache = self._stash = None

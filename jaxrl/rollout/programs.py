@@ -10,8 +10,6 @@ decode steps of a chunk, E end-token columns.
 from __future__ import annotations
 
 import functools
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -114,16 +112,13 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
     return cache, out
 
 
-_BESIDE = ThreadPoolExecutor(1, compilations.BESIDE)  # one: the work beside it wants the other cores
-
-
 class Programs:
     """The compiled programs of an engine and the layout of what they work on. Holds no arrays; see `programs`."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
         self.model, self.shapes, self.mesh, self.dtype, self.joint = model, shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
-        self._coming: dict[tuple, Future] = {}
+        self.beside = compilations.Beside()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
         self.by_slot = self._named(DATA_AXES)
@@ -153,15 +148,7 @@ class Programs:
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
         """Calls the program `key`; the first time it is compiled from these arguments, for `mesh` or the engine's."""
         if key not in self.compiled:
-            coming = self._coming.pop(key, None)
-            if coming is None or coming.cancel():  # not begun: it is here sooner than its turn comes
-                self.compiled[key] = self._compile(function, args, donate, out_shardings, mesh)
-            else:
-                began = time.perf_counter()
-                late = not coming.done()
-                self.compiled[key] = coming.result()
-                if late:
-                    compilations.waited(time.perf_counter() - began)
+            self.compiled[key] = self.beside.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
 
     def _compile(self, function, args, donate, out_shardings, mesh=None):
@@ -170,18 +157,15 @@ class Programs:
 
     def missing(self, key: tuple) -> bool:
         """Neither compiled nor being prepared."""
-        return key not in self.compiled and key not in self._coming
+        return key not in self.compiled and key not in self.beside.coming
 
     def prepare(self, calls) -> None:
         """Compiles what `calls` (of the `*_call` methods, of missing programs) would, in a thread and in this order.
         Two processes of one mesh may do so at different times: these programs are each process' own."""
         for key, function, args, donate, out_shardings in calls:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
-            self._coming[key] = _BESIDE.submit(self._compile, function, shapes, donate, out_shardings)
+            self.beside.begin(key, self._compile, function, shapes, donate, out_shardings)
 
-    def stop_preparing(self) -> None:
-        """Takes back what `prepare` has not begun."""
-        self._coming = {key: coming for key, coming in self._coming.items() if not coming.cancel()}
 
     def publish(self, params):
         """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard).

@@ -1,11 +1,13 @@
 """Every program that jax compiles, or fetches from its compilation cache, in this process: counted, and the memory that
-a long compilation leaves behind given back."""
+a long compilation leaves behind given back. And the thread that compiles programs before they are called."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from typing import NamedTuple
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 
@@ -46,9 +48,39 @@ class Compilations:
         return Count(self._taken.waited - before.waited, self._taken.beside - before.beside)
 
 
-def waited(seconds: float) -> None:
-    """Tells that the work waited for a program compiled beside it."""
-    jax.monitoring.record_event_duration_secs(WAITED, seconds)
+class Beside:
+    """Programs, by key, that a thread compiles beside the work, in the order in which they were begun. The thread is
+    one for the process: the work wants the other cores."""
+
+    _thread = ThreadPoolExecutor(1, BESIDE)
+
+    def __init__(self):
+        self.coming: dict[Any, Future] = {}
+
+    def begin(self, key, compiled, *args) -> None:
+        """compiled(*args) returns the program."""
+        self.coming[key] = self._thread.submit(compiled, *args)
+
+    def begun(self, key) -> bool:
+        """Whether it is being compiled, or there."""
+        coming = self.coming.get(key)
+        return coming is not None and (coming.running() or coming.done())
+
+    def take(self, key):
+        """The program, as soon as it is there. None for what has not begun, which then never does: it is here sooner
+        than its turn comes."""
+        coming = self.coming.pop(key, None)
+        if coming is None or coming.cancel():
+            return None
+        began, late = time.perf_counter(), not coming.done()
+        program = coming.result()
+        if late:
+            jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - began)
+        return program
+
+    def stop(self) -> None:
+        """Takes back what has not begun."""
+        self.coming = {key: coming for key, coming in self.coming.items() if not coming.cancel()}
 
 
 def give_back() -> None:

@@ -293,9 +293,9 @@ def test_a_run_of_several_turns_has_at_most_twelve_programs():
     engine.publish(weights(), 0)
     said = talk(engine, turns=2)
     assert ("extend",) in engine._programs.compiled and engine.counters()["extended_tokens"] == new_tokens(said)
-    for coming in engine._programs._coming.values():
+    for coming in engine._programs.beside.coming.values():
         coming.cancel()
-    engine._programs._coming.clear()
+    engine._programs.beside.coming.clear()
     assert engine.health().compiled + len(list(engine._calls(0))) == PROGRAMS == 12
 
 

@@ -1,7 +1,8 @@
 """Operations needed, counted by hand; speeds and compilations that follow; memory profiles of a run."""
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from training_helpers import batch_of_groups
 
 from jaxrl import models
-from jaxrl.telemetry.compilations import BESIDE, EVENT, Compilations, waited
+from jaxrl.telemetry.compilations import EVENT, Beside, Compilations
 from jaxrl.telemetry.flops import Operations, Speed
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
@@ -125,9 +126,17 @@ def test_after_a_long_compilation_the_heap_gives_back_what_nobody_uses():
 
 
 def test_what_a_thread_compiles_beside_the_work_counts_only_where_it_was_waited_for():
-    count = Compilations()
-    with ThreadPoolExecutor(1, BESIDE) as thread:
-        thread.submit(lambda: jax.jit(lambda x: 3 * x)(np.ones(3, np.float32))).result()
-    assert count.take() == (0, 1)
-    waited(0.1)
-    assert count.take() == (1, 0)
+    """And what has not begun is given back to who asks for it."""
+    count, beside, gate = Compilations(), Beside(), threading.Event()
+    compiled = lambda k: jax.jit(lambda x: k * x)(np.ones(3, np.float32))  # noqa: E731
+    beside.begin("done", compiled, 3)
+    beside.coming["done"].result()
+    assert beside.take("done").tolist() == [3, 3, 3] and count.take() == (0, 1)
+    beside.begin("late", lambda: gate.wait(60) and compiled(4))
+    beside.begin("next", compiled, 5)
+    while not beside.begun("late"):
+        time.sleep(0.001)
+    assert not beside.begun("next") and beside.take("next") is None and beside.take("unknown") is None
+    threading.Timer(0.1, gate.set).start()
+    assert beside.take("late").tolist() == [4, 4, 4] and count.take() == (1, 1)
+    assert beside.coming == {}

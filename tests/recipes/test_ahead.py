@@ -1,0 +1,52 @@
+"""The programs of an update are compiled beside the first rollout, and are those that the update calls."""
+
+import json
+import logging
+
+import jax
+import pytest
+import tiny_job
+
+import jaxrl
+from jaxrl.config import put
+from jaxrl.recipes import ahead
+
+KINDS = {"grpo": {}, "ppo": {"algorithm.preset": "ppo"}, "lora": {"lora.rank": 4},
+         "kl and staleness": {"algorithm.kl.coef": 0.01, "rollout.max_staleness": 1}}
+
+
+def run(folder, **changes):
+    c = tiny_job.get_config()
+    for name, value in {"run.dir": str(folder), "run.compile_cache": "", "train.steps": 2, "eval.sets": (), "eval.every_steps": 0,
+                        "checkpoint.at_end": False, "checkpoint.export_at_end": False, **changes}.items():
+        put(c, name, value)
+    jaxrl.train(c)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def compiled(caplog):
+    """What jax says of its compilations, those of other threads, too."""
+    jax.config.update("jax_log_compiles", True)
+    with caplog.at_level(logging.WARNING):
+        yield lambda: [r.getMessage() for r in caplog.records]
+    jax.config.update("jax_log_compiles", False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
+    """No shape of microbatch is lowered or compiled twice: what was made from shapes alone is what the call looks for."""
+    run(tmp_path, **KINDS[kind])
+    told = compiled()
+    shapes = [m.partition("with global shapes")[2] for m in told if m.startswith("Compiling jit(accumulate)")]
+    assert 1 <= len(shapes) == len(set(shapes)), len(shapes)
+    assert sum(m.startswith("Compiling jit(apply)") for m in told) == (2 if kind == "ppo" else 1)
+
+
+def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
+    one = run(tmp_path / "with")
+    monkeypatch.setattr(ahead, "PLATFORMS", ())
+    other = run(tmp_path / "without")
+    of_update = ("loss", "optim", "reward/mean")
+    plain = lambda lines: [{k: v for k, v in line.items() if k.startswith(of_update)} for line in lines]  # noqa: E731
+    assert len(one) == 2 and plain(one) == plain(other) and len(plain(one)[0]) > 3
