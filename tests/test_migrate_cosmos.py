@@ -225,6 +225,7 @@ def test_files_become_configs_that_pass_the_checks(tmp_path, monkeypatch):
         monkeypatch.chdir(out)  # the rewards lie beside it
         check(load_config("job.py"))
         if name == "rl":
+            assert report["commands"]["plan"].endswith("plan.target=h100:2")  # the policy's, vLLM has one more
             config, where = load_config("job.py"), {k["key"]: k["where"] for k in report["keys"]}
             assert config.data.prompts_per_step == 8 and config.user.level == 3 and config.reward.weights == (1.0, 0.5, 0.1, 0.1)
             assert where[P + "dataset.name"] == "job.toml:24" and where[R + "parallelism.tp_size"] == "job.toml:12"

@@ -34,6 +34,7 @@ def mesh(
     (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left. backend: keys that say how
     parameters are sharded."""
     m.set("mesh.fsdp", -1, *backend)
+    m.trained_on = gpus or m.gpus
     m.facts["GPUs"] = gpus or m.gpus or "unknown"
     if tp > 1:
         m.set("mesh.tp", tp, *keys)

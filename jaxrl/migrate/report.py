@@ -135,7 +135,7 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
 
 def report(m: Migration, name: str, file: str, outcome: str) -> dict:
     """The report as plain data."""
-    target = f"h100:{m.gpus}" if m.gpus else "h100:8"
+    target = f"h100:{m.trained_on or m.gpus or 8}"  # a plan is of the policy's devices
     run = f"python -m jaxrl.main --config={name}.py"
     written = m.written()
     refused = outcome == "refused"

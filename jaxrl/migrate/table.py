@@ -111,6 +111,7 @@ class Migration:
     def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
         self.name, self.table, self.version, self.gpus = name, table, version, gpus
         self.notes, self.command = list(source.notes), source.command
+        self.trained_on = 0  # GPUs of the policy, where a rule says it
         self.unknown: list[tuple[Setting, str]] = []
         self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
         self.options: dict[str, tuple[Any, tuple[str, ...]]] = {}
