@@ -120,3 +120,16 @@ def test_experts_over_the_devices_of_two_processes(tmp_path):
     job(tmp_path / "sampled", 2, *EXPERTS, "--config.mesh.ep=2", "--config.train.steps=1")
     lines = [json.loads(line) for line in (tmp_path / "sampled" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 1 and lines[-1]["gap/max"] < 2e-5
+
+
+@pytest.mark.nightly
+def test_rows_cut_over_two_processes(tmp_path):
+    """mesh.cp=4 over both, so that every row lies on both: the same layouts in each, and losses those of whole rows."""
+    short = "--config.train.steps=2", "--config.eval.before=false", "--config.train.row_lengths=256"
+    job(tmp_path / "one", 1, *short, "--config.mesh.fsdp=4")
+    whole, wanted, (alone,) = rows(tmp_path / "one")
+    job(tmp_path / "two", 2, *short, f"--recorded={tmp_path / 'one'}", "--config.mesh.cp=4")
+    answers, losses, seen = rows(tmp_path / "two")
+    assert answers == whole and set(losses) == set(wanted) == {1, 2}
+    assert seen[0]["layouts"] == seen[1]["layouts"] and len(alone["layouts"]) == 2
+    assert max(abs(losses[k] / wanted[k] - 1) for k in wanted) < 1e-5
