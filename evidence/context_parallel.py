@@ -121,8 +121,8 @@ def main() -> int:
     if sys.argv[1:2] == ["recorded"]:
         rows = recorded([Path(folder) for folder in sys.argv[2:]])
         table(list(rows[0]), [list(row.values()) for row in rows])
-        known = json.loads((RESULTS / "context_parallel.json").read_text())["results"]
-        record("context_parallel", known | {"recorded": rows}, at)
+        known = json.loads((RESULTS / "context_parallel.json").read_text())  # of its own commit
+        record("context_parallel", known["results"] | {"recorded": {"commit": at, "rows": rows}}, known["commit"])
         return int(not all(row["dealt"] <= 1.05 for row in rows if row["row"] // row["cp"] >= 1024))
     rows = [{"median": median, "longest": longest, "row": row, "cp": count, "window": len(windows) > 1,
              **balance(median, longest, row, count, windows)}
