@@ -8,7 +8,7 @@ benchmarks/results/ (with --tiny nowhere).
 
 the rest: training of models with random weights, answers of full length. Every case runs in a process of its own, because the highest
 memory of a device is kept per process, and a case that fails, or is not done in CASE_SECONDS, leaves what others and its own finished
-stages found: FILE is written after each. A case that would begin after TOTAL_MINUTES is not begun, and says so.
+stages found: FILE is written after each. After TOTAL_MINUTES a case is ended, or not begun, and says so (--one NAME --out FILE: it alone).
 
     0.5B     twenty steps in rows of 2k tokens: seconds by phase, peak memory, programs compiled after the first two steps, MFU,
              tokens/s, and decoding beside its roofline (the bytes of weights and filled cache that its steps read, at the chip's
@@ -76,7 +76,7 @@ CASES = {  # by the model of evidence/plan_shapes.py
 }
 FULL = ("0.5B", "1.5B", "lora", "experts", "dpo", "0.6B")
 PROMPT, WARM = 40, 2
-KERNEL_MINUTES, TOTAL_MINUTES, CASE_SECONDS = 4.0, 9.0, 150.0
+KERNEL_MINUTES, TOTAL_MINUTES, TINY_MINUTES, CASE_SECONDS = 4.0, 9.8, 60.0, 150.0
 
 
 def described(model: str) -> dict:
@@ -88,7 +88,7 @@ def described(model: str) -> dict:
 
 
 def job(name: str, folder: str):
-    """GRPO on the embedded problems, or DPO on pairs of digits; no end before the longest answer, so that lengths are known."""
+    """GRPO on the embedded problems, or DPO on pairs of sums; no end before the longest answer, so that lengths are known."""
     import jaxrl
     from jaxrl.config import put
 
@@ -114,10 +114,10 @@ def job(name: str, folder: str):
 
 
 def pairs(case: Case, file: str) -> str:
-    """Writes pairs of digits, which are tokens of the embedded tokenizer, for all steps, an answer's end token beside them."""
+    """Writes pairs of sums for all steps, whose digits and signs are tokens of the embedded tokenizer; an answer's end is one more."""
     draw = np.random.default_rng(0)
-    digits = lambda n: "".join(map(str, draw.integers(0, 10, n)))  # noqa: E731
-    rows = [{"prompt": digits(PROMPT), "chosen": digits(case.answer - 1), "rejected": digits(case.answer - 1)}
+    sums = lambda n: "".join("+" if i % 2 else str(draw.integers(0, 10)) for i in range(n))  # noqa: E731
+    rows = [{"prompt": sums(PROMPT), "chosen": sums(case.answer - 1), "rejected": sums(case.answer - 1)}
             for _ in range(case.prompts * case.steps)]
     Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -195,9 +195,7 @@ def one(name: str, file: Path) -> None:
     import jaxrl
     from jaxrl import sharding
     from jaxrl.planning import plan
-    from jaxrl.planning.case import open_case
     from jaxrl.recipes import setup
-    from jaxrl.sharding import targets
     from jaxrl.spec import here, resolve
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -212,22 +210,35 @@ def one(name: str, file: Path) -> None:
         with stage(out, "ahead", file):
             if case.ahead and "measured" in out:
                 out["ahead"] = ahead_of(job(name, f"{folder}/ahead"), case, out["measured"]) | {"peak_bytes": peak()}
-        with stage(out, "planned", file):
-            planned = job(name, f"{folder}/plan")
-            planned.run.mode, planned.plan.target = "plan", f"{targets.name_of(device)}:{jax.device_count()}"
-            opened, full = open_case(planned), plan.make(planned, search=False)
-            out |= {"cross_check": full.get("cross_check", {}), "error": full.get("error", {}), "planned": {
-                "peak_bytes": full["per_device"]["peak_bytes"], "step": full["step_seconds"],
-                **{phase: p["seconds"] for phase, p in full["phases"].items()}}}
-            said, measured = out["planned"], out.get("measured", {})
-            out["ratio"] = {key: said[key] / measured[key] for key in said if measured.get(key)}
-            spec = resolve(config, here(), opened.hf_config)
-            model = setup.build_model(spec, opened.hf_config)
+        with stage(out, "predicted", file):
+            hf_config = described(case.model or name)
+            spec = resolve(config, here(), hf_config)
+            model = setup.build_model(spec, hf_config)
             out["predicted"] = plan.predict(spec, sharding.make_mesh(config.mesh), model)
-            bandwidth = opened.target.chip.bandwidth
-            if bandwidth and case.kind == "samples" and measured.get("rollout"):
-                least = decoding_bytes(case, model, model.compute_dtype.itemsize) / bandwidth
-                out["decoding"] = {"roofline_seconds": least, "share": least / measured["rollout"]}
+        if case.kind == "samples":  # of the others a prediction alone: a plan compiles as long as they run
+            with stage(out, "planned", file):
+                out |= planned_beside(out.get("measured", {}), job(name, f"{folder}/plan"), case, device)
+
+
+def planned_beside(measured: dict, config, case: Case, device) -> dict:
+    """What run.mode=plan says of a case, over what was measured, and decoding beside the bytes that it has to read."""
+    import jax
+
+    from jaxrl.planning import plan
+    from jaxrl.planning.case import open_case
+    from jaxrl.sharding import targets
+
+    config.run.mode, config.plan.target = "plan", f"{targets.name_of(device)}:{jax.device_count()}"
+    opened, full = open_case(config), plan.make(config, search=False)
+    said = {"peak_bytes": full["per_device"]["peak_bytes"], "step": full["step_seconds"],
+            **{phase: p["seconds"] for phase, p in full["phases"].items()}}
+    out = {"planned": said, "ratio": {key: said[key] / measured[key] for key in said if measured.get(key)},
+           "cross_check": full.get("cross_check", {}), "error": full.get("error", {})}
+    bandwidth = opened.target.chip.bandwidth
+    if bandwidth and measured.get("rollout"):
+        least = decoding_bytes(case, opened.model, opened.model.compute_dtype.itemsize) / bandwidth
+        out["decoding"] = {"roofline_seconds": least, "share": least / measured["rollout"]}
+    return out
 
 
 def ahead_of(config, case: Case, measured: dict) -> dict:
@@ -241,17 +252,17 @@ def ahead_of(config, case: Case, measured: dict) -> dict:
     return {**ahead, "step_of_sum": ahead["step"] / parts}
 
 
-def in_a_process(name: str) -> dict:
+def in_a_process(name: str, seconds: float = CASE_SECONDS) -> dict:
     """What a case found, with "failed" where it did not come to its end."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "out.json"
         command = [sys.executable, __file__, "--one", name, "--out", str(file)]
         with tempfile.TemporaryFile("w+") as said:
             try:
-                code = subprocess.run(command, stdout=said, stderr=said, timeout=CASE_SECONDS).returncode
+                code = subprocess.run(command, stdout=said, stderr=said, timeout=seconds).returncode
                 ended = f"its process ended with {code}" * bool(code)
             except subprocess.TimeoutExpired:
-                ended = f"not done after {CASE_SECONDS:.0f} s"
+                ended = f"not done after {seconds:.0f} s"
             said.seek(0)
             ended = ended and f"{ended}: {said.read()[-2000:]}"
         found = json.loads(file.read_text()) if file.exists() else {}
@@ -279,11 +290,13 @@ def main(argv=None) -> int:
         one(args.one, Path(args.out))
         return 0
     started, results = time.monotonic(), {}
-    todo = [("kernels", lambda: kernels(args.tiny)), *(
-        (name, lambda name=name: in_a_process(name)) for name in CASES if (name in FULL) != args.tiny)]
-    for name, work in todo:
-        late = time.monotonic() - started > 60 * TOTAL_MINUTES and not args.tiny
-        results[name] = {"failed": f"not begun after {TOTAL_MINUTES:g} minutes"} if late else work()
+    for name in ("kernels", *(FULL if not args.tiny else (n for n in CASES if n not in FULL))):
+        left = 60 * (TINY_MINUTES if args.tiny else TOTAL_MINUTES) - (time.monotonic() - started)
+        if name == "kernels":
+            results[name] = kernels(args.tiny)
+        else:
+            results[name] = in_a_process(name, left if args.tiny else min(left, CASE_SECONDS)) if left > 0 else {
+                "failed": f"not begun after {TOTAL_MINUTES:g} minutes"}
         print(json.dumps({name: results[name]}, indent=1), flush=True)
         results["seconds"] = round(time.monotonic() - started, 1)
         if args.out:

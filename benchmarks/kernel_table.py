@@ -63,7 +63,7 @@ FULL = dict(models=[m for m in MODELS if m not in ("tiny", "gpt-oss-20b")], caus
             layers=[m for m in LAYERS if m != "tiny"], routed=16384, matmul=8192, copy=1 << 31)
 TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),),
             shared=(8, 4, 128, 64), tokens=512, logprob="tiny", layers=["tiny"], routed=256,
-            masks=(("tiny", 64, True), ("tiny", 0, True)),
+            masks=(("tiny", 64, True), ("tiny", 64, False)),
             matmul=512, copy=1 << 24)
 BLOCKWISE_UP_TO = 16384
 UNLIMITED = 60.0  # minutes
@@ -509,8 +509,8 @@ def of_logprob(table, sizes):
 
 
 PARTS = {  # name -> what it does, share of the minutes
-    "held": (held, 0.25), "experts": (of_experts, 0.25), "attention": (of_attention, 0.2), "masks": (of_masks, 0.1),
-    "decoding": (of_decoding, 0.1), "logprob": (of_logprob, 0.1),
+    "held": (held, 0.4), "experts": (of_experts, 0.25), "attention": (of_attention, 0.15), "masks": (of_masks, 0.08),
+    "decoding": (of_decoding, 0.08), "logprob": (of_logprob, 0.04),
 }
 
 

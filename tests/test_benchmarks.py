@@ -18,7 +18,7 @@ def test_kernels(tmp_path):
 
     assert kernels.main(["--tiny", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "kernels_cpu.json").read_text())
-    masks = (", window 64, sinks", ", sinks")
+    masks = (", window 64, sinks", ", window 64")
     assert {row["op"] for row in result["rows"]} == {
         "matmul", "copy", "decoding", "decoding, shared prompts", "log-prob forward + backward", "experts forward", "experts forward + backward",
         *(f"{kind}attention{mask} {way}ward" for kind in ("", "packed ") for way in ("for", "back") for mask in ("", *masks)),

@@ -449,7 +449,7 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(tmp_path):
     cases = json.loads(out.read_text())
     assert set(cases) == {"seconds", "kernels", "tiny", "tiny lora", "tiny experts", "tiny dpo"}
     for name in ("tiny lora", "tiny experts", "tiny dpo"):
-        assert cases[name]["measured"]["update"] > 0 < cases[name]["planned"]["update"] and "failed" not in cases[name]
+        assert cases[name]["measured"]["update"] > 0 and "failed" not in cases[name]
     found = cases["tiny"]
     assert {"step", "rollout", "update"} <= set(found["measured"]) & set(found["planned"])
     assert found["predicted"]["peak_bytes"] > 0 and found["measured"]["compilations_after_warm_up"] == 0
