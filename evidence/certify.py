@@ -8,7 +8,7 @@ Runs of tests/tiny_job.py, one process each, with
 - each of FAULTS put into jaxrl itself
 - each preset
 and of each of CONFIGS, unchanged. Exits with 1 where a defect's claim holds, or its run ends with 0 or names no counterexample; and where anything
-sound breaks a claim. --only takes the runs whose name holds TEXT, and records nothing.
+sound breaks a claim. --only takes the runs whose name holds TEXT; the rest of the result stays, and each row has its commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import record, table
+from common import RESULTS, commit, record, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,7 +33,7 @@ import certify_defects  # noqa: E402
 
 from jaxrl.algorithms import PRESETS  # noqa: E402
 
-JOB = "tests/tiny_job.py"
+JOB, EPISODES = "tests/tiny_job.py", "configs/env.py:guess"
 CONFIGS = ("grpo.py", "grpo_async.py", "grpo_gsm8k.py", "grpo_moe.py", "grpo_vllm.py", "ppo.py", "env.py:calc", "lora.py")
 PLACES = "import sys; pack = sys.modules['jaxrl.training.pack']; places = pack._places\n"
 # What is wrong with jaxrl -> (what is run before the program's main, the claim that finds it).
@@ -84,7 +84,7 @@ def cases() -> list[tuple[str, str, str, dict, str, str]]:
     out = [("a user's", name, JOB, options, "", claim) for name, (options, claim) in certify_defects.DEFECTS.items()]
     out += [("jaxrl's", name, JOB, {}, code, claim) for name, (code, claim) in FAULTS.items()]
     out += [("sound", name, JOB, options, "", "") for name, options in certify_defects.SOUND.items()]
-    out += [("preset", name, JOB, {"algorithm.preset": name}, "", "") for name in PRESETS]
+    out += [("preset", name, EPISODES if name == "gigpo" else JOB, {"algorithm.preset": name}, "", "") for name in PRESETS]
     return out + [("config", name, f"configs/{name}", {}, "", "") for name in CONFIGS]
 
 
@@ -124,12 +124,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="certify_") as work, ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda k: certified(Path(work), k, *runs[k][2:5]), range(len(runs)))
         for (kind, name, _, _, _, claim), found in zip(runs, results, strict=True):
-            rows.append({"kind": kind, "name": name, "claim": claim, **found, "wrong": wrong_of(claim, found)})
+            rows.append({"kind": kind, "name": name, "claim": claim, "commit": commit(), **found, "wrong": wrong_of(claim, found)})
             print(kind, name, claim, json.dumps(found["broken"]), rows[-1]["wrong"], flush=True)
     table(["", "run", "claim that must break", "claims that break", "hold", "s", "wrong"],
           [[r["kind"], r["name"], r["claim"], ", ".join(r["broken"]), r["holds"], r["seconds"], r["wrong"]] for r in rows])
-    if not only:
-        record("certify", {"command": "python evidence/certify.py", "runs": rows, "wrong": [r["name"] for r in rows if r["wrong"]]})
+    if only:
+        made = {(r["kind"], r["name"]): r for r in rows}
+        earlier = json.loads((RESULTS / "certify.json").read_text())["results"]["runs"]
+        rows = [made.pop((r["kind"], r["name"]), r) for r in earlier] + list(made.values())
+    record("certify", {"command": "python evidence/certify.py", "runs": rows, "wrong": [r["name"] for r in rows if r["wrong"]]})
     return int(any(r["wrong"] for r in rows))
 
 

@@ -50,12 +50,12 @@ def test_a_sound_loss_of_a_users_own_breaks_nothing(what, tmp_path):
     assert {name: claims.found(name, checks[name]).verdict for name in BARE} == dict.fromkeys(BARE, claims.HOLDS)
 
 
-@pytest.mark.parametrize("preset", ["rloo", "lite_ppo", "reinforce_pp", "vapo"])
+@pytest.mark.parametrize("preset", ["rloo", "lite_ppo", "reinforce_pp", "vapo", "online_dpo"])
 def test_presets_are_what_they_say(preset, tmp_path):
     checks = checks_of(tmp_path, {"algorithm.preset": preset})
     found = {name: claims.found(name, checks[name]) for name in BARE}
     assert not [f.told for f in found.values() if f.verdict == claims.FAILS]
-    assert (found["groups"].verdict == claims.NONE) == (preset == "lite_ppo")
+    assert (found["groups"].verdict == claims.NONE) == (preset in ("lite_ppo", "online_dpo"))
     assert ("its gradient itself" in found["objective"].told) == (preset == "rloo")
     assert ("KL (k1, in the reward)" in found["terms"].told) == (preset == "reinforce_pp")
 

@@ -26,6 +26,8 @@ def groups(loss: Loss, own: bool) -> str:
     whole = [f"algorithm.{n}={o[n]}" for n in ("advantage_mean", "advantage_std") if o[n] == "batch"]
     if whole and not own:
         raise NotApplicable(f"{', '.join(whole)} takes statistics of the whole batch")
+    if o.advantage == "dpo":
+        raise NotApplicable("algorithm.advantage=dpo is a mean over the pairs of a step, whose number others decide")
     bare = loss.with_options({"whiten": False})
     for lengths in SMALLEST[3:]:
         case = batch(lengths, vocab=16, turns=loss.turns)
