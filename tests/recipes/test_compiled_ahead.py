@@ -33,7 +33,7 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "kl and staleness")) for kind in KINDS])
 def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
     """No shape of microbatch is lowered or compiled twice: what was made from shapes alone is what the call looks for."""
     run(tmp_path, **KINDS[kind])
@@ -43,6 +43,7 @@ def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
     assert sum(m.startswith("Compiling jit(apply)") for m in told) == (2 if kind == "ppo" else 1)
 
 
+@pytest.mark.slow
 def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
     one = run(tmp_path / "with")
     monkeypatch.setattr(ahead, "PLATFORMS", ())
