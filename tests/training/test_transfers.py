@@ -6,6 +6,7 @@ jax's guard against transfers to the host has no effect on CPUs, where reading a
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import jax
@@ -72,6 +73,7 @@ def test_an_optimizer_step_transfers_nothing(tmp_path, monkeypatch, arg, options
     def watched(*parts):
         update = make(*parts)
 
+        @functools.wraps(update)
         def step(state, batches):
             with guarded() if update in taken else contextlib.nullcontext():
                 taken.append(update)
