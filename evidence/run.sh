@@ -79,6 +79,8 @@
 # Of a run that is taken apart (not in "all"):
 #    1, 3, 4, 8  replays, other settings, five broken runs  replay.py (a quarter of an hour)
 #    5  where pairs of runs part                            diff.py (some two minutes)
+#    2  forks with an edited reward, loss, helper           fork.py (ten minutes)
+#    3  faults that certify finds, presets that it passes   certify.py (half an hour)
 # Of the doctor:
 #    7  what it says of broken machines                     doctor.py --vllm PYTHON --other-jax FOLDER (not in "all")
 # Of the report:
