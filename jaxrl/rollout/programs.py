@@ -166,7 +166,6 @@ class Programs:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
             self.beside.begin(key, self._compile, function, shapes, donate, out_shardings)
 
-
     def publish(self, params):
         """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard).
 

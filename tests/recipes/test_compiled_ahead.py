@@ -51,3 +51,9 @@ def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
     of_update = ("loss", "optim", "reward/mean")
     plain = lambda lines: [{k: v for k, v in line.items() if k.startswith(of_update)} for line in lines]  # noqa: E731
     assert len(one) == 2 and plain(one) == plain(other) and len(plain(one)[0]) > 3
+
+
+def test_what_cannot_be_made_from_shapes_is_left_to_the_call(tmp_path, monkeypatch):
+    """A batch that lacks a column of the loss, say: the run goes on, and compiles when it has one."""
+    monkeypatch.setattr(ahead, "columns", lambda c, objective: {})
+    assert len(run(tmp_path, **{"train.steps": 1})) == 1
