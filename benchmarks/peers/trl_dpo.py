@@ -23,7 +23,7 @@ from trl_step import Steps, wrap_optimizer
 def main() -> None:
     args = measure.arguments()
     work, shape = args.work, args.work.shape
-    gflops, clock, losses = measure.torch_ceiling(), measure.Clock(), []
+    gflops, clock = measure.torch_ceiling(), measure.Clock()
     tokenizer = AutoTokenizer.from_pretrained(work.folder / "tokenizer")
     rows = min(shape.prompts, args.microbatch // 2)
     with tempfile.TemporaryDirectory() as folder:
