@@ -13,7 +13,7 @@ from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_a
 from jaxrl.config import get
 from jaxrl.data_checks import conversations, curricula, sources
 from jaxrl.distill_checks import distillation
-from jaxrl.env_checks import elsewhere
+from jaxrl.env_checks import elsewhere, ray
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
@@ -38,7 +38,7 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards,
+        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards, ray,
                      sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
                      _precision, _eval, _checkpoints, _uploads, _launch, replays, _misc):
             if cfg.run.mode not in AGAIN or rule not in (_engine, _rewards, sandbox, services):  # they stay closed

@@ -10,7 +10,24 @@ OF_PROGRAMS = ("score", "crash", "train_calls")
 OF_RAY = ("ray_address", "ray_cpus")
 
 
+def ray(cfg) -> list[str]:
+    """Where workers of episodes and of rewards run."""
+    out = []
+    for group in ("env", "reward"):
+        o = cfg[group]
+        if o.executor != "ray":
+            remedy = f"set {group}.executor=ray, or leave it out"
+            out += [no_effect(f"{group}.{name}", o[name], f"with {group}.executor=local", remedy)
+                    for name in OF_RAY if o[name] != SCHEMA[group][name].default]
+    env, reward = cfg.env, cfg.reward
+    if env.executor == reward.executor == "ray" and env.ray_address != reward.ray_address:
+        out.append(f"env.ray_address={env.ray_address!r} and reward.ray_address={reward.ray_address!r}: a process is "
+                   "in one Ray cluster; give both the same address")
+    return out
+
+
 def elsewhere(cfg) -> list[str]:
+    """What an episode is."""
     e, out = cfg.env, []
     if e.function and (e.tools or e.mcp):
         out.append(f"env.function and env.{'tools' if e.tools else 'mcp'}: an episode function sends its own tools "
@@ -29,9 +46,6 @@ def elsewhere(cfg) -> list[str]:
                              "or leave it out"))
     if e.mcp_session != "episode" and not e.mcp:
         out.append(no_effect("env.mcp_session", e.mcp_session, "without env.mcp", "leave it out"))
-    if e.executor != "ray":
-        out += [no_effect(f"env.{name}", get(e, name), "with env.executor=local", "set env.executor=ray, or leave it "
-                          "out") for name in OF_RAY if get(e, name) != SCHEMA["env"][name].default]
     if not e.program:
         out += [no_effect(f"env.{name}", get(e, name), "without env.program", "leave it out")
                 for name in OF_PROGRAMS if get(e, name) != SCHEMA["env"][name].default]

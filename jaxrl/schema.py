@@ -279,6 +279,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "code_score": O("all", "reward `code`: 1 where every unit test is passed, or the share that is", choices=("all", "fraction")),
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes", bound=">0"),
+        "executor": O("local", "they are processes of this host, or of the hosts of a Ray cluster", choices=("local", "ray")),
+        "ray_address": O("", "address of the Ray cluster; empty = RAY_ADDRESS, and without it a Ray of this host"),
+        "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0"),
         "env": O((), "names of environment variables that the workers get, beside those that Python needs (PATH, HOME, LANG, ...)"),
         "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
                          " stop if it fails on both"),

@@ -32,6 +32,10 @@ def services(cfg) -> list[str]:
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
         if name in asked:
             out += (_remote if kind == "remote" else _judge)(where, o) + _common(where, o)
+            if cfg.reward.executor == "ray" and kind == "judge" and not o["servers"]:
+                out.append(f"{where}.servers is empty with reward.executor=ray: a server of the run's own answers on "
+                           "this host alone; start one that the cluster's hosts reach and name it there, or set "
+                           "reward.executor=local")
         else:
             out += _unused(cfg, kind, where, name)
     return out

@@ -2,6 +2,7 @@
 says how (jax_numpy_rank_promotion)."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes that tests start, too
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -17,3 +19,27 @@ def pytest_collection_modifyitems(items):
     """Files that take longest first: with `pytest -n` a file is the unit of work."""
     first = ("test_recipes.py", "test_training.py", "test_presets.py", "test_plan.py", "test_options_runs.py", "test_options_algorithm.py")
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of this machine."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster):
+    """Two nodes of it, which a test may remove; the connection to it ends with the test."""
+    import ray
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    yield nodes
+    ray.shutdown()
+    for node in nodes:
+        if node in cluster.list_all_nodes():
+            cluster.remove_node(node)

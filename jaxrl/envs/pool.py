@@ -25,7 +25,7 @@ from collections import deque
 from typing import Any
 
 from jaxrl.envs.specs import interpreter, names, plain, specs
-from jaxrl.envs.worker import AT_ONCE, TICK_SECONDS, Seats, grace
+from jaxrl.envs.worker import AT_ONCE, TICK_SECONDS, RemoteSeats, Seats, grace
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.workers.handing import FunctionFolder
 from jaxrl.workers.process import Garbled, Printed, WorkerProcess, environment, shown
@@ -66,9 +66,7 @@ class Episode:
 
 
 class LocalProcess(WorkerProcess):
-    """A worker process of this machine. seats: the table that it shares. lost: never; a RemoteProcess may be."""
-
-    lost = False
+    """A worker process of this machine. seats: the table that it shares."""
 
     def __init__(self, pool: EpisodePool):
         self._table, env = tempfile.TemporaryFile(), pool.env
@@ -81,6 +79,17 @@ class LocalProcess(WorkerProcess):
     def kill(self) -> None:
         super().kill()
         self._table.close()
+
+
+def remote_process(pool: EpisodePool):
+    """One of another host."""
+    from jaxrl.workers.ray_process import RemoteProcess
+    seats, env = RemoteSeats(), pool.env
+    named = {name: os.environ[name] for name in pool.variables if name in os.environ}
+    process = RemoteProcess("jaxrl.envs.worker", pool.printed, named, pool.memory_gb, group="env", who="an environment",
+                            cpus=env.ray_cpus, python=env.python, table=Seats, told=seats.told)
+    process.seats = seats
+    return process
 
 
 class Worker:
@@ -173,9 +182,9 @@ class EpisodePool:
         if missing:
             log.warning("env.variables names variables that are not set here: %s", ", ".join(missing))
         if env.executor == "ray":
-            from jaxrl.envs import ray_workers
-            ray_workers.join(env)
-            self.launch = ray_workers.RemoteProcess
+            from jaxrl.workers import ray_process
+            ray_process.join(env, "env")
+            self.launch = remote_process
         self.printed, self._said = Printed(), time.monotonic()
         self._state = threading.Condition()
         self._numbers = itertools.count(1)

@@ -64,6 +64,23 @@ class Seats:
     def beat(self) -> None:
         self.since[AT_ONCE] = time.monotonic()
 
+    def ages(self) -> dict[int, float]:
+        """Seconds since then, for another host, whose clock is another."""
+        now = time.monotonic()
+        return {seat: now - since for seat, since in enumerate(self.since) if since}
+
+
+class RemoteSeats:
+    """The same of a worker on another host, as its actor told it last."""
+
+    def __init__(self):
+        self.since = [0.0] * (AT_ONCE + 1)
+
+    def told(self, ages: dict[int, float]) -> None:
+        now = time.monotonic()
+        for seat in range(AT_ONCE + 1):
+            self.since[seat] = now - ages[seat] if seat in ages else 0.0
+
 
 class GlobalRandom:
     """The process's random numbers as one episode sees them, whatever others draw in between."""

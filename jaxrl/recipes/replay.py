@@ -34,8 +34,9 @@ from jaxrl.spec import resolve
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")
+# Options that a recorded update does not depend on.
 ASIDE = ("run.", "mesh.", "log.", "record.", "replay.", "checkpoint.", "profile.", "launch.", "plan.", "faults.",
-         "eval.", "reward.workers", "train.steps")  # options that a recorded update does not depend on
+         "eval.", "reward.workers", "reward.executor", "reward.ray_", "train.steps")
 
 
 class Done(NamedTuple):

@@ -1,4 +1,5 @@
-"""Worker processes that call reward functions: a thread of this process for each, which hands it work and kills it."""
+"""Worker processes that call reward functions, of this host or of others (reward.executor=ray): a thread of this
+process for each, which hands it work and kills it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -15,6 +17,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rewards.items import FINE, failed_items, is_result
 from jaxrl.workers.process import (
     PRINTED_BYTES,
+    Channel,
     Died,
     Garbled,
     Late,
@@ -26,6 +29,7 @@ from jaxrl.workers.process import (
 
 log = logging.getLogger("jaxrl.rewards")
 START_SECONDS = 300.0    # importing the reward functions
+AGAIN_SECONDS = 1.0      # until another try where a host is lost while its worker starts
 ASYNC_AT_ONCE = 64       # calls of an asynchronous function in flight per worker
 CHUNK_SECONDS = 0.01     # work handed to a worker at once, as far as it can be foreseen
 SLOW_SECONDS = 30.0      # rewards that take longer are said to, again and again
@@ -79,9 +83,12 @@ class Workers:
         self._round: Round | None = None
         self._numbers = itertools.count(1)  # of the tasks handed to workers
         self._ready, self._fatal, self._closing = 0, None, False
+        if specs and reward.executor == "ray":
+            from jaxrl.workers.ray_process import join
+            join(reward, "reward")
         self._seconds_per_job = CHUNK_SECONDS
         self.printed = Printed()
-        self._processes: dict[int, WorkerProcess] = {}
+        self._processes: dict[int, Channel] = {}
         self._threads = [threading.Thread(target=self._serve, args=(k,), daemon=True, name=f"reward-{k}")
                          for k in range(reward.workers if specs else 0)]
         for thread in self._threads:
@@ -189,10 +196,20 @@ class Workers:
             self._fatal = self._fatal or error
             self._state.notify_all()
 
-    def _start(self, k: int) -> WorkerProcess:
+    def _launch(self) -> Channel:
+        printed, memory_gb = self.printed, self._reward.memory_gb
+        if self._reward.executor == "ray":
+            from jaxrl.workers.ray_process import RemoteProcess
+            named = {name: os.environ[name] for name in self._variables if name in os.environ} | self._env
+            return RemoteProcess("jaxrl.rewards.worker", printed, named, memory_gb, group="reward", who="a reward",
+                                 cpus=self._reward.ray_cpus)
+        return WorkerProcess("jaxrl.rewards.worker", printed, environment(self._variables) | self._env, memory_gb)
+
+    def _start(self, k: int, until: float | None = None) -> Channel:
+        """until: when it is over with further tries, which a worker has whose host was lost meanwhile."""
+        until = until or time.monotonic() + START_SECONDS
         try:
-            worker = WorkerProcess("jaxrl.rewards.worker", self.printed, environment(self._variables) | self._env,
-                                   self._reward.memory_gb)
+            worker = self._launch()
         except OSError as e:
             raise RunStopped(f"a reward worker cannot be started: {e}") from None
         with self._state:
@@ -208,6 +225,10 @@ class Workers:
             worker.kill()
             if self._closing:
                 raise ConfigError("the reward pool was closed while it started") from None
+            if worker.lost and time.monotonic() < until:
+                with self._state:
+                    self._state.wait_for(lambda: self._closing, AGAIN_SECONDS)
+                return self._start(k, until)
             why = f"not ready after {START_SECONDS:g} s" if isinstance(e, Late) else f"{e}"
             why = f"a reward worker cannot start: {why} while importing {specs}{self.printed.last()}"
             raise self._unstartable(why) from None
@@ -247,8 +268,9 @@ class Workers:
                     task = Task("each", task.jobs[:size], task.round)
             return task
 
-    def _do(self, worker: WorkerProcess, task: Task) -> bool:
-        """Does a task. False if the worker is of no use any more; what it left undone is queued again."""
+    def _do(self, worker: Channel, task: Task) -> bool:
+        """Does a task. False if the worker is of no use any more; what it left undone is queued again, all of it where
+        the worker's host was lost."""
         left, texts = dict(enumerate(task.jobs)), task.round.texts
         limit = self.kinds[task.jobs[0][1]]["seconds"] or self._limit
         seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # there the worker keeps the limit
@@ -278,7 +300,9 @@ class Workers:
         except Late:
             self._blame(task, left, "timeout")
         except Died as e:
-            if not self._closing:
+            if worker.lost:
+                self._again(task, [Task(task.mode, list(left.values()), task.round)])
+            elif not self._closing:
                 self._blame(task, left, f"error: the worker process died: {e}")
         except Garbled as e:
             self._blame(task, left, f"error: instead of a reply came {e}: a reward must not write to file descriptors"
@@ -297,6 +321,9 @@ class Workers:
             again = [Task("each", jobs[1:], task.round)]
         else:  # one blocks the event loop; alone, each shows whether it is the one
             again = [Task("async", [job], task.round) for job in jobs]
+        self._again(task, again)
+
+    def _again(self, task: Task, again: list[Task]) -> None:
         with self._state:
             if task.round is self._round:
                 self._tasks.extendleft(reversed(again))

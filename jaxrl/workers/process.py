@@ -104,45 +104,23 @@ class Printed:
         return "\nthe workers printed last:\n  " + "\n  ".join(lines) if lines else ""
 
 
-class WorkerProcess:
-    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux
-    a supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives
-    as long as it does (see streams.die_with_parent).
+class Channel:
+    """Lines of JSON to and from a worker. Whoever inherits has `descriptors`, (into the worker, out of it), neither of
+    which blocks; `gone()`, whether it is known to have ended; and `how()` it did."""
 
-    Args:
-      module: whose `main()` it runs. printed: takes its standard error. env: its environment, see `environment`.
-      memory_gb: the worker with all it started may hold this much; 0 = no limit (and none but on Linux).
-      group, who: of the options and of what runs there ("reward", "a reward"), for messages.
-      python: another interpreter, "" = this one. inherit: descriptors that it gets too; arguments: further ones.
-    """
+    lost = False  # it ended with its host: nobody's code was the cause
 
-    def __init__(self, module: str, printed: Printed, env: dict[str, str], memory_gb: float = 0.0, *,
-                 group: str = "reward", who: str = "a reward", python: str = "", inherit=(), arguments=()):
-        self._memory_gb, self._group, self._who = memory_gb, group, who
-        path = [p or os.getcwd() for p in sys.path]
-        boot, place = (BOOT_ELSEWHERE, str(Path(__file__).parents[1])) if python else (BOOT, json.dumps(path))
-        self._process = subprocess.Popen(
-            [python or sys.executable, "-c", boot, place, str(round(memory_gb * 2**30)), module, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed.file, env=env, start_new_session=True,
-            bufsize=0, pass_fds=inherit)
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
+    def __init__(self):
         self._buffer = b""
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """(into the worker, out of it), neither of which blocks."""
-        return self._in, self._out
 
     def send(self, message: str, deadline: float) -> None:
         """Sends one line of JSON."""
         data = memoryview(message.encode() + b"\n")
         while data:
             try:
-                data = data[os.write(self._in, data):]
+                data = data[os.write(self.descriptors[0], data):]
             except BlockingIOError:
-                self._wait(self._in, selectors.EVENT_WRITE, deadline)
+                self._wait(self.descriptors[0], selectors.EVENT_WRITE, deadline)
             except OSError:
                 raise Died(self.how()) from None
 
@@ -150,9 +128,9 @@ class WorkerProcess:
         """The next message, which must be a reply to the task of this number. What is there is taken even if late."""
         while b"\n" not in self._buffer:
             try:
-                data = os.read(self._out, 1 << 16)
+                data = os.read(self.descriptors[1], 1 << 16)
             except BlockingIOError:
-                self._wait(self._out, selectors.EVENT_READ, deadline)
+                self._wait(self.descriptors[1], selectors.EVENT_READ, deadline)
                 continue
             if not data:
                 raise Died(self.how())
@@ -177,11 +155,41 @@ class WorkerProcess:
     def ended(self) -> bool:
         """Whether the worker is gone, though nothing was asked of it."""
         try:
-            data = os.read(self._out, 1 << 16)
+            data = os.read(self.descriptors[1], 1 << 16)
         except BlockingIOError:
-            return self._process.poll() is not None
+            return self.gone()
         self._buffer += data
         return not data
+
+
+class WorkerProcess(Channel):
+    """One spawned interpreter (exec, never a bare fork) in its own session, so that Ctrl-C does not reach it. On Linux
+    a supervisor stands before it, so that a kill takes along all it started. It must be created by a thread that lives
+    as long as it does (see streams.die_with_parent).
+
+    Args:
+      module: whose `main()` it runs. printed: takes its standard error. env: its environment, see `environment`.
+      memory_gb: the worker with all it started may hold this much; 0 = no limit (and none but on Linux).
+      group, who: of the options and of what runs there ("reward", "a reward"), for messages.
+      python: another interpreter, "" = this one. inherit: descriptors that it gets too; arguments: further ones.
+    """
+
+    def __init__(self, module: str, printed: Printed, env: dict[str, str], memory_gb: float = 0.0, *,
+                 group: str = "reward", who: str = "a reward", python: str = "", inherit=(), arguments=()):
+        super().__init__()
+        self._memory_gb, self._group, self._who = memory_gb, group, who
+        path = [p or os.getcwd() for p in sys.path]
+        boot, place = (BOOT_ELSEWHERE, str(Path(__file__).parents[1])) if python else (BOOT, json.dumps(path))
+        self._process = subprocess.Popen(
+            [python or sys.executable, "-c", boot, place, str(round(memory_gb * 2**30)), module, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed.file, env=env, start_new_session=True,
+            bufsize=0, pass_fds=inherit)
+        self.descriptors = self._process.stdin.fileno(), self._process.stdout.fileno()
+        for fd in self.descriptors:
+            os.set_blocking(fd, False)
+
+    def gone(self) -> bool:
+        return self._process.poll() is not None
 
     def how(self) -> str:
         """How it ended."""

@@ -1,8 +1,6 @@
 """env.executor=ray on a cluster of two nodes on this machine: the same episodes, the same faults, and a node that dies."""
 
-import os
 import time
-from pathlib import Path
 
 import env_cases
 import pytest
@@ -11,7 +9,6 @@ from env_cases import play, texts, turn
 from jaxrl.errors import ConfigError
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
 WORLD = """
 import asyncio, os, signal, sys
 async def counts(task, chat):
@@ -31,21 +28,8 @@ async def counts(task, chat):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-    os.environ["PYTHONPATH"] = str(ROOT)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
 @pytest.fixture
-def made(cluster, tmp_path):
-    import ray
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+def made(cluster, nodes, tmp_path):
     path, pools = tmp_path / "my_world.py", []
     path.write_text(WORLD)
 
@@ -58,10 +42,6 @@ def made(cluster, tmp_path):
     yield make, nodes
     for pool in pools:
         pool.close()
-    ray.shutdown()
-    for node in nodes:
-        if node in cluster.list_all_nodes():
-            cluster.remove_node(node)
 
 
 def names(id, k, said):

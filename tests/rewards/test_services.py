@@ -343,6 +343,8 @@ def test_a_server_of_the_runs_own_is_a_stock_server_on_its_devices():
     ({"functions": ("judge",), "judge.model": "m", "judge.min_agreement": 0.5}, r"no effect without labelled"),
     ({"functions": ("judge",), "judge.model": "m", "judge.prompt_file": __file__}, r"is no placeholder"),
     ({"functions": ("judge",), "judge.model": "m", "judge.lowest": 10.0}, r"lowest=10 is not below highest=10"),
+    ({"functions": ("judge",), "judge.model": "m", "executor": "ray"}, r"servers is empty with reward.executor=ray"),
+    ({"functions": ("math",), "ray_cpus": 2.0}, r"reward.ray_cpus=2.* no effect with reward.executor=local"),
 ])
 def test_what_cannot_work_is_refused(changes, said):
     c = default_config()

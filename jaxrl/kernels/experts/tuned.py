@@ -8,7 +8,7 @@ from jaxrl.kernels.attention.tpu_parts import VMEM
 BLOCK = 64          # rows of a block in XLA
 KERNEL_BLOCK = 128  # of the kernels: the systolic array of v5e and v5p; two warpgroups of Hopper
 PER_EXPERT = 320    # slots per expert of a chunk, where there are as many
-LEAST = 1024        # tokens of a chunk, where there are as many
+LEAST = 2048        # tokens of a chunk, where there are as many
 
 TPU_WIDEST = 1024       # columns of a step, at most
 TPU_NUMBERS = 3 << 19   # of a weight in one step, at most: the kernel's code is unrolled over them

@@ -1,8 +1,8 @@
-"""Environment workers on the hosts of a Ray cluster (env.executor=ray). The only file that imports ray.
+"""Workers on the hosts of a Ray cluster (env.executor=ray, reward.executor=ray). The only file that imports ray.
 
 An actor holds a worker process of the kind that runs here, and passes its lines on: the same protocol, the same
-supervisor beside it, the same faults. A host that is lost costs nobody but the time of its episodes: nobody's code was
-the cause, so all of them begin again elsewhere.
+supervisor beside it, the same faults. A host that is lost costs nobody but the time of what it was at: nobody's code
+was the cause, so all of it begins again elsewhere.
 """
 
 from __future__ import annotations
@@ -13,49 +13,56 @@ import selectors
 import socket
 import tempfile
 import threading
-import time
 
-from jaxrl.envs.worker import AT_ONCE, Seats
 from jaxrl.errors import ConfigError
-from jaxrl.workers.process import Printed, WorkerProcess, environment
+from jaxrl.workers.process import Channel, Printed, WorkerProcess, environment
 
 WAIT = 0.2  # seconds in which an actor waits for lines before it says that there are none
 
 
-def join(env) -> None:
-    """Connects this process to the cluster, once. Raises ConfigError."""
+def join(options, group: str) -> None:
+    """Connects this process to the cluster of options.ray_address, once. options: config.env, or config.reward; group:
+    its name. Raises ConfigError."""
     try:
         import ray
     except ImportError as e:
-        raise ConfigError(f"env.executor=ray needs the package ray ({e}): pip install 'jaxrl[ray]' here and on the "
-                          "cluster's hosts, or leave env.executor=local") from None
+        raise ConfigError(f"{group}.executor=ray needs the package ray ({e}): pip install 'jaxrl[ray]' here and on the "
+                          f"cluster's hosts, or leave {group}.executor=local") from None
     if not ray.is_initialized():
         try:
-            ray.init(address=env.ray_address or None, log_to_driver=False, logging_level="warning")
+            ray.init(address=options.ray_address or None, log_to_driver=False, logging_level="warning")
         except (ConnectionError, RuntimeError, ValueError) as e:
-            raise ConfigError(f"env.ray_address={env.ray_address!r}: no Ray cluster answers there: {e}") from None
+            where = f"{group}.ray_address={options.ray_address!r}"
+            raise ConfigError(f"{where}: no Ray cluster answers there: {e}") from None
     there = ray.cluster_resources().get("CPU", 0.0)
-    if there < env.workers * env.ray_cpus:
-        raise ConfigError(f"env.workers={env.workers} with env.ray_cpus={env.ray_cpus:g}: the Ray cluster has "
-                          f"{there:g} CPUs; lower one of them, or add hosts")
+    if there < options.workers * options.ray_cpus:
+        raise ConfigError(f"{group}.workers={options.workers} with {group}.ray_cpus={options.ray_cpus:g}: the Ray "
+                          f"cluster has {there:g} CPUs; lower one of them, or add hosts")
 
 
-class RemoteProcess:
-    """A worker process of another host, as the pool speaks to one: descriptors of a socket here, at whose other end two
-    threads speak with the actor. seats: like worker.Seats, in this host's time. lost: it ended with its host."""
+class RemoteProcess(Channel):
+    """A worker process of another host, as one of this host is spoken to: descriptors of a socket here, at whose other
+    end two threads speak with the actor. lost: it ended with its host.
 
-    def __init__(self, pool):
+    Args:
+      module, printed, memory_gb, group, who, python: see WorkerProcess. named: variables that the worker gets beside
+        what Python needs, which its host knows. cpus: of those that Ray counts.
+      table: class of memory that the worker shares with its actor (worker.Seats), whose `ages()` are told here.
+      told: called with them.
+    """
+
+    def __init__(self, module: str, printed: Printed, named: dict[str, str], memory_gb: float, *, group: str, who: str,
+                 cpus: float, python: str = "", table=None, told=lambda ages: None):
         import ray
+        super().__init__()
         self._ray, self._why, self._ended = ray, "", threading.Event()
-        self._printed, self.seats, self.lost = pool.printed, RemoteSeats(), False
+        self._printed, self._told, self.lost = printed, told, False
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
         self.descriptors = os.dup(self._ours.fileno()), self._ours.fileno()  # two, because each is waited for by itself
-        env = pool.env
-        named = {name: os.environ[name] for name in pool.variables if name in os.environ}
-        host = ray.remote(num_cpus=env.ray_cpus, max_restarts=0, scheduling_strategy="SPREAD",
+        host = ray.remote(num_cpus=cpus, max_restarts=0, scheduling_strategy="SPREAD",
                           concurrency_groups={"into": 1, "out_of": 1})(Host)
-        self._actor = host.remote(named, env.python, pool.memory_gb)
+        self._actor = host.remote(module, named, memory_gb, group, who, python, table)
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._bring, self._fetch)]
         for thread in self._threads:
             thread.start()
@@ -73,7 +80,7 @@ class RemoteProcess:
         with self._noticing():
             while not self._ended.is_set():
                 data, ages, printed, why = self._ray.get(read.remote())
-                self.seats.told(ages)
+                self._told(ages)
                 if printed:
                     self._printed.file.write(printed)
                 if data:
@@ -84,17 +91,20 @@ class RemoteProcess:
 
     @contextlib.contextmanager
     def _noticing(self):
-        """At the end, however it comes, the pool is told by the end of its socket."""
+        """At the end, however it comes, whoever speaks with the worker is told by the end of the socket."""
         try:
             yield
         except self._ray.exceptions.RayError as e:
             self.lost = not self._ended.is_set()
             self._why = self._why or f"its host or its actor in the Ray cluster is gone ({type(e).__name__})"
         except OSError:
-            pass  # the pool has closed its end
+            pass  # closed from here
         finally:
             with contextlib.suppress(OSError):
                 self._theirs.shutdown(socket.SHUT_WR)
+
+    def gone(self) -> bool:
+        return bool(self._why)
 
     def how(self) -> str:
         return self._why or "its streams were closed"
@@ -115,36 +125,25 @@ class RemoteProcess:
         self._theirs.close()
 
 
-class RemoteSeats:
-    """Since when which seat's code is running, as the actor told it last."""
-
-    def __init__(self):
-        self.since = [0.0] * (AT_ONCE + 1)
-
-    def told(self, ages: dict[int, float]) -> None:
-        now = time.monotonic()
-        for seat in range(AT_ONCE + 1):
-            self.since[seat] = now - ages[seat] if seat in ages else 0.0
-
-
 class Host:
     """The actor: a worker process of its host."""
 
-    def __init__(self, named: dict[str, str], python: str, memory_gb: float):
+    def __init__(self, module: str, named: dict[str, str], memory_gb: float, group: str, who: str, python: str, table):
         self._state, self._out, self._why, self._at = threading.Condition(), bytearray(), "", 0
-        self._printed, self._table = Printed(), tempfile.TemporaryFile()
-        self._table.truncate(Seats.BYTES)
-        self._seats, self._process = Seats(self._table.fileno()), None
-        self._given = environment((), python) | named, python, memory_gb
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._printed, self._table, self._process = Printed(), None, None
+        how = {"group": group, "who": who, "python": python}
+        if table is not None:
+            self._file = tempfile.TemporaryFile()
+            self._file.truncate(table.BYTES)
+            self._table, fd = table(self._file.fileno()), self._file.fileno()
+            how |= {"inherit": (fd,), "arguments": (str(fd),)}
+        given = (module, self._printed, environment((), python) | named, memory_gb), how
+        threading.Thread(target=self._serve, args=given, daemon=True).start()
 
-    def _serve(self) -> None:
+    def _serve(self, given: tuple, how: dict) -> None:
         """Starts the worker, which lives as long as this thread, and takes what it says."""
-        env, python, memory_gb = self._given
-        fd = self._table.fileno()
         try:
-            process = WorkerProcess("jaxrl.envs.worker", self._printed, env, memory_gb, group="env",
-                                    who="an environment", python=python, inherit=(fd,), arguments=(str(fd),))
+            process = WorkerProcess(*given, **how)
         except OSError as e:
             with self._state:
                 self._why = f"it cannot be started: {e}"
@@ -188,14 +187,13 @@ class Host:
                     return
 
     def read(self) -> tuple[bytes, dict[int, float], bytes, str]:
-        """(lines, seconds since when seats run, what was printed, how it ended or "")."""
+        """(lines, the table's ages, what was printed, how it ended or "")."""
         with self._state:
             if not self._out and not self._why:
                 self._state.wait(WAIT)
             data, why = bytes(self._out), self._why
             self._out.clear()
-        now = time.monotonic()
-        ages = {seat: now - t for seat, t in enumerate(self._seats.since) if t}
+        ages = {} if self._table is None else self._table.ages()
         size = os.fstat(self._printed.file.fileno()).st_size
         printed = os.pread(self._printed.file.fileno(), 1 << 20, self._at) if size > self._at else b""
         self._at += len(printed)
