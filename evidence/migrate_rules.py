@@ -82,6 +82,7 @@ def verl(k: Keys, c, version: str) -> dict:
         "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length", default=512)),
         "temperature": (c.rollout.temperature, k(r + "temperature", default=1.0)),
         "lr": (c.optimizer.lr, k(a + "optim.lr", default=1e-6)),
+        "warmup": ((c.optimizer.warmup_steps, c.optimizer.warmup_fraction), _warmup_of_verl(k, a + "optim.", c)),
         "epochs": (c.data.epochs, k("trainer.total_epochs", default=30)),
         "eval every": (c.eval.every_steps, max(k("trainer.test_freq", default=-1), 0)),
         "kl": (c.algorithm.kl.coef, k(a + "kl_loss_coef", default=0.001) if k(a + "use_kl_loss", default=False) else
@@ -96,6 +97,13 @@ def verl(k: Keys, c, version: str) -> dict:
                        (k(a + "clip_ratio_low", default=0.2), k(a + "clip_ratio_high", default=0.2)))
         out["dual clip"] = (c.algorithm.dual_clip, k(a + "clip_ratio_c", default=3.0) if mode == "vanilla" else 0.0)
     return out
+
+
+def _warmup_of_verl(k: Keys, o: str, c) -> tuple[float, float]:
+    """fsdp_workers.py, megatron_workers.py: lr_scheduler.step() once per update_actor, whatever its mini-batches."""
+    steps, share = k(o + "lr_warmup_steps", default=-1), k(o + "lr_warmup_steps_ratio", default=0.0)
+    counts = steps is not None and (steps > 0 or steps == 0 and k("actor_rollout_ref.actor.strategy", default="fsdp") != "megatron")
+    return (steps * c.algorithm.num_minibatches * c.algorithm.ppo_epochs, 0.0) if counts else (0, share)
 
 
 def trl(k: Keys, c, version: str) -> dict:
@@ -147,7 +155,9 @@ def rlinf(k: Keys, c, version: str) -> dict:
         (k("actor.lr_sched.lr_warmup_fraction") or 0) * (k("actor.lr_sched.lr_decay_iters") or 0))
     scale, best, worst = k("reward.reward_scale", default=1.0), k("reward.reward_max_val", default=1.0), k("reward.reward_min_val", default=-1.0)
     kind = k(a + "adv_type", default="grpo")
-    whole = k(a + "use_valid_token_scale", default=False) or k("runner.enable_dynamic_batch_size", default=False)
+    scaled = k(a + "use_valid_token_scale", default=False) and not f  # read in megatron's workers alone
+    whole = scaled or k("runner.enable_dynamic_batch_size", default=False)
+    dual = k(a + "clip_ratio_c", default=3.0 if f or version in ("docs", "0.1") else 0.0)
     mean = k(a + "loss_agg_func", default="token-mean") == "token-mean"
     return {
         "token mean": (_mean_of(c) if mean else 0, (None if whole else k(a + "training_batch_size_per_gpu", default=1)) if mean else 0),
@@ -161,7 +171,7 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0)),
         "top_p": (c.rollout.top_p, k(s + "top_p", default=1.0)),
         "clip": ((c.algorithm.clip_low, c.algorithm.clip_high), (low, high)),
-        "dual clip": (c.algorithm.dual_clip, k(a + "clip_ratio_c") or 0.0),
+        "dual clip": (c.algorithm.dual_clip, dual or 0.0),
         "kl": (c.algorithm.kl.coef, k(a + "reinpp_kl_beta", default=0.0) if kind == "reinpp" else k(a + "kl_beta", default=0.0)),
         "right and wrong": ((c.reward.scale + c.reward.bias, c.reward.bias), (best * scale, worst * scale)),
         "corrected": (c.algorithm.mismatch.correction != "none", k(a + "importance_sampling_fix", default=False)),
@@ -229,6 +239,7 @@ def cosmos_rl(k: Keys, c, version: str) -> dict:
     shard = max(k(par + "dp_shard_size", default=1), 1) * k(par + "dp_replicate_size", default=1)
     warm = k.raw("train.optm_warmup_steps", default=20)
     share = isinstance(warm, float) and warm <= 1
+    warm = warm if share or k(p + "type") == "sft" else warm * c.algorithm.num_minibatches * c.algorithm.ppo_epochs  # one move a step
     out = {
         "lr": (c.optimizer.lr, k("train.optm_lr", default=1e-6)),
         "warmup": ((c.optimizer.warmup_steps, c.optimizer.warmup_fraction), (0, warm) if share else (warm, 0.0)),

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
-from jaxrl.migrate.report import because, name_of
+from jaxrl.migrate.report import because, left_out, name_of
 from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
 from jaxrl.migrate.systems import SYSTEMS, table_of
@@ -158,8 +158,47 @@ def test_verl_counts_in_prompts_and_warms_up_by_steps_or_a_share():
     assert m.facts["sequences per step"] == 1024 and v["algorithm.num_minibatches"] == 4
     assert v["optimizer.warmup_fraction"] == 0.05 and v["optimizer.warmup_steps"] == 0
     both = {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.05, "actor_rollout_ref.actor.optim.lr_warmup_steps": 9}
-    assert values(migrated("verl", both))["optimizer.warmup_steps"] == 9
+    assert values(migrated("verl", both))["optimizer.warmup_steps"] == 9 * 4  # its steps, of four optimizer steps
     assert "optimizer.warmup_fraction" not in values(migrated("verl", both))
+
+
+def test_verls_schedules_and_its_critics_own():
+    a, c = "actor_rollout_ref.actor.", "critic.optim."
+    v = values(migrated("verl", {a + "optim.warmup_style": "cosine", a + "optim.min_lr_ratio": 0.1}))
+    assert (v["optimizer.schedule"], v["optimizer.floor"]) == ("cosine", 0.1)  # it wins over lr_scheduler_type
+    mega = {a + "strategy": "megatron", a + "optim.lr": 1e-6, a + "optim.lr_decay_style": "linear", a + "optim.min_lr": 1e-7,
+            a + "optim.lr_warmup_init": 2e-7, a + "optim.lr_decay_steps": 100, a + "optim.lr_warmup_steps_ratio": 0.1,
+            a + "optim.optimizer": "sgd"}
+    v = values(migrated("verl", mega))
+    assert (v["optimizer.schedule"], v["optimizer.warmup_steps"], v["optimizer.decay_steps"]) == ("linear", 10 * 4, 90 * 4)
+    assert abs(v["optimizer.floor"] - 0.1) < 1e-9 and abs(v["optimizer.warmup_start"] - 0.2) < 1e-9
+    assert (v["optimizer.name"], v["optimizer.b1"]) == ("sgd", 0.9)
+    assert values(migrated("verl", {a + "strategy": "megatron"}, "0.4"))["optimizer.schedule"] == "linear"
+    assert migrated("verl", {a + "optim.optimizer": "AdamW8bit"}).outcome(False) == "partial"
+    warm = {"algorithm.adv_estimator": "gae", a + "optim.lr_warmup_steps_ratio": 0.1}
+    assert values(migrated("verl", warm))["critic.optimizer.warmup_fraction"] == 0  # the critic's is not the actor's
+    assert values(migrated("verl", {**warm, c + "lr_warmup_steps_ratio": 0.05}))["critic.optimizer.warmup_fraction"] == 0.05
+    same = values(migrated("verl", {**warm, c + "lr_warmup_steps_ratio": 0.1}))
+    assert not any(option.startswith("critic.optimizer.") for option in same)
+
+
+def test_the_plan_leaves_out_roles_that_it_does_not_count():
+    offload = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.ref.fsdp_config.param_offload": True}
+    assert left_out(migrated("verl", offload)) == ' --config.mesh.roles="{}"'
+    both = left_out(migrated("verl", {**offload, "actor_rollout_ref.actor.fsdp_config.param_offload": True}))
+    assert both == """ --config.mesh.roles="{'policy': {'rest': 'host'}}\""""
+    assert left_out(migrated("verl")) == ""
+    judged = {"reward_model.enable": True, "reward_model.model.path": "a/rm"}
+    assert left_out(migrated("verl", judged)) == " --config.reward.model.path= --config.reward.functions=math"
+    hosts = {"cluster.n_nodes": 2, "rollout.backend": "sglang:d8", "actor.backend": "fsdp:d8", **REQUIRED["areal"]}
+    assert left_out(migrated("areal", hosts)) == " --config.plan.part=training"  # servers are named later
+
+
+def test_verls_reward_model_is_alone():
+    both = {"reward_model.enable": True, "reward_model.model.path": "a/rm", "custom_reward_function.path": "mine.py"}
+    assert migrated("verl", both).outcome(False) == "refused"  # its function asks the model
+    v = values(migrated("verl", {**both, "reward_model.use_reward_loop": False}))
+    assert (v["reward.functions"], v["reward.model.path"]) == ((), "a/rm")
 
 
 def test_verls_kl_in_the_reward_is_k1_and_two_kls_are_refused():
@@ -409,6 +448,8 @@ def test_overrides():
     ("trainer:\n  train_batch_size: abc\n", 2, "job.yaml:2: trainer.train_batch_size: 'abc': expected a number"),
     ("trainer:\n  seed: [1\n", 2, "job.yaml:"),
     ("trainer:\n  seed: 1\n  seed: 2\n", 2, "job.yaml:3: trainer.seed: stands twice"),
+    ("trainer: {seed: 1}\ntrainer: {seed: 2}\n", 2, "job.yaml:2: trainer: stands twice"),
+    ("trainer:\n  seed: 1\n  seed: 1\n  trian_batch_size: 4\n", 0, "partial"),
     ("trainer:\n  epochs: ${trainer.epochs}\n", 2, "job.yaml:2: trainer.epochs"),
     ("trainer:\n  policy:\n    optimizer_config:\n      lr: -1\n", 2, "job.yaml:4: trainer.policy.optimizer_config.lr: -1"),
     ("trainer: !!python/object/apply:os.system ['true']\n", 2, "job.yaml:1: trainer: the tag"),
@@ -436,18 +477,31 @@ sys.exit(status)
 """
 
 
-def test_a_hostile_script_leaves_nothing_behind_and_two_runs_the_same_bytes(tmp_path):
+STARTS = {  # system -> a command that starts a job
+    "skyrl": SCRIPT,
+    "verl": "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "trl": "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward --num_processes 4",
+    "areal": "python3 examples/math/gsm8k_rl.py --config job.yaml train_dataset.batch_size=64 gconfig.n_samples=4 actor.path=a/b",
+    "rlinf": "python examples/reasoning/main_grpo.py data.rollout_batch_size=64 algorithm.group_size=8 data.max_prompt_length=512 "
+             "runner.seq_length=2048 actor.optim.lr=2e-5",
+    "roll": "python examples/start_rlvr_pipeline.py --config_name job rollout_batch_size=64 actor_train.training_args.learning_rate=1e-6",
+    "cosmos_rl": "cosmos-rl --config job.toml train.train_policy.type=grpo train.train_batch_per_replica=64",
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_hostile_script_leaves_nothing_behind_and_two_runs_the_same_bytes(system, tmp_path):
     script = tmp_path / "job.sh"
     script.write_text("touch $PWD/made; X=$(touch made2; echo 5)\n`touch made3`\ncat <(touch made4) > made5 &\n"
-                      "eval 'touch made6'; exec 3<>/dev/tcp/127.0.0.1/9\ntrap 'touch made7' EXIT\n" + SCRIPT +
+                      "eval 'touch made6'; exec 3<>/dev/tcp/127.0.0.1/9\ntrap 'touch made7' EXIT\n" + STARTS[system] +
                       "\nrm -rf \"$HOME\"; python -c 'open(\"made8\", \"w\")'\n")
     for out in ("a", "b"):
-        done = subprocess.run([sys.executable, "-c", HOSTILE, "skyrl", str(script), f"--out={tmp_path / out}"],
+        done = subprocess.run([sys.executable, "-c", HOSTILE, system, str(script), f"--out={tmp_path / out}"],
                               capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "job.sh"]
     files = sorted(p.name for p in (tmp_path / "a").iterdir())
-    assert files == ["job.py", "job_reward.py", "report.json", "report.md"]
+    assert {"job.py", "report.json", "report.md"} <= set(files) <= {"job.py", "job_reward.py", "report.json", "report.md"}
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
 
 

@@ -114,6 +114,8 @@ def test_a_ratio_of_decay_is_steps_where_they_are_known():
     v = values(of({T + "optm_decay_type": "sqrt", T + "optm_decay_ratio": 0.25, T + "max_num_steps": 80, T + "optm_min_lr_factor": 0.1}))
     assert [v[f"optimizer.{n}"] for n in ("schedule", "decay_shape", "decay_steps", "floor")] == ["wsd", "sqrt", 20, 0.1]
     assert values(of({T + "optm_decay_type": "cosine"}))["optimizer.schedule"] == "cosine"
+    twice = values(of({P + "mu_iterations": 2, T + "optm_decay_type": "sqrt", T + "optm_decay_ratio": 0.25, T + "max_num_steps": 80}))
+    assert (twice["optimizer.warmup_steps"], twice["optimizer.decay_steps"]) == (40, 40)  # its schedules move once per step
     assert any("decay_steps" in text for text in of({T + "optm_decay_type": "linear", T + "optm_decay_ratio": 0.25}).needs_you)
     assert values(of({T + "optm_decay_ratio": 0.25}))["optimizer.schedule"] == "constant"  # a ratio without a type
 

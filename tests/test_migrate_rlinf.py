@@ -66,6 +66,21 @@ def test_a_token_mean_of_one_sequence_is_a_mean_over_sequences():
     assert values(migrated({"algorithm.loss_agg_func": "seq-mean-token-sum"}))["algorithm.aggregation"] == "sequence_sum"
 
 
+def test_fsdps_workers_do_not_scale_by_tokens_and_have_a_schedule_of_their_own():
+    fsdp, o = {"actor.training_backend": "fsdp"}, "actor.optim."
+    m = migrated({**fsdp, "algorithm.use_valid_token_scale": True})
+    assert values(m)["algorithm.aggregation"] == "sequence_mean" and values(m)["algorithm.dual_clip"] == 3.0
+    assert {r.key: r.kind for r in m.records()}["algorithm.use_valid_token_scale"] == "inert"
+    assert values(migrated({"algorithm.use_valid_token_scale": True}))["algorithm.aggregation"] == "token_mean"
+    assert values(migrated({**fsdp, "algorithm.clip_ratio_c": None}))["algorithm.dual_clip"] == 0
+    cosine = {**fsdp, o + "lr_scheduler": "cosine", o + "lr_warmup_steps_ratio": 0.1, o + "total_training_steps": 100, o + "min_lr": 2e-6}
+    v = values(migrated(cosine))
+    assert (v["optimizer.warmup_steps"], v["optimizer.decay_steps"], round(v["optimizer.floor"], 9)) == (10, 90, 0.1)
+    rarely = values(migrated({**cosine, "actor.lr_sched_sync_with_optim": False, "algorithm.n_minibatches": 4}))
+    assert (rarely["optimizer.warmup_steps"], rarely["optimizer.decay_steps"]) == (40, 360)
+    assert migrated({"runner.task_type": "coding_online_rl"}).outcome(False) == "refused"
+
+
 def test_clips_rewards_and_warm_up():
     v = values(migrated({"algorithm.clip_ratio_high": 0.28, "algorithm.clip_ratio_c": 3.0, "reward.reward_scale": 5.0}))
     assert (v["algorithm.clip_low"], v["algorithm.clip_high"], v["algorithm.dual_clip"]) == (0.2, 0.28, 3.0)

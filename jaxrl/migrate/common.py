@@ -3,10 +3,11 @@ the keys of the source that it comes from."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import PurePosixPath
 
-from jaxrl.migrate.table import Migration
+from jaxrl.migrate.table import OPTIONS, Migration
 
 DTYPES = {
     "bf16": "bf16",
@@ -69,6 +70,19 @@ def minibatches(m: Migration, option: str, prompts: int, size: int | None, epoch
     m.set(option, prompts // size, *keys)
     if option == "algorithm.num_minibatches":
         m.facts["optimizer steps per step"] = prompts // size * epochs
+
+
+def updates(m: Migration) -> int:
+    """Optimizer steps of a step, as they are set; 1 where a refused config has none."""
+    return math.prod(m.options.get(f"algorithm.{n}", (1,))[0] or 1 for n in ("num_minibatches", "ppo_epochs"))
+
+
+def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
+    """A critic's optimizer, where it is not the policy's, which is set by now. own: option -> (value, its keys)."""
+    for option, (value, keys) in own.items():
+        name = f"optimizer.{option}"
+        if value != m.options.get(name, (OPTIONS()[name].default,))[0]:
+            m.set("critic." + name, value, *keys)
 
 
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:

@@ -94,9 +94,10 @@ def engine(
                 "rollout.vllm.devices", tuple(",".join(str(i * tp + j) for j in range(tp)) for i in range(here)), *keys
             )
     elif host and per_node + here * tp > host:
+        m.elsewhere = True
         m.needs(
-            f"vLLM has GPUs of its own, on other hosts: {engines} servers of {tp}. Start them by `vllm serve` and name "
-            "them in rollout.servers (docs/vllm.md)"
+            f"vLLM has GPUs of its own, on other hosts: {engines} servers of {tp} GPU{'s' * (tp > 1)}. Start them by "
+            "`vllm serve`, name them in rollout.servers and set rollout.placement=disaggregated (docs/vllm.md)"
         )
     elif per_node:
         m.set("rollout.placement", "disaggregated", *keys)
@@ -122,9 +123,10 @@ def apart(
     training's devices; all_keys: those that part the two, where it is not that one alone."""
     engines = max(len(infer) // max(tp, 1), 1)
     if nodes > 1:
+        m.elsewhere = True
         m.needs(
             f"training has {len(train)} GPUs and sampling {len(infer)} others on {nodes} hosts: start {engines} "
-            f"servers of {tp} GPUs on those (docs/vllm.md), name them in rollout.servers, set "
+            f"servers of {tp} GPU{'s' * (tp > 1)} on those (docs/vllm.md), name them in rollout.servers, set "
             "rollout.placement=disaggregated"
         )
         return

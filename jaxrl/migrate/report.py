@@ -175,9 +175,22 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
         if "lora.rank" in written or m.options.get("run.recipe", ("rl", ()))[0] not in ("rl", "sft")
         else {  # plans do not count adapters and distillation
             "run": run,
-            "plan": f"{run} --config.run.mode=plan --config.plan.target={target}",
+            "plan": f"{run} --config.run.mode=plan --config.plan.target={target}{left_out(m)}",
         },
     }
+
+
+def left_out(m: Migration) -> str:
+    """What a plan does not count, left out by flags: an engine on hosts of its own, a reward model, roles that rest away
+    from the policy's devices."""
+    roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
+    kept = {r: v for r, v in roles.items() if r in ("policy", "sampler") or v == {"rest": "streamed"}}
+    flags = ["plan.part=training"] if m.elsewhere else []
+    if m.options.get("reward.model.path", ("",))[0]:
+        flags += ["reward.model.path=", "reward.functions=math"]
+    if kept != roles:
+        flags.append(f'mesh.roles="{kept}"')
+    return "".join(f" --config.{flag}" for flag in flags)
 
 
 HEADINGS = {

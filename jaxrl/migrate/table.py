@@ -112,6 +112,7 @@ class Migration:
         self.name, self.table, self.version, self.gpus = name, table, version, gpus
         self.notes, self.command = list(source.notes), source.command
         self.trained_on = 0  # GPUs of the policy, where a rule says it
+        self.elsewhere = False  # whether the engine has hosts of its own, whose servers you name
         self.unknown: list[tuple[Setting, str]] = []
         self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
         self.options: dict[str, tuple[Any, tuple[str, ...]]] = {}
@@ -179,6 +180,8 @@ class Migration:
         value = self[name]
         unset = re.search(r"\$\{?(\w+)", value) if isinstance(value, str) else None
         remedy = f"; the variable {unset[1]} is not set here: give {unset[1]}=VALUE" if unset else ""
+        if unset and not unset[1].isupper():  # one that only a branch or a command of the script sets
+            remedy = f"; the script sets {unset[1]} where it was not followed: give the variable that decides, NAME=VALUE"
         return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{remedy}")
 
     def integer(self, name: str) -> int | None:
@@ -332,7 +335,7 @@ class Migration:
                 targets = {o: v for o, (v, keys) in written.items() if name in keys or s.key in keys}
                 kind, note = self.marks.get(s.key) or self.marks.get(name) or (key.kind, key.why)
                 if kind in ("exact", "equivalent") and not targets:
-                    kind, note = "inert", "nothing depends on it beside the other keys"
+                    kind, note = "inert", "changes nothing, the other keys being what they are"
                 out.append(Record(s.key, s.value, s.where, kind, targets, note))
         for s, near in self.unknown:
             out.append(

@@ -106,7 +106,7 @@ class YamlReader:
         return out
 
     def _table(self, node, prefix, name, out, depth):
-        seen = set()
+        seen: dict[str, yaml.Node] = {}
         for key_node, value in node.value:
             where = f"{name}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
@@ -115,9 +115,12 @@ class YamlReader:
                 self._table(value, prefix, name, out, depth + 1)
                 continue
             key = f"{prefix}.{key_node.value}" if prefix else key_node.value
+            if key in seen and _same(seen[key], value):  # PyYAML lets it pass
+                self.notes.append(f"{where}: {key} stands twice in one table, with the same value")
+                continue
             if key in seen:
-                raise Unreadable(where, key, "stands twice in one table")
-            seen.add(key)
+                raise Unreadable(where, key, "stands twice in one table, with two values")
+            seen[key] = value
             if depth > DEEPEST or len(out) > MOST:
                 raise Unreadable(where, key[:80], "nested too deeply, or too much")
             if isinstance(value, yaml.MappingNode) and value.value:
@@ -143,6 +146,10 @@ class YamlReader:
         if node.value == "":
             return None
         return scalar(node.value)
+
+
+def _same(a: yaml.Node, b: yaml.Node) -> bool:
+    return isinstance(a, yaml.ScalarNode) and isinstance(b, yaml.ScalarNode) and (a.tag, a.value) == (b.tag, b.value)
 
 
 def read_toml(path: Path) -> list[Setting]:

@@ -323,7 +323,8 @@ def evaluation(m: Migration):
         m.set("eval.max_new_tokens", m.integer(EVAL + "max_new_tokens"), EVAL + "max_new_tokens")
         if m.list(EVAL + "stop"):
             m.set("eval.stop", tuple(str(x) for x in m.list(EVAL + "stop")), EVAL + "stop")
-    m.facts["evaluation"] = f"every {m[e + 'freq_epochs']} epochs, {m[e + 'freq_steps']} steps"
+    units = {n: m[f"{e}freq_{key}"] for n, key in (("epochs", "epochs"), ("steps", "steps"), ("seconds", "secs"))}
+    m.facts["evaluation"] = ", ".join(f"every {count} {unit}" for unit, count in units.items() if count) or "none"
 
 
 def optimizer(m: Migration):
@@ -339,6 +340,23 @@ def optimizer(m: Migration):
     )
     name = m.choice(OPTIM + "type", {"adam": "adamw", "adam_bf16": "adamw", "sgd": "sgd"})
     m.set("optimizer.name", name or "adamw", OPTIM + "type")
+
+
+def critics_optimizer(m: Migration):
+    o, numbers = CRITIC + "optimizer.", {
+        "weight_decay": "weight_decay",
+        "b1": "beta1",
+        "b2": "beta2",
+        "eps": "eps",
+        "floor": "min_lr_ratio",
+        "max_grad_norm": "gradient_clipping",
+        "warmup_fraction": "warmup_steps_proportion",
+    }
+    if not has(m, CRITIC):
+        return
+    own = {option: (float(m.number(o + key) or 0), (o + key,)) for option, key in numbers.items()}
+    shape = m.choice(o + "lr_scheduler_type", common.SCHEDULES)
+    common.critics_optimizer(m, {**own, "schedule": (shape or "constant", (o + "lr_scheduler_type",))})
 
 
 def allocation(text: str) -> dict[str, int]:

@@ -203,7 +203,8 @@ def _clip(m: Migration, variant: str):
         m.set("algorithm.dual_clip", dual, P + "lower_bound_ratio")
     else:
         m.lacks(P + "lower_bound_ratio", f"{dual:g}: the bound of the dual clip lies above 1", refuse=True)
-    m.facts["clip"] = f"{1 - low:g} to {1 + high:g}" if low > 0 < high else f"below {low:g}, above {high:g} (< 0: none)"
+    below, above = (f"{bound:g}" if side > 0 else "no bound" for side, bound in ((low, 1 - low), (high, 1 + high)))
+    m.facts["clip"] = f"{below} to {above}" if low > 0 or high > 0 else "none"
 
 
 UNBOUNDED = 1e9  # a ratio is exp of at most 20 there
@@ -337,14 +338,15 @@ def optimizer(m: Migration):
     m.set("optimizer.max_grad_norm", max(m.number(o + "grad_norm_clip"), 0.0), o + "grad_norm_clip")
     warmup = m.number(o + "warmup_steps")
     share = isinstance(warmup, float) and warmup <= 1
-    m.set("optimizer.warmup_steps", 0 if share else int(warmup), o + "warmup_steps")
+    per = common.updates(m)  # its schedules move once per step
+    m.set("optimizer.warmup_steps", 0 if share else int(warmup) * per, o + "warmup_steps")
     if share and warmup:
         m.set("optimizer.warmup_fraction", warmup, o + "warmup_steps")
     m.set("optimizer.warmup_start", m.number(o + "warmup_start_factor"), o + "warmup_start_factor")
     _decay(m, o)
     m.facts["learning rate"] = (
         f"{rates[0]}, {m.options['optimizer.schedule'][0]}, warm-up "
-        f"{f'{warmup} of all updates' if share else f'{int(warmup)} updates'}"
+        f"{f'{warmup} of all updates' if share else f'{int(warmup) * per} updates'}"
     )
 
 
@@ -367,7 +369,7 @@ def _decay(m: Migration, o: str):
     if updates:
         m.set(
             "optimizer.decay_steps",
-            max(round(updates * (1 if ratio is None else ratio)), 1),
+            max(round(updates * (1 if ratio is None else ratio)), 1) * common.updates(m),
             key,
             TRAIN + "max_num_steps",
         )

@@ -22,17 +22,17 @@ from jaxrl.migrate.systems.rlinf_meaning import (
     SAMPLE,
     SCHED,
 )
-from jaxrl.migrate.table import Joint, Key, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 GAE, REINPP, FIX = {ALGO + "adv_type": "gae"}, {ALGO + "adv_type": "reinpp"}, {ALGO + "importance_sampling_fix": True}
 ON_FSDP, DYNAMIC, LINEAR = {ACTOR + "training_backend": "fsdp"}, {RUNNER + "enable_dynamic_batch_size": True}, {SCHED + "lr_decay_style": "linear"}
+COSINE = {**ON_FSDP, OPTIM + "lr_scheduler": "cosine"}
 HOST = {ACTOR + "offload_optimizer": True, ACTOR + "offload_weight": True}
 
 AUTOMATIC = (
     ("cluster.**", "no Ray: jax.distributed and rollout.servers", ()),
     (RUNNER + "logger.**", "metrics are below run.dir", (RUNNER + "logger.path",)),
-    (RUNNER + "task_type", "RL of a language model", ()),
     (ALGO + "rollout_batch_size_per_gpu", "the engine batches requests by itself", (ALGO + "val_rollout_batch_size_per_gpu",)),
     (ALGO + "shuffle_rollout", "mini-batches are of shuffled prompts", ()),
     (ROLLOUT + "group_name", "workers have no names", (ACTOR + "group_name", "inference.group_name", CRITIC + "group_name")),
@@ -88,6 +88,7 @@ TABLE = Table(
             (MODEL + "num_action_chunks", (MODEL + "action_dim", MODEL + "unnorm_key", MODEL + "openpi.**", MODEL + "policy_setup")))),
         *(K(n, "unsupported", refuse=True, why="agents: write an episode (docs/environments.md)") for n in ("agentloop.**",
           "tools.**", "server.**")),
+        Joint("pipeline", (K(RUNNER + "task_type", "automatic", default="reasoning", why="RL of a language model"),), meaning.pipeline),
         Joint("batch", (
             K(DATA + "rollout_batch_size", "equivalent", other=32),
             K(ALGO + "group_size", "equivalent", other=16),
@@ -112,7 +113,7 @@ TABLE = Table(
             K(ALGO + "ratio_clip_eps", "equivalent", default=0.2, other=0.3),
             K(ALGO + "clip_ratio_low", "equivalent", other=0.1),
             K(ALGO + "clip_ratio_high", "equivalent", other=0.28),
-            K(ALGO + "clip_ratio_c", "equivalent", other=3.0),
+            K(ALGO + "clip_ratio_c", "equivalent", other=2.0, default=Since(("docs", 3.0), ("0.2", None))),
             K(ALGO + "entropy_bonus", "equivalent", default=0.0, other=0.01, beside={ALGO + "calculate_entropy": True}),
             K(ALGO + "calculate_entropy", "equivalent", default=False, other=True, beside={ALGO + "entropy_bonus": 0.01}),
             K(ALGO + "loss_agg_func", "equivalent", default="token-mean", other="seq-mean-token-sum"),
@@ -134,6 +135,7 @@ TABLE = Table(
             K(SAMPLE + "top_k", "equivalent", default=1000000, other=50),
             K(SAMPLE + "use_greedy", "equivalent", default=False),
             K(SAMPLE + "do_sample", "equivalent", default=True)), meaning.sampling),
+        K(SAMPLE + "stop", "inert", why="read by the router of online RL alone"),
         K(SAMPLE + "repetition_penalty", to="rollout.repetition_penalty", default=1.0, other=1.1),
         K(SAMPLE + "min_new_tokens", to="rollout.min_new_tokens", default=1, other=5),
         Joint("optimizer", (
@@ -147,9 +149,15 @@ TABLE = Table(
             K(OPTIM + "optimizer", "equivalent", default="adam", other="sgd"),
             K(OPTIM + "adam_beta1", "equivalent", default=0.9, other=0.8),
             K(OPTIM + "sgd_momentum", "equivalent", default=0.9, other=0.8, beside={OPTIM + "optimizer": "sgd"}),
-            K(OPTIM + "lr_scheduler", "equivalent", default="constant", other="cosine", beside=ON_FSDP),
-            K(OPTIM + "lr_warmup_steps", "equivalent", default=-1, other=7, beside=ON_FSDP)), meaning.optimizer),
-        K(OPTIM + "min_lr", "inert", why="actor.lr_sched.min_lr counts"),
+            K(OPTIM + "lr_scheduler", "equivalent", default="constant", other="cosine", beside=ON_FSDP, also=(OPTIM + "warmup_style",)),
+            K(OPTIM + "lr_warmup_steps", "equivalent", default=-1, other=7, beside=ON_FSDP),
+            K(OPTIM + "lr_warmup_steps_ratio", "equivalent", default=0.0, other=0.1, beside={**ON_FSDP, OPTIM + "total_training_steps": 100}),
+            K(OPTIM + "total_training_steps", "equivalent", default=0, other=100, beside=COSINE),
+            K(OPTIM + "min_lr", "equivalent", default=0.0, other=1e-7, beside=COSINE),
+            K(OPTIM + "min_lr_rate", "equivalent", other=0.1, beside=COSINE),
+            K(ACTOR + "lr_sched_sync_with_optim", "equivalent", default=True, other=False,
+              beside={**ON_FSDP, OPTIM + "lr_warmup_steps": 7, ALGO + "n_minibatches": 4})), meaning.optimizer),
+        K(OPTIM + "num_cycles", "unsupported", fine=(0.5,), why="a cosine falls once"),
         K(OPTIM + "adam_beta2", to="optimizer.b2", default=0.95, other=0.99),
         K(OPTIM + "adam_eps", to="optimizer.eps", default=1e-5, other=1e-8),
         K(OPTIM + "weight_decay", to="optimizer.weight_decay", default=0.05, other=0.1),
@@ -164,6 +172,7 @@ TABLE = Table(
             K(MODEL + "tensor_model_parallel_size", "equivalent", default=1, other=2),
             K(MODEL + "pipeline_model_parallel_size", "equivalent", default=1),
             K(MODEL + "expert_model_parallel_size", "equivalent", default=1, other=2),
+            K(MODEL + "context_parallel_size", "equivalent", default=1, other=2),
             K(ROLLOUT + "rollout_backend", "equivalent", default="sglang"),
             K(ROLLOUT + "tensor_parallel_size", "equivalent", default=1, other=2),
             K(ACTOR + "offload_optimizer", "equivalent", default=False, other=True, beside={ACTOR + "offload_weight": True}),

@@ -29,6 +29,15 @@ def needed(m: Migration, key: str, otherwise: float):
     return otherwise if value is None else value
 
 
+def pipeline(m: Migration):
+    if (kind := m.text(RUNNER + "task_type")) != "reasoning":
+        m.lacks(
+            RUNNER + "task_type",
+            f"{kind!r}: the reasoning pipeline is read, not robots, online RL, evaluation and SFT",
+            refuse=True,
+        )
+
+
 def batch(m: Migration):
     prompts, group = (int(needed(m, key, 8)) for key in (DATA + "rollout_batch_size", ALGO + "group_size"))
     common.batch(m, prompts, group, (DATA + "rollout_batch_size",), ALGO + "group_size")
@@ -114,8 +123,10 @@ def loss(m: Migration):
     m.set("algorithm.ratio", "token", ALGO + "loss_type")
     m.set("algorithm.clip_low", m.number(low), low)
     m.set("algorithm.clip_high", m.number(high), high)
-    dual = float(m.number(ALGO + "clip_ratio_c") or 0)
-    m.set("algorithm.dual_clip", dual, ALGO + "clip_ratio_c")
+    dual, whose = float(m.number(ALGO + "clip_ratio_c") or 0), ALGO + "clip_ratio_c"
+    if m.text(ACTOR + "training_backend") == "fsdp" and not m.given(whose):
+        dual, whose = 3.0, ACTOR + "training_backend"  # what its worker takes where the key is not set
+    m.set("algorithm.dual_clip", dual, whose)
     m.facts["clip"] = f"{1 - m.number(low):g} to {1 + m.number(high):g}" + (f", dual {dual:g}" if dual else "")
     entropy = m.flag(ALGO + "calculate_entropy")
     m.set(
@@ -128,13 +139,17 @@ def loss(m: Migration):
 
 
 def _aggregation(m: Migration):
-    """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean."""
+    """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean. FSDP's workers
+    do not read use_valid_token_scale."""
     name, micro = ALGO + "loss_agg_func", ALGO + "training_batch_size_per_gpu"
     dynamic = RUNNER + "enable_dynamic_batch_size"
     kind, scaled = m.choice(name, AGGREGATIONS), m.flag(ALGO + "use_valid_token_scale")
     if kind is None:
         return
     keys = (name, ALGO + "use_valid_token_scale", micro, dynamic)
+    if m.text(ACTOR + "training_backend") == "fsdp":
+        scaled, keys = False, (name, ACTOR + "training_backend", micro, dynamic)
+        m.mark(ALGO + "use_valid_token_scale", "inert", "of megatron: FSDP's workers do not read it")
     if kind == "token_mean" and not scaled:  # those of a number of tokens have about the same number of them
         common.token_mean(m, 0 if m.flag(dynamic) else m.integer(micro), *keys)
     elif kind != "token_mean" and scaled:
@@ -196,10 +211,7 @@ def optimizer(m: Migration):
     decay, share, steps = (m.number(SCHED + n) for n in ("lr_decay_iters", "lr_warmup_fraction", "lr_warmup_iters"))
     warm, keys = steps or 0, (SCHED + "lr_warmup_iters",)
     if fsdp:
-        warm, keys = (
-            max(m.integer(OPTIM + "lr_warmup_steps"), 0),
-            (OPTIM + "lr_warmup_steps", ACTOR + "training_backend"),
-        )
+        warm, keys = _fsdps_warmup(m)
         names = ("decay_style", "decay_iters", "warmup_fraction", "warmup_iters", "warmup_init")
         for key in ("min_lr", *(f"lr_{n}" for n in names)):
             m.mark(
@@ -216,6 +228,45 @@ def optimizer(m: Migration):
         if decay:
             m.set("optimizer.decay_steps", max(int(decay) - int(warm), 1), SCHED + "lr_decay_iters")
         m.set("optimizer.floor", m.number(SCHED + "min_lr") / m.options["optimizer.lr"][0], SCHED + "min_lr")
+    if fsdp:
+        _fsdps_decay(m, kind, warm)
+        return
+    for name in FSDPS:
+        m.mark(OPTIM + name, "inert", "of FSDP; megatron has actor.lr_sched")
+
+
+FSDPS = ("lr_scheduler", "lr_warmup_steps", "lr_warmup_steps_ratio", "total_training_steps", "min_lr", "min_lr_rate")
+
+
+def _per(m: Migration) -> int:
+    """Optimizer steps between two of FSDP's learning rates."""
+    return 1 if m.flag(ACTOR + "lr_sched_sync_with_optim") else common.updates(m)
+
+
+def _fsdps_warmup(m: Migration) -> tuple[int, tuple[str, ...]]:
+    """Updates of its warm-up, and their keys: steps, or where they are negative a share of total_training_steps."""
+    steps, key = m.integer(OPTIM + "lr_warmup_steps"), OPTIM + "lr_warmup_steps"
+    keys = (key, ACTOR + "training_backend", ACTOR + "lr_sched_sync_with_optim")
+    if steps is None or steps < 0:
+        share, total = m.number(OPTIM + "lr_warmup_steps_ratio") or 0, m.integer(OPTIM + "total_training_steps") or 0
+        steps, keys = int(share * total), (*keys, OPTIM + "lr_warmup_steps_ratio", OPTIM + "total_training_steps")
+    return steps * _per(m), keys
+
+
+def _fsdps_decay(m: Migration, kind: str, warm: int):
+    """Where its cosine ends, and at what rate."""
+    if kind != "cosine":
+        return
+    total, peak = (m.integer(OPTIM + "total_training_steps") or 0) * _per(m), m.options["optimizer.lr"][0]
+    if total:
+        m.set("optimizer.decay_steps", max(total - warm, 1), OPTIM + "total_training_steps")
+    else:
+        m.lacks(
+            OPTIM + "total_training_steps", "RLinf's cosine of no steps falls at once; here it lasts to the run's end"
+        )
+    rate, low = m.number(OPTIM + "min_lr_rate"), m.number(OPTIM + "min_lr") or 0.0
+    key = OPTIM + ("min_lr" if rate is None else "min_lr_rate")
+    m.set("optimizer.floor", min(low / peak, 1.0) if rate is None else rate, key)
 
 
 def _optimizer(m: Migration, fsdp: bool):

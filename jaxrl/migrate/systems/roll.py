@@ -211,6 +211,13 @@ TABLE = Table(
             K(TRAIN + ARGS + "lr_scheduler_type", "equivalent", default="linear", other="constant"),
             K(TRAIN + ARGS + "warmup_steps", "equivalent", default=0, other=20),
             K(TRAIN + ARGS + "warmup_ratio", "equivalent", default=Since(("0.1.0", 0.03), ("0.1.1", 0.0)), other=0.1)), meaning.optimizer),
+        Joint("critic's optimizer", (
+            K(CRITIC + ARGS + "adam_beta1", "equivalent", default=0.9, other=0.8),
+            K(CRITIC + ARGS + "adam_beta2", "equivalent", default=0.999, other=0.95),
+            K(CRITIC + ARGS + "lr_scheduler_type", "equivalent", default="linear", other="constant"),
+            K(CRITIC + ARGS + "warmup_steps", "equivalent", default=0, other=20),
+            K(CRITIC + ARGS + "warmup_ratio", "equivalent", default=Since(("0.1.0", 0.03), ("0.1.1", 0.0)), other=0.1)),
+            meaning.critics_optimizer),
         K(TRAIN + ARGS + "weight_decay", to="optimizer.weight_decay", default=0.0, other=0.1),
         K("max_grad_norm", to="optimizer.max_grad_norm", default=1.0, other=0.5),
         Joint("layout", (

@@ -465,6 +465,18 @@ def optimizer(m: Migration):
     )
 
 
+def critics_optimizer(m: Migration):
+    a = CRITIC + ARGS
+    if m.options.get("algorithm.advantage", ("",))[0] != "gae":
+        return
+    warm, share, shape = m.integer(a + "warmup_steps"), m.number(a + "warmup_ratio"), a + "lr_scheduler_type"
+    own = {n: (float(m.number(a + key)), (a + key,)) for n, key in (("b1", "adam_beta1"), ("b2", "adam_beta2"))}
+    own["schedule"] = (m.choice(shape, common.SCHEDULES) or "constant", (shape,))
+    own["warmup_steps"] = (warm or 0, (a + "warmup_steps",))
+    own["warmup_fraction"] = (0.0 if warm else float(share or 0), (a + "warmup_ratio",))
+    common.critics_optimizer(m, own)
+
+
 def model(m: Migration):
     path = m.text(TRAIN + "model_args.model_name_or_path") or m.text("pretrain")
     if path:
@@ -515,7 +527,9 @@ def score(prompt, completion, answer=None, domain=None, tag=None, **columns):
     name = domain or DOMAINS.get(tag, "math_rule")
     if name in MATH:
         return math_reward(prompt, completion, answer)
-    raise RuntimeError(f"{{name}}: this reward has to be written; in ROLL it was {{WORKERS.get(name)}}")
+    if name not in WORKERS:
+        raise RuntimeError(f"no reward here for the domain {{name}} (the row's tag is {{tag}}); there are {{', '.join(WORKERS)}}")
+    raise RuntimeError(f"{{name}}: this reward has to be written; in ROLL it was {{WORKERS[name]}}")
 '''
 
 
@@ -534,6 +548,7 @@ def reward(m: Migration):
         return
     text = REWARDS.format(tags=_table(tags), math=repr(math_domains), workers=_table(workers))
     file = common.reward_file(m, text, "rewards.*.worker_cls")
+    m.set("reward.functions", (f"./{file}:score",), "rewards.*.tag_included")
     others = sorted(set(workers) - set(math_domains))
     m.needs(f"{file}: write the rewards of {', '.join(others)}; until then a row of theirs stops the run")
 

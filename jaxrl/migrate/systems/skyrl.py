@@ -148,7 +148,9 @@ TABLE = Table(
         K(POLICY + "optimizer_config.weight_decay", to="optimizer.weight_decay", default=0.01, other=0.1),
         K(POLICY + "optimizer_config.max_grad_norm", to="optimizer.max_grad_norm", default=1.0, other=0.5),
         K(POLICY + "optimizer_config.offload_after_step", "automatic", why="colocated engines and trainers take turns"),
-        K("trainer.critic.optimizer_config.scheduler", "automatic", why="as the policy's"),
+        Joint("critic's schedule", (
+            K("trainer.critic.optimizer_config.scheduler", "equivalent", default="constant_with_warmup", other="cosine",
+              beside={ALGO + "advantage_estimator": "gae"}),), meaning.critics_schedule),
         K("trainer.critic.optimizer_config.offload_after_step", "automatic", why="colocated engines and trainers take turns"),
         Joint("layout", (
             K(_PLACE + "policy_num_nodes", "equivalent", default=1, other=2, beside={ENGINE + "num_engines": 2}),

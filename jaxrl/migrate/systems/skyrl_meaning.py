@@ -125,6 +125,12 @@ def critic(m: Migration):
         m.set(f"critic.optimizer.{name}", int(value) if name == "warmup_steps" else float(value), *CRITIC)
 
 
+def critics_schedule(m: Migration):
+    key = "trainer.critic.optimizer_config.scheduler"
+    if m.options.get("algorithm.advantage", ("",))[0] == "gae" and (kind := m.choice(key, common.SCHEDULES)):
+        common.critics_optimizer(m, {"schedule": (kind, (key,))})
+
+
 CRITIC = tuple(
     "trainer.critic.optimizer_config." + n for n in ("adam_betas", "weight_decay", "max_grad_norm", "num_warmup_steps")
 )
@@ -509,6 +515,10 @@ def environment(m: Migration):
         common.reward_file(m, GSM8K if name == "gsm8k" else MINERVA, key)
     else:
         common.reward_stub(m, f"SkyRL's environment {ascii(name)}", f"environment.env_class={name}", key)
+        if "judge" in name:
+            m.needs("a model that judges answers is reward.judge here (docs/rewards.md), instead of that file")
+        for s in m.all("environment.skyrl_gym.**"):
+            m.mark(s.key, "ask", "an option of that environment: its reward is yours to write")
 
 
 def adapters(m: Migration):

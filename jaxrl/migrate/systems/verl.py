@@ -34,6 +34,25 @@ TIS, FILTER = {CORRECTION + "rollout_is": "token"}, {ALGO + "filter_groups.enabl
 LORA, KL = {MODEL + "lora_rank": 16}, {ACTOR + "use_kl_loss": True}
 RMODEL = {RM + "enable": True}
 
+
+def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
+    """Rows of a table of an optimizer; constant: from which version on Megatron's learning rate does not fall."""
+    mega = {**beside, **MEGA}
+    return (
+        K(o + "betas", "equivalent", default=[0.9, 0.999], other=[0.9, 0.95], beside=beside),
+        K(o + "lr_warmup_steps", "equivalent", default=-1, other=7, beside=beside),
+        K(o + "lr_warmup_steps_ratio", "equivalent", default=0.0, other=0.1, beside=beside),
+        K(o + "lr_scheduler_type", "equivalent", default="constant", other="cosine", beside=beside),
+        K(o + "warmup_style", "equivalent", other="cosine", beside=beside),
+        K(o + "min_lr_ratio", "equivalent", default=0.0, other=0.1, beside=beside),
+        K(o + "lr_decay_style", "equivalent", other="cosine", beside=mega,
+          default=Since(("0.3", "constant"), ("0.4", "linear"), (constant, "constant"))),
+        K(o + "lr_decay_steps", "equivalent", other=100, beside=mega),
+        K(o + "lr_warmup_init", "equivalent", default=0.0, other=1e-7, beside=mega),
+        K(o + "min_lr", "equivalent", default=0.0, other=1e-7, beside=mega),
+        K(o + "optimizer", "equivalent", other="SGD", beside=beside))
+
+
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7"),
     differs=(
@@ -123,23 +142,16 @@ TABLE = Table(
             K(ROLLOUT + "do_sample", "equivalent", default=True)), meaning.sampling),
         Joint("optimizer", (
             K(ACTOR + "optim.lr", "equivalent", default=1e-6, other=2e-6),
-            K(ACTOR + "optim.betas", "equivalent", default=[0.9, 0.999], other=[0.9, 0.95]),
-            K(ACTOR + "optim.lr_warmup_steps", "equivalent", default=-1, other=7),
-            K(ACTOR + "optim.lr_warmup_steps_ratio", "equivalent", default=0.0, other=0.1),
-            K(ACTOR + "optim.lr_scheduler_type", "equivalent", default="constant", other="cosine"),
-            K(ACTOR + "optim.warmup_style", "equivalent", other="cosine", beside={ACTOR + "optim.lr_scheduler_type": None}),
-            K(ACTOR + "optim.lr_decay_style", "equivalent", other="cosine", beside={ACTOR + "optim.lr_scheduler_type": None}),
-            K(ACTOR + "optim.min_lr_ratio", "equivalent", default=0.0, other=0.1),
-            ), meaning.optimizer),
+            *optimizer_keys(ACTOR + "optim.", {}, "0.5"),
+            *optimizer_keys(CRITIC + "optim.", GAE, "0.6")), meaning.optimizer),
         K(ACTOR + "optim.weight_decay", to="optimizer.weight_decay", default=0.01, other=0.1),
         K(ACTOR + "grad_clip", to="optimizer.max_grad_norm", default=1.0, other=0.5, also=(ACTOR + "optim.clip_grad",)),
         K(ACTOR + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),
         K(ACTOR + "optim.num_cycles", "unsupported", fine=(0.5,), why="a cosine falls once"),
-        K(ACTOR + "optim.optimizer", "unsupported", fine=("AdamW", "adam", "adamw"), why="set optimizer.name by hand"),
-        K(ACTOR + "optim.optimizer_impl", "unsupported", fine=("torch.optim",), why="set optimizer.name by hand"),
-        K(ACTOR + "optim.lr_decay_steps", to="optimizer.decay_steps", other=100),
-        K(ACTOR + "optim.lr_warmup_init", "unsupported", fine=(0, 0.0), why="set optimizer.warmup_start by hand, a share of lr"),
-        K(ACTOR + "optim.min_lr", "unsupported", fine=(0, 0.0), why="set optimizer.floor by hand, a share of lr"),
+        K(ACTOR + "optim.optimizer_impl", "unsupported", fine=("torch.optim",), also=(CRITIC + "optim.optimizer_impl",),
+          why="AdamW's moments are in fp32, whatever package it is of"),
+        K(CRITIC + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),
+        K(CRITIC + "optim.**", "unsupported", fine=(None, {}, False, "constant", 0.5), why="an option of its optimizers"),
         K(ACTOR + "optim.**", "unsupported", fine=(None, {}, False, "constant"), why="an option of its optimizers"),
         Joint("layout", (
             K(TRAINER + "nnodes", "equivalent", default=1),
@@ -190,6 +202,8 @@ TABLE = Table(
             K("custom_reward_function.name", "equivalent", default="compute_score", also=("reward.custom_reward_function.name",)),
             K("custom_reward_function.reward_kwargs.*", "equivalent"),
             K(RM + "enable", "equivalent", default=False, other=True),
+            K(RM + "use_reward_loop", "automatic", why="a reward model scores whole answers in its own template",
+              default=Since(("0.3", False), ("0.7", True))),
             K(RM + "model.path", "equivalent", default="~/models/FsfairX-LLaMA3-RM-v0.1", other="x/y", beside=RMODEL)), meaning.reward),
         K(RM + "reward_manager", "unsupported", fine=("naive", "dapo", "batch", "prime"), also=("reward_manager.name",),
           why="a reward manager of its own: write the reward as a function"),
