@@ -52,6 +52,15 @@ def mesh(
         m.set("mesh.dp", rest // fsdp, *keys)
 
 
+ENGINES = {  # name -> what it is where it is not vLLM
+    "vllm": "",
+    "sglang": "SGLang",
+    "trtllm": "TensorRT-LLM",
+    "trt-llm": "TensorRT-LLM",
+    "hf": "generate() of transformers",
+}
+
+
 def engine(
     m: Migration,
     backend: str,
@@ -67,20 +76,13 @@ def engine(
 ) -> None:
     """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many GPUs;
     where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
-    known = {
-        "vllm": "",
-        "sglang": "SGLang",
-        "trtllm": "TensorRT-LLM",
-        "trt-llm": "TensorRT-LLM",
-        "hf": "generate() of transformers",
-    }
-    if backend not in known:
+    if backend not in ENGINES:
         m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
         return
     m.set("rollout.engine", "vllm", key)
-    if known[backend]:
+    if ENGINES[backend]:
         m.differs(
-            f"completions are sampled by vLLM instead of {known[backend]}: the same distribution, other random numbers"
+            f"completions are sampled by vLLM instead of {ENGINES[backend]}: the same distribution, other random numbers"
         )
     here = max(engines // max(nodes, 1), 1)
     m.set("rollout.vllm.tensor_parallel", tp, *keys)

@@ -181,8 +181,8 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
 
 
 def left_out(m: Migration) -> str:
-    """What a plan does not count, left out by flags: an engine on hosts of its own, a reward model, roles that rest away
-    from the policy's devices."""
+    """What a plan does not count, left out by flags: an engine on hosts of its own, a reward model, roles that rest on
+    the host."""
     roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
     kept = {r: v for r, v in roles.items() if r in ("policy", "sampler") or v == {"rest": "streamed"}}
     flags = ["plan.part=training"] if m.elsewhere else []

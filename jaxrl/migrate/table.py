@@ -181,7 +181,7 @@ class Migration:
         unset = re.search(r"\$\{?(\w+)", value) if isinstance(value, str) else None
         remedy = f"; the variable {unset[1]} is not set here: give {unset[1]}=VALUE" if unset else ""
         if unset and not unset[1].isupper():  # one that only a branch or a command of the script sets
-            remedy = f"; the script sets {unset[1]} where it was not followed: give the variable that decides, NAME=VALUE"
+            remedy = f"; the script sets {unset[1]} where it was not followed: give what decides there, NAME=VALUE"
         return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{remedy}")
 
     def integer(self, name: str) -> int | None:

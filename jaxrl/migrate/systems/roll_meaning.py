@@ -528,7 +528,7 @@ def score(prompt, completion, answer=None, domain=None, tag=None, **columns):
     if name in MATH:
         return math_reward(prompt, completion, answer)
     if name not in WORKERS:
-        raise RuntimeError(f"no reward here for the domain {{name}} (the row's tag is {{tag}}); there are {{', '.join(WORKERS)}}")
+        raise RuntimeError(f"{{name}} (the row's tag: {{tag}}) is no domain of `rewards`: {{', '.join(WORKERS)}}")
     raise RuntimeError(f"{{name}}: this reward has to be written; in ROLL it was {{WORKERS[name]}}")
 '''
 

@@ -23,6 +23,7 @@ from jaxrl.migrate.systems.verl_meaning import (
     TRAINER,
     VAL,
 )
+from jaxrl.migrate.systems.verl_optimizer import optimizer
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
@@ -143,7 +144,7 @@ TABLE = Table(
         Joint("optimizer", (
             K(ACTOR + "optim.lr", "equivalent", default=1e-6, other=2e-6),
             *optimizer_keys(ACTOR + "optim.", {}, "0.5"),
-            *optimizer_keys(CRITIC + "optim.", GAE, "0.6")), meaning.optimizer),
+            *optimizer_keys(CRITIC + "optim.", GAE, "0.6")), optimizer),
         K(ACTOR + "optim.weight_decay", to="optimizer.weight_decay", default=0.01, other=0.1),
         K(ACTOR + "grad_clip", to="optimizer.max_grad_norm", default=1.0, other=0.5, also=(ACTOR + "optim.clip_grad",)),
         K(ACTOR + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),

@@ -1,0 +1,87 @@
+"""verl's optimizers and schedules, the policy's and the critic's: a joint rule of its table. See systems/verl.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common
+from jaxrl.migrate.systems.verl_meaning import ACTOR, ALGO, CRITIC
+from jaxrl.migrate.table import OPTIONS, Migration
+
+NAMES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}  # of torch; Megatron's adam is AdamW
+
+
+def optimizer(m: Migration):
+    o = ACTOR + "optim."
+    mega = m.text(ACTOR + "strategy") == "megatron"
+    rate = 1e-3 if mega and not m.given(o + "lr") else m.number(o + "lr")
+    m.set("optimizer.lr", rate, o + "lr", *([ACTOR + "strategy"] if mega else []))
+    mine = _learning(m, o, mega, rate)
+    for option, (value, keys) in mine.items():
+        m.set(f"optimizer.{option}", value, *keys)
+    warm, share = mine["warmup_steps"][0], mine.get("warmup_fraction", (0,))[0]
+    m.facts["learning rate"] = f"{rate}, {mine['schedule'][0]}, warm-up " + (
+        f"{share} of all updates" if share else f"{warm} updates"
+    )
+    if common.updates(m) > 1 and (warm or share or mine["schedule"][0] != "constant"):
+        m.differs(
+            "verl's learning rate moves once per step, here with every optimizer step: warm-up and decay end at the "
+            "same place"
+        )
+    if m.text(ALGO + "adv_estimator") != "gae":
+        return
+    own = _learning(m, CRITIC + "optim.", mega, m.number(CRITIC + "optim.lr"))
+    for option in mine:  # the policy's alone
+        own.setdefault(option, (OPTIONS()[f"optimizer.{option}"].default, (CRITIC + "optim.lr_warmup_steps_ratio",)))
+    common.critics_optimizer(m, own)
+
+
+def _learning(m: Migration, o: str, mega: bool, rate: float) -> dict[str, tuple]:
+    """What the keys of an optimizer say of ours: option -> (value, keys). verl's schedules count its steps, ours
+    optimizer steps."""
+    per = common.updates(m)
+    betas = m.list(o + "betas")
+    out = {"b1": (float(betas[0]), (o + "betas",)), "b2": (float(betas[1]), (o + "betas",))}
+    shape = o + ("lr_decay_style" if mega else "warmup_style" if m[o + "warmup_style"] else "lr_scheduler_type")
+    kind = m.text(shape) or "constant"
+    if kind not in common.SCHEDULES:
+        m.lacks(shape, f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
+        kind = "constant"
+    out["schedule"] = (common.SCHEDULES[kind], (shape,))
+    steps, share = m.number(o + "lr_warmup_steps"), m.number(o + "lr_warmup_steps_ratio") or 0.0
+    decay = m.integer(o + "lr_decay_steps") if mega else None
+    keys = (o + "lr_warmup_steps",)
+    if steps is None or steps < 0 or mega and not steps:
+        steps, keys = 0, (o + "lr_warmup_steps_ratio",)
+        if share and decay:
+            steps, keys = int(share * decay), (*keys, o + "lr_decay_steps")
+        elif share:
+            out["warmup_fraction"] = (share, keys)
+    out["warmup_steps"] = (int(steps) * per, keys)
+    if mega:
+        for option, key in (("warmup_start", "lr_warmup_init"), ("floor", "min_lr")):
+            value = m.number(o + key) or 0.0
+            if value > rate:
+                raise m.wrong(o + key, f"at most the learning rate, {rate:g}")
+            out[option] = (value / rate, (o + key,))
+        if decay:
+            out["decay_steps"] = (max(decay - int(steps), 1) * per, (o + "lr_decay_steps",))
+    else:
+        out["floor"] = (m.number(o + "min_lr_ratio") or 0.0, (o + "min_lr_ratio",))
+    return {**out, **_named(m, o, mega, out)}
+
+
+def _named(m: Migration, o: str, mega: bool, out: dict) -> dict[str, tuple]:
+    """Which optimizer it is; Megatron's SGD has a momentum of 0.9, torch's none."""
+    key, small = o + "optimizer", ("adamw8bit", "_adamw", "adamw4bit", "adamwfp8", "pagedadamw8bit")
+    text = m.text(key).lower() or "adamw"
+    name = "adamw" if mega and text == "adam" or text in small else NAMES.get(text)
+    if text in small:
+        m.lacks(key, "AdamW's moments are in fp32; optimizer.name takes an optax factory of your own")
+    elif name is None:
+        m.lacks(key, f"{m.text(key)!r} is none of AdamW, Adam and SGD; optimizer.name takes an optax factory")
+    found = {"name": (name or "adamw", (key,))}
+    if name in ("adam", "sgd") and m.number(o + "weight_decay"):
+        m.lacks(o + "weight_decay", f"{name} has no weight decay here; optimizer.name=adamw has")
+    if name == "sgd":
+        found["b1"] = (0.9 if mega else 0.0, (key,))
+        m.mark(o + "betas", "inert", "of another optimizer")
+    return found
