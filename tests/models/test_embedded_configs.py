@@ -67,6 +67,7 @@ def test_the_warm_start_learns_the_demonstrations(tiny):
     assert losses[-1] < 0.75 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_finished_warm_start_is_not_run_again(tiny):
     config, folder, _ = tiny
     before = {p: p.stat().st_mtime_ns for p in (folder / "warm_start").rglob("*") if p.is_file()}

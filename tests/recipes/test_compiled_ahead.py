@@ -33,7 +33,8 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "kl and staleness")) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
     """No shape of microbatch is lowered or compiled twice: what was made from shapes alone is what the call looks for."""
     run(tmp_path, **KINDS[kind])
@@ -53,6 +54,7 @@ def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
     assert len(one) == 2 and plain(one) == plain(other) and len(plain(one)[0]) > 3
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_from_shapes_is_left_to_the_call(tmp_path, monkeypatch):
     """A batch that lacks a column of the loss, say: the run goes on, and compiles when it has one."""
     monkeypatch.setattr(ahead, "columns", lambda c, objective: {})
