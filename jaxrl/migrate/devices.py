@@ -82,7 +82,7 @@ def engine(
     m.set("rollout.engine", "vllm", key)
     if ENGINES[backend]:
         m.differs(
-            f"completions are sampled by vLLM instead of {ENGINES[backend]}: the same distribution, other random numbers"
+            f"completions are sampled by vLLM, not by {ENGINES[backend]}: the same distribution, other random numbers"
         )
     here = max(engines // max(nodes, 1), 1)
     m.set("rollout.vllm.tensor_parallel", tp, *keys)
