@@ -30,6 +30,7 @@ from jaxrl.training.layout import row_unit
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
 MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
+WIDE, MICROBATCH_WIDE = 512, 1024         # on CPUs, from this hidden size on: as fast (W2, docs/speed.md), in less memory
 CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chunk of a microbatch is rarely full
 SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
 SHALLOW = 8  # layers up to which CPUs get them unrolled
@@ -177,13 +178,13 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
         in_reward = c.algorithm.kl.coef and c.algorithm.kl.placement == "reward"
         decide("algorithm.old_logprobs", "recompute" if several or in_reward else "current", "updates per batch")
     if platform is not None:
-        _of_platform(c, recipe, platform, decide)
+        _of_platform(c, recipe, platform, hf_config or {}, decide)
         if hf_config is not None:
             _of_model(c, platform, hf_config, decide)
     return Spec(asked, FrozenConfigDict(c), recipe, origins, platform)
 
 
-def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
+def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide) -> None:
     """Dtypes, and the sizes of training's pieces.
 
     Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch.
@@ -220,7 +221,8 @@ def _of_platform(c, recipe: Recipe, platform: Platform, decide) -> None:
         unit = row_unit(row_parts(c.mesh))
         decide("train.row_lengths", (-(-length // unit) * unit,), "lengths")
     if not t.tokens_per_microbatch:
-        least = MICROBATCH_CPU if kind == "cpu" else MICROBATCH
+        wide = hf_config.get("hidden_size", 0) >= WIDE
+        least = MICROBATCH if kind != "cpu" else MICROBATCH_WIDE if wide else MICROBATCH_CPU
         decide("train.tokens_per_microbatch", max(*t.row_lengths, least), kind)
     if not t.logprob_chunk:
         decide("train.logprob_chunk", CHUNK_CPU if kind == "cpu" else CHUNK, kind)

@@ -1,13 +1,14 @@
 """Sizes that a config leaves to jaxrl."""
 
 import pytest
+from tiny_job import MODEL
 
 from jaxrl.config import default_config
 from jaxrl.spec import Platform, resolve
 
 
-def decided(config, kind):
-    return resolve(config, Platform(kind, "fp32"))
+def decided(config, kind, hf_config=None):
+    return resolve(config, Platform(kind, "fp32"), hf_config)
 
 
 def config(prompt=64, answer=64, group=8, **train):
@@ -35,6 +36,9 @@ def test_rows(made, row):
 def test_microbatches_by_platform():
     found = {p: decided(config(), p).train for p in ("cpu", "gpu", "tpu")}
     assert [t.tokens_per_microbatch for t in found.values()] == [2048, 16384, 16384]
+    wide = MODEL | {"hidden_size": 512}
+    assert [decided(config(), p, wide).train.tokens_per_microbatch for p in found] == [1024, 16384, 16384]
+    assert decided(config(), "cpu", wide | {"hidden_size": 508}).train.tokens_per_microbatch == 2048
     assert [found[p].logprob_chunk for p in ("cpu", "gpu", "tpu")] == [512, 1024, 1024]
     assert decided(config(logprob_chunk=77), "cpu").train.logprob_chunk == 77
     assert decided(config(tokens_per_microbatch=777), "cpu").train.tokens_per_microbatch == 777
