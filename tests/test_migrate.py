@@ -282,6 +282,28 @@ def test_trls_flags_of_a_script(tmp_path):
 AREAL = {"train_dataset.batch_size": 256, "gconfig.n_samples": 4}
 
 
+def test_a_critic_has_an_optimizer_of_its_own():
+    v = values(migrated("areal", {**REQUIRED["areal"], "critic.path": "a/b", "critic.optimizer.beta2": 0.95, "critic.optimizer.lr": 1e-5,
+                                  "actor.optimizer.warmup_steps_proportion": 0.1}))
+    assert {k: x for k, x in v.items() if k.startswith("critic.optimizer")} == {
+        "critic.optimizer.b2": 0.95, "critic.optimizer.warmup_fraction": 0.001}
+    gae = {"trainer.algorithm.advantage_estimator": "gae", "trainer.policy.optimizer_config.scheduler": "cosine"}
+    assert values(migrated("skyrl", gae))["critic.optimizer.schedule"] == "constant"
+    v = values(migrated("roll", {"actor_train.training_args.warmup_steps": 20, "critic.training_args.adam_beta2": 0.95}))
+    assert (v["critic.optimizer.warmup_steps"], v["critic.optimizer.b2"]) == (0, 0.95)
+
+
+def test_what_a_source_leaves_to_you_is_said():
+    judge = {"environment.env_class": "llm_as_a_judge", "environment.skyrl_gym.llm_as_a_judge.model": "gpt"}
+    m = migrated("skyrl", judge)
+    assert any("reward.judge" in text for text in m.needs_you)
+    assert {r.key: r.kind for r in m.records()}["environment.skyrl_gym.llm_as_a_judge.model"] == "ask"
+    every = {**REQUIRED["areal"], "evaluator.freq_epochs": 1, "evaluator.freq_steps": None, "evaluator.freq_secs": None}
+    assert migrated("areal", every).facts["evaluation"] == "every 1 epochs"
+    worker = {"rewards.mine.worker_cls": "a.Judge", "rewards.mine.tag_included": ["x"]}
+    assert {r.key: r.kind for r in migrated("roll", worker).records()}["rewards.mine.tag_included"] == "equivalent"
+
+
 def test_areals_m2po_has_no_clip_of_its_own():
     m2 = {**AREAL, "actor.m2_threshold": 0.04, "actor.eps_clip": 0.0, "actor.kl_ctl": 0.0}
     v = values(migrated("areal", {**m2, "actor.recompute_logprob": True}))

@@ -443,7 +443,8 @@ def data(m: Migration):
     else:
         common.reward_stub(m, "the run", f"the training script of {path}", DATA + "path")
         m.needs(
-            "data.prompt_column, data.answer_column: the columns of your rows, which AReaL's loader in Python knows"
+            "data.prompt_column, data.answer_column: the columns of your rows, which AReaL's loader in Python knows; "
+            "data.chat=false where your workflow takes no chat template"
         )
     m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
     m.set("data.drop_last", m.flag(DATA + "drop_last"), DATA + "drop_last")
