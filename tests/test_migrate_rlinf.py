@@ -79,6 +79,7 @@ def test_fsdps_workers_do_not_scale_by_tokens_and_have_a_schedule_of_their_own()
     rarely = values(migrated({**cosine, "actor.lr_sched_sync_with_optim": False, "algorithm.n_minibatches": 4}))
     assert (rarely["optimizer.warmup_steps"], rarely["optimizer.decay_steps"]) == (40, 360)
     assert migrated({"runner.task_type": "coding_online_rl"}).outcome(False) == "refused"
+    assert migrated({"runner.task_type": "math"}).outcome(False) == migrated({}).outcome(False) != "refused"
 
 
 def test_clips_rewards_and_warm_up():

@@ -30,7 +30,7 @@ def needed(m: Migration, key: str, otherwise: float):
 
 
 def pipeline(m: Migration):
-    if (kind := m.text(RUNNER + "task_type")) != "reasoning":
+    if (kind := m.text(RUNNER + "task_type")) not in ("reasoning", "math"):  # math: its first name
         m.lacks(
             RUNNER + "task_type",
             f"{kind!r}: the reasoning pipeline is read, not robots, online RL, evaluation and SFT",
