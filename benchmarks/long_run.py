@@ -18,6 +18,7 @@ than 3 %, or threads or open files by more than two.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -88,15 +89,24 @@ def watched(folder: Path, steps: int, engine: str) -> list[dict]:
             metrics = folder / "run/metrics.jsonl"
             if not metrics.exists():
                 continue
-            last = [json.loads(x)["step"] for x in metrics.read_text().splitlines()[-1:]]
+            last = [json.loads(x)["step"] for x in metrics.read_text().splitlines(True)[-1:] if x.endswith("\n")]
             everyone = family(job.pid)
             server = [pid for pid in everyone[1:] if b"vllm" in _of(pid, "cmdline").lower()]
-            names = [p for p in (folder / "run").rglob("*") if p.is_file()]
+            sizes = sizes_of(folder / "run")
             lines.append({"step": last[0] if last else 0, "clock": time.monotonic(), "trainer": held([job.pid]), "server": held(server),
-                          "all": held(everyone), "names": len(names), "disk_mib": sum(p.stat().st_size for p in names) / 2**20})
+                          "all": held(everyone), "names": len(sizes), "disk_mib": sum(sizes) / 2**20})
     if job.returncode:
         sys.exit("".join((folder / "log").read_text().splitlines(True)[-30:]) + f"ended with {job.returncode}")
     return lines
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Bytes of each file below it; of those that go meanwhile none."""
+    out = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            out += [path.stat().st_size] if path.is_file() else []
+    return out
 
 
 def _of(pid: int, name: str) -> bytes:
