@@ -7,7 +7,7 @@
 Steps of configs/env.py:calc from its warm start at a small learning rate, 16 episodes each: turns with a tool in environment
 workers, rewards in theirs, two steps of staleness with answers that cross publications, vLLM, a record of the newest 50
 steps, a checkpoint every 50, an evaluation every 200, metrics, TensorBoard, the report page. Every five seconds what is held
-is read from /proc: by the trainer, by the server and by all processes of the job: resident memory, threads, open
+is read from /proc: by the trainer, by all other processes of the job (workers, the server) and by all: resident memory, threads, open
 files, seconds of processor; and the files of the run's folder. The table has tenths of the run behind its first twentieth, in which
 programs are compiled. Seconds of processor do not depend on what else the machine does; those of the clock do.
 
@@ -91,9 +91,8 @@ def watched(folder: Path, steps: int, engine: str) -> list[dict]:
                 continue
             last = [json.loads(x)["step"] for x in metrics.read_text().splitlines(True)[-1:] if x.endswith("\n")]
             everyone = family(job.pid)
-            server = [pid for pid in everyone[1:] if b"vllm" in _of(pid, "cmdline").lower()]
             sizes = sizes_of(folder / "run")
-            lines.append({"step": last[0] if last else 0, "clock": time.monotonic(), "trainer": held([job.pid]), "server": held(server),
+            lines.append({"step": last[0] if last else 0, "clock": time.monotonic(), "trainer": held([job.pid]), "others": held(everyone[1:]),
                           "all": held(everyone), "names": len(sizes), "disk_mib": sum(sizes) / 2**20})
     if job.returncode:
         sys.exit("".join((folder / "log").read_text().splitlines(True)[-30:]) + f"ended with {job.returncode}")
@@ -107,13 +106,6 @@ def sizes_of(folder: Path) -> list[int]:
         with contextlib.suppress(OSError):
             out += [path.stat().st_size] if path.is_file() else []
     return out
-
-
-def _of(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
 
 
 def tenths(lines: list[dict], steps: int) -> list[dict]:
@@ -138,7 +130,7 @@ def cost(lines: list[dict]) -> dict:
 
     return {"steps": f"{begin['step']}-{end['step']}", "seconds": round((end["clock"] - begin["clock"]) / steps, 4),
             "processor_all": processor("all"), "processor_trainer": processor("trainer"), "trainer_mib": at("trainer", "mib"),
-            "server_mib": at("server", "mib"), "all_mib": at("all", "mib"), "threads": at("all", "threads"),
+            "others_mib": at("others", "mib"), "all_mib": at("all", "mib"), "threads": at("all", "threads"),
             "open_files": at("all", "files"), "names": statistics.median(x["names"] for x in lines),
             "disk_mib": round(statistics.median(x["disk_mib"] for x in lines), 1)}
 
