@@ -1,12 +1,14 @@
-"""Showing 2 of the migration: an example config of each system trains three steps here, by overrides alone.
+"""Showing 2 of the migration: an example config of each system is planned for its own GPUs and trains three steps here, by overrides alone.
 
-    python evidence/migrate_train.py --clones=DIR [--systems=skyrl,verl]     # some three minutes
+    python evidence/migrate_train.py --clones=DIR [--systems=skyrl,verl]     # some five minutes
 
 The configs are of migrate_corpus.CORPUS. What is overridden is what a machine without GPUs and a model for tests cannot keep:
 the model (two layers from scratch, the shipped tokenizer), lengths, batch, engine, dtypes, places. Data are files with the
 columns that the system's own have. Whatever makes the loss (advantage, ratios, bounds, KL, aggregation, reward file, schedule)
-is as it was migrated. Exits with 1 where a run does not end with three finite steps within five minutes; the first rewards of
-AReaL and RLinf are checked by hand: (0 - 0.5) x 10 = -5 and -1 x 5 = -5 for wrong answers. A system's result is written as soon as it is there;
+is as it was migrated. The plan is the printed
+command with a local config.json of a model of eight heads, a small one. Exits with 1 where a plan does not fit, or a run does not
+end with three finite steps within five minutes; the first rewards of AReaL and RLinf are checked by hand: (0 - 0.5) x 10 = -5 and
+-1 x 5 = -5 for wrong answers. A system's result is written as soon as it is there;
 --systems leaves those of the others as they are.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,6 +57,7 @@ SMALL = [
     "rollout.dtype=fp32", "log.wandb=false", "log.console=plain", "eval.max_rows=4", "checkpoint.every_steps=0",
     "checkpoint.at_end=False", "checkpoint.export_at_end=False",
 ]
+PLANNED = MODEL | {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32768}
 LONGEST = 300  # seconds of a run
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
@@ -69,6 +73,18 @@ def rows(out: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested[:count]), out / f"{name}.parquet")
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain[:count]))
     (out / "chat.jinja").write_text(CHAT)
+    (out / "model").mkdir()
+    (out / "model" / "config.json").write_text(json.dumps(PLANNED))
+
+
+def plan(report: dict, out: Path, data: Path, more: list[str], log) -> int:
+    """The status of the printed command that plans, with a folder that holds nothing but a config.json: 0 = it fits."""
+    command = [sys.executable, *shlex.split(report["commands"]["plan"])[1:], f"--config.model.path={data / 'model'}",
+               *(f"--config.{o}" for o in more if o.startswith("mesh."))]
+    done = subprocess.run(command, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    log.write(done.stdout if done.returncode else "")
+    return done.returncode
 
 
 def run(system: str, clones: Path, work: Path) -> dict:
@@ -82,6 +98,8 @@ def run(system: str, clones: Path, work: Path) -> dict:
     rows(data)
     _, _, report = migrate(system, tree / next(f for f in files if f.endswith(name)), version, out)
     flags = [f"--config.{o.replace('DATA', str(data))}" for o in (*SMALL, *more, f"run.dir={work / 'run'}")]
+    with open(work / "plan.txt", "w") as said:
+        planned = plan(report, out, data, more, said)
     start, command = time.perf_counter(), [sys.executable, "-m", "jaxrl.main", f"--config={report['config']}", *flags]
     with open(work / "out.txt", "w+") as said:
         status = subprocess.Popen(command, cwd=out, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
@@ -95,12 +113,13 @@ def run(system: str, clones: Path, work: Path) -> dict:
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [line for line in lines if "reward/mean" in line]
     ok = code == 0 and len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps if "loss" in line)
+    ok = ok and planned == 0
     if system in WRONG:
         ok = ok and steps[0]["reward/mean"] == WRONG[system]
     if not ok:
-        print((work / "out.txt").read_text()[-4000:])
-    return {"config": name, "outcome": report["outcome"], "steps": len(steps), "ok": ok, "seconds": round(time.perf_counter() - start),
-            "reward": [line["reward/mean"] for line in steps]}
+        print((work / "plan.txt").read_text()[-4000:] or (work / "out.txt").read_text()[-4000:])
+    return {"config": name, "outcome": report["outcome"], "plan": planned, "steps": len(steps), "ok": ok,
+            "seconds": round(time.perf_counter() - start), "reward": [line["reward/mean"] for line in steps]}
 
 
 def main() -> int:
@@ -114,8 +133,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as tmp:
             results[system] = {**run(system, args.clones, Path(tmp)), "commit": commit()}
         record("migrate_train", {s: results[s] for s in RUNS if s in results})
-    names = ("config", "outcome", "steps", "ok", "seconds")
-    table(["system", *names], [[s, *(r[n] for n in names)] for s, r in results.items()])
+    names = ("config", "outcome", "plan", "steps", "ok", "seconds")
+    table(["system", *names], [[s, *(r.get(n, "") for n in names)] for s, r in results.items()])
     return int(not all(r["ok"] for r in results.values()))
 
 
