@@ -369,7 +369,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                          " train.max_samples is set. A run ends at the first of the three that is set", int, bound=">0"),
         "max_samples": O(0, "end after this many samples; 0 = no limit", bound=">=0"),
         "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048,"
-                                      " or 1024 from hidden size 512 on", bound=">=0"),
+                                      " or 1024 of dense models from hidden size 512 on", bound=">=0"),
         "score_tokens_per_microbatch": O(0, "the same where nothing is learnt: old and reference log-probs, values; 0 = the update's own"
                                             " rows, so that a policy that has not moved has ratios of exactly 1 (on the CPU)", bound=">=0"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"

@@ -30,7 +30,7 @@ from jaxrl.training.layout import row_unit
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
 MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
-WIDE, MICROBATCH_WIDE = 512, 1024  # on CPUs, from this hidden size on: as fast (W2, docs/speed.md), in less memory
+WIDE, MICROBATCH_WIDE = 512, 1024  # on CPUs, of dense models from this hidden size on: as fast, in less memory (W2)
 CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chunk of a microbatch is rarely full
 SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
 SHALLOW = 8  # layers up to which CPUs get them unrolled
@@ -221,7 +221,7 @@ def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide)
         unit = row_unit(row_parts(c.mesh))
         decide("train.row_lengths", (-(-length // unit) * unit,), "lengths")
     if not t.tokens_per_microbatch:
-        wide = hf_config.get("hidden_size", 0) >= WIDE
+        wide = hf_config.get("hidden_size", 0) >= WIDE and "num_experts_per_tok" not in hf_config
         least = MICROBATCH if kind != "cpu" else MICROBATCH_WIDE if wide else MICROBATCH_CPU
         decide("train.tokens_per_microbatch", max(*t.row_lengths, least), kind)
     if not t.logprob_chunk:

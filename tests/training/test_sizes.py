@@ -38,6 +38,8 @@ def test_microbatches_by_platform():
     assert [t.tokens_per_microbatch for t in found.values()] == [2048, 16384, 16384]
     wide = MODEL | {"hidden_size": 512}
     assert [decided(config(), p, wide).train.tokens_per_microbatch for p in found] == [1024, 16384, 16384]
+    experts = wide | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    assert decided(config(), "cpu", experts).train.tokens_per_microbatch == 2048
     assert decided(config(), "cpu", wide | {"hidden_size": 508}).train.tokens_per_microbatch == 2048
     assert [found[p].logprob_chunk for p in ("cpu", "gpu", "tpu")] == [512, 1024, 1024]
     assert decided(config(logprob_chunk=77), "cpu").train.logprob_chunk == 77
