@@ -57,7 +57,8 @@ SMALL = [
     "rollout.dtype=fp32", "log.wandb=false", "log.console=plain", "eval.max_rows=4", "checkpoint.every_steps=0",
     "checkpoint.at_end=False", "checkpoint.export_at_end=False",
 ]
-PLANNED = MODEL | {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32768}
+PLANNED = MODEL | {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32768,
+                   "max_position_embeddings": 65536}
 LONGEST = 300  # seconds of a run
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
