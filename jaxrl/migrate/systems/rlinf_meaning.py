@@ -266,7 +266,7 @@ def _fsdps_decay(m: Migration, kind: str, warm: int):
         )
     rate, low = m.number(OPTIM + "min_lr_rate"), m.number(OPTIM + "min_lr") or 0.0
     key = OPTIM + ("min_lr" if rate is None else "min_lr_rate")
-    m.set("optimizer.floor", min(low / peak, 1.0) if rate is None else rate, key)
+    m.set("optimizer.floor", (min(low / peak, 1.0) if peak else 0.0) if rate is None else rate, key)
 
 
 def _optimizer(m: Migration, fsdp: bool):

@@ -61,7 +61,7 @@ def _learning(m: Migration, o: str, mega: bool, rate: float) -> dict[str, tuple]
             value = m.number(o + key) or 0.0
             if value > rate:
                 raise m.wrong(o + key, f"at most the learning rate, {rate:g}")
-            out[option] = (value / rate, (o + key,))
+            out[option] = (value / rate if rate else 0.0, (o + key,))
         if decay:
             out["decay_steps"] = (max(decay - int(steps), 1) * per, (o + "lr_decay_steps",))
     else:
