@@ -1,6 +1,7 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
     python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # half a minute
+    python evidence/migrate_corpus.py --clones=DIR --plan                                   # a quarter of an hour
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -13,6 +14,10 @@ never committed here (licences, size). For every config:
                    evaluation of the config that was written are what migrate_rules.py says, which was written down from the
                    sources' code and reads the independent reader's keys, not the tables
     checks         the config passes jaxrl's own checks, for run.mode=plan where plans count what it has
+    plan           with --plan (quickest where libtpu is not installed): the printed command that plans, with a folder that has nothing but
+                   the config.json of the model that the source names (SHAPES, as published; --config.model.path is the only thing
+                   added), ends with a plan that fits or with what does not fit and the nearest that does (listed in the results),
+                   never in another error or a trace
     seconds        of the command alone, in a process of its own, for the first config of a system
 
 With --seeds, a folder of the reference documents: every block of YAML in them is read, too, and must not end in a trace.
@@ -27,12 +32,14 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -42,6 +49,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from common import record, table  # noqa: E402
 from migrate_rules import RULES, Keys  # noqa: E402
+from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
 from jaxrl.config import load_config  # noqa: E402
 from jaxrl.config_checks import check  # noqa: E402
@@ -123,6 +131,32 @@ CORPUS = {
 }
 GPUS = {"trl": 8}  # the scripts' own, which their YAML does not say: a node of eight
 UNREADABLE: dict[str, str] = {}
+
+# config.json by the name of the checkpoint, as its owners published it
+_QWEN7 = {**QWEN, "vocab_size": 152064, "tie_word_embeddings": False}
+_LONG = {"max_position_embeddings": 131072}
+_MOONLIGHT = {**MODELS["671B"], "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
+              "num_hidden_layers": 27, "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
+              "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+              "q_lora_rank": None, "max_position_embeddings": 8192}
+SHAPES = (
+    (r"qwen2(\.5)?-0\.5b", MODELS["0.5B"]),
+    (r"r1-distill-qwen-1\.5b", MODELS["1.5B"] | _LONG | {"tie_word_embeddings": False}),
+    (r"qwen2\.5-(coder-|math-)?1\.5b", MODELS["1.5B"]),
+    (r"qwen2\.5-3b", {**QWEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}),
+    (r"qwen2\.5-math-7b", {**_QWEN7, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                           "num_key_value_heads": 4}),  # 32768 positions, as its script asks for
+    (r"qwen(2|2\.5)-(coder-)?7b|r1-distill-qwen-7b", {**_QWEN7, **_LONG, "hidden_size": 3584, "intermediate_size": 18944,
+                                                     "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}),
+    (r"qwen2\.5-32b|r1-distill-qwen-32b", {**_QWEN7, **_LONG, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+                                           "num_attention_heads": 40, "num_key_value_heads": 8}),
+    (r"qwen3-4b", {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+                   "tie_word_embeddings": True}),
+    (r"qwen3-8b", MODELS["8B"]), (r"qwen3-32b", MODELS["32B"]), (r"qwen3-30b-a3b", MODELS["30B-A3B"]),
+    (r"moonlight-16b", _MOONLIGHT), (r"dsv3", MODELS["671B"]),
+    (r"gpt-oss-20b", MODELS["gpt-oss-120b"] | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    (r"deepseek-llm-7b", MODELS["7B"] | {"vocab_size": 102400, "num_hidden_layers": 30}),
+)
 
 
 def clone(root: Path, repository: str) -> Path:
@@ -216,11 +250,11 @@ def migrate(system: str, file: Path, version: str, out: Path) -> tuple[int, str,
     return status, said.getvalue(), report
 
 
-def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tuple[str, list[str]]:
-    """(outcome, what does not hold)."""
+def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tuple[str, list[str], dict]:
+    """(outcome, what does not hold, the report)."""
     status, said, report = migrate(system, file, version, out)
     if status == 2:
-        return "unreadable", [] if UNREADABLE.get(file.name, "?") in said else [said.strip()]
+        return "unreadable", [] if UNREADABLE.get(file.name, "?") in said else [said.strip()], report
     mine = keys_of_script(file, root) if file.suffix == ".sh" else keys_of_file(file)
     wrong = [f"key {k}" for k in same_keys(report, mine)] + (["no keys of its own were found"] if len(mine) < 5 else [])
     if report["outcome"] != "refused":
@@ -229,6 +263,7 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
         try:
             config = load_config(report["config"])
             wrong += differ(RULES[system](Keys(mine), config, version))
+            report["model"] = config.model.path
             config.log.wandb = False
             config.model.path = config.model.path or "a/model"
             planned = "plan" in report["commands"] and not config.reward.model.path  # what plans do not count
@@ -238,7 +273,23 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
             wrong.append(str(e))
         finally:
             os.chdir(here)
-    return report["outcome"], wrong
+    return report["outcome"], wrong, report
+
+
+def plan(report: dict, out: Path) -> tuple[str, str]:
+    """("fits", "does not fit", "none" where no command plans it, or "wrong"; the last line that the printed command says)."""
+    if "plan" not in report["commands"]:
+        return "none", ""
+    shape = next((s for pattern, s in SHAPES if re.search(pattern, report["model"].lower())), None)
+    if shape is None:
+        return "wrong", f"SHAPES has no {report['model']}"
+    (out / "shape").mkdir()
+    (out / "shape" / "config.json").write_text(json.dumps(shape))
+    command = [sys.executable, *shlex.split(report["commands"]["plan"])[1:], "--config.model.path=shape"]
+    done = subprocess.run(command, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
+    last = done.stdout.strip().split("\n")[-1]
+    return "fits" if done.returncode == 0 else "does not fit" if "it does not fit" in last else "wrong", last
 
 
 DOCUMENTS = {"skyrl": ("skyrl.rst", "docs"), "areal": ("areal.md", "0.3"), "rlinf": ("rlinf.rst", "docs"), "roll": ("roll.md", "0.1.0")}
@@ -298,17 +349,21 @@ def main() -> int:
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--seeds", type=Path)
     parser.add_argument("--systems", default=",".join(CORPUS))
+    parser.add_argument("--plan", action="store_true")
     args = parser.parse_args()
     results, bad = {}, 0
     for system in args.systems.split(","):
-        outcomes, wrong, count, seconds = Counter(), {}, 0, None
+        outcomes, wrong, count, seconds, plans, tight = Counter(), {}, 0, None, Counter(), {}
         for repository, commit, version, files in CORPUS[system]:
             with tempfile.TemporaryDirectory() as tmp:
                 root = Path(tmp) / "tree"
                 root.mkdir()
                 take(clone(args.clones, repository), commit, files, root)
+                planned = {}
                 for i, name in enumerate(files):
-                    outcome, found = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
+                    outcome, found, report = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
+                    if args.plan and outcome in ("full", "partial"):
+                        planned[name] = (report, Path(tmp) / f"out{i}")
                     outcomes[outcome] += 1
                     count += 1
                     if found:
@@ -318,7 +373,17 @@ def main() -> int:
                         subprocess.run([sys.executable, "-m", "jaxrl.migrate", system, str(root / name), f"--out={tmp}/timed",
                                         *([f"--gpus={GPUS[system]}"] if system in GPUS else [])], capture_output=True)
                         seconds = round(time.perf_counter() - start, 2)
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    for name, (verdict, said) in zip(planned, pool.map(lambda p: plan(*p), planned.values()), strict=True):
+                        plans[verdict] += 1
+                        print(f"{verdict:>12}: {system} {commit} {name}", flush=True)
+                        if verdict == "does not fit":
+                            tight[f"{repository}@{commit}:{name}"] = said
+                        if verdict == "wrong":
+                            wrong[f"{repository}@{commit}:{name}: plan"] = [said]
         results[system] = {"configs": count, **outcomes, "seconds": seconds, "wrong": wrong}
+        if args.plan:
+            results[system]["plans"] = {**plans, "do not fit": tight}
         bad += len(wrong)
         for name, found in wrong.items():
             print(name, *found, sep="\n    ")

@@ -64,9 +64,6 @@ def lora(cfg) -> list[str]:
                    f"{', '.join(SERVED)}; leave lora.* out")
     if cfg.lora.adapters:
         out += several_adapters(cfg)
-    if cfg.run.mode == "plan":
-        out.append("run.mode=plan with lora.rank: plans do not count adapters; plan the full training, whose memory is "
-                   "an upper bound")
     return out
 
 

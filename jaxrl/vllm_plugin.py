@@ -7,7 +7,8 @@ an engine's own environment is enough. It
 - has the middleware that asks for a key at every door of the server (`Guard`),
 - adds worker methods that tell what is loaded (`jaxrl_info`), its checksums per HF tensor (`jaxrl_digests`) and those
   of an adapter's files (`jaxrl_adapter`),
-- keeps vLLM from packing weights of linear layers and experts on the CPU, after which no reload would reach them,
+- keeps vLLM from packing weights of linear layers and experts on the CPU, after which no reload would reach them, and
+  has torch rotate there what vLLM's kernel would rotate wrongly,
 - ends the process when the trainer that started it is gone.
 """
 
@@ -92,6 +93,19 @@ def _keep_cpu_weights() -> None:
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
     CPUUnquantizedExperts.apply = _cpu_experts
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    RotaryEmbedding.forward_cpu = _cpu_rotation(RotaryEmbedding.forward_cpu)
+
+
+def _cpu_rotation(whole):
+    """vLLM's kernel for CPUs takes every head to lie behind the one before. Of latent attention a part of each head is
+    rotated, which lies in steps: torch rotates that."""
+    def forward_cpu(self, positions, query, key=None):
+        lie = all(x is None or x.is_contiguous() for x in (query, key))
+        return (whole if lie else self.forward_native)(positions, query, key)
+
+    return forward_cpu
 
 
 def _cpu_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
@@ -449,6 +463,9 @@ def pieces(model) -> Iterator[tuple]:
         module, path = modules[path], path.removesuffix(".base_layer")  # what vLLM wraps for adapters
         full, (parent, _, own) = f"{path}.{leaf}", path.rpartition(".")
         data = parameter.data
+        if leaf in ("W_UK_T", "W_UV"):  # of latent attention, made of kv_b_proj when all had arrived
+            _check_derived(full, module, leaf, data)
+            continue
         if hasattr(module, "expert_map_manager"):
             yield from _expert_pieces(path.removesuffix(".routed_experts"), module, leaf, data)
             continue
@@ -479,6 +496,16 @@ def pieces(model) -> Iterator[tuple]:
             whole = ".".join(filter(None, (parent, name, leaf)))
             yield whole, data[at:at + count], (0, rank * count, (rank + 1) * count)
             at += count
+
+
+def _check_derived(name: str, module, leaf: str, data) -> None:
+    """Raises ValueError where a matrix that latent attention computes with is not of the weights that were loaded."""
+    import torch
+
+    heads = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
+    keys, values = heads.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    if not torch.equal(data, (keys if leaf == "W_UK_T" else values.transpose(1, 2)).to(data.dtype)):
+        raise ValueError(f"jaxrl: {name} was made of other weights than are loaded")
 
 
 def _expert_pieces(path: str, module, leaf: str, data) -> Iterator[tuple]:

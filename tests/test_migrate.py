@@ -11,6 +11,7 @@ import pytest
 from jaxrl.config import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.models import trained
 from jaxrl.migrate.report import because, left_out, name_of
 from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
@@ -194,6 +195,38 @@ def test_the_plan_leaves_out_roles_that_it_does_not_count():
     assert left_out(migrated("areal", hosts)) == " --config.plan.part=training"  # servers are named later
 
 
+def test_experts_are_split_over_as_many_gpus_as_there_are():
+    """Megatron lays parts of experts over the GPUs of tensors too: 4 x 8 are no 16."""
+    p = "trainer.policy.megatron_config."
+    of = {"trainer.strategy": "megatron", "trainer.placement.policy_num_gpus_per_node": 16, p + "tensor_model_parallel_size": 4,
+          p + "expert_model_parallel_size": 8}
+    m = migrated("skyrl", of)
+    assert (values(m)["mesh.tp"], values(m)["mesh.ep"]) == (4, 4) and any("mesh.ep=4 x mesh.tp=4" in text for text in m.different)
+    assert values(migrated("skyrl", {**of, "trainer.placement.policy_num_gpus_per_node": 32}))["mesh.ep"] == 8
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "/models/Qwen2-VL-2B/", "OpenGVLab/InternVL3-1B",
+                                  "Qwen/Qwen3.5-9B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "microsoft/phi-4", "google/gemma-3-12b-it",
+                                  "google/gemma-2b-it", "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+                                  "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "openai/gpt-oss-20b"])
+def test_models_that_are_not_trained_are_refused_by_name(name):
+    m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
+    assert m.outcome(False) == "refused" and name in m.lacking[0][1]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/QwQ-32B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+                                  "deepseek-ai/DeepSeek-V3-0324", "moonshotai/Moonlight-16B-A3B", "zai-org/GLM-4.7-Flash", "zai-org/GLM-4.5-Air",
+                                  "google/gemma-2-2b-it", "google/gemma-3-1b-it", "meta-llama/Llama-3.2-3B",
+                                  "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
+def test_models_that_are_trained_are_not(name):
+    assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
+
+
+def test_a_default_model_that_is_not_trained_is_asked_for():
+    m = trained(migrated("cosmos_rl", REQUIRED["cosmos_rl"]))
+    assert m.outcome(False) == "partial" and any("Qwen2.5-VL" in text for text in m.needs_you)
+
+
 def test_verls_reward_model_is_alone():
     both = {"reward_model.enable": True, "reward_model.model.path": "a/rm", "custom_reward_function.path": "mine.py"}
     assert migrated("verl", both).outcome(False) == "refused"  # its function asks the model
@@ -349,7 +382,7 @@ def test_areals_allocations():
     assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["rollout.vllm.devices"] == ("4,5", "6,7")
     assert any("pipeline" in text for text in m.different)
     new = values(migrated("areal", {**AREAL, "rollout.backend": "vllm:d4", "actor.backend": "megatron:(attn:d1p1t2c1|ffn:d1p1t1e2)"}))
-    assert new["mesh.tp"] == 2 and new["mesh.ep"] == 2 and new["rollout.vllm.replicas"] == 4
+    assert new["mesh.tp"] == 2 and "mesh.ep" not in new and new["rollout.vllm.replicas"] == 4  # of 2 GPUs: tensors, experts over both
 
 
 # -- rewards that are written --------------------------------------------------------------------------------------------

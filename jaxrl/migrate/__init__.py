@@ -9,6 +9,7 @@ No jax is imported: a config is read in less than a second. The files, in the or
     table.py        Key, Joint, Since, Table: what a table consists of; Migration: its application
     common.py       meanings that systems share: batches, KL, schedules, checkpoints, loggers ...
     devices.py      the same of devices: mesh, engines, placement
+    models.py       models that are not trained here, by the names of their checkpoints
     systems/        one file per system, each with its TABLE (and <name>_meaning.py with its joint rules)
     report.py       the config file, report.md, report.json, stubs
 

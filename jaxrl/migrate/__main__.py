@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+from jaxrl.migrate.models import trained
 from jaxrl.migrate.read import read
 from jaxrl.migrate.report import name_of, write
 from jaxrl.migrate.source import Unreadable
@@ -42,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         gpus = int(given) if re.fullmatch(r"[1-9][0-9]{0,6}", given) else 0
         if not gpus:
             raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
-        m = Migration(
+        m = trained(Migration(
             table, read(table, Path(file), overrides), version, gpus if "gpus" in flags else 0, name_of(file)
-        ).run()
+        ).run())
         data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)
     except Unreadable as e:
         print(f"jaxrl.migrate: {e}", file=sys.stderr)

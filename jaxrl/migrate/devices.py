@@ -38,6 +38,13 @@ def mesh(
     m.facts["GPUs"] = gpus or m.gpus or "unknown"
     if tp > 1:
         m.set("mesh.tp", tp, *keys)
+    count = gpus or m.gpus
+    if ep > 1 and count and count % ep == 0 and count % (tp * cp * ep):  # there experts lie over the GPUs of tensors, too
+        there, ep = ep, max(n for n in range(1, ep) if ep % n == 0 and not (n > 1 and count % (tp * cp * n)))
+        m.differs(
+            f"experts are split over mesh.ep={ep} x mesh.tp={tp} GPUs; there in {there} parts, over GPUs that tensors "
+            f"or contexts are split over too: {count} are not {tp * cp * there} times as many"
+        )
     if ep > 1:
         m.set("mesh.ep", ep, *keys)
     if cp > 1:
@@ -47,7 +54,7 @@ def mesh(
             f"{pp} pipeline stages become shards of parameters (mesh.fsdp): the same batch and gradient, other "
             "messages; run.mode=plan says what fits"
         )
-    rest = (gpus or m.gpus) // (tp * cp * ep) if gpus or m.gpus else 0
+    rest = count // (tp * cp * ep)
     if fsdp > 0 and rest > fsdp and rest % fsdp == 0:
         m.set("mesh.dp", rest // fsdp, *keys)
 

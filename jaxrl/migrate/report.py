@@ -172,8 +172,8 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
         "commands": {}
         if refused
         else {"run": run}
-        if "lora.rank" in written or m.options.get("run.recipe", ("rl", ()))[0] not in ("rl", "sft")
-        else {  # plans do not count adapters and distillation
+        if m.options.get("run.recipe", ("rl", ()))[0] not in ("rl", "sft")
+        else {  # plans do not count distillation
             "run": run,
             "plan": f"{run} --config.run.mode=plan --config.plan.target={target}{left_out(m)}",
         },
@@ -182,7 +182,7 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
 
 def left_out(m: Migration) -> str:
     """What a plan does not count, left out by flags: an engine on hosts of its own, a reward model, roles that rest on
-    the host."""
+    the host. (Of a job with adapters it plans the full training.)"""
     roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
     kept = {r: v for r, v in roles.items() if r in ("policy", "sampler") or v == {"rest": "streamed"}}
     flags = ["plan.part=training"] if m.elsewhere else []

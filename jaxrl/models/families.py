@@ -66,7 +66,7 @@ _QWEN_EXPERTS = {"use_sliding_window": False, "sliding_window": 4096, "decoder_s
 _SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
 _DEEPSEEK = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
                  shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
-                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, few_bits="fp8", publishes=False)
+                 says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, few_bits="fp8")
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias")
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl import models, sharding
-from jaxrl.config import load_config
+from jaxrl.config import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
 from jaxrl.models import hf
@@ -36,7 +36,7 @@ class Case:
     """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None
     where the completions come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's
     server takes of it in turns (rollout.placement=colocated; 0 = none); `left_out` says why completions are not
-    planned."""
+    planned, `adapters` that the job has adapters: the full training is planned instead."""
 
     config: Any
     target: targets.Target
@@ -48,6 +48,7 @@ class Case:
     usable: float
     lent: float = 0.0
     left_out: str = ""
+    adapters: bool = False
 
     @property
     def resting(self) -> set[str]:
@@ -68,13 +69,15 @@ class Case:
 def open_case(config) -> Case:
     """Raises ConfigError for a target, model or mesh that cannot be."""
     targets.parse(config.plan.target)
-    config = _with_warm_start(config)
+    config, adapters = _with_warm_start(config), config.lora.rank > 0
+    if adapters:
+        config.lora = default_config().lora
     m = config.model
     try:
         hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False)
         if not alone(config):
             _check_publishes(config, hf_config)
-        return case_of(config, hf_config)
+        return dataclasses.replace(case_of(config, hf_config), adapters=adapters)
     except ConfigError as e:
         raise e if m.path in str(e) or not m.path else ConfigError(f"model.path={m.path!r}: {e}") from None
 

@@ -48,7 +48,9 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
                           "`plan`)")
     folder = tempfile.TemporaryDirectory(prefix="jaxrl-plan-")
     recipe = None if ":" in config.run.recipe else recipe_of(config)._asdict()
-    job = {"config": json.loads(editable(config).to_json_best_effort()), "recipe": recipe, "cwd": os.getcwd(),
+    config = editable(config)
+    config.train.matmul_emulated = config.train.matmul != "default"  # the target's products are none of this compiler's
+    job = {"config": json.loads(config.to_json_best_effort()), "recipe": recipe, "cwd": os.getcwd(),
            "hf_config": hf_config, "platform": platform, "name": target.name,
            "topology": target.topology, "count": target.count, "per_host": target.per_host, "mesh": mesh,
            "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}

@@ -61,7 +61,8 @@ def make(config, search: bool = True) -> dict:
     temporaries = programs[top]["temporaries"] if top in programs else 0.0
     own = memory.parts(live, top, temporaries, peaks[top], case.resting, lent and lent[top in programs])
     plan = {
-        "target": str(case.target), "fits": peaks[top] <= case.usable, "basis": BASIS[case.target.kind],
+        "target": str(case.target), "fits": peaks[top] <= case.usable,
+        "basis": BASIS[case.target.kind] + (FULL if case.adapters else ""),
         "mesh": case.mesh,
         "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
         **({"active_parameters": case.model.num_active} if case.model.num_active < case.model.num_parameters else {}),
@@ -97,6 +98,7 @@ BASIS = {
     "gpu": "memory: exact for what is kept, counted for temporaries; collectives: the programs partitioned for as many "
     "CPU devices; time: roofline",
 }
+FULL = "; adapters are not counted: this is the full training, which needs more of all"
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------

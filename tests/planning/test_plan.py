@@ -283,15 +283,34 @@ def test_a_colocated_server_is_planned_for_and_the_nearest_that_fits_is_named():
     assert "raise rollout.vllm.memory_fraction or tensor_parallel" in plan.too_small(small) and plan.counted_peak(small, {}) == float("inf")
 
 
+def test_of_a_job_with_adapters_the_full_training_is_planned():
+    c = tiny(plan__target="h100:1", lora__rank=4, lora__alpha=8.0, lora__dropout=0.1)
+    case = cases.open_case(c)
+    assert case.adapters and not case.config.lora.rank and c.lora.rank == 4
+    full = cases.open_case(tiny(plan__target="h100:1"))
+    assert not full.adapters and plan.counted_peak(case, {}) == plan.counted_peak(full, {})
+
+
+def test_products_of_the_target_are_not_asked_of_the_compiler_here(monkeypatch):
+    """fp8 on an H100: its program is partitioned for CPUs, which have no such product."""
+    given = []
+    monkeypatch.setattr(compiling.subprocess, "Popen", lambda command, cwd, **_: given.append(json.loads((Path(cwd) / "job.json").read_text())))
+    for matmul in ("default", "fp8_tensor"):
+        case = cases.open_case(tiny(plan__target="h100:1", train__matmul=matmul))
+        _, folder, _ = compiling.start(case.config, case.hf_config, "cpu", case.target, case.mesh, None)
+        folder.cleanup()
+    assert [job["config"]["train"]["matmul_emulated"] for job in given] == [False, True] and not case.config.train.matmul_emulated
+
+
 def test_the_trainer_is_planned_without_its_engine(monkeypatch):
     """`plan.part=training`: nothing is lent or kept for sampling, and what would refuse the job is said instead."""
     def case(part, **options):
         c = tiny(plan__target="h100:16", plan__part=part, rollout__placement="colocated", **options)
-        c.model.config.update(**DEEPSEEK if options["rollout__engine"] == "vllm" else {})
+        c.model.config.update(**GPT_OSS if options["rollout__engine"] == "vllm" else {})
         c.mesh.ep, c.mesh.tp = (1, 1) if options["rollout__engine"] == "vllm" else (1, 16)
         return cases.open_case(c)
 
-    with pytest.raises(ConfigError, match="model_type=deepseek_v3: weights of this family are not known.*set rollout.engine=jax"):
+    with pytest.raises(ConfigError, match="model_type=gpt_oss: weights of this family are not known.*set rollout.engine=jax"):
         case("job", rollout__engine="vllm")
     with pytest.raises(ConfigError, match="mesh.tp=16: the embedded sampler stays within one process"):
         case("job", rollout__engine="jax")
@@ -302,9 +321,8 @@ def test_the_trainer_is_planned_without_its_engine(monkeypatch):
         assert fit.largest(alone.config, lambda c: 0, 1, alone.mesh, 256)["slots"] is None
 
 
-DEEPSEEK = dict(model_type="deepseek_v3", n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16, n_group=1,
-                topk_group=1, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-                norm_topk_prob=True, routed_scaling_factor=1.0, num_key_value_heads=4)
+GPT_OSS = dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8, num_key_value_heads=4, head_dim=8,
+               rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
 
 
 @pytest.mark.slow

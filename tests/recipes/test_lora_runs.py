@@ -269,7 +269,6 @@ def test_a_run_starts_from_an_adapter_that_another_one_exported(tmp_path, dora):
     ({"mesh__roles": {"reference": {"devices": "0"}}, "algorithm__kl__coef": 0.1}, "the reference is the policy's own base"),
     ({"lora__rank": 0, "lora__base": "nf4"}, "lora.base='nf4' has no effect with lora.rank=0"),
     ({"lora__publish": "adapter", "rollout__engine": "vllm", "lora__base": "nf4"}, "would hold another base"),
-    ({"run__mode": "plan", "plan__target": "h100:8"}, "plans do not count adapters"),
 ])
 def test_what_cannot_go_with_adapters_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError) as e:

@@ -13,11 +13,20 @@ from jaxrl.rollout.vllm.publish import WeightMismatch, sequence_logprobs
 pytestmark = pytest.mark.vllm
 TIMEOUT = 120.0
 FEW = {"num_experts": 6, "num_experts_per_tok": 3}
+SIGMOID = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True,
+           "routed_scaling_factor": 1.5, "num_hidden_layers": 3}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4}  # latents of vLLM's sizes
 FAMILIES = {
     "qwen3_moe": {**FEW, "head_dim": 32, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3},
     "qwen2_moe": {**FEW, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "norm_topk_prob": False},
     "olmoe": {**FEW, "norm_topk_prob": False, "rms_norm_eps": 1e-5},  # as its checkpoints have; vLLM takes it for granted
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "glm4_moe": {**SIGMOID, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "head_dim": 32, "use_qk_norm": True,
+                 "attention_bias": True, "partial_rotary_factor": 0.5},
+    "deepseek_v3": {**SIGMOID, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+                    "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 48},
+    "glm4_moe_lite": {**SIGMOID, **LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": 48, "first_k_dense_replace": 1,
+                      "mlp_layer_types": ["dense", "sparse", "sparse"]},
 }
 
 

@@ -503,6 +503,30 @@ def test_the_plugin_imports_nothing_but_the_standard_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("stale", ["", "W_UK_T", "W_UV"])
+def test_matrices_made_of_loaded_weights_are_compared_with_them(stale):
+    """Latent attention in vLLM computes with two matrices that it makes of kv_b_proj, after loading."""
+    import torch
+
+    heads, nope, value, rank = 2, 3, 4, 5
+    attention = torch.nn.Module()
+    attention.num_heads, attention.kv_lora_rank, attention.qk_nope_head_dim, attention.v_head_dim = heads, rank, nope, value
+    attention.kv_b_proj = torch.nn.Linear(rank, heads * (nope + value), bias=False)
+    keys, values = attention.kv_b_proj.weight.detach().view(heads, nope + value, rank).split([nope, value], 1)
+    attention.W_UK_T = torch.nn.Parameter(keys.clone())
+    attention.W_UV = torch.nn.Parameter(values.transpose(1, 2).clone())
+    model = torch.nn.Module()
+    model.attention = attention
+    if not stale:
+        assert [name for name, *_ in vllm_plugin.pieces(model)] == ["attention.kv_b_proj.weight"]
+        return
+    with torch.no_grad():
+        getattr(attention, stale)[1, 2, 1] += 1e-3
+    with pytest.raises(ValueError, match=f"attention.{stale} was made of other weights"):
+        list(vllm_plugin.pieces(model))
+
+
 def test_the_entry_point_names_the_plugin():
     import importlib.metadata
 

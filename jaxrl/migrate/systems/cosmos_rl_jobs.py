@@ -165,11 +165,6 @@ def model(m: Migration):
     key = POLICY + "model_name_or_path"
     name = m.text(key)
     m.set("model.path", name, key)
-    if "-vl-" in name.lower() or name.lower().endswith("-vl"):
-        m.needs(
-            f"model.path={ascii(name)}: a model of images and text; text models alone are trained here"
-            + ("" if m.given(key) else " (it is Cosmos-RL's default)")
-        )
     if m.text(POLICY + "model_revision"):
         m.set("model.revision", m.text(POLICY + "model_revision"), POLICY + "model_revision")
     if m.text(POLICY + "model_safetensor_path"):

@@ -1,0 +1,46 @@
+"""Models that the sources train and jaxrl does not, known by the names of their checkpoints."""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.migrate.table import Migration
+
+_VISION = "is a model of images and text; text models alone are trained here"
+# names of checkpoints without their owners, in lower case: what the model is; families of models/families.py are not here
+NOT_TRAINED = (
+    (r".*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
+    (r".*(internvl|llava|minicpm-[ov]|openvla|molmo|-omni|smolvlm|idefics|paligemma|kimi-vl|glm-4\.\dv).*", _VISION),
+    (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
+    (r"qwen-?3(\.[5-9]|-next).*", "has layers of linear attention (gated delta rule)"),
+    (
+        r"(.*mamba|jamba|.*nemotron-(h|3)|falcon-h|bamba|granite-4|kimi-linear|lfm2|minimax-(text|m1)).*",
+        "has layers that are no attention",
+    ),
+    (r"phi-?[1-9].*", "is of the family phi"),
+    (r"(gemma-(1\.1-)?[27]b|codegemma|recurrentgemma).*", "is of the first gemma family"),
+    (r"deepseek-(v2|coder-v2|v3\.2|v4).*", "is of another deepseek family than deepseek_v3"),
+    (
+        r"(chatglm|glm-4-|glm-5|baichuan|internlm|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-|c4ai"
+        r"|granite|olmo-?[1-3]-|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|seed-oss|exaone|minimax|kimi-k2|bailing"
+        r"|ling-|ring-|mimo).*",
+        "is of a family that is not trained here",
+    ),
+)
+NOT_SERVED = r"gpt-oss.*"  # weights do not reach vLLM (docs/experts.md)
+
+
+def trained(m: Migration) -> Migration:
+    """Refuses a job whose `model.path` names a model that jaxrl has no family for; where the source leaves it to its
+    default, the model is asked for."""
+    path, keys = m.options.get("model.path", ("", ()))
+    name = str(path).rstrip("/").rsplit("/", 1)[-1].lower()
+    what = next((what for pattern, what in NOT_TRAINED if re.fullmatch(pattern, name)), None)
+    key = next((k for k in keys if m.given(k)), None)
+    if what and key:
+        m.lacks(key, f"{ascii(path)} {what}", refuse=True)
+    elif key and m.options.get("rollout.engine", ("",))[0] == "vllm" and re.fullmatch(NOT_SERVED, name):
+        m.lacks(key, f"{ascii(path)}: its weights cannot be given to vLLM, only to the embedded sampler", refuse=True)
+    elif what:
+        m.needs(f"model.path={ascii(path)} {what} (it is the default of {m.table.name})")
+    return m
