@@ -7,7 +7,7 @@ import re
 from jaxrl.migrate.table import Migration
 
 _VISION = "is a model of images and text; text models alone are trained here"
-# names of checkpoints without their owners, in lower case: what the model is; families of models/families.py are not here
+# names of checkpoints without their owners, in lower case, and what the model is; none of models/families.py
 NOT_TRAINED = (
     (r".*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
     (r".*(internvl|llava|minicpm-[ov]|openvla|molmo|-omni|smolvlm|idefics|paligemma|kimi-vl|glm-4\.\dv).*", _VISION),
@@ -22,8 +22,8 @@ NOT_TRAINED = (
     (r"deepseek-(v2|coder-v2|v3\.2|v4).*", "is of another deepseek family than deepseek_v3"),
     (
         r"(chatglm|glm-4-|glm-5|baichuan|internlm|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-|c4ai"
-        r"|granite|olmo-?[1-3]-|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|seed-oss|exaone|minimax|kimi-k2|bailing"
-        r"|ling-|ring-|mimo).*",
+        r"|granite|olmo-?[1-3]-|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|seed-oss|exaone|minimax|kimi-k2"
+        r"|bailing|ling-|ring-|mimo).*",
         "is of a family that is not trained here",
     ),
 )
