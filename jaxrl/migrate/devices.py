@@ -39,7 +39,7 @@ def mesh(
     if tp > 1:
         m.set("mesh.tp", tp, *keys)
     count = gpus or m.gpus
-    if ep > 1 and count and count % ep == 0 and count % (tp * cp * ep):  # there experts lie over the GPUs of tensors, too
+    if ep > 1 and count and count % ep == 0 and count % (tp * cp * ep):  # there they lie over the GPUs of tensors, too
         there, ep = ep, max(n for n in range(1, ep) if not ep % n and (n == 1 or not count % (tp * cp * n)))
         m.differs(
             f"experts are split over mesh.ep={ep} x mesh.tp={tp} GPUs; there in {there} parts, over GPUs that tensors "
