@@ -1,7 +1,8 @@
 """Showing of replayed experts: GRPO on configs/grpo_moe.py with the update's own experts, those of the scoring pass (R2) and
 those of the sampler (R3), beside a sampler whose routers are noisy.
 
-    python evidence/routes.py [seeds]      # default: 0; about ten quiet minutes a seed; KEEP=folder keeps the runs
+    python evidence/routes.py [seeds]      # default: 0; about ten quiet minutes a seed; KEEP=folder keeps the runs; results of
+                                           # other seeds stay as they are, each with its commit
 
 Each run begins from the same warm start (configs/grpo_moe.py:sft), takes four optimizer steps per batch, so that old
 log-probs are scored and the router moves within a step, and corrects for no mismatch: what the sampler does otherwise meets
@@ -21,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
 import numpy as np  # noqa: E402
-from common import commit, record, table  # noqa: E402
+from common import RESULTS, commit, record, table  # noqa: E402
 
 import jaxrl  # noqa: E402
 from jaxrl.config import load_config, put  # noqa: E402
@@ -63,6 +64,9 @@ def measured(rows: list[dict]) -> dict:
 
 def main(seeds: list[int]) -> None:
     at, results = commit(), []
+    if (RESULTS / "routes.json").exists():
+        was = json.loads((RESULTS / "routes.json").read_text())
+        results = [{"commit": was["commit"], **row} for row in was["results"] if row["seed"] not in seeds]
     top = Path(os.environ.get("KEEP", "") or tempfile.mkdtemp())
     for seed in seeds:
         start = warm(seed, top)
@@ -72,7 +76,7 @@ def main(seeds: list[int]) -> None:
                     "run.seed": seed, "run.warm_start": "", "model.path": str(start), "algorithm.routes": routes,
                     "algorithm.num_minibatches": 4, "algorithm.mismatch.correction": "none", "checkpoint.export_at_end": False,
                     "rollout.engine": f"{HERE / 'noisy_router.py'}:make_engine", "user.noise": noise})
-                results.append({"seed": seed, "noise": noise, "routes": routes, **measured(rows)})
+                results.append({"commit": at, "seed": seed, "noise": noise, "routes": routes, **measured(rows)})
                 print(json.dumps(results[-1]), flush=True)
                 record("routes", results, at)
     table(["seed", "noise", "routes", "accuracy", "gap/mean", "outside clip", "mismatch", "replayed"], [
