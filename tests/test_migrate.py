@@ -248,9 +248,9 @@ def test_a_token_mean_of_each_micro_batch_is_one_of_as_many_completions():
         return v["algorithm.aggregation"], v.get("algorithm.aggregation_sequences")
 
     micro, whole = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ("token_mean", None)
-    assert of("verl", micro, 4) == ("token_mean", 4) and of("verl", micro, 1) == ("sequence_mean", None)
-    assert of("verl", micro, 4, **{"actor_rollout_ref.actor.use_dynamic_bsz": True}) == whole
-    assert of("verl", micro, 4, **{"trainer.use_legacy_worker_impl": "disable"}) == whole
+    assert of("verl", micro, 4, "0.7") == ("token_mean", 4) and of("verl", micro, 1, "0.7") == ("sequence_mean", None)
+    assert of("verl", micro, 4) == whole == of("verl", micro, 4, "0.7", **{"actor_rollout_ref.actor.use_dynamic_bsz": True})
+    assert of("verl", micro, 4, "0.7", **{"trainer.use_legacy_worker_impl": "disable"}) == whole
     micro, legacy = "trainer.micro_train_batch_size_per_gpu", {"trainer.algorithm.loss_reduction": "token_mean_legacy"}
     assert of("skyrl", micro, 4) == whole and of("skyrl", micro, 4, **legacy) == of("skyrl", micro, 4, "train-0.4") == ("token_mean", 4)
     assert of("trl", "per_device_train_batch_size", 4, "0.18") == ("token_mean", 4) and of("trl", "per_device_train_batch_size", 4) == whole

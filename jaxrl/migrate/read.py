@@ -60,7 +60,7 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
     most keys."""
     found = []
     for command in shell.commands(path, environment, notes):
-        line = " ".join(text for text, _ in command.words if not re.match(r"[\w.+~/-]+=", text))
+        line = " ".join(text for text, _ in command.words if not re.match(r"(?!--config)[\w.+~/-]+=", text))
         fits = bool(re.search(table.command, line))
         settings = _command(table, command, path, notes)
         if settings:
@@ -78,6 +78,7 @@ def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Se
     out: list[Setting] = []
     words = command.words
     folder, configs = "", []
+    known = {name for key in table.keys() for name in key.names()}
     i = 0
     while i < len(words):
         text, line = words[i]
@@ -102,7 +103,7 @@ def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Se
                 Setting(flag[1].replace("-", "_"), True if not value else value[0] if len(value) == 1 else value, where)
             )
         elif not text.startswith("--"):
-            out += [s for s in override(text, where) if "." in s.key or len(out)]
+            out += [s for s in override(text, where) if "." in s.key or len(out) or s.key in known]
         i += 1
     return [*(s for config in configs for s in _named_config(path, folder, config, notes)), *out]
 

@@ -1,6 +1,6 @@
 """verl (PPO, GRPO and their kin; its supervised trainer is refused): what its keys mean here.
 
-Read from its code and generated configs at the tags v0.3.0, v0.4.1, v0.5.0, v0.6.1, v0.7.0. A batch is counted in
+Read from its code and generated configs at the tags v0.3.0, v0.4.1, v0.5.0, v0.6.1, v0.7.0, v0.8.0, v0.9.0. A batch is counted in
 prompts, and so are mini-batches; rollout.n is 1 unless it is set.
 """
 
@@ -8,21 +8,11 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
+from jaxrl.migrate.systems import verl_distill as distill
+from jaxrl.migrate.systems import verl_engine as engine
 from jaxrl.migrate.systems import verl_meaning as meaning
-from jaxrl.migrate.systems.verl_meaning import (
-    ACTOR,
-    ALGO,
-    CORRECTION,
-    CRITIC,
-    DATA,
-    MEGATRON,
-    MODEL,
-    REF,
-    RM,
-    ROLLOUT,
-    TRAINER,
-    VAL,
-)
+from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
+from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
 from jaxrl.migrate.systems.verl_optimizer import optimizer
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
@@ -33,7 +23,9 @@ LOSS = lambda mode: {ACTOR + "policy_loss.loss_mode": mode}  # noqa: E731
 OVERLONG = RM + "reward_kwargs.overlong_buffer_cfg."
 TIS, FILTER = {CORRECTION + "rollout_is": "token"}, {ALGO + "filter_groups.enable": True}
 LORA, KL = {MODEL + "lora_rank": 16}, {ACTOR + "use_kl_loss": True}
-RMODEL = {RM + "enable": True}
+VEOMNI, TITAN = {"model_engine": "veomni"}, {"model_engine": "torchtitan"}
+MLORA = {**MEGA, MODEL + "lora.rank": 16}
+RMODEL, RK, NEW = {RM + "enable": True}, "reward.reward_kwargs.overlong_buffer_cfg.", "reward.reward_model."
 
 
 def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
@@ -51,11 +43,29 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
         K(o + "lr_decay_steps", "equivalent", other=100, beside=mega),
         K(o + "lr_warmup_init", "equivalent", default=0.0, other=1e-7, beside=mega),
         K(o + "min_lr", "equivalent", default=0.0, other=1e-7, beside=mega),
-        K(o + "optimizer", "equivalent", other="SGD", beside=beside))
+        K(o + "optimizer", "equivalent", other="SGD", beside=beside),
+        K(o + "clip_grad", "equivalent", default=1.0, other=0.5, beside=beside),
+        K(o + "lr_min", "equivalent", default=0.0, other=1e-7, beside={**beside, **VEOMNI}),
+        K(o + "lr_start", "equivalent", default=0.0, other=1e-7, beside={**beside, **VEOMNI}),
+        K(o + "lr_decay_ratio", "equivalent", default=1.0),
+        K(o + "name", "equivalent", default="AdamW", other="SGD", beside={**beside, **TITAN}),
+        K(o + "eps", "equivalent", default=1e-8, other=1e-6, beside={**beside, **TITAN}),
+        K(o + "decay_type", "equivalent", default="linear", other="cosine", beside={**beside, **TITAN}),
+        K(o + "min_lr_factor", "equivalent", default=0.0, other=0.1, beside={**beside, **TITAN}))
+
+
+def optimizer_rest(o: str) -> tuple[Key, ...]:
+    """Rows of options of an optimizer that stand alone."""
+    return (
+        K(o + "zero_indexed_step", "unsupported", fine=(True,), why="a schedule counts from 0"),
+        K(o + "use_precision_aware_optimizer", "unsupported", fine=(False,), why="AdamW's moments are in fp32"),
+        K(o + "main_grads_dtype", "inert", why="read with use_precision_aware_optimizer alone",
+          also=(o + "exp_avg_dtype", o + "exp_avg_sq_dtype")),
+        K(o + "muon_*", "inert", why="read by Muon alone", also=(o + "use_layer_wise_*",)))
 
 
 TABLE = Table(
-    name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7"),
+    name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",
@@ -81,7 +91,6 @@ TABLE = Table(
             K(CRITIC + "model.path", "equivalent", other="another/model", beside=GAE),
             K(CRITIC + "optim.lr", "equivalent", default=1e-5, other=2e-5, beside=GAE),
             K(CRITIC + "optim.weight_decay", "equivalent", default=0.01, other=0.1, beside=GAE),
-            K(CRITIC + "grad_clip", "equivalent", default=1.0, other=0.5, beside=GAE, also=(CRITIC + "optim.clip_grad",)),
             K(CRITIC + "cliprange_value", "equivalent", default=0.5, other=0.2, beside=GAE),
             K(TRAINER + "critic_warmup", "equivalent", default=0, other=5, beside=GAE)), meaning.advantage),
         Joint("loss", (
@@ -96,11 +105,10 @@ TABLE = Table(
             *(K(ACTOR + "policy_loss.clip_cov_" + n, "equivalent", default=d, other=o, beside=LOSS("clip_cov")) for n, d, o in (
                 ("ratio", 0.0002, 0.001), ("lb", 1.0, 0.5), ("ub", 5.0, 9.0))),
             K(ACTOR + "loss_agg_mode", "equivalent", default="token-mean", other="seq-mean-token-mean"),
-            K("trainer.use_legacy_worker_impl", "equivalent", default="auto", other="disable",
-              beside={ACTOR + "ppo_micro_batch_size_per_gpu": 4}),
+            K("trainer.use_legacy_worker_impl", "equivalent", default="auto"),
             K(ACTOR + "loss_scale_factor", "equivalent", other=4096,
               beside={ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"})), meaning.loss),
-        K(ACTOR + "policy_loss.*", "inert", why="read by kl_cov alone"),
+        K(ACTOR + "policy_loss.*", "inert", why="read by kl_cov or dro alone"),
         Joint("KL", (
             K(ACTOR + "use_kl_loss", "equivalent", default=False, other=True),
             K(ACTOR + "kl_loss_coef", "equivalent", default=0.001, other=0.01, beside=KL),
@@ -126,16 +134,18 @@ TABLE = Table(
         Joint("filtering", (
             K(ALGO + "filter_groups.enable", "equivalent", default=False, other=True),
             K(ALGO + "filter_groups.metric", "equivalent", default=""),
-            K(ALGO + "filter_groups.max_num_gen_batches", "equivalent", default=0, other=10, beside=FILTER)), meaning.filtering),
+            K(ALGO + "filter_groups.max_num_gen_batches", "equivalent", default=0)), meaning.filtering),
+        K(ALGO + "filter_groups.max_inflight_gen_batches", "automatic", why="a step asks for as many prompts as it lacks"),
         Joint("length penalty", (
             K(OVERLONG + "enable", "equivalent", default=False, other=True, beside={OVERLONG + "len": 100},
-              also=("reward_model.overlong_buffer.enable",)),
+              also=("reward_model.overlong_buffer.enable", RK + "enable")),
             K(OVERLONG + "len", "equivalent", default=0, other=100, beside={OVERLONG + "enable": True},
-              also=("reward_model.overlong_buffer.len",)),
-            K(OVERLONG + "penalty_factor", "equivalent", default=1.0, other=0.5, also=("reward_model.overlong_buffer.penalty_factor",),
+              also=("reward_model.overlong_buffer.len", RK + "len")),
+            K(OVERLONG + "penalty_factor", "equivalent", default=1.0, other=0.5,
+              also=("reward_model.overlong_buffer.penalty_factor", RK + "penalty_factor"),
               beside={OVERLONG + "enable": True, OVERLONG + "len": 100})), meaning.length_penalty),
-        K(OVERLONG + "log", "automatic", why="parts of rewards are metrics", also=("reward_model.overlong_buffer.log",)),
-        K(RM + "reward_kwargs.max_resp_len", "automatic", why="rollout.max_new_tokens"),
+        K(OVERLONG + "log", "automatic", why="parts of rewards are metrics", also=("reward_model.overlong_buffer.log", RK + "log")),
+        K(RM + "reward_kwargs.max_resp_len", "automatic", why="rollout.max_new_tokens", also=("reward.reward_kwargs.max_resp_len",)),
         Joint("sampling", (
             K(ROLLOUT + "temperature", "equivalent", default=1.0, other=0.7),
             K(ROLLOUT + "top_p", "equivalent", default=1, other=0.9),
@@ -143,21 +153,34 @@ TABLE = Table(
             K(ROLLOUT + "do_sample", "equivalent", default=True)), meaning.sampling),
         Joint("optimizer", (
             K(ACTOR + "optim.lr", "equivalent", default=1e-6, other=2e-6),
+            K(ACTOR + "grad_clip", "equivalent", default=1.0),
+            K(CRITIC + "grad_clip", "equivalent", default=1.0),
             *optimizer_keys(ACTOR + "optim.", {}, "0.5"),
             *optimizer_keys(CRITIC + "optim.", GAE, "0.6")), optimizer),
         K(ACTOR + "optim.weight_decay", to="optimizer.weight_decay", default=0.01, other=0.1),
-        K(ACTOR + "grad_clip", to="optimizer.max_grad_norm", default=1.0, other=0.5, also=(ACTOR + "optim.clip_grad",)),
         K(ACTOR + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),
         K(ACTOR + "optim.num_cycles", "unsupported", fine=(0.5,), why="a cosine falls once"),
         K(ACTOR + "optim.optimizer_impl", "unsupported", fine=("torch.optim",), also=(CRITIC + "optim.optimizer_impl",),
           why="AdamW's moments are in fp32, whatever package it is of"),
         K(CRITIC + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),
+        *optimizer_rest(ACTOR + "optim."), *optimizer_rest(CRITIC + "optim."),
         K(CRITIC + "optim.**", "unsupported", fine=(None, {}, False, "constant", 0.5), why="an option of its optimizers"),
         K(ACTOR + "optim.**", "unsupported", fine=(None, {}, False, "constant"), why="an option of its optimizers"),
         Joint("layout", (
             K(TRAINER + "nnodes", "equivalent", default=1),
             K(TRAINER + "n_gpus_per_node", "equivalent", default=8, other=4),
             K(ACTOR + "strategy", "equivalent", default="fsdp"),
+            K("model_engine", "equivalent", default="dp", other="megatron", beside={MEGATRON + "tensor_model_parallel_size": 2}),
+            *megatron_keys(ACTOR + "mindspeed.", {"model_engine": "mindspeed"}),
+            *(K(ACTOR + n, "equivalent", default=1, other=2 if n != "torchtitan.pipeline_parallel_size" else None,
+                beside=VEOMNI if n.startswith("veomni") else TITAN) for n in (
+                "veomni.ulysses_parallel_size", "veomni.expert_parallel_size", "torchtitan.tensor_parallel_size",
+                "torchtitan.pipeline_parallel_size", "torchtitan.context_parallel_size", "torchtitan.expert_parallel_size")),
+            K(ACTOR + "veomni.fsdp_size", "equivalent", default=-1, other=4, beside=VEOMNI),
+            *(K(f"{ACTOR}{n}.{what}_offload", "equivalent", default=False, other=True, beside={"model_engine": n})
+              for n in ("veomni", "torchtitan", "mindspeed") for what in ("param", "optimizer")),
+            *(K(f"{REF}{n}.param_offload", "equivalent", default=False, other=True, beside={**KL, "model_engine": n})
+              for n in ("veomni", "torchtitan", "mindspeed")),
             *megatron_keys(MEGATRON, MEGA),
             K(MEGATRON + "param_offload", "equivalent", default=False, other=True, beside=MEGA),
             K(MEGATRON + "optimizer_offload", "equivalent", default=False, other=True, beside=MEGA),
@@ -170,7 +193,7 @@ TABLE = Table(
             K(ACTOR + "ulysses_sequence_parallel_size", "equivalent", default=1,
               also=(ACTOR + "fsdp_config.ulysses_sequence_parallel_size",)),
             K(ROLLOUT + "name", "equivalent", default="vllm"),
-            K(ROLLOUT + "tensor_model_parallel_size", "equivalent", default=2, other=4)), meaning.layout),
+            K(ROLLOUT + "tensor_model_parallel_size", "equivalent", default=2, other=4)), engine.layout),
         *(K(ROLLOUT + n, "unsupported", fine=(1,), why="servers split a model by tensor_parallel") for n in (
             "pipeline_model_parallel_size", "expert_parallel_size", "data_parallel_size")),
         Joint("memory", (
@@ -201,14 +224,22 @@ TABLE = Table(
         Joint("reward", (
             K("custom_reward_function.path", "equivalent", other="mine.py", also=("reward.custom_reward_function.path",)),
             K("custom_reward_function.name", "equivalent", default="compute_score", also=("reward.custom_reward_function.name",)),
-            K("custom_reward_function.reward_kwargs.*", "equivalent"),
-            K(RM + "enable", "equivalent", default=False, other=True),
+            K("custom_reward_function.reward_kwargs.*", "equivalent", also=("reward.custom_reward_function.reward_kwargs.*",)),
+            K(RM + "enable", "equivalent", default=False, other=True, also=(NEW + "enable",)),
             K(RM + "use_reward_loop", "automatic", why="a reward model scores whole answers in its own template",
               default=Since(("0.3", False), ("0.7", True))),
-            K(RM + "model.path", "equivalent", default="~/models/FsfairX-LLaMA3-RM-v0.1", other="x/y", beside=RMODEL)), meaning.reward),
-        K(RM + "reward_manager", "unsupported", fine=("naive", "dapo", "batch", "prime"), also=("reward_manager.name",),
+            K(RM + "model.path", "equivalent", default=Since(("0.3", "~/models/FsfairX-LLaMA3-RM-v0.1"), ("0.8", None)), other="x/y",
+              beside=RMODEL, also=(NEW + "model_path",))), meaning.reward),
+        K(RM + "reward_manager", "unsupported", fine=("naive", "dapo", "batch", "prime", "remote"),
+          also=("reward_manager.name", "reward.reward_manager.name"),
           why="a reward manager of its own: write the reward as a function"),
-        K(RM + "sandbox_fusion.url", "ask", why="set sandbox.backend=remote, sandbox.url and sandbox.api=fusion"),
+        K("reward.reward_manager.source", "unsupported", fine=("register",), refuse=True, why="a reward manager of a file: write a function"),
+        K("reward.reward_manager.module.*", "inert", why="read with source=importlib alone"),
+        K(RM + "sandbox_fusion.url", "ask", why="set sandbox.backend=remote, sandbox.url and sandbox.api=fusion",
+          also=("sandbox_fusion.url", "reward.sandbox_fusion.url")),
+        K("sandbox_fusion.*", "automatic", why="sandbox.workers and sandbox.memory_mb", also=("reward.sandbox_fusion.*",)),
+        K(NEW + "**", "automatic", why="the reward model is held beside the policy"),
+        K("reward.num_workers", "automatic", why="reward.workers"),
         K(RM + "max_length", to="reward.model.max_sequence_tokens", other=4096),
         K(RM + "**", "automatic", why="the reward model is sharded as the policy"),
         K("reward_manager.**", "automatic", why="rewards are functions"),
@@ -227,7 +258,17 @@ TABLE = Table(
             K(MODEL + "lora_alpha", "equivalent", default=16, other=32, beside=LORA),
             K(MODEL + "target_modules", "equivalent", default="all-linear", other=["q_proj"], beside=LORA),
             K(MODEL + "exclude_modules", "equivalent", other=["lm_head"], beside=LORA),
-            K(MODEL + "lora_adapter_path", "equivalent", other="a/b")), meaning.adapters),
+            K(MODEL + "lora_adapter_path", "equivalent", other="a/b"),
+            K(MODEL + "lora.rank", "equivalent", default=0, other=16, beside=MEGA),
+            K(MODEL + "lora.alpha", "equivalent", default=32, other=64, beside=MLORA),
+            K(MODEL + "lora.target_modules", "equivalent", default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+              other=["linear_qkv"], beside=MLORA),
+            K(MODEL + "lora.exclude_modules", "equivalent", default=[], other=["linear_fc2"], beside=MLORA),
+            K(MODEL + "lora.dropout", "equivalent", default=0.0),
+            K(MODEL + "lora.type", "equivalent", default="lora", other="dora", beside=MLORA),
+            K(MODEL + "lora.lora_A_init_method", "equivalent", default="xavier"),
+            K(MODEL + "lora.adapter_path", "equivalent", other="a/b", beside=MLORA)), meaning.adapters),
+        K(MODEL + "lora.**", "automatic", why="adapters are merged as lora.publish says, and are of the language model"),
         Joint("places", (
             K(TRAINER + "default_local_dir", "equivalent", other="runs/x"),
             K(TRAINER + "save_freq", "equivalent", default=-1, other=20),
@@ -247,7 +288,7 @@ TABLE = Table(
         K(ACTOR + "fsdp_config.model_dtype", "equivalent", "train.param_dtype", lambda d: common.DTYPES.get(str(d), str(d)),
           default="fp32", other="bf16"),
         K(ROLLOUT + "gpu_memory_utilization", to="rollout.vllm.memory_fraction", default=0.5, other=0.6),
-        K(ROLLOUT + "max_num_seqs", to="rollout.vllm.max_running", default=1024, other=128),
+        K(ROLLOUT + "max_num_seqs", to="rollout.vllm.max_running", default=Since(("0.3", 1024), ("0.9", 256)), other=128),
         K(ROLLOUT + "enable_chunked_prefill", to="rollout.vllm.chunked_prefill", default=True, other=False),
         K(ROLLOUT + "enable_prefix_caching", to="rollout.vllm.prefix_caching", default=True, other=False),
         K(ROLLOUT + "max_num_batched_tokens", "equivalent", "rollout.vllm.engine_kwargs.max_num_batched_tokens", default=8192, other=4096),
@@ -260,27 +301,52 @@ TABLE = Table(
         K(ROLLOUT + "agent.*", "automatic", why="requests are asynchronous", also=(ROLLOUT + "agent.custom_async_server.*",)),
         K(ROLLOUT + "ignore_eos", "unsupported", fine=(False,), refuse=True, why="an end token ends a completion"),
         K(ROLLOUT + "quantization", "unsupported", why="name it in rollout.vllm.engine_kwargs by hand"),
-        K(ROLLOUT + "skip_rollout", "unsupported", fine=(False,), refuse=True, why="completions from a dump"),
+        K(ROLLOUT + "skip_rollout", "unsupported", fine=(False,), refuse=True, why="completions from a dump",
+          also=(ROLLOUT + "skip.enable", "skip.rollout.enable", "skip.rollout_tq.enable", "skip.async_rollout.enable")),
+        K("skip.**", "inert", why="read with its enable alone", also=(ROLLOUT + "skip.*",)),
+        K(ROLLOUT + "full_determinism", "unsupported", fine=(False,), why="vLLM's batch invariance is a variable in rollout.vllm.env"),
+        K(ROLLOUT + "over_sample_rate", "unsupported", fine=(0, 0.0), why="no answer is drawn to be left out"),
+        K(ROLLOUT + "nnodes", "inert", why="read by the trainer that samples apart", also=(ROLLOUT + "n_gpus_per_node",)),
+        K(ROLLOUT + "moe_tensor_parallel_size", "unsupported", fine=(1,), why="servers split a model by tensor_parallel"),
+        K(ROLLOUT + "enable_rollout_routing_replay", "inert", why="read with the actor's router_replay alone"),
         K(DATA + "apply_chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
         K(DATA + "custom_cls.path", "unsupported", refuse=True, why="a data set class of its own: write the rows as JSONL or Parquet"),
         K(DATA + "sampler.*", "unsupported", why="a sampler of its own: data.difficulty and data.sources order rows"),
         K(DATA + "datagen.*", "unsupported", refuse=True, why="rows that are made while training"),
-        K(DATA + "image_key", "inert", why="only text is read", also=(DATA + "video_key", DATA + "image_patch_size",
+        K(DATA + "image_key", "inert", why="only text is read", also=(DATA + "video_key", DATA + "image_patch_size", DATA + "audio_key",
+                                                                     DATA + "mm_processor_kwargs.**", DATA + "mm_processor_kwargs",
                                                                      DATA + "return_multi_modal_inputs")),
         K(DATA + "validation_shuffle", "automatic", why="evaluation takes all rows"),
         K(ALGO + "use_pf_ppo", "unsupported", fine=(False,), refuse=True, why="PF-PPO's reweighing of samples"),
         K(ALGO + "pf_ppo.*", "inert", why="read with use_pf_ppo alone"),
-        K(ACTOR + "router_replay.mode", "unsupported", fine=("disabled",), why="set algorithm.routes by hand"),
-        K(ACTOR + "router_replay.*", "inert", why="read with router_replay.mode alone"),
+        K(ALGO + "gdpo_reward_keys", "inert", why="read by the estimator gdpo alone", also=(ALGO + "gdpo_reward_weights",)),
+        K(ACTOR + "router_replay.mode", "unsupported", fine=("disabled",), why="set algorithm.routes by hand",
+          also=(MEGATRON + "router_replay.mode", ACTOR + "veomni.router_replay.mode")),
+        K(ACTOR + "router_replay.*", "inert", why="read with router_replay.mode alone",
+          also=(MEGATRON + "router_replay.*", ACTOR + "veomni.router_replay.*")),
+        *(K(place + "qat.enable", "unsupported", fine=(False,), refuse=True, why="training for a quantised model") for place in (
+            ACTOR, ACTOR + "fsdp_config.", MEGATRON)),
+        K(ACTOR + "qat.*", "inert", why="read with qat.enable alone", also=(ACTOR + "fsdp_config.qat.*", MEGATRON + "qat.*")),
+        Joint("trainer", (
+            K(TRAINER + "use_v1", "equivalent", default=True),
+            K(TRAINER + "v1.trainer_mode", "equivalent", default="sync")), meaning.later),
+        K(TRAINER + "v1.sampler.custom_sampler.path", "unsupported", refuse=True, why="a replay buffer of its own"),
+        K(TRAINER + "v1.sampler.sync_refill_failed_groups", "unsupported", fine=(False,), why="a failed group counts as masked"),
+        K(TRAINER + "v1.**", "inert", why="read by the trainers that sample ahead"),
+        K(CRITIC + "enable", "automatic", why="there is a critic where the advantage is gae"),
+        Joint("distillation", distill.KEYS, distill.distillation),
+        K(distill.D + "**", "automatic", why="the teacher reads rows as the reference does"),
         K(MODEL + "mtp.enable", "unsupported", fine=(False,), why="multi-token prediction"),
         K(MODEL + "mtp.*", "inert", why="read with mtp.enable alone"),
         K(MODEL + "enable_activation_offload", "unsupported", fine=(False,), why="set model.remat=offload by hand"),
         K("async_training.**", "unsupported", refuse=True, also=("rollout.**",), why="its fully asynchronous recipe: rollout.max_staleness"),
-        K("optim.**", "unsupported", refuse=True, also=("model.**",), why="its supervised trainer is not read; run.recipe=sft is ours"),
+        K("actor", "unsupported", also=("ref", "critic"), why="a group of configs of its own: the engine's sizes are not read"),
+        K("optim.**", "unsupported", refuse=True, also=("model.**", "engine.**", "engine"),
+          why="its supervised trainer is not read; run.recipe=sft is ours"),
         *(K(name, "automatic", why=why, also=also) for name, why, also in (
             (ACTOR + "ppo_micro_batch_size", "packed rows (train.tokens_per_microbatch)", ()),
             (ACTOR + "fsdp_config.**", "the mesh and XLA decide", ()),
-            (ACTOR + "megatron.**", "the mesh and XLA decide", ()),
+            (ACTOR + "megatron.**", "the mesh and XLA decide", (ACTOR + "veomni.**", ACTOR + "torchtitan.**", ACTOR + "mindspeed.**")),
             (ACTOR + "checkpoint.**", "a checkpoint is whole; export is checkpoint.export_*", (CRITIC + "checkpoint.**",)),
             (ACTOR + "profiler.**", "profile.steps", ("global_profiler.**", TRAINER + "profile_steps", REF + "profiler.**",
                                                     CRITIC + "profiler.**", ROLLOUT + "profiler.**", TRAINER + "npu_profile.**",
@@ -310,7 +376,6 @@ TABLE = Table(
             (TRAINER + "**", "no counterpart is needed", ()),
             ("actor_rollout_ref.hybrid_engine", "engine and trainer take turns", ()),
             ("actor_rollout_ref.nccl_timeout", "rollout.timeout_seconds and launch.wait_seconds", ()),
-            ("ray_kwargs.**", "no Ray", ("ray_init.**", "transfer_queue.**")),
-            ("model_engine", "jit over a mesh", ()))),
+            ("ray_kwargs.**", "no Ray", ("ray_init.**", "transfer_queue.**")))),
     ),
 )

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common, devices
+import re
+
+from jaxrl.migrate import common
+from jaxrl.migrate.systems.verl_engine import ACTOR, MODEL, ROLLOUT, TRAINER, rank, since
 from jaxrl.migrate.table import Migration
 
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
-MODEL, CRITIC, ALGO, DATA, TRAINER, RM = (
-    "actor_rollout_ref.model.",
-    "critic.",
-    "algorithm.",
-    "data.",
-    "trainer.",
-    "reward_model.",
-)
-VAL, CORRECTION, MEGATRON = ROLLOUT + "val_kwargs.", ALGO + "rollout_correction.", ACTOR + "megatron."
+CRITIC, ALGO, DATA, RM = "critic.", "algorithm.", "data.", "reward_model."
+VAL, CORRECTION = ROLLOUT + "val_kwargs.", ALGO + "rollout_correction."
 
 
 def batch(m: Migration):
     prompts, mini = m.integer(DATA + "train_batch_size"), m.integer(ACTOR + "ppo_mini_batch_size")
     epochs, group = m.integer(ACTOR + "ppo_epochs"), m.integer(ROLLOUT + "n")
+    if not prompts and m.all("async_training.**"):
+        return  # a batch of another kind; the recipe is refused
     common.batch(m, prompts, group, (DATA + "train_batch_size",), ROLLOUT + "n")
     m.set("algorithm.ppo_epochs", epochs, ACTOR + "ppo_epochs")
     common.minibatches(
@@ -83,12 +80,8 @@ def _critic(m: Migration):
     m.set("critic.lr", m.number(own + "lr"), own + "lr")
     m.set("critic.value_clip", m.number(CRITIC + "cliprange_value"), CRITIC + "cliprange_value")
     m.set("critic.warmup_steps", m.integer(TRAINER + "critic_warmup"), TRAINER + "critic_warmup")
-    for option, key, ours in (
-        ("weight_decay", own + "weight_decay", ACTOR + "optim.weight_decay"),
-        ("max_grad_norm", CRITIC + "grad_clip", ACTOR + "grad_clip"),
-    ):
-        if m.number(key) != m.number(ours):
-            m.set(f"critic.optimizer.{option}", float(m.number(key)), key)
+    if m.number(own + "weight_decay") != m.number(ACTOR + "optim.weight_decay"):
+        m.set("critic.optimizer.weight_decay", float(m.number(own + "weight_decay")), own + "weight_decay")
 
 
 LOSSES = {  # loss_mode -> (loss, ratio, aggregation that it has whatever loss_agg_mode says)
@@ -99,13 +92,14 @@ LOSSES = {  # loss_mode -> (loss, ratio, aggregation that it has whatever loss_a
     "sapo": ("sapo", "token", "sequence_mean"),
     "gpg": ("pg", "token", ""),
     "clip_cov": ("clip", "token", ""),
+    "dppo_tv": ("dppo", "token", ""),
 }
 
 
 def loss(m: Migration):
     name, low, high = ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"
     mode = m.text(name)
-    if mode not in LOSSES:
+    if mode not in LOSSES or mode == "dppo_tv" and not since(m, "0.8"):
         m.lacks(
             name,
             f"{mode!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/extend.md)",
@@ -132,6 +126,14 @@ def loss(m: Migration):
     elif kind == "sapo":
         m.set("algorithm.sapo_tau_pos", m.number(ACTOR + "tau_pos"), ACTOR + "tau_pos")
         m.set("algorithm.sapo_tau_neg", m.number(ACTOR + "tau_neg"), ACTOR + "tau_neg")
+    elif kind == "dppo":
+        m.set("algorithm.dppo_low", a, low)
+        m.set("algorithm.dppo_high", b, high)
+        m.facts["DPPO"] = f"-{a:g} to {b:g}"
+        if m.number(ACTOR + "clip_ratio_c") < 20:
+            m.lacks(ACTOR + "clip_ratio_c", "DPPO's weight is a ratio of at most 20 here, whatever it is there")
+        elif m.number(ACTOR + "clip_ratio_c") > 20:
+            m.differs("DPPO's weight is a ratio of at most 20 here; there clip_ratio_c is its bound")
     elif kind == "clip":
         if mode == "clip_cov":
             common.clip_cov(m, *(ACTOR + "policy_loss.clip_cov_" + n for n in ("ratio", "lb", "ub")), name)
@@ -155,10 +157,18 @@ def _aggregation(m: Migration, fixed: str):
         m.set("algorithm.aggregation", fixed, ACTOR + "policy_loss.loss_mode")
         m.mark(name, "inert", "this loss has an aggregation of its own")
         return
+    if m.text(name) == "token-sum" and since(m, "0.9"):
+        sequences = (m.integer(ACTOR + "ppo_mini_batch_size") or 1) * m.integer(ROLLOUT + "n")
+        m.set("algorithm.aggregation", "constant", name)
+        keys = (name, ACTOR + "ppo_mini_batch_size", ROLLOUT + "n")
+        m.set("algorithm.aggregation_constant", 1 / sequences, *keys)
+        return
     kind = m.choice(name, AGGREGATIONS)
     if kind is None:
         return
-    if kind == "token_mean":
+    if kind == "token_mean" and since(m, "0.8"):
+        m.set("algorithm.aggregation", kind, name)
+    elif kind == "token_mean":
         dynamic, micro = ACTOR + "use_dynamic_bsz", ACTOR + "ppo_micro_batch_size_per_gpu"
         size, engine = 0 if m.flag(dynamic) else m.integer(micro) or 0, "trainer.use_legacy_worker_impl"
         if m.text(engine) == "disable":  # its newer workers count the tokens of all
@@ -173,6 +183,13 @@ def _aggregation(m: Migration, fixed: str):
         keys = (factor,) if m[factor] else (factor, DATA + "max_response_length")
         m.set("algorithm.aggregation_constant", total, name, *keys)
         m.facts["Dr.GRPO's constant"] = total
+        if since(m, "0.8"):
+            if since(m, "0.9") and not m[factor]:
+                m.differs(
+                    "without loss_scale_factor verl divides by the longest answer of each micro-batch; here by one "
+                    "constant, the longest that may be"
+                )
+            return
         m.differs(
             "verl's seq-mean-token-sum-norm adds up the answers of a micro-batch and does not divide by their number; "
             "here it is their mean, as Dr.GRPO has it: its learning rate may have to be that much larger"
@@ -218,13 +235,19 @@ def kl(m: Migration):
 
 def mismatch(m: Migration):
     level, reject, c = m[CORRECTION + "rollout_is"], m.text(CORRECTION + "rollout_rs"), CORRECTION
-    threshold, key = m.number(c + "rollout_is_threshold"), c + "rollout_is"
+    key, given, icepop = c + "rollout_is", m[c + "rollout_is_threshold"], None
+    if since(m, "0.8") and isinstance(given, str) and "_" in given:
+        low, _, high = given.partition("_")
+        icepop, threshold = float(low), float(high)
+    else:
+        threshold = m.number(c + "rollout_is_threshold")
     if not level and m.number(ACTOR + "tis_imp_ratio_cap") and m.number(ACTOR + "tis_imp_ratio_cap") > 0:
         level, threshold, key = "token", m.number(ACTOR + "tis_imp_ratio_cap"), ACTOR + "tis_imp_ratio_cap"
     if reject:
         m.lacks(
             c + "rollout_rs",
-            "what is rejected is also weighed here (algorithm.mismatch.correction=..._mis)",
+            f"{reject}: answers and tokens that are rejected leave the mean's denominators there; here a mask is a "
+            "weight, too (algorithm.mismatch.correction=..._mis), and they stay in them",
             refuse=True,
         )
     if m.flag(c + "bypass_mode"):
@@ -234,7 +257,9 @@ def mismatch(m: Migration):
         m.set("algorithm.mismatch.correction", "none", c + "bypass_mode", c + "rollout_is")
         return
     if level in ("token", "sequence"):
-        m.set("algorithm.mismatch.correction", f"{level}_tis", key)
+        m.set("algorithm.mismatch.correction", f"{level}_{'tis' if icepop is None else 'mis'}", key)
+        if icepop is not None:
+            m.set("algorithm.mismatch.low", icepop, c + "rollout_is_threshold")
         m.set("algorithm.mismatch.cap", threshold, c + "rollout_is_threshold" if key.endswith("rollout_is") else key)
         if m.flag(c + "rollout_is_batch_normalize"):
             m.lacks(c + "rollout_is_batch_normalize", "weights are not brought to a mean of 1")
@@ -270,7 +295,7 @@ def sampling(m: Migration):
 
 
 def evaluation(m: Migration):
-    interval = m.integer(TRAINER + "test_freq")
+    interval = 0 if m[TRAINER + "test_freq"] == "after_each_epoch" else m.integer(TRAINER + "test_freq")
     common.triggers(m, "eval.every_steps", interval, TRAINER + "test_freq")
     m.set("eval.before", m.flag(TRAINER + "val_before_train"), TRAINER + "val_before_train")
     m.set("eval.after", interval > 0, TRAINER + "test_freq")
@@ -295,56 +320,6 @@ def evaluation(m: Migration):
         m.set("run.mode", "eval", TRAINER + "val_only")
 
 
-MESH = tuple(MEGATRON + name for name in devices.MEGATRON.values())
-
-
-def layout(m: Migration):
-    nodes, per = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node")
-    m.gpus = m.gpus or nodes * per
-    mega = m.text(ACTOR + "strategy") == "megatron"
-    ulysses = ACTOR + "ulysses_sequence_parallel_size"
-    sizes = devices.megatron_sizes(m, MEGATRON, mega)
-    if not mega:
-        sizes["cp"] = m.integer(ulysses)
-    fsdp = ACTOR + "fsdp_config.fsdp_size"
-    devices.mesh(
-        m,
-        (ACTOR + "strategy",),
-        (TRAINER + "nnodes", TRAINER + "n_gpus_per_node", fsdp, *MESH, ulysses),
-        **sizes,
-        fsdp=m.integer(fsdp) or 0,
-        gpus=m.gpus,
-    )
-    tp = m.integer(ROLLOUT + "tensor_model_parallel_size")
-    engines = max(m.gpus // tp, 1)
-    devices.engine(
-        m,
-        m.text(ROLLOUT + "name"),
-        ROLLOUT + "name",
-        tp=tp,
-        engines=engines,
-        nodes=max(m.gpus // max(per, 1), 1),
-        gpus=m.gpus,
-        colocated=True,
-        keys=(ROLLOUT + "tensor_model_parallel_size", TRAINER + "nnodes", TRAINER + "n_gpus_per_node"),
-    )
-    _rest(m, mega)
-
-
-def _rest(m: Migration, mega: bool):
-    """Where parameters and optimizer state are between and during uses."""
-    where = MEGATRON if mega else ACTOR + "fsdp_config."
-    params, state = m.flag(where + "param_offload"), m.flag(where + "optimizer_offload")
-    if m.flag(ACTOR + "fsdp_config.offload_policy"):
-        devices.rest(m, "streamed", ACTOR + "fsdp_config.offload_policy")
-    elif params or state:
-        devices.rest(m, "host", where + "param_offload", where + "optimizer_offload")
-    ref = REF + ("megatron." if mega else "fsdp_config.") + "param_offload"
-    adapted = m.integer(MODEL + "lora_rank") or m.text(MODEL + "lora_adapter_path")  # their base is the reference
-    if m.flag(ref) and m.options["algorithm.kl.coef"][0] and not adapted:
-        m.set("mesh.roles.reference", {"rest": "host"}, ref)
-
-
 def memory(m: Migration):
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     micro, dynamic = ACTOR + "ppo_micro_batch_size_per_gpu", ACTOR + "use_dynamic_bsz"
@@ -362,11 +337,45 @@ def memory(m: Migration):
         m.set("train.score_tokens_per_microbatch", m.integer(score) * longest, score)
 
 
+FUSED = {  # of Megatron's layers, the parts by their names in the model's files
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
 def adapters(m: Migration):
+    table = rank(m).removesuffix("lora_rank").removesuffix("rank")
+    if table.endswith("lora."):
+        _megatrons_adapters(m, table)
+        return
     keys = tuple(MODEL + n for n in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"))
     common.lora(m, m.integer(keys[0]) or 0, m.number(keys[1]), m[keys[2]], m[keys[3]], "", 0.0, keys)
     if m.text(MODEL + "lora_adapter_path"):
         m.set("lora.path", m.text(MODEL + "lora_adapter_path"), MODEL + "lora_adapter_path")
+
+
+def _megatrons_adapters(m: Migration, t: str):
+    keys = tuple(t + n for n in ("rank", "alpha", "target_modules", "exclude_modules", "dropout"))
+    if not m.integer(keys[0]):
+        return
+    parts = [p for name in m.list(keys[2]) for p in FUSED.get(str(name), (str(name),))]
+    left = [p for name in m.list(keys[3]) for p in FUSED.get(str(name), (str(name),))]
+    common.lora(m, m.integer(keys[0]), m.number(keys[1]), parts, left, "", m.number(keys[4]) or 0.0, keys)
+    kind = m.text(t + "type")
+    if kind == "dora":
+        m.set("lora.dora", True, t + "type")
+    elif kind not in ("lora", "vlm_lora", "canonical_lora"):
+        m.lacks(t + "type", f"{kind!r} is none of lora, canonical_lora and dora")
+    if kind != "canonical_lora" and any(name in ("linear_qkv", "linear_fc1") for name in m.list(keys[2])):
+        m.differs(
+            "q, k, v and gate, up have adapters of their own here; Megatron's fused layers share the first matrix"
+        )
+    if m.text(t + "lora_A_init_method") != "kaiming":
+        m.differs(f"adapters begin by lora.init=default, not by {m.text(t + 'lora_A_init_method')}; the second is 0")
+    if m.text(t + "adapter_path"):
+        m.set("lora.path", m.text(t + "adapter_path"), t + "adapter_path")
 
 
 def template(m: Migration):
@@ -432,6 +441,8 @@ def reward(m: Migration):
             refuse=True,
         )
     elif m.flag(RM + "enable"):
+        if not m.text(RM + "model.path"):
+            m.needs("reward.model.path: the reward model is on, and no path is set")
         m.set("reward.model.path", m.text(RM + "model.path"), RM + "model.path", RM + "enable")
         m.set("reward.functions", (), RM + "enable")
         if path:
@@ -468,6 +479,9 @@ def filtering(m: Migration):
     m.set("algorithm.dynamic_sampling", "refill" if on else "off", f + "enable")
     if on:
         rounds = m.integer(f + "max_num_gen_batches") or 0
+        if since(m, "0.9"):
+            m.mark(f + "max_num_gen_batches", "inert", "the trainer asks until a batch is full, whatever it says")
+            rounds = 0
         m.set("algorithm.dynamic_sampling_rounds", rounds if rounds > 0 else 1000, f + "max_num_gen_batches")
         if m.text(f + "metric") not in ("acc", "score", "seq_reward", ""):
             m.lacks(f + "metric", "groups are judged by their scores (algorithm.keep_group takes a reward's name)")
@@ -531,3 +545,17 @@ def column(m: Migration):
     m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
     if m[DATA + "seed"] is not None:
         m.set("data.seed", m.integer(DATA + "seed"), DATA + "seed")
+
+
+def later(m: Migration):
+    """Which program runs; from 0.9 on, whether it samples ahead."""
+    if other := re.search(r"main_generation\w*|main_eval|main_\w*server", m.command):
+        m.lacks(MODEL + "path", f"{other[0]} trains nothing: run.mode=eval and docs/serve.md are ours", refuse=True)
+    mode = TRAINER + "v1.trainer_mode"
+    if since(m, "0.9") and m.flag(TRAINER + "use_v1") and m.text(mode) != "sync":
+        m.lacks(
+            mode,
+            f"{m.text(mode)}: completions are drawn ahead, by batches of its own; rollout.max_staleness and "
+            "rollout.sync_every are ours, from a job in step",
+            refuse=True,
+        )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.systems.verl_engine import backend, since
 from jaxrl.migrate.systems.verl_meaning import ACTOR, ALGO, CRITIC
 from jaxrl.migrate.table import OPTIONS, Migration
 
+MEGATRON = ("megatron", "mindspeed")  # engines with Megatron's optimizer
 NAMES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}  # of torch; Megatron's adam is AdamW
 
 
 def optimizer(m: Migration):
     o = ACTOR + "optim."
-    mega = m.text(ACTOR + "strategy") == "megatron"
-    rate = 1e-3 if mega and not m.given(o + "lr") else m.number(o + "lr")
-    m.set("optimizer.lr", rate, o + "lr", *([ACTOR + "strategy"] if mega else []))
-    mine = _learning(m, o, mega, rate)
+    rate = m.number(o + "lr")
+    m.set("optimizer.lr", rate, o + "lr")
+    own_clip = clip_key(m, ACTOR)
+    m.set("optimizer.max_grad_norm", float(m.number(own_clip)), own_clip)
+    mine = _learning(m, o, rate)
     for option, (value, keys) in mine.items():
         m.set(f"optimizer.{option}", value, *keys)
     warm, share = mine["warmup_steps"][0], mine.get("warmup_fraction", (0,))[0]
@@ -28,50 +31,78 @@ def optimizer(m: Migration):
         )
     if m.text(ALGO + "adv_estimator") != "gae":
         return
-    own = _learning(m, CRITIC + "optim.", mega, m.number(CRITIC + "optim.lr"))
+    own_clip = clip_key(m, CRITIC)
+    if m.number(own_clip) != m.options["optimizer.max_grad_norm"][0]:
+        m.set("critic.optimizer.max_grad_norm", float(m.number(own_clip)), own_clip)
+    own = _learning(m, CRITIC + "optim.", m.number(CRITIC + "optim.lr"))
     for option in mine:  # the policy's alone
         own.setdefault(option, (OPTIONS()[f"optimizer.{option}"].default, (CRITIC + "optim.lr_warmup_steps_ratio",)))
     common.critics_optimizer(m, own)
 
 
-def _learning(m: Migration, o: str, mega: bool, rate: float) -> dict[str, tuple]:
+def clip_key(m: Migration, owner: str) -> str:
+    """Where a gradient's clip stands: from 0.8 on in the optimizer's table alone."""
+    plain, optim = owner + "grad_clip", owner + "optim.clip_grad"
+    if since(m, "0.8"):
+        if m.given(plain):
+            m.mark(plain, "inert", "the engines read optim.clip_grad")
+        return optim
+    if m.given(plain) and m.given(optim) and m.number(plain) != m.number(optim):
+        raise m.wrong(optim, f"what {plain} says, or nothing")
+    return optim if m.given(optim) else plain
+
+
+def _learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
     """What the keys of an optimizer say of ours: option -> (value, keys). verl's schedules count its steps, ours
     optimizer steps."""
-    per = common.updates(m)
+    per, engine = common.updates(m), backend(m)
+    mega = engine in MEGATRON
     betas = m.list(o + "betas")
     out = {"b1": (float(betas[0]), (o + "betas",)), "b2": (float(betas[1]), (o + "betas",))}
     shape = o + ("lr_decay_style" if mega else "warmup_style" if m[o + "warmup_style"] else "lr_scheduler_type")
+    shape = o + "decay_type" if engine == "torchtitan" else shape
     kind = m.text(shape) or "constant"
+    if engine == "veomni" and not m.given(shape):
+        kind = "cosine"
     if kind not in common.SCHEDULES:
         m.lacks(shape, f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
         kind = "constant"
-    out["schedule"] = (common.SCHEDULES[kind], (shape,))
+    out["schedule"] = (common.SCHEDULES[kind], (shape, *(("model_engine",) if engine == "veomni" else ())))
     steps, share = m.number(o + "lr_warmup_steps"), m.number(o + "lr_warmup_steps_ratio") or 0.0
     decay = m.integer(o + "lr_decay_steps") if mega else None
     keys = (o + "lr_warmup_steps",)
-    if steps is None or steps < 0 or mega and not steps:
+    if engine == "veomni":
+        m.mark(o + "lr_warmup_steps", "inert", "VeOmni's schedule reads lr_warmup_steps_ratio")
+        steps = None
+    if steps is None or steps < 0 or (mega or since(m, "0.8")) and not steps:
         steps, keys = 0, (o + "lr_warmup_steps_ratio",)
         if share and decay:
             steps, keys = int(share * decay), (*keys, o + "lr_decay_steps")
         elif share:
             out["warmup_fraction"] = (share, keys)
     out["warmup_steps"] = (int(steps) * per, keys)
-    if mega:
-        for option, key in (("warmup_start", "lr_warmup_init"), ("floor", "min_lr")):
-            value = m.number(o + key) or 0.0
-            if value > rate:
-                raise m.wrong(o + key, f"at most the learning rate, {rate:g}")
-            out[option] = (value / rate if rate else 0.0, (o + key,))
-        if decay:
-            out["decay_steps"] = (max(decay - int(steps), 1) * per, (o + "lr_decay_steps",))
-    else:
-        out["floor"] = (m.number(o + "min_lr_ratio") or 0.0, (o + "min_lr_ratio",))
+    rates = {"veomni": ("lr_start", "lr_min")}.get(engine, ("lr_warmup_init", "min_lr") if mega else ())
+    for option, key in zip(("warmup_start", "floor"), rates, strict=False):
+        value = m.number(o + key) or 0.0
+        if value > rate:
+            raise m.wrong(o + key, f"at most the learning rate, {rate:g}")
+        out[option] = (value / rate if rate else 0.0, (o + key,))
+    if decay:
+        out["decay_steps"] = (max(decay - int(steps), 1) * per, (o + "lr_decay_steps",))
+    if engine == "veomni" and m.number(o + "lr_decay_ratio") != 1:
+        m.lacks(o + "lr_decay_ratio", "a schedule falls until the end; optimizer.decay_steps counts updates")
+    if not rates:
+        floor = o + ("min_lr_factor" if engine == "torchtitan" else "min_lr_ratio")
+        out["floor"] = (m.number(floor) or 0.0, (floor,))
+    if engine == "torchtitan":
+        out["eps"] = (m.number(o + "eps"), (o + "eps",))
     return {**out, **_named(m, o, mega, out)}
 
 
 def _named(m: Migration, o: str, mega: bool, out: dict) -> dict[str, tuple]:
     """Which optimizer it is; Megatron's SGD has a momentum of 0.9, torch's none."""
-    key, small = o + "optimizer", ("adamw8bit", "_adamw", "adamw4bit", "adamwfp8", "pagedadamw8bit")
+    key = o + ("name" if backend(m) == "torchtitan" else "optimizer")
+    small = ("adamw8bit", "_adamw", "adamw4bit", "adamwfp8", "pagedadamw8bit")
     text = m.text(key).lower() or "adamw"
     name = "adamw" if mega and text == "adam" or text in small else NAMES.get(text)
     if text in small:

@@ -1,0 +1,113 @@
+"""verl's training engines: which one trains, over how many devices, and where it rests. See systems/verl.py."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from jaxrl.migrate import devices
+from jaxrl.migrate.table import Migration
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
+MODEL, TRAINER = "actor_rollout_ref.model.", "trainer."
+MEGATRON, FSDP, SETTING = ACTOR + "megatron.", "fsdp_config.", ACTOR + "strategy"
+
+# Engine -> (its table below the actor and the reference, axis of the mesh -> name of its size there).
+LAYOUTS = {
+    "megatron": ("megatron.", devices.MEGATRON),
+    "mindspeed": ("mindspeed.", devices.MEGATRON),
+    "veomni": ("veomni.", {"cp": "ulysses_parallel_size", "ep": "expert_parallel_size"}),
+    "torchtitan": (
+        "torchtitan.",
+        {
+            "tp": "tensor_parallel_size",
+            "pp": "pipeline_parallel_size",
+            "cp": "context_parallel_size",
+            "ep": "expert_parallel_size",
+        },
+    ),
+}
+SIZES = tuple(ACTOR + table + name for table, axes in LAYOUTS.values() for name in axes.values())
+
+
+def since(m: Migration, version: str) -> bool:
+    return m.table.versions.index(m.version) >= m.table.versions.index(version)
+
+
+def backend(m: Migration) -> str:
+    """The engine: by its own key, by the group of configs (from 0.8 on) or by the config that the command names."""
+    if m.given(SETTING):
+        return m.text(SETTING)
+    if since(m, "0.8") and m.text("model_engine") != "dp":
+        return m.text("model_engine")
+    named = re.search(r"--config[-_]name[= ]'?\"?(?:\S*_)?(megatron|veomni|torchtitan)_trainer", m.command)
+    return named[1] if named else "fsdp"
+
+
+def layout(m: Migration):
+    nodes, per, kind = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node"), backend(m)
+    m.gpus = m.gpus or nodes * per
+    place, axes = LAYOUTS.get(kind, (FSDP, {}))
+    ulysses, fsdp = ACTOR + "ulysses_sequence_parallel_size", ACTOR + place + "fsdp_size"
+    if kind not in LAYOUTS and kind not in ("fsdp", "fsdp2"):
+        key = SETTING if m.given(SETTING) else "model_engine"
+        m.lacks(key, f"the sizes of the engine {kind!r} are not read: set the mesh by hand")
+    sizes = {axis: m.integer(ACTOR + place + name) or 1 for axis, name in axes.items()}
+    if not axes:
+        sizes["cp"] = m.integer(ulysses)
+    left, experts = max(m.gpus // (sizes.get("tp", 1) * sizes.get("cp", 1)), 1), sizes.get("ep", 1)
+    if experts > left:
+        sizes["ep"] = math.gcd(experts, left)
+        m.differs(
+            f"experts lie over {experts} GPUs that are those of other axes, too; here their axis is one of its own, of "
+            f"{sizes['ep']} of {m.gpus} GPUs"
+        )
+    own = kind in ("fsdp", "fsdp2", "veomni")
+    devices.mesh(
+        m,
+        (SETTING, "model_engine"),
+        (
+            TRAINER + "nnodes",
+            TRAINER + "n_gpus_per_node",
+            *((fsdp,) if own else ()),
+            *(ACTOR + place + name for name in axes.values()),
+            *(() if axes else (ulysses,)),
+        ),
+        **sizes,
+        fsdp=(m.integer(fsdp) or 0) if own else 0,
+        gpus=m.gpus,
+    )
+    tp = m.integer(ROLLOUT + "tensor_model_parallel_size")
+    engines = max(m.gpus // tp, 1)
+    devices.engine(
+        m,
+        m.text(ROLLOUT + "name"),
+        ROLLOUT + "name",
+        tp=tp,
+        engines=engines,
+        nodes=max(m.gpus // max(per, 1), 1),
+        gpus=m.gpus,
+        colocated=True,
+        keys=(ROLLOUT + "tensor_model_parallel_size", TRAINER + "nnodes", TRAINER + "n_gpus_per_node"),
+    )
+    _rest(m, place)
+
+
+def _rest(m: Migration, place: str):
+    """Where parameters and optimizer state are between and during uses."""
+    where = ACTOR + place
+    params, state = m.flag(where + "param_offload"), m.flag(where + "optimizer_offload")
+    if m.flag(ACTOR + FSDP + "offload_policy"):
+        devices.rest(m, "streamed", ACTOR + FSDP + "offload_policy")
+    elif params or state:
+        devices.rest(m, "host", where + "param_offload", where + "optimizer_offload")
+    ref = REF + place + "param_offload"
+    adapted = m.integer(rank(m)) or m.text(MODEL + "lora_adapter_path")  # their base is the reference
+    if m.flag(ref) and m.options["algorithm.kl.coef"][0] and not adapted:
+        m.set("mesh.roles.reference", {"rest": "host"}, ref)
+
+
+def rank(m: Migration) -> str:
+    """The key of the adapters' rank: Megatron's engines have a table for them."""
+    own = since(m, "0.7") and backend(m) in ("megatron", "mindspeed")
+    return MODEL + ("lora.rank" if own else "lora_rank")

@@ -1,0 +1,128 @@
+"""jaxrl.migrate: verl from 0.8 on, whose engines, tables of rewards and teachers are others."""
+
+import json
+
+import pytest
+from test_migrate import migrated, values
+
+from jaxrl.migrate.read import read
+from jaxrl.migrate.systems import table_of
+from jaxrl.migrate.systems.verl_distill import DENSE, LOSS, POLICY
+
+A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+C = "algorithm.rollout_correction."
+
+
+def verl(settings, version="0.9", command=""):
+    return migrated("verl", settings, version, command, 8)
+
+
+def test_a_token_mean_is_one_of_the_optimizer_step_and_a_token_sum_of_it_is_a_constant():
+    micro = {A + "ppo_micro_batch_size_per_gpu": 4}
+    assert "algorithm.aggregation_sequences" in values(verl(micro, "0.7"))
+    assert "algorithm.aggregation_sequences" not in values(verl(micro, "0.8"))
+    v = values(verl({A + "loss_agg_mode": "token-sum", A + "ppo_mini_batch_size": 64, R + "n": 8}))
+    assert (v["algorithm.aggregation"], v["algorithm.aggregation_constant"]) == ("constant", 1 / 512)
+    norm = {A + "loss_agg_mode": "seq-mean-token-sum-norm", A + "loss_scale_factor": 700}
+    said = {version: any("adds up" in text for text in verl(norm, version).different) for version in ("0.7", "0.8", "0.9")}
+    assert said == {"0.7": True, "0.8": False, "0.9": False}
+
+
+def test_the_engines_read_the_optimizers_clip_and_a_warm_up_of_0_is_a_share():
+    both = {A + "grad_clip": 0.3, A + "optim.clip_grad": 0.5, "algorithm.adv_estimator": "gae", "critic.grad_clip": 0.2}
+    v = values(verl(both))
+    assert v["optimizer.max_grad_norm"] == 0.5 and v["critic.optimizer.max_grad_norm"] == 1.0
+    old = values(verl({A + "grad_clip": 0.3, "algorithm.adv_estimator": "gae", "critic.grad_clip": 0.2}, "0.7"))
+    assert (old["optimizer.max_grad_norm"], old["critic.optimizer.max_grad_norm"]) == (0.3, 0.2)
+    share = {A + "optim.lr_warmup_steps": 0, A + "optim.lr_warmup_steps_ratio": 0.1}
+    assert values(verl(share))["optimizer.warmup_fraction"] == 0.1
+    assert "optimizer.warmup_fraction" not in values(verl(share, "0.7"))
+    assert [values(verl({}, version))["rollout.vllm.max_running"] for version in ("0.8", "0.9")] == [1024, 256]
+
+
+def test_the_group_of_configs_or_the_named_config_is_the_engine():
+    tp = {A + "megatron.tensor_model_parallel_size": 2}
+    assert "mesh.tp" not in values(verl(tp))
+    assert values(verl({**tp, "model_engine": "megatron"}))["mesh.tp"] == 2
+    named = "python -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer'"
+    assert values(verl(tp, "0.7", named))["mesh.tp"] == 2
+    v = values(verl({"model_engine": "veomni", A + "veomni.ulysses_parallel_size": 4, A + "optim.lr": 1e-5, A + "optim.lr_min": 1e-6}))
+    assert (v["mesh.cp"], v["optimizer.schedule"]) == (4, "cosine") and abs(v["optimizer.floor"] - 0.1) < 1e-9
+    v = values(verl({"model_engine": "torchtitan", A + "torchtitan.tensor_parallel_size": 2, A + "optim.min_lr_factor": 0.1}))
+    assert (v["mesh.tp"], v["optimizer.schedule"], v["optimizer.floor"]) == (2, "linear", 0.1)
+    assert verl({A + "strategy": "automodel"}).outcome(False) == "partial"
+    experts = {"model_engine": "megatron", A + "megatron.expert_model_parallel_size": 8, **tp}
+    assert values(verl(experts))["mesh.ep"] == 4  # two of eight GPUs are tp's
+
+
+def test_a_group_without_a_dot_and_a_named_config_are_read_from_a_script(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=ppo_trainer model_engine=megatron {A}optim.lr=1e-5\n")
+    source = read(table_of("verl"), script, [])
+    assert source.settings["model_engine"].value == "megatron" and "--config-name=ppo_trainer" in source.command
+
+
+def test_megatrons_adapters_are_of_a_table_of_their_own():
+    lora = {"model_engine": "megatron", M + "lora.rank": 32, M + "lora.target_modules": ["linear_qkv", "linear_proj"]}
+    v = values(verl(lora))
+    assert (v["lora.rank"], v["lora.alpha"], v["lora.targets"]) == (32, 32.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert "lora.rank" not in values(verl({M + "lora.rank": 32}))  # FSDP's rank is lora_rank
+    assert "lora.rank" not in values(verl({"model_engine": "megatron", M + "lora_rank": 32}))
+
+
+def test_icepop_is_a_mask_and_rejection_is_refused():
+    v = values(verl({C + "rollout_is": "token", C + "rollout_is_threshold": "0.5_5.0"}))
+    assert [v["algorithm.mismatch." + n] for n in ("correction", "low", "cap")] == ["token_mis", 0.5, 5.0]
+    v = values(verl({C + "rollout_is": "sequence", C + "rollout_is_threshold": "3.0"}))
+    assert [v["algorithm.mismatch." + n] for n in ("correction", "cap")] == ["sequence_tis", 3.0]
+    rejecting = verl({C + "rollout_rs": "seq_mean_k1", C + "rollout_rs_threshold": "0.999_1.001"})
+    assert rejecting.outcome(False) == "refused" and "seq_mean_k1" in rejecting.lacking[0][1]
+
+
+def test_rewards_stand_in_their_new_table_or_in_the_old_one():
+    for table, path in (("reward_model.", "reward_model.model.path"), ("reward.reward_model.", "reward.reward_model.model_path")):
+        v = values(verl({table + "enable": True, path: "a/rm"}))
+        assert (v["reward.model.path"], v["reward.functions"]) == ("a/rm", ())
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg."
+    assert values(verl({buffer + "enable": True, buffer + "len": 512}))["reward.overlong_buffer"] == 512
+    own = verl({"reward.custom_reward_function.path": "mine.py", "reward.custom_reward_function.name": "f"})
+    assert "mine.py" in own.files["job_reward.py"] and "'f'" in own.files["job_reward.py"]
+    assert verl({"reward.reward_manager.source": "importlib"}).outcome(False) == "refused"
+
+
+def test_a_teacher_is_the_recipe_of_distillation_without_what_is_made_of_rewards():
+    m = verl({**POLICY, LOSS + "clip_ratio_high": 0.3, A + "entropy_coeff": 0.01, A + "use_kl_loss": True,
+              "algorithm.adv_estimator": "grpo"})
+    v = values(m)
+    assert (v["run.recipe"], v["distill.loss"], v["teacher.path"]) == ("distill", "sampled", "a/teacher")
+    assert (v["algorithm.clip_low"], v["algorithm.clip_high"], v["algorithm.dual_clip"]) == (0.2, 0.3, 3.0)
+    assert not {"algorithm.advantage", "algorithm.kl.coef", "algorithm.entropy_coef", "algorithm.whiten"} & set(v)
+    v = values(verl(DENSE))
+    assert (v["distill.loss"], v["distill.top_k"], v["distill.tail"]) == ("forward", 32, False)
+    assert "algorithm.policy_loss" not in v
+    assert verl({**POLICY, LOSS + "loss_max_clamp": 10.0}).outcome(False) == "partial"
+    for other in ({LOSS + "use_task_rewards": True}, {LOSS + "loss_mode": "k3"},
+                  {"distillation.teacher_models.second.model_path": "b/teacher"}):
+        assert verl({**POLICY, **other}).outcome(False) == "refused", json.dumps(other)
+
+
+@pytest.mark.parametrize("settings", [
+    {"trainer.v1.trainer_mode": "separate_async"}, {"trainer.v1.sampler.custom_sampler.path": "mine.py"}, {A + "qat.enable": True},
+    {A + "policy_loss.loss_mode": "dro"}, {A + "policy_loss.loss_mode": "dppo_kl"}, {"algorithm.adv_estimator": "gdpo"},
+    {"skip.rollout.enable": True}, {"async_training.staleness_threshold": 0.5, "data.train_batch_size": 0}])
+def test_what_would_be_another_job_is_refused(settings):
+    assert verl(settings).outcome(False) == "refused"
+
+
+def test_the_total_variation_of_dppo_and_filters_without_a_bound_on_rounds():
+    dppo = {A + "policy_loss.loss_mode": "dppo_tv", A + "clip_ratio_low": 0.15, A + "clip_ratio_high": 0.15, A + "clip_ratio_c": 20}
+    v = values(verl(dppo))
+    assert (v["algorithm.policy_loss"], v["algorithm.dppo_low"], v["algorithm.dppo_high"]) == ("dppo", 0.15, 0.15)
+    assert verl(dppo).outcome(False) == "full" and verl({**dppo, A + "clip_ratio_c": 3.0}).outcome(False) == "partial"
+    assert verl(dppo, "0.7").outcome(False) == "refused"
+    rounds = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 10}
+    assert [values(verl(rounds, version))["algorithm.dynamic_sampling_rounds"] for version in ("0.8", "0.9")] == [10, 1000]
+
+
+def test_a_program_that_trains_nothing_is_refused():
+    assert verl({M + "path": "a/b"}, "0.9", "python -m verl.trainer.main_generation_server").outcome(False) == "refused"
