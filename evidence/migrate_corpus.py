@@ -76,7 +76,17 @@ CORPUS = {
         "grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora", "grpo_trainer/run_qwen2_5_vl-7b",
         "sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn")]),
         ("volcengine/verl", "v0.4.1", "0.4", [f"examples/{n}.sh" for n in (
-            "grpo_trainer/run_qwen2-7b_math", "ppo_trainer/run_qwen2-7b_rm")])],
+            "grpo_trainer/run_qwen2-7b_math", "ppo_trainer/run_qwen2-7b_rm")]),
+        ("verl-project/verl", "v0.9.0", "0.9", [f"examples/{n}.sh" for n in (
+            "cispo_trainer/run_qwen3_8b_fsdp", "dppo_trainer/run_qwen3_30b_a3b_megatron", "gspo_trainer/run_qwen3_30b_a3b_megatron",
+            "sapo_trainer/run_qwen3_30b_a3b_fsdp", "gmpo_trainer/run_qwen3_8b_fsdp", "ppo_trainer/run_qwen3_8b_megatron",
+            "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp", "rloo_trainer/run_qwen3_8b_fsdp", "otb_trainer/run_qwen3_8b_fsdp",
+            "grpo_trainer/run_qwen3_30b_a3b_megatron", "grpo_trainer/run_qwen3_5_35b_a3b_veomni",
+            "grpo_trainer/run_mistral_nemo_12b_skyworkrm_fsdp", "grpo_trainer/run_hy_v3_megatron",
+            "router_replay/run_qwen3_30b_a3b_megatron", "tuning/lora/run_qwen3_30b_a3b_megatron", "tuning/lora/run_qwen3_8b_fsdp",
+            "rollout_correction/run_qwen2_5_7b_fsdp", "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs",
+            "on_policy_distillation_trainer/run_qwen3_8b_fsdp", "on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp",
+            "ascend_extras/grpo_trainer/run_qwen3_30b_a3b_mindspeed", "generation/run_deepseek_llm_7b")])],
     "trl": [
         ("huggingface/open-r1", "1416fa0", "0.18", [f"recipes/{n}.yaml" for n in (
             "Qwen2.5-1.5B-Instruct/grpo/config_demo", "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo",

@@ -91,11 +91,54 @@ def verl(k: Keys, c, version: str) -> dict:
     mode = k(a + "policy_loss.loss_mode", default="vanilla")
     if mode == "vanilla" and k(a + "loss_agg_mode", default="token-mean") == "token-mean":
         legacy = k("trainer.use_legacy_worker_impl", default="auto") != "disable" and not k(a + "use_dynamic_bsz", default=False)
+        legacy = legacy and version < "0.8"
         out["token mean"] = (_mean_of(c), k(a + "ppo_micro_batch_size_per_gpu") if legacy else None)
     if mode in ("vanilla", "gspo", "geo_mean"):
         out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
                        (k(a + "clip_ratio_low", default=0.2), k(a + "clip_ratio_high", default=0.2)))
         out["dual clip"] = (c.algorithm.dual_clip, k(a + "clip_ratio_c", default=3.0) if mode == "vanilla" else 0.0)
+    if version >= "0.8":
+        out |= _later_verl(k, c, version, mode)
+    return out
+
+
+def _later_verl(k: Keys, c, version: str, mode: str) -> dict:
+    """workers/engine/*/transformer_impl.py, engine_workers.py, trainer/distillation/losses.py, rollout_corr_helper.py,
+    config/model_engine, engine and model of 0.8 and 0.9."""
+    a, r, m = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+    engine = k(a + "strategy") or {"dp": "fsdp"}.get(k("model_engine", default="dp"), k("model_engine", default="dp"))
+    mega = engine in ("megatron", "mindspeed")
+    tp, cp = {"megatron": ("tensor_model_parallel_size", "context_parallel_size"), "veomni": ("", "ulysses_parallel_size"),
+              "mindspeed": ("tensor_model_parallel_size", "context_parallel_size")}.get(engine, ("", ""))
+    ulysses = k(a + "ulysses_sequence_parallel_size", a + "fsdp_config.ulysses_sequence_parallel_size", default=1)
+    correction = "algorithm.rollout_correction."
+    out = {
+        "tp": (c.mesh.tp, k(f"{a}{engine}.{tp}", default=1)),
+        "cp": (c.mesh.cp, k(f"{a}{engine}.{cp}", default=1) if cp else ulysses),
+        "most sequences": (c.rollout.vllm.max_running, k(r + "max_num_seqs", default=256 if version >= "0.9" else 1024)),
+        "gradient's clip": (c.optimizer.max_grad_norm, k(a + "optim.clip_grad", default=1.0)),  # grad_clip is read nowhere
+        "adapters": (c.lora.rank, k(m + ("lora.rank" if mega else "lora_rank"), default=0)),
+        "schedule": (c.optimizer.schedule, k(a + "optim.lr_decay_style", default="constant") if mega else
+                     k(a + "optim.lr_scheduler_type", default="cosine" if engine == "veomni" else "constant")),
+        "reward model": (c.reward.model.path, (k("reward.reward_model.model_path", "reward_model.model.path") or "")
+                         if k("reward.reward_model.enable", "reward_model.enable", default=False) else ""),
+        "corrected": (c.algorithm.mismatch.correction, "none" if k(correction + "bypass_mode", default=False) or
+                      not k(correction + "rollout_is") else k(correction + "rollout_is") + (
+                          "_mis" if "_" in str(k.raw(correction + "rollout_is_threshold")) else "_tis")),
+        "taught": (c.run.recipe == "distill", k("distillation.enabled", default=False)),
+    }
+    if mode == "dppo_tv":
+        out["trust region"] = ((c.algorithm.dppo_low, c.algorithm.dppo_high), (k(a + "clip_ratio_low"), k(a + "clip_ratio_high")))
+    if k("algorithm.adv_estimator", default="gae") == "gae":
+        out["critic's lr"] = (c.critic.lr, k("critic.optim.lr", default=1e-5))
+    if out["taught"][1]:  # the teacher's advantage under a clip of its own; the policy's loss, its KL and entropy are dropped
+        d = "distillation.distillation_loss."
+        out["kl"] = (c.algorithm.kl.coef or 0.0, 0.0)
+        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
+                       (k(d + "clip_ratio_low", default=0.2), k(d + "clip_ratio_high", default=0.2)))
+        out["dual clip"] = (c.algorithm.dual_clip, 3.0)
+        out["loss"] = (c.distill.loss, {"k1": "sampled", "forward_kl_topk": "forward"}[k(d + "loss_mode")])
+        out["teacher"] = (c.teacher.path, k("distillation.teacher_models.teacher_model.model_path"))
     return out
 
 
