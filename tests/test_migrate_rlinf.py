@@ -147,3 +147,14 @@ def test_a_config_with_its_resolvers_passes_the_checks_and_a_robots_has_no_trace
     assert module.score("", "so \\boxed{4}", answer=["\\boxed{3}", "4"]) == 1.0 and module.score("", "\\boxed{5}", answer='["3", "4"]') == 0.0
     (tmp_path / "robot.yaml").write_text("env: {train: {env_type: maniskill}}\nactor: {model: {action_dim: 7}}\n")
     assert command.main(["rlinf", str(tmp_path / "robot.yaml"), f"--out={out}"]) == 3
+
+
+def test_the_critics_optimizer_is_its_own():
+    own = {"algorithm.adv_type": "gae", "actor.optim.adam_beta2": 0.999, "actor.optim.adam_eps": 1e-8, "actor.optim.weight_decay": 0.01}
+    assert not any(option.startswith("critic.optimizer.") for option in values(migrated(own)))  # as the policy's
+    sched = {"critic.lr_sched." + n: v for n, v in (("lr_decay_style", "linear"), ("lr_decay_iters", 1650), ("lr_warmup_iters", 50),
+                                                    ("lr_warmup_init", 1e-6), ("min_lr", 1e-6))}
+    v = values(migrated({**own, **sched, "critic.optim.adam_beta1": 0.8, "critic.optim.clip_grad": 0.5}))
+    found = {k.removeprefix("critic.optimizer."): x for k, x in v.items() if k.startswith("critic.optimizer.")}
+    assert found == {"b1": 0.8, "max_grad_norm": 0.5, "schedule": "linear", "decay_steps": 1600, "warmup_steps": 50,
+                     "warmup_start": pytest.approx(0.1), "floor": pytest.approx(0.1)}

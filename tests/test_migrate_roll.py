@@ -121,6 +121,15 @@ def test_engines_of_their_own_devices_sample_ahead():
     assert shared["rollout.placement"] == "colocated" and shared["rollout.max_staleness"] == 0
 
 
+def test_the_report_says_which_gpus_servers_have_where_they_have_fewer():
+    both = {**BATCH, "actor_train.device_mapping": "list(range(0,16))", "actor_infer.device_mapping": "list(range(0,12))",
+            "num_gpus_per_node": 8}
+    m = migrated(both)
+    assert values(m)["rollout.vllm.devices"] == ("0", "1", "2", "3", "4", "5")
+    assert any("servers have 6 of the 8 of each host" in text for text in m.different)
+    assert not any("share only some" in text for text in migrated({**both, "actor_infer.device_mapping": "list(range(0,16))"}).different)
+
+
 def test_a_config_with_relative_includes_passes_the_checks(tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "job").mkdir()

@@ -147,9 +147,19 @@ def apart(
     m.set("rollout.vllm.devices", tuple(",".join(map(str, row)) for row in rows), *keys)
 
 
-def shared(m: Migration, train: list[int], infer: list[int]) -> None:
-    """Says that both take turns on all devices, where the source lets them share only some."""
-    if train and infer and set(train) != set(infer):
+def shared(m: Migration, train: list[int], infer: list[int], nodes: int) -> None:
+    """Says what either has where the source lets them share only some devices. The engine has been set by now."""
+    if not train or not infer or set(train) == set(infer):
+        return
+    host = m.gpus // max(nodes, 1)
+    tp, servers = (m.options.get(f"rollout.vllm.{n}", (1,))[0] for n in ("tensor_parallel", "replicas"))
+    trains = "" if set(infer) <= set(train) else "; training has all"
+    if servers * tp < host:
+        m.differs(
+            f"training and sampling share only some GPUs there; here servers have {servers * tp} of the {host} of each "
+            f"host, in turns with training{trains}"
+        )
+    else:
         m.differs("training and sampling share only some GPUs there; here both have all of them, in turns")
 
 

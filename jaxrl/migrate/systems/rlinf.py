@@ -27,6 +27,8 @@ from jaxrl.migrate.table import Joint, Key, Since, Table
 K = Key
 GAE, REINPP, FIX = {ALGO + "adv_type": "gae"}, {ALGO + "adv_type": "reinpp"}, {ALGO + "importance_sampling_fix": True}
 ON_FSDP, DYNAMIC, LINEAR = {ACTOR + "training_backend": "fsdp"}, {RUNNER + "enable_dynamic_batch_size": True}, {SCHED + "lr_decay_style": "linear"}
+CRITIC_SCHED = CRITIC + "lr_sched."
+CRITIC_LINEAR = {**GAE, CRITIC_SCHED + "lr_decay_style": "linear"}
 COSINE = {**ON_FSDP, OPTIM + "lr_scheduler": "cosine"}
 HOST = {ACTOR + "offload_optimizer": True, ACTOR + "offload_weight": True}
 
@@ -162,6 +164,17 @@ TABLE = Table(
         K(OPTIM + "adam_eps", to="optimizer.eps", default=1e-5, other=1e-8),
         K(OPTIM + "weight_decay", to="optimizer.weight_decay", default=0.05, other=0.1),
         K(OPTIM + "clip_grad", to="optimizer.max_grad_norm", default=1.0, other=0.8),
+        Joint("critic's optimizer", (
+            *(K(f"{CRITIC}optim.{n}", "equivalent", default=d, other=o, beside=GAE) for n, d, o in (
+                ("optimizer", "adam", "sgd"), ("adam_beta1", 0.9, 0.8), ("adam_beta2", 0.999, 0.9), ("adam_eps", 1e-8, 1e-6),
+                ("weight_decay", 0.01, 0.2), ("clip_grad", 1.0, 0.5))),
+            K(CRITIC + "optim.sgd_momentum", "equivalent", default=0.9, other=0.8, beside={**GAE, CRITIC + "optim.optimizer": "sgd"}),
+            K(CRITIC_SCHED + "lr_decay_style", "equivalent", default="constant", other="linear", beside=GAE),
+            K(CRITIC_SCHED + "lr_decay_iters", "equivalent", other=500, beside=CRITIC_LINEAR),
+            K(CRITIC_SCHED + "lr_warmup_fraction", "equivalent", other=0.1, beside={**GAE, CRITIC_SCHED + "lr_decay_iters": 100}),
+            K(CRITIC_SCHED + "lr_warmup_iters", "equivalent", default=0, other=7, beside=GAE),
+            K(CRITIC_SCHED + "lr_warmup_init", "equivalent", default=0.0, other=1e-6, beside={**GAE, CRITIC_SCHED + "lr_warmup_iters": 7}),
+            K(CRITIC_SCHED + "min_lr", "equivalent", default=0.0, other=1e-7, beside=CRITIC_LINEAR)), meaning.critics_optimizer),
         K(OPTIM + "loss_scale_window", to="train.loss_scale.window", other=5),
         K(OPTIM + "optimizer_cpu_offload", to="optimizer.offload", default=False, other=True),
         Joint("layout", (

@@ -292,6 +292,46 @@ def _start_of_warmup(m: Migration, warm: float):
         m.mark(key, "inert", "there is no warm-up")
 
 
+def critics_optimizer(m: Migration):
+    """The critic's own, which Megatron trains whatever trains the policy."""
+    if m.text(ALGO + "adv_type") != "gae":
+        return
+    o, s, rate = CRITIC + "optim.", CRITIC + "lr_sched.", m.number(CRITIC + "optim.lr")
+    key = o + "optimizer"
+    name = m.choice(key, {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}) or "adamw"
+    first = o + ("sgd_momentum" if name == "sgd" else "adam_beta1")
+    own = {"name": (name, (key,)), "b1": (float(m.number(first)), (first,))}
+    for option, given in (
+        ("b2", "adam_beta2"),
+        ("eps", "adam_eps"),
+        ("weight_decay", "weight_decay"),
+        ("max_grad_norm", "clip_grad"),
+    ):
+        own[option] = (float(m.number(o + given) or 0), (o + given,))
+    kind = m.text(s + "lr_decay_style")
+    if kind not in common.SCHEDULES:
+        m.lacks(s + "lr_decay_style", f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
+        kind = "constant"
+    own["schedule"] = (common.SCHEDULES[kind], (s + "lr_decay_style",))
+    decay, share = m.number(s + "lr_decay_iters"), m.number(s + "lr_warmup_fraction")
+    warm, keys = int(m.number(s + "lr_warmup_iters") or 0), (s + "lr_warmup_iters",)
+    if not warm and share:
+        warm, keys = int(share * (decay or 100_000)), (s + "lr_warmup_fraction", s + "lr_decay_iters", *keys)
+    own["warmup_steps"] = (warm, keys)
+    if "optimizer.warmup_fraction" in m.options:
+        own["warmup_fraction"] = (0.0, keys)
+    rates = (("warmup_start", "lr_warmup_init", warm), ("floor", "min_lr", kind in ("linear", "cosine")))
+    for option, given, used in rates:
+        value = m.number(s + given) or 0.0
+        if used and value > rate:
+            raise m.wrong(s + given, f"at most the learning rate, {rate:g}")
+        if used:
+            own[option] = (value / rate if rate else 0.0, (s + given,))
+    if kind in ("linear", "cosine"):
+        own["decay_steps"] = (max(int(decay) - warm, 1) if decay else 0, (s + "lr_decay_iters",))
+    common.critics_optimizer(m, own)
+
+
 PLACE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -352,7 +392,7 @@ def layout(m: Migration):
         keys=where,
     )
     if not apart:
-        devices.shared(m, train, infer)
+        devices.shared(m, train, infer, nodes)
     else:
         devices.apart(m, train, infer, served, nodes, *where, policy=PLACEMENT)
     if apart and "inference" in roles:

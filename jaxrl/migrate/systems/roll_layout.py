@@ -111,7 +111,7 @@ def layout(m: Migration):
     backend = "hf" if backend == "hf_infer" else backend
     if colocated:
         engine(m, backend, key, tp=served, engines=engines, nodes=nodes, gpus=gpus, colocated=True, keys=where)
-        shared(m, train, infer)
+        shared(m, train, infer, nodes)
         return
     engine(m, backend, key, tp=served, engines=engines, nodes=engines, gpus=0, colocated=False, keys=where)
     apart(m, train, infer, served, nodes, *where, policy=TRAIN + "device_mapping", all_keys=where)
