@@ -6,6 +6,7 @@ import pytest
 from test_migrate import migrated, values
 
 from jaxrl.migrate.read import read
+from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.verl_distill import DENSE, LOSS, POLICY
 
@@ -126,3 +127,18 @@ def test_the_total_variation_of_dppo_and_filters_without_a_bound_on_rounds():
 
 def test_a_program_that_trains_nothing_is_refused():
     assert verl({M + "path": "a/b"}, "0.9", "python -m verl.trainer.main_generation_server").outcome(False) == "refused"
+
+
+def test_what_the_critic_has_of_its_own_and_we_do_not_is_said():
+    gae = {"algorithm.adv_estimator": "gae", R + "n": 8}
+    assert verl({**gae, "critic.ppo_epochs": 1, "critic.loss_agg_mode": "token-mean"}).outcome(False) == "full"
+    for key, value in (("critic.ppo_epochs", 2), ("critic.loss_agg_mode", "seq-mean-token-mean"), ("critic.model.lora_rank", 8)):
+        assert verl({**gae, key: value}).outcome(False) == "partial", key
+
+
+def test_null_under_an_older_name_says_nothing():
+    old, new = "custom_reward_function.path", "reward.custom_reward_function.path"
+    for first, second in ((old, new), (new, old)):
+        assert "mine.py" in verl({first: "mine.py", second: None}).files["job_reward.py"]
+    with pytest.raises(Unreadable, match="another version"):
+        verl({old: "mine.py", new: "yours.py"})

@@ -144,7 +144,9 @@ class Migration:
                 self.unknown.append((s, near[0] if near else ""))
         for name, found in self.owned.items():
             carried = self._known[name].kind in ("exact", "equivalent") and "*" not in name
-            if carried and any(s.value != found[0].value for s in found):
+            if carried:
+                found.sort(key=lambda s: s.value is not None)  # null under a name of another version says nothing
+            if carried and any(s.value != found[-1].value for s in found if s.value is not None):
                 raise Unreadable(
                     found[-1].where,
                     found[-1].key,

@@ -61,6 +61,7 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
         K(o + "use_precision_aware_optimizer", "unsupported", fine=(False,), why="AdamW's moments are in fp32"),
         K(o + "main_grads_dtype", "inert", why="read with use_precision_aware_optimizer alone",
           also=(o + "exp_avg_dtype", o + "exp_avg_sq_dtype")),
+        K(o + "lr_wsd_*", "inert", why="read with a decay of WSD alone"),
         K(o + "muon_*", "inert", why="read by Muon alone", also=(o + "use_layer_wise_*",)))
 
 
@@ -82,6 +83,7 @@ TABLE = Table(
             K(ACTOR + "ppo_mini_batch_size", "equivalent", default=256, other=128),
             K(CRITIC + "ppo_mini_batch_size", "equivalent", other=512, beside=GAE),
             K(ACTOR + "ppo_epochs", "equivalent", default=1, other=2),
+            K(CRITIC + "ppo_epochs", "equivalent"),
             K(ROLLOUT + "n", "equivalent", default=1, other=8)), meaning.batch),
         Joint("advantage", (
             K(ALGO + "adv_estimator", "equivalent", default="gae", other="grpo"),
@@ -105,6 +107,7 @@ TABLE = Table(
             *(K(ACTOR + "policy_loss.clip_cov_" + n, "equivalent", default=d, other=o, beside=LOSS("clip_cov")) for n, d, o in (
                 ("ratio", 0.0002, 0.001), ("lb", 1.0, 0.5), ("ub", 5.0, 9.0))),
             K(ACTOR + "loss_agg_mode", "equivalent", default="token-mean", other="seq-mean-token-mean"),
+            K(CRITIC + "loss_agg_mode", "equivalent"),
             K("trainer.use_legacy_worker_impl", "equivalent", default="auto"),
             K(ACTOR + "loss_scale_factor", "equivalent", other=4096,
               beside={ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm"})), meaning.loss),
@@ -298,6 +301,7 @@ TABLE = Table(
         K(ROLLOUT + "multi_turn.**", "inert", why="read with multi_turn.enable alone"),
         K(ROLLOUT + "agent.default_agent_loop", "unsupported", fine=("single_turn_agent",), refuse=True,
           why="an agent loop of its own: write an episode (docs/environments.md)"),
+        K(ROLLOUT + "agent.agent_loop_manager_class", "unsupported", refuse=True, why="a loop of its own: write an episode (docs/environments.md)"),
         K(ROLLOUT + "agent.*", "automatic", why="requests are asynchronous", also=(ROLLOUT + "agent.custom_async_server.*",)),
         K(ROLLOUT + "ignore_eos", "unsupported", fine=(False,), refuse=True, why="an end token ends a completion"),
         K(ROLLOUT + "quantization", "unsupported", why="name it in rollout.vllm.engine_kwargs by hand"),
@@ -333,6 +337,7 @@ TABLE = Table(
         K(TRAINER + "v1.sampler.custom_sampler.path", "unsupported", refuse=True, why="a replay buffer of its own"),
         K(TRAINER + "v1.sampler.sync_refill_failed_groups", "unsupported", fine=(False,), why="a failed group counts as masked"),
         K(TRAINER + "v1.**", "inert", why="read by the trainers that sample ahead"),
+        K(CRITIC + "model.lora_rank", "unsupported", fine=(0,), why="a critic trains whole", also=(CRITIC + "model.lora.rank",)),
         K(CRITIC + "enable", "automatic", why="there is a critic where the advantage is gae"),
         Joint("distillation", distill.KEYS, distill.distillation),
         K(distill.D + "**", "automatic", why="the teacher reads rows as the reference does"),

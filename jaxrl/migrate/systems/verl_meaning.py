@@ -31,6 +31,8 @@ def batch(m: Migration):
     own = m.integer(CRITIC + "ppo_mini_batch_size")
     if m.text(ALGO + "adv_estimator") == "gae" and own and own != mini:
         common.minibatches(m, "critic.num_minibatches", prompts, own, epochs, CRITIC + "ppo_mini_batch_size")
+    if m.text(ALGO + "adv_estimator") == "gae" and m.integer(CRITIC + "ppo_epochs") not in (None, epochs):
+        m.lacks(CRITIC + "ppo_epochs", f"the critic makes as many passes as the policy, {epochs}")
     if not m.given(ROLLOUT + "n"):
         m.differs("rollout.n is not set, which is one completion per prompt in verl: no group to compare with")
 
@@ -152,7 +154,12 @@ AGGREGATIONS = {
 
 
 def _aggregation(m: Migration, fixed: str):
-    name = ACTOR + "loss_agg_mode"
+    name, its = ACTOR + "loss_agg_mode", CRITIC + "loss_agg_mode"
+    if m.text(ALGO + "adv_estimator") == "gae":
+        if m.text(its) not in ("", "token-mean"):
+            m.lacks(its, "the value loss is a mean over tokens")
+        elif not m.text(its) and m.text(name) != "token-mean":
+            m.differs(f"the value loss is a mean over tokens; there it is averaged as the policy's, {m.text(name)}")
     if fixed:
         m.set("algorithm.aggregation", fixed, ACTOR + "policy_loss.loss_mode")
         m.mark(name, "inert", "this loss has an aggregation of its own")
