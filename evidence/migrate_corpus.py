@@ -86,6 +86,7 @@ CORPUS = {
             "router_replay/run_qwen3_30b_a3b_megatron", "tuning/lora/run_qwen3_30b_a3b_megatron", "tuning/lora/run_qwen3_8b_fsdp",
             "rollout_correction/run_qwen2_5_7b_fsdp", "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs",
             "on_policy_distillation_trainer/run_qwen3_8b_fsdp", "on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp",
+            "on_policy_distillation_trainer/run_qwen3_8b_megatron",
             "ascend_extras/grpo_trainer/run_qwen3_30b_a3b_mindspeed", "generation/run_deepseek_llm_7b")])],
     "trl": [
         ("huggingface/open-r1", "1416fa0", "0.18", [f"recipes/{n}.yaml" for n in (

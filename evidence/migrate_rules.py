@@ -133,10 +133,14 @@ def _later_verl(k: Keys, c, version: str, mode: str) -> dict:
         out["critic's lr"] = (c.critic.lr, k("critic.optim.lr", default=1e-5))
     if out["taught"][1]:  # the teacher's advantage under a clip of its own; the policy's loss, its KL and entropy are dropped
         d = "distillation.distillation_loss."
+        dense = k(d + "loss_mode") == "forward_kl_topk"  # the loss itself: no ratio, and nothing to correct
         out["kl"] = (c.algorithm.kl.coef or 0.0, 0.0)
-        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
-                       (k(d + "clip_ratio_low", default=0.2), k(d + "clip_ratio_high", default=0.2)))
-        out["dual clip"] = (c.algorithm.dual_clip, 3.0)
+        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high), (None, None) if dense else (
+            k(d + "clip_ratio_low", default=0.2), k(d + "clip_ratio_high", default=0.2)))
+        out["dual clip"] = (c.algorithm.dual_clip, None if dense else 3.0)
+        if dense:
+            out["corrected"] = (c.algorithm.mismatch.correction, None)
+            out["teacher's tokens"] = (c.distill.top_k, k(d + "topk", default=32))
         out["loss"] = (c.distill.loss, {"k1": "sampled", "forward_kl_topk": "forward"}[k(d + "loss_mode")])
         out["teacher"] = (c.teacher.path, k("distillation.teacher_models.teacher_model.model_path"))
     return out
