@@ -123,6 +123,7 @@ def test_the_total_variation_of_dppo_and_filters_without_a_bound_on_rounds():
     assert verl(dppo, "0.7").outcome(False) == "refused"
     rounds = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 10}
     assert [values(verl(rounds, version))["algorithm.dynamic_sampling_rounds"] for version in ("0.8", "0.9")] == [10, 1000]
+    assert values(verl({**rounds, "trainer.use_v1": False}))["algorithm.dynamic_sampling"] == "off"
 
 
 def test_a_program_that_trains_nothing_is_refused():
@@ -131,6 +132,7 @@ def test_a_program_that_trains_nothing_is_refused():
 
 def test_what_the_critic_has_of_its_own_and_we_do_not_is_said():
     gae = {"algorithm.adv_estimator": "gae", R + "n": 8}
+    assert values(verl({**gae, "trainer.critic_warmup": 5}))["critic.warmup_steps"] == 4  # steps 1 to 4
     assert verl({**gae, "critic.ppo_epochs": 1, "critic.loss_agg_mode": "token-mean"}).outcome(False) == "full"
     for key, value in (("critic.ppo_epochs", 2), ("critic.loss_agg_mode", "seq-mean-token-mean"), ("critic.model.lora_rank", 8)):
         assert verl({**gae, key: value}).outcome(False) == "partial", key

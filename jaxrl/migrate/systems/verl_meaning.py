@@ -81,7 +81,8 @@ def _critic(m: Migration):
         m.set("critic.path", m.text(path), path)
     m.set("critic.lr", m.number(own + "lr"), own + "lr")
     m.set("critic.value_clip", m.number(CRITIC + "cliprange_value"), CRITIC + "cliprange_value")
-    m.set("critic.warmup_steps", m.integer(TRAINER + "critic_warmup"), TRAINER + "critic_warmup")
+    first = m.integer(TRAINER + "critic_warmup") or 0  # the first step, counted from 1, in which the policy learns
+    m.set("critic.warmup_steps", max(first - 1, 0), TRAINER + "critic_warmup")
     if m.number(own + "weight_decay") != m.number(ACTOR + "optim.weight_decay"):
         m.set("critic.optimizer.weight_decay", float(m.number(own + "weight_decay")), own + "weight_decay")
 
@@ -483,6 +484,9 @@ def length_penalty(m: Migration):
 def filtering(m: Migration):
     f = ALGO + "filter_groups."
     on = m.flag(f + "enable")
+    if on and since(m, "0.9") and not m.flag(TRAINER + "use_v1"):
+        m.mark(f + "enable", "inert", "the trainer of use_v1=False does not filter")
+        on = False
     m.set("algorithm.dynamic_sampling", "refill" if on else "off", f + "enable")
     if on:
         rounds = m.integer(f + "max_num_gen_batches") or 0
