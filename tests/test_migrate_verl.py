@@ -126,8 +126,13 @@ def test_the_total_variation_of_dppo_and_filters_without_a_bound_on_rounds():
     assert values(verl({**rounds, "trainer.use_v1": False}))["algorithm.dynamic_sampling"] == "off"
 
 
-def test_a_program_that_trains_nothing_is_refused():
-    assert verl({M + "path": "a/b"}, "0.9", "python -m verl.trainer.main_generation_server").outcome(False) == "refused"
+@pytest.mark.parametrize("program", ["verl.trainer.main_generation_server", "verl.experimental.fully_async_policy.fully_async_main",
+                                     "verl.experimental.one_step_off_policy.main_ppo"])
+def test_a_program_that_is_another_job_is_refused(program):
+    both_kls = {A + "use_kl_loss": True, "algorithm.use_kl_in_reward": True, "actor_rollout_ref.ref.fsdp_config.param_offload": True}
+    assert verl({M + "path": "a/b", **both_kls}, "0.9", f"python -m {program}").outcome(False) == "refused"
+    if "fully" in program:
+        assert verl({"data.train_batch_size": 0}, "0.9", f"python -m {program}").outcome(False) == "refused"
 
 
 def test_what_the_critic_has_of_its_own_and_we_do_not_is_said():

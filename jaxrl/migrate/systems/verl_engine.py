@@ -103,7 +103,7 @@ def _rest(m: Migration, place: str):
         devices.rest(m, "host", where + "param_offload", where + "optimizer_offload")
     ref = REF + place + "param_offload"
     adapted = m.integer(rank(m)) or m.text(MODEL + "lora_adapter_path")  # their base is the reference
-    if m.flag(ref) and m.options["algorithm.kl.coef"][0] and not adapted:
+    if m.flag(ref) and m.options.get("algorithm.kl.coef", (0,))[0] and not adapted:
         m.set("mesh.roles.reference", {"rest": "host"}, ref)
 
 

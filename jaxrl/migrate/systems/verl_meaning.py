@@ -12,10 +12,13 @@ CRITIC, ALGO, DATA, RM = "critic.", "algorithm.", "data.", "reward_model."
 VAL, CORRECTION = ROLLOUT + "val_kwargs.", ALGO + "rollout_correction."
 
 
+AHEAD = re.compile(r"fully_async\w*|one_step_off\w*")  # programs that sample while they train
+
+
 def batch(m: Migration):
     prompts, mini = m.integer(DATA + "train_batch_size"), m.integer(ACTOR + "ppo_mini_batch_size")
     epochs, group = m.integer(ACTOR + "ppo_epochs"), m.integer(ROLLOUT + "n")
-    if not prompts and m.all("async_training.**"):
+    if not prompts and (m.all("async_training.**") or AHEAD.search(m.command)):
         return  # a batch of another kind; the recipe is refused
     common.batch(m, prompts, group, (DATA + "train_batch_size",), ROLLOUT + "n")
     m.set("algorithm.ppo_epochs", epochs, ACTOR + "ppo_epochs")
@@ -561,7 +564,9 @@ def column(m: Migration):
 def later(m: Migration):
     """Which program runs; from 0.9 on, whether it samples ahead."""
     if other := re.search(r"main_generation\w*|main_eval|main_\w*server", m.command):
-        m.lacks(MODEL + "path", f"{other[0]} trains nothing: run.mode=eval and docs/serve.md are ours", refuse=True)
+        m.lacks(MODEL + "path", f"{other[0]} trains nothing: run.mode=eval is ours", refuse=True)
+    elif other := AHEAD.search(m.command):
+        m.lacks(MODEL + "path", f"{other[0]} samples while it trains: rollout.max_staleness is ours", refuse=True)
     mode = TRAINER + "v1.trainer_mode"
     if since(m, "0.9") and m.flag(TRAINER + "use_v1") and m.text(mode) != "sync":
         m.lacks(
