@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from jaxrl.migrate import devices
@@ -55,13 +54,6 @@ def layout(m: Migration):
     sizes = {axis: m.integer(ACTOR + place + name) or 1 for axis, name in axes.items()}
     if not axes:
         sizes["cp"] = m.integer(ulysses)
-    left, experts = max(m.gpus // (sizes.get("tp", 1) * sizes.get("cp", 1)), 1), sizes.get("ep", 1)
-    if experts > left:
-        sizes["ep"] = math.gcd(experts, left)
-        m.differs(
-            f"experts lie over {experts} GPUs that are those of other axes, too; here their axis is one of its own, of "
-            f"{sizes['ep']} of {m.gpus} GPUs"
-        )
     own = kind in ("fsdp", "fsdp2", "veomni")
     devices.mesh(
         m,
