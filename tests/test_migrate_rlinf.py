@@ -137,7 +137,7 @@ def test_a_config_with_its_resolvers_passes_the_checks_and_a_robots_has_no_trace
     assert report["outcome"] == "full" and report["facts"]["GPUs"] == 8
     assert {k["key"]: k["value"] for k in report["keys"]}["rollout.return_logprobs"] is False
     c = load_config(str(out / "job.py"))
-    assert (c.rollout.max_new_tokens, c.rollout.top_k, c.optimizer.b2, c.optimizer.eps, c.run.dir) == (200, -1, 0.95, 1e-5, "runs/small")
+    assert (c.rollout.max_new_tokens, c.rollout.top_k, c.optimizer.b2, c.optimizer.eps, c.run.dir) == (200, -1, 0.999, 1e-8, "runs/small")
     assert (c.train.compute_dtype, c.model.path, c.algorithm.aggregation) == ("fp16", "some/model", "sequence_mean")
     c.run.mode, c.plan.target = "plan", "h100:8"
     check(c)

@@ -160,9 +160,9 @@ TABLE = Table(
             K(ACTOR + "lr_sched_sync_with_optim", "equivalent", default=True, other=False,
               beside={**ON_FSDP, OPTIM + "lr_warmup_steps": 7, ALGO + "n_minibatches": 4})), meaning.optimizer),
         K(OPTIM + "num_cycles", "unsupported", fine=(0.5,), why="a cosine falls once"),
-        K(OPTIM + "adam_beta2", to="optimizer.b2", default=0.95, other=0.99),
-        K(OPTIM + "adam_eps", to="optimizer.eps", default=1e-5, other=1e-8),
-        K(OPTIM + "weight_decay", to="optimizer.weight_decay", default=0.05, other=0.1),
+        K(OPTIM + "adam_beta2", to="optimizer.b2", default=0.999, other=0.95),
+        K(OPTIM + "adam_eps", to="optimizer.eps", default=1e-8, other=1e-5),
+        K(OPTIM + "weight_decay", to="optimizer.weight_decay", default=0.01, other=0.05),
         K(OPTIM + "clip_grad", to="optimizer.max_grad_norm", default=1.0, other=0.8),
         Joint("critic's optimizer", (
             *(K(f"{CRITIC}optim.{n}", "equivalent", default=d, other=o, beside=GAE) for n, d, o in (
