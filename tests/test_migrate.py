@@ -208,7 +208,7 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "/models/Qwen2-VL-2B/", "OpenGVLab/InternVL3-1B",
                                   "Qwen/Qwen3.5-9B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "microsoft/phi-4", "google/gemma-3-12b-it",
                                   "google/gemma-2b-it", "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
-                                  "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "openai/gpt-oss-20b"])
+                                  "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3", "openai/gpt-oss-20b"])
 def test_models_that_are_not_trained_are_refused_by_name(name):
     m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
     assert m.outcome(False) == "refused" and name in m.lacking[0][1]

@@ -22,7 +22,7 @@ NOT_TRAINED = (
     (r"deepseek-(v2|coder-v2|v3\.2|v4).*", "is of another deepseek family than deepseek_v3"),
     (
         r"(chatglm|glm-4-|glm-5|baichuan|internlm|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-"
-        r"|c4ai|granite|olmo-?[1-3]-|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|seed-oss|exaone|minimax"
+        r"|c4ai|granite|olmo-?[1-3]-|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|hy\d|seed-oss|exaone|minimax"
         r"|kimi-k2|bailing|ling-|ring-|mimo).*",
         "is of a family that is not trained here",
     ),
