@@ -8,9 +8,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes that tests start, too
-# Programs that were compiled before, by this run or an earlier one, are not compiled again; runs look there anyway.
+# Programs that were compiled before, by this run or an earlier one, are not compiled again, the small ones neither: a second
+# run of the tests takes a third of the time. Runs look there anyway.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jaxrl" / "xla"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -126,7 +126,8 @@ def start_jax(config) -> None:
     if jax.config.jax_compilation_cache_dir != directory:  # an earlier job of this process may have used another
         compilation_cache.reset_cache()
         jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    least = min(0.3, jax.config.jax_persistent_cache_min_compile_time_secs)  # less where who started it says so
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     if cache and config.run.compile_cache_gb:
         trim_cache(path, config.run.compile_cache_gb)
