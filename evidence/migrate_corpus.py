@@ -1,7 +1,7 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
     python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # half a minute
-    python evidence/migrate_corpus.py --clones=DIR --plan                                   # a quarter of an hour
+    python evidence/migrate_corpus.py --clones=DIR --plan[=PATTERN]     # half an hour; or only files whose names match
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -17,7 +17,7 @@ never committed here (licences, size). For every config:
     plan           with --plan (quickest where libtpu is not installed): the printed command that plans, with a folder that has nothing but
                    the config.json of the model that the source names (SHAPES, as published; --config.model.path is the only thing
                    added), ends with a plan that fits or with what does not fit and the nearest that does (listed in the results),
-                   never in another error or a trace
+                   never in another error or a trace. Of files that are not planned the last result stays, with its commit
     seconds        of the command alone, in a process of its own, for the first config of a system
 
 With --seeds, a folder of the reference documents: every block of YAML in them is read, too, and must not end in a trace.
@@ -47,7 +47,7 @@ import yaml
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
-from common import record, table  # noqa: E402
+from common import RESULTS, commit, record, table  # noqa: E402
 from migrate_rules import RULES, Keys  # noqa: E402
 from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
@@ -363,47 +363,50 @@ def main() -> int:
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--seeds", type=Path)
     parser.add_argument("--systems", default=",".join(CORPUS))
-    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--plan", nargs="?", const=".")
     args = parser.parse_args()
-    results, bad = {}, 0
+    results, bad, at = {}, 0, commit()
+    was = json.loads((RESULTS / "migrate_corpus.json").read_text())["results"] if (RESULTS / "migrate_corpus.json").exists() else {}
     for system in args.systems.split(","):
-        outcomes, wrong, count, seconds, plans, tight = Counter(), {}, 0, None, Counter(), {}
-        for repository, commit, version, files in CORPUS[system]:
+        outcomes, wrong, count, seconds = Counter(), {}, 0, None
+        before, plans = was.get(system, {}).get("plans", {}), {}
+        for repository, commit_, version, files in CORPUS[system]:
             with tempfile.TemporaryDirectory() as tmp:
                 root = Path(tmp) / "tree"
                 root.mkdir()
-                take(clone(args.clones, repository), commit, files, root)
+                take(clone(args.clones, repository), commit_, files, root)
                 planned = {}
                 for i, name in enumerate(files):
+                    label = f"{repository}@{commit_}:{name}"
                     outcome, found, report = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
-                    if args.plan and outcome in ("full", "partial"):
-                        planned[name] = (report, Path(tmp) / f"out{i}")
+                    emitted = outcome in ("full", "partial")
+                    if emitted and args.plan and re.search(args.plan, label):
+                        planned[label] = (report, Path(tmp) / f"out{i}")
+                    elif emitted and label in before:
+                        plans[label] = before[label]
                     outcomes[outcome] += 1
                     count += 1
                     if found:
-                        wrong[f"{repository}@{commit}:{name}"] = found
+                        wrong[label] = found
                     if seconds is None:
                         start = time.perf_counter()
                         subprocess.run([sys.executable, "-m", "jaxrl.migrate", system, str(root / name), f"--out={tmp}/timed",
                                         *([f"--gpus={GPUS[system]}"] if system in GPUS else [])], capture_output=True)
                         seconds = round(time.perf_counter() - start, 2)
                 with ThreadPoolExecutor(os.cpu_count()) as pool:
-                    for name, (verdict, said) in zip(planned, pool.map(lambda p: plan(*p), planned.values()), strict=True):
-                        plans[verdict] += 1
-                        print(f"{verdict:>12}: {system} {commit} {name}", flush=True)
-                        if verdict == "does not fit":
-                            tight[f"{repository}@{commit}:{name}"] = said
-                        if verdict == "wrong":
-                            wrong[f"{repository}@{commit}:{name}: plan"] = [said]
+                    for label, (verdict, said) in zip(planned, pool.map(lambda p: plan(*p), planned.values()), strict=True):
+                        print(f"{verdict:>12}: {label} {said if verdict == 'wrong' else ''}", flush=True)
+                        plans[label] = {"plan": verdict, "commit": at, **({"said": said} if verdict != "fits" else {})}
+        wrong |= {f"{label}, planned": [p["said"]] for label, p in plans.items() if p["plan"] == "wrong"}
         results[system] = {"configs": count, **outcomes, "seconds": seconds, "wrong": wrong}
-        if args.plan:
-            results[system]["plans"] = {**plans, "do not fit": tight}
+        if plans:
+            results[system] |= {"planned": Counter(p["plan"] for p in plans.values()), "plans": plans}
         bad += len(wrong)
         for name, found in wrong.items():
             print(name, *found, sep="\n    ")
-    table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds"],
-          [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"]]
-           for s, r in results.items()])
+    table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds", "plan: fits", "does not", "none"],
+          [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"],
+            *(r.get("planned", {}).get(v, 0) for v in ("fits", "does not fit", "none"))] for s, r in results.items()])
     if args.seeds:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")
