@@ -95,9 +95,9 @@ def _mesh(cfg):
     if sizes["cp"] == -1:
         bad.append("mesh.cp=-1: rows are cut into so many parts before the devices are known; give a number, and -1 to "
                    "mesh.fsdp")
-    for role, given in cfg.mesh.roles.items():
-        bad += _role(cfg, role, given)
-    return bad
+    if cfg.model.ring_attention and cfg.mesh.cp == 1 and not any("cp" in given for given in cfg.mesh.roles.values()):
+        bad.append(no_effect("model.ring_attention", True, "with mesh.cp=1", "set mesh.cp, or leave it out"))
+    return bad + [said for role, given in cfg.mesh.roles.items() for said in _role(cfg, role, given)]
 
 
 STREAMED = ("device", "host", "streamed")

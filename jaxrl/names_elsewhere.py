@@ -51,7 +51,7 @@ NOT_YET = (
     (r".+experts?|expert|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
      "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3, gpt-oss, split "
      "over mesh.ep, fsdp and tp"),
-    (r"cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*|ring_attention",
+    (r"cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*",
      "rows are split over mesh.cp along their tokens (docs/sharding.md); between layers over mesh.tp, too"),
     (r"pp|pp_size|pipeline.*|num_stages",
      "there are no pipelines of layers: mesh.fsdp, mesh.ep and mesh.tp split a model as far, and run.mode=plan says what fits and "

@@ -56,6 +56,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                    choices=("auto", "none", "full", "dots", "offload")),
         "remat_every": O(1, "layers that are recomputed together: more = fewer inputs kept, more of them at once", bound=">0"),
         "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "tpu", "gpu", "cudnn", "blockwise", "reference")),
+        "ring_attention": O(False, "over mesh.cp keys and values go from device to device, where they are gathered otherwise (docs/sharding.md)"),
         "experts": O("auto", "their implementation (docs/kernels.md); auto: the platform's", choices=("auto", "tpu", "gpu", "blocks", "reference")),
         "trainable": O((".*",), "patterns of parameter names that train"),
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),

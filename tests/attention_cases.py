@@ -151,6 +151,64 @@ def inputs(case: Case):
     return (q[:, last], k[:, order], v[:, order], *more), cotangent[:, last], ids, means[:, last]
 
 
+def in_a_ring(name: str, case: Case, count: int, mesh=None):
+    """Of kernels.attention's ring, what _both is of a call: tokens of whole rows are dealt to so many devices of the mesh, or of one,
+    where vmap stands for them."""
+    order = np.random.default_rng(3).permutation(case.length)
+
+    def of_device(qkv, cotangent, ids):
+        ids = Ids(**ids)
+        rows = [None if x is None else jax.lax.all_gather(x, "cp", axis=1, tiled=True) for x in (ids.k_positions, ids.k_segments)]
+        q, k = qkv[:2]
+        work = packed.ring.work_of(q.shape, k.shape, q.dtype, ids.q_positions, rows[0], ids.q_segments, rows[1], ids.q_prefixes, count=count,
+                                   window=case.window, implementation=name)
+
+        def run(q, k, v, *sinks):
+            return packed.ring.attention(q, k, v, *ids, axis="cp", work=work, implementation=name, **case.options,
+                                         **dict(zip(("sinks_H",), sinks, strict=False)))
+
+        out, pull = jax.vjp(run, *qkv)
+        return (out, *pull(cotangent))
+
+    def both(qkv, cotangent, ids):
+        batch = len(qkv[0])
+
+        def cut(x):
+            x = jnp.broadcast_to(x, (batch, *x.shape[1:]))[:, order]
+            return jnp.moveaxis(x.reshape(batch, count, -1, *x.shape[2:]), 1, 0)
+
+        def joined(x):
+            return jnp.moveaxis(x, 0, 1).reshape(batch, case.length, *x.shape[3:])[:, np.argsort(order)]
+
+        sinks = tuple(jnp.broadcast_to(x, (count, *x.shape)) for x in qkv[3:])
+        given = (*map(cut, qkv[:3]), *sinks), cut(cotangent), {f: cut(x) for f, x in ids._asdict().items() if x is not None}
+        if mesh is None:
+            found = jax.vmap(of_device, axis_name="cp")(*given)
+        else:
+            part, first = jax.sharding.PartitionSpec("cp"), functools.partial(jax.tree.map, lambda x: x[0])
+            alone = lambda *own: jax.tree.map(lambda x: x[None], of_device(*map(first, own)))  # noqa: E731
+            found = jax.shard_map(alone, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)(*given)
+        return *map(joined, found[:4]), *(x.sum(axis=0) for x in found[4:])
+
+    return jax.jit(both)
+
+
+def by_parts(module, case: Case):
+    """What _both is of a call, of an implementation's parts for rings: keys in two, merged here as a ring merges them."""
+    def both(qkv, cotangent, ids):
+        (q, k, v), parts = qkv, (slice(case.length // 2), slice(case.length // 2, None))
+        mine = [(k[:, p], v[:, p], ids._replace(k_positions=ids.k_positions[:, p], k_segments=ids.k_segments[:, p])) for p in parts]
+        found = [module.forward_part(q, *of, None, **case.options) for of in mine]
+        lse = jnp.logaddexp(*(x for _, x in found))
+        shares = [jnp.where(jnp.isneginf(x), 0, jnp.exp(x - jnp.where(jnp.isneginf(lse), 0, lse))) for _, x in found]
+        out = sum(x.astype(jnp.float32) * share[..., None] for (x, _), share in zip(found, shares, strict=True)).astype(v.dtype)
+        grads = [module.gradients_of_part(q, *of, None, out, lse, cotangent, **case.options) for of in mine]
+        (one, *first), (other, *second) = grads
+        return out, (one + other).astype(q.dtype), *(jnp.concatenate(pair, axis=1) for pair in zip(first, second, strict=True))
+
+    return both  # not jitted: Mosaic's interpreter cannot run two kernels at once
+
+
 @functools.cache
 def truth(case: Case):
     """[out, dq, dk, dv, perhaps that of the sinks] in float64, of inputs that are what `case.dtype` holds."""
@@ -172,18 +230,18 @@ def _both(attend, case: Case):
     return jax.jit(both)
 
 
-def check(implementation, case: Case):
+def check(implementation, case: Case, run=None):
     """Holds an implementation to float64: forward and all gradients, finite everywhere, bitwise equal when run again.
 
     implementation: a name in packed.api.IMPLEMENTATIONS (called itself: nothing falls back), or a function with its
-    arguments.
+    arguments; or `run` is what _both makes of one.
     """
     attend = packed.api.IMPLEMENTATIONS[implementation] if isinstance(implementation, str) else implementation
     qkv, cotangent, ids, means = inputs(case)
     more = tuple(map(jnp.asarray, qkv[3:]))
     qkv, cotangent = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), (qkv[:3], cotangent))
     qkv += more
-    run, means = _both(attend, case), means[..., None, None]
+    run, means = run or _both(attend, case), means[..., None, None]
     first, again = run(qkv, cotangent, ids), run(qkv, cotangent, ids)
     names = ("out", "dq", "dk", "dv", "dsinks")[:len(first)]
     for name, got, same, want in zip(names, first, again, truth(case), strict=True):

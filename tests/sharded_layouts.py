@@ -26,6 +26,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
+import attention_cases
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -50,6 +51,8 @@ from jaxrl.types import PackedBatch
 
 HF = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16,
       "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
+RINGS = [attention_cases.Case("prompts", length=512, window=50, sinks=True), attention_cases.Case("padding", length=512, dtype="bfloat16"),
+         attention_cases.Case("documents", length=512, heads=6, groups=1, softcap=2.0)]
 EXPERTS = HF | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
                 "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3}
 LATENT = {name: x for name, x in HF.items() if name != "head_dim"} | {
@@ -115,19 +118,19 @@ def experts(folder, shape, hf=EXPERTS):
 gpt_oss = functools.partial(experts, hf=GPT_OSS)
 
 
-def cut(folder, shape, hf=GPT_OSS):
+def cut(folder, shape, hf=GPT_OSS, ring=False):
     """One update of long rows with shared prompts: log-probs, routes, values, loss, metrics and gradients by the tokens of
     the batch; a ratio of whole sequences, replayed routes (of other parameters) and the router's terms."""
     mesh = mesh_of(shape)
     traj, columns = batch_of_groups(groups=6, size=4, max_prompt=60, max_answer=120, seed=1)
     for name, dtype, bound in (("", np.float32, False), (".float64", np.float64, True)):
         with jax.enable_x64(bound):
-            np.savez(f"{folder}/{','.join(map(str, shape))}{name}.npz", **one_update(mesh, hf, traj, dict(columns), dtype))
+            np.savez(f"{folder}/{','.join(map(str, shape))}{name}.npz", **one_update(mesh, hf, traj, dict(columns), dtype, ring))
     return {}
 
 
-def one_update(mesh, hf, traj, columns, dtype):
-    model = models.build(hf, compute_dtype=dtype, scan_layers=True, remat="full")
+def one_update(mesh, hf, traj, columns, dtype, ring):
+    model = models.build(hf, compute_dtype=dtype, scan_layers=True, remat="full", ring=ring)
     windows, ranks = [layer.window for layer in model.config.layers], mesh.shape["cp"]
     layout = training.make_layout(traj.sizes, RowShapes((512,), ((4,),), 1, ranks, tuple(windows)))
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
@@ -156,6 +159,16 @@ def one_update(mesh, hf, traj, columns, dtype):
 
 
 cut_latent = functools.partial(cut, hf=LATENT)
+cut_ring = functools.partial(cut, ring=True)
+
+
+def rings(folder, shape):
+    """Every implementation in a ring over cp that runs here, against float64."""
+    mesh = mesh_of(shape)
+    for name in ("reference", "blockwise", "tpu"):
+        for case in RINGS:
+            attention_cases.check(name, case, attention_cases.in_a_ring(name, case, mesh.shape["cp"], mesh))
+    return {}
 
 
 def model_batch():

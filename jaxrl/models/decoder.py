@@ -282,7 +282,7 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
         return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads,
                                      cfg.cache_heads, **options)
     return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.row_head_size, model.compute_dtype, positions_BxL,
-                          segments_BxL, prefixes_BxL, **options)
+                          segments_BxL, prefixes_BxL, ring=model.ring, **options)
 
 
 def _layer(model, number: int, name: str, params, x, shared, cache, index):

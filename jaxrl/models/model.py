@@ -23,7 +23,7 @@ from jaxrl.sharding import memory
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
-          attention: str = "auto", matmul: str = "default", experts: str = "auto") -> Model:
+          attention: str = "auto", matmul: str = "default", experts: str = "auto", ring: bool = False) -> Model:
     """The model an HF config describes.
 
     Args:
@@ -38,6 +38,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
         have none.
       experts: implementation of layers of experts, see kernels.experts.
+      ring: over mesh.cp keys and values go from device to device, where they would be gathered.
 
     Raises ConfigError for configs no family here serves.
     """
@@ -50,7 +51,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are "
                           f"cut into equal groups of {' or '.join(map(str, fit))}")
     return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every, matmul=matmul,
-                 experts=experts)
+                 experts=experts, ring=ring)
 
 
 AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
@@ -106,6 +107,7 @@ class Model:
     adapter: adapters.Adapter | None = None  # see models.adapters
     matmul: str = "default"
     experts: str = "auto"
+    ring: bool = False
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:

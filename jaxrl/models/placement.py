@@ -3,8 +3,8 @@
 Rows are split over the data axes, the tokens of each over cp, heads and widths over tp. Weights are gathered over fsdp,
 cp and ep before they are used, so the sums inside a layer are the same for every split of the data axes; experts stay
 where they are over ep, and the rows go to them. What looks at other tokens of its row gathers them over cp: attention
-the keys and values, the scored slots the tokens that predict them. It knows tokens by their positions and segments, so
-their order in the row does not matter (training.ranks deals them).
+the keys and values (or has them come by, in a ring), the scored slots the tokens that predict them. It knows tokens by
+their positions and segments, so their order in the row does not matter (training.ranks deals them).
 
 Legend: B rows, L tokens per row, V vocabulary, D hidden size, H query heads, G key-value heads, K head size.
 """
@@ -20,7 +20,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.kernels.attention import attention, cached_attention, cached_work_of, work_of
+from jaxrl.kernels.attention import (
+    Ring,
+    attention,
+    cached_attention,
+    cached_work_of,
+    ring_attention,
+    ring_work_of,
+    work_of,
+)
 from jaxrl.kernels.experts import experts
 from jaxrl.kernels.logprob import Split, held
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
@@ -188,8 +196,9 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
                       q_prefixes=None, work=None, sinks=None, **options):
     """kernels.attention, each device on its own rows and heads.
 
-    Over cp each device has the queries of its tokens and gathers keys, values and what is known of them. The backward
-    pass adds their gradients up where they came from (reduce-scatter). Where keys are a cache's, all is whole.
+    Over cp each device has the queries of its tokens and gathers keys, values and what is known of them, or where
+    `work` is a ring's, they go from device to device. The backward pass adds their gradients up where they came from
+    (reduce-scatter). Where keys are a cache's, all is whole.
 
     Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the
     one key-value head that its query heads read. Where tp divides no heads, every device of tp does the same work.
@@ -207,6 +216,9 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
         if shared_kv:
             mine = jax.lax.axis_index("tp") * groups // tp
             k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
+        if isinstance(work, Ring):
+            rest = q_positions, k_positions, q_segments, k_segments, q_prefixes
+            return ring_attention(q, k, v, *rest, axis=tokens, work=work, sinks_H=sinks, **options)
         k, v = _whole_rows(tokens, k, v)
         k_positions, k_segments = _whole_rows(tokens, k_positions, k_segments)
         rest = q_positions, k_positions, q_segments, k_segments, q_prefixes
@@ -259,12 +271,17 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
     return jax.shard_map(local, in_specs=specs, out_specs=own, check_vma=False)(*arguments)
 
 
-def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, **options):
-    """kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's own."""
+def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, ring=False, **options):
+    """kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's own; of a
+    ring over cp, where one is asked for."""
     rows = tuple(x for x in (positions_BxL, segments_BxL, prefixes_BxL) if x is not None)
 
     def local(heads, groups, positions, segments=None, prefixes=None):
         k_positions, k_segments = _whole_rows(tokens, positions, segments)
+        if ring and tokens:
+            shape = (*positions.shape, heads, size), (*positions.shape, groups, size)
+            return ring_work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes,
+                                count=mesh.shape[tokens], **options)
         shape = (*positions.shape, heads, size), (*k_positions.shape, groups, size)
         return work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes, **options)
 

@@ -155,13 +155,14 @@ def with_kernels(model, target):
 def _model(spec, hf_config: dict):
     c = spec.model
     return _build(json.dumps(hf_config, sort_keys=True, default=str), spec.train.compute_dtype, c.scan_layers == "true",
-                  c.remat, c.attention, c.remat_every, spec.train.matmul)
+                  c.remat, c.attention, c.remat_every, spec.train.matmul, c.ring_attention)
 
 
 @functools.lru_cache(maxsize=32)
-def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, every: int, matmul: str):
+def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, every: int, matmul: str,
+           ring: bool):
     return models.build(json.loads(description), compute_dtype=jnp.dtype(DTYPES[dtype]), scan_layers=scan, remat=remat,
-                        attention=attention, remat_every=every, matmul=matmul)
+                        attention=attention, remat_every=every, matmul=matmul, ring=ring)
 
 
 def _rollout(config, model, target, mesh: dict):

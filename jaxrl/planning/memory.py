@@ -184,7 +184,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     at_once = model.remat_every if learns and model.remat != "none" else 1
     layer = t * act * (6 * cfg.hidden_size + 2 * narrow + (4 if learns else 3) * wide)
     kind_of_device = targets.parse(config.plan.target).kind
-    layer += dispatch(model, t, mesh, learns, kind_of_device) + gathered_rows(model, t, mesh) * (2 if learns else 1)
+    layer += dispatch(model, t, mesh, learns, kind_of_device) + rows_of_others(model, t, mesh, learns)
     scores = blockwise.SCORES_CPU if kind_of_device == "cpu" else blockwise.SCORES
     per_token = _kept_without_remat(model, mesh, length)
     layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
@@ -217,11 +217,21 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
 
 
-def gathered_rows(model, t: float, mesh: dict) -> float:
-    """Bytes of a layer's keys and values of whole rows, which every device of cp has while it computes attention."""
-    cfg, cp = model.config, mesh["cp"]
-    heads = cfg.num_kv_heads / min(mesh["tp"], cfg.num_kv_heads)
-    return 2 * t * cp * heads * cfg.row_head_size * model.compute_dtype.itemsize if cp > 1 else 0.0
+def rows_of_others(model, t: float, mesh: dict, learns: bool) -> float:
+    """Bytes of a layer's keys and values, and of their gradients, that a device of cp has while it computes attention:
+    those of whole rows, or in a ring what is here and what comes, gradients in fp32."""
+    if mesh["cp"] == 1:
+        return 0.0
+    numbers, size = t * _key_numbers(model, mesh), model.compute_dtype.itemsize
+    if model.ring:
+        return 2 * numbers * (size + (4 if learns else 0))
+    return numbers * mesh["cp"] * size * (2 if learns else 1)
+
+
+def _key_numbers(model, mesh: dict) -> float:
+    """Numbers of a token's keys and values in a layer, on one device."""
+    cfg = model.config
+    return 2 * cfg.num_kv_heads / min(mesh["tp"], cfg.num_kv_heads) * cfg.row_head_size
 
 
 def _saved(model, t: float, mesh: dict, act: int, length: int) -> float:
@@ -245,7 +255,7 @@ def _kept_without_remat(model, mesh: dict, length: int) -> float:
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     scores = model.attention in ("auto", "reference") and length < blockwise.WORTH_IT
     return (8 * cfg.hidden_size + 3 * narrow + 4 * _mean_width(cfg) / tp
-            + gathered_rows(model, 1, mesh) / model.compute_dtype.itemsize
+            + (0 if model.ring or mesh["cp"] == 1 else mesh["cp"] * _key_numbers(model, mesh))
             + (2 * cfg.num_heads / tp * length * 4 / model.compute_dtype.itemsize if scores else 0))
 
 

@@ -469,7 +469,7 @@ def build_model(spec, hf_config):
         low_precision.check(spec.train.matmul, spec.platform.kind, spec.train.matmul_emulated)
     model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
                          remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul,
-                         experts=c.experts)
+                         experts=c.experts, ring=c.ring_attention)
     return adapted(spec, model)
 
 

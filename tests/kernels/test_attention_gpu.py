@@ -3,6 +3,7 @@ an end refused), counted, and lowered for CUDA. The body that keeps operands in 
 
 import functools
 import os
+from types import SimpleNamespace
 
 import attention_cases
 import jax
@@ -37,6 +38,14 @@ def strict():
 @pytest.mark.parametrize("case", attention_cases.HOPPER_CASES, ids=str)
 def test_shared_cases(case):
     attention_cases.check(functools.partial(gpu.attention, interpret=strict()), case)
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("case", attention_cases.HOPPER_CASES[1:6:4], ids=str)
+def test_parts_of_a_ring(case):
+    """Sums that a part tells, and gradients by the sums of the whole."""
+    forward, gradients = (functools.partial(f, interpret=strict()) for f in (gpu.forward_part, gpu.gradients_of_part))
+    attention_cases.check("gpu", case, attention_cases.by_parts(SimpleNamespace(forward_part=forward, gradients_of_part=gradients), case))
 
 
 @pytest.mark.mosaic

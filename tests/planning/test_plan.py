@@ -1,6 +1,7 @@
 """run.mode=plan: what it counts against closed forms and against real runs of the compiled programs."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -513,7 +514,10 @@ def test_cp_lets_rows_in_that_are_too_long_for_a_device():
     assert whole.config.train.row_lengths == cut.config.train.row_lengths == (131072,)
     assert plan.counted_peak(cut, {}) < 0.9 * cut.usable < whole.usable < plan.counted_peak(whole, {})
     assert (cut.mesh["fsdp"], cut.mesh["cp"], workload.token_shards(cut.mesh), workload.data_shards(cut.mesh)) == (1, 2, 16, 8)
-    assert memory.gathered_rows(cut.model, 65536, cut.mesh) == 4 * 131072 * 4 * 128 and not memory.gathered_rows(whole.model, 131072, whole.mesh)
+    others = functools.partial(memory.rows_of_others, t=65536, mesh=cut.mesh)
+    assert others(cut.model, learns=False) == 4 * 131072 * 4 * 128 and not memory.rows_of_others(whole.model, 131072, whole.mesh, False)
+    ring = dataclasses.replace(cut.model, ring=True)  # here and coming; in the backward pass gradients in fp32 beside them
+    assert (others(ring, learns=False), others(ring, learns=True)) == (4 * 2 * 65536 * 4 * 128, 12 * 2 * 65536 * 4 * 128)
     flops = [workload.train_work(c.config, c.model, c.mesh, workload.rows(c.config, workload.data_shards(c.mesh))).flops for c in (whole, cut)]
     assert flops[0] == pytest.approx(2 * flops[1])  # of one row, whole or half of it
 

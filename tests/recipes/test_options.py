@@ -24,7 +24,7 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups, policy_objective
 
-from jaxrl import config_checks, parameters, training
+from jaxrl import config_checks, models, parameters, training
 from jaxrl.algorithms import group_advantages
 from jaxrl.config import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
@@ -41,6 +41,7 @@ from jaxrl.roles import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.session import Progress, Session, triggers
+from jaxrl.sharding.mesh import AXES
 from jaxrl.spec import resolve
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
@@ -248,6 +249,25 @@ def test_experts_choose_the_program(tiny):
     assert found["auto"] == found["blocks"] != found["reference"]
     with pytest.raises(ConfigError, match="model.experts=blocks has no effect on a model without experts"):
         program(tiny("model.experts", "blocks"))
+
+
+def test_a_ring_gathers_no_keys(tiny):
+    """Over two devices of cp that need not exist: keys and values, four numbers to an axis, are sent on and gathered nowhere."""
+    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 5)
+    tokens = jnp.ones((1, 8), jnp.int32)
+
+    def collectives(ring):
+        c = tiny("model.ring_attention", ring, "mesh.cp", 2)
+        model = models.build(c.model.config.to_dict(), compute_dtype="float32", scan_layers=True, ring=c.model.ring_attention)
+        rows = tokens, jnp.arange(8)[None], tokens, 0 * tokens
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = str(jax.make_jaxpr(model.hidden)(jax.eval_shape(model.init, jax.random.key(0)), *rows))
+        return text.count("all_gather["), text.count("ppermute[")
+
+    (gathers, sends), (fewer, more) = collectives(False), collectives(True)
+    assert sends == 0 < more and fewer < gathers, (gathers, sends, fewer, more)
+    with pytest.raises(ConfigError, match="model.ring_attention=True has no effect with mesh.cp=1"):
+        tiny("model.ring_attention", True)
 
 
 def test_remat_every_recomputes_layers_together(tiny):

@@ -158,10 +158,13 @@ CUT = ("1,1,1,1,1", "1,1,2,1,1", "1,1,4,1,1", "1,2,2,2,1", "1,1,4,1,2")
 
 @pytest.mark.parametrize("model, meshes", [pytest.param("cut", CUT[::4], marks=pytest.mark.slow),
                                            pytest.param("cut", CUT, marks=pytest.mark.nightly),
+                                           pytest.param("cut_ring", CUT[::4], marks=pytest.mark.slow),
+                                           pytest.param("cut_ring", CUT, marks=pytest.mark.nightly),
                                            pytest.param("cut_latent", CUT[::4], marks=pytest.mark.nightly)])
 def test_rows_cut_over_cp(model, meshes, tmp_path):
     """`mesh.cp`. As one device, token by token: shared prompts, windows, sinks, experts whose routes are replayed, sums over sequences
-    that lie over several devices, log-probs, values, loss, metrics, gradients. In fp32 within 1e-5, in float64 1e-12."""
+    that lie over several devices, log-probs, values, loss, metrics, gradients. In fp32 within 1e-5, in float64 1e-12. Gathered keys, and
+    keys in a ring."""
     _, stderr = on_eight(model, tmp_path, *meshes)
     assert "rematerialization" not in stderr
     for kind, bound in (("", 1e-5), (".float64", 1e-12)):
@@ -172,6 +175,12 @@ def test_rows_cut_over_cp(model, meshes, tmp_path):
                     np.testing.assert_array_equal(other[name], value)
                 else:
                     assert np.linalg.norm(other[name] - value) <= bound * np.linalg.norm(value), (mesh, name)
+
+
+@pytest.mark.slow
+def test_attention_in_a_ring_over_devices(tmp_path):
+    """The reference, XLA's blocks and the TPU kernels (interpreted) over four devices."""
+    on_eight("rings", tmp_path, "1,1,4,1,1")
 
 
 @pytest.mark.slow

@@ -62,6 +62,28 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     rows, length = q_BxLxHxK.shape[:2]
     if not chosen and length < WORTH_IT:
         raise NotImplementedError(f"{length} queries: the reference is faster")
+    ids, work = _prepared(rows, ids, work, window)
+    return _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks, ids, work, _Options(window, softcap, float(scale)))
+
+
+def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, **options):
+    """See ring.PARTS."""
+    ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
+    out, log_sum, cut = _computed(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, _Options(**options))
+    return cut.joined(out), cut.joined(log_sum[..., None])[..., 0]
+
+
+def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, **options):
+    """See ring.PARTS."""
+    ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
+    cut = _Cut.of(q_BxLxHxK.shape, _keys(k_BxSxGxK).shape)
+    log_sum = cut.queries(_finite(lse_BxLxH)[..., None])[..., 0]
+    saved = q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, None, ids, work, out_BxLxHxK, log_sum
+    return _backward(_Options(**options), saved, g_BxLxHxK)[:3]
+
+
+def _prepared(rows, ids: Ids, work, window):
+    """(ids in blocks, of every row and kind, the work)."""
     if work is None:
         work = _lists(rows, ids, window)
     if ids.q_segments is None:
@@ -70,8 +92,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
         ids = ids._replace(q_prefixes=jnp.zeros_like(ids.q_segments))
     ids = Ids(*(_cut(jnp.broadcast_to(x, (rows, x.shape[1])), value)
                 for x, value in zip(ids, (NO_QUERY, NO_KEY, 0, 0, 0), strict=True)))
-    work = BlockLists(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in work))
-    return _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks, ids, work, _Options(window, softcap, float(scale)))
+    return ids, BlockLists(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in work))
 
 
 class _Options(NamedTuple):
@@ -100,6 +121,22 @@ def _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
 
 
 def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
+    out, log_sum, cut = _computed(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options)
+    log_sum = _finite(log_sum)
+    if sinks_H is not None:
+        share, log_sum = at_sinks.share(log_sum, cut.of_heads(sinks_H))
+        out = (out * share[..., None]).astype(out.dtype)
+    out = cut.joined(out)
+    return out, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, out, log_sum)
+
+
+def _finite(log_sum):
+    """0 for a query that saw no key, so that in the backward pass it weights none."""
+    return jnp.where(jnp.isneginf(log_sum), 0.0, log_sum)
+
+
+def _computed(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
+    """(out and logarithms of the sums as `cut` has queries, cut)."""
     k, v = _keys(k_BxSxGxK), _keys(v_BxSxGxK)
     cut = _Cut.of(q_BxLxHxK.shape, k.shape)
 
@@ -113,11 +150,7 @@ def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
 
     xs = cut.queries(q_BxLxHxK), *cut.blocks((_of_queries(ids), work.blocks, work.counts))
     _, (out, log_sum) = jax.lax.scan(group, None, xs)
-    if sinks_H is not None:
-        share, log_sum = at_sinks.share(log_sum, cut.of_heads(sinks_H))
-        out = (out * share[..., None]).astype(out.dtype)
-    out = cut.joined(out)
-    return out, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, out, log_sum)
+    return out, log_sum, cut
 
 
 def _backward(options, saved, g_BxLxHxK):
@@ -281,7 +314,7 @@ def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
 
 def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, options):
     """(out [B, G, n, R, C, K], logarithm of the sum of exp(score) [B, G, n, R, C]) of some blocks of queries over the
-    blocks `at`. A query that sees no key has 0 for the logarithm, so that in the backward pass it weights no key."""
+    blocks `at`; -inf for the logarithm where a query sees no key."""
     q = _batched(q_BxGxnxRxCxK, bias_BxjxSxixC.shape[1])
     k, v = _gathered(k_BxGxMxCxK, at_Bxnxm), _gathered(v_BxGxMxCxK, at_Bxnxm)
     scores = _scores(q, k, options)[0] + bias_BxjxSxixC[:, None, :, :, :, None]
@@ -290,7 +323,7 @@ def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, opt
     total, top = weights.sum(axis=3), top[:, :, :, 0]
     out = _product(v, _flat(weights.astype(v.dtype)), 3, 3) / total.reshape(*total.shape[:3], 1, -1)
     out = out.astype(v.dtype).swapaxes(3, 4).reshape(*q_BxGxnxRxCxK.shape[:-1], v.shape[-1])
-    log_sum = jnp.where(top > reference.hidden_score(jnp.float32) / 2, top + jnp.log(total), 0.0)
+    log_sum = jnp.where(top > reference.hidden_score(jnp.float32) / 2, top + jnp.log(total), -jnp.inf)
     return out, log_sum.reshape(q_BxGxnxRxCxK.shape[:-1])
 
 

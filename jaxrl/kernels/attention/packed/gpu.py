@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention import sinks as at_sinks
-from jaxrl.kernels.attention.gpu_chip import Op, check_chip, interpreted, sizes_of
+from jaxrl.kernels.attention.gpu_chip import HIDDEN, Op, check_chip, interpreted, sizes_of
 from jaxrl.kernels.attention.packed import tuned
 from jaxrl.kernels.attention.packed.gpu_plan import UNIT, plan
 from jaxrl.kernels.attention.packed.reference import Ids
+
+LOG2E, UNSEEN = math.log2(math.e), -HIDDEN  # the logarithm that the kernels have where a query sees no key
 
 
 class Kernels(NamedTuple):
@@ -64,6 +67,26 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :q_BxLxHxK.shape[1]]
+
+
+def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale, interpret=None):
+    """See ring.PARTS."""
+    call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    out, (*_, lse) = _forward(call, None, *arrays)
+    lse = lse[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
+    return out[:, :q_BxLxHxK.shape[1]], jnp.where(lse < UNSEEN / 2, lse / LOG2E, -jnp.inf)
+
+
+def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
+                      softcap, scale, interpret=None):
+    """See ring.PARTS."""
+    call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    length = arrays[1].shape[1]
+    lse = jnp.where(jnp.isneginf(lse_BxLxH), UNSEEN, lse_BxLxH * LOG2E).swapaxes(1, 2)
+    lse = jnp.pad(lse, [(0, 0), (0, 0), (0, length - lse.shape[2])], constant_values=UNSEEN)
+    out, g = (jnp.pad(x, [(0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)]) for x in (out_BxLxHxK, g_BxLxHxK))
+    _, _, *grads = _backward(call, (None, *arrays, out, lse), g)
+    return tuple(x[:, :like.shape[1]] for x, like in zip(grads, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

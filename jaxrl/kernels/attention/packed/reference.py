@@ -55,10 +55,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
               sinks=None):
     """See api.attention. Memory grows with L * S."""
     del chosen
-    batch, length, heads, size = q_BxLxHxK.shape
-    groups = k_BxSxGxK.shape[2]
-    q = q_BxLxHxK.reshape(batch, length, groups, heads // groups, size)
-    scores = capped_scores(q, k_BxSxGxK, visible(ids, window), softcap, scale)
+    scores, groups = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale), k_BxSxGxK.shape[2]
     top = scores.max(axis=-1, keepdims=True)
     if sinks is None:
         weights = jnp.exp(scores - top)
@@ -68,7 +65,50 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
         top = jnp.maximum(top, sink)
         weights = jnp.exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top)
-    weights = (weights / total).astype(v_BxSxGxK.dtype)
+    return _weighted(weights / total, v_BxSxGxK)
+
+
+def _scores(q_BxLxHxK, k_BxSxGxK, ids: Ids, window, softcap, scale):
+    """[B, G, R, L, S], see capped_scores."""
+    batch, length, heads, size = q_BxLxHxK.shape
+    groups = k_BxSxGxK.shape[2]
+    q = q_BxLxHxK.reshape(batch, length, groups, heads // groups, size)
+    return capped_scores(q, k_BxSxGxK, visible(ids, window), softcap, scale)
+
+
+def _weighted(weights_BxGxRxLxS, v_BxSxGxK):
     acc = jnp.promote_types(v_BxSxGxK.dtype, jnp.float32)
+    weights = weights_BxGxRxLxS.astype(v_BxSxGxK.dtype)
     out = jnp.einsum("bgrls,bsgk->blgrk", weights, v_BxSxGxK, preferred_element_type=acc)
-    return out.astype(v_BxSxGxK.dtype).reshape(batch, length, heads, size)
+    return out.astype(v_BxSxGxK.dtype).reshape(*out.shape[:2], -1, out.shape[-1])
+
+
+def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale):
+    """See ring.PARTS."""
+    del work
+    scores = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    lse = jnp.where(top > hidden_score(scores.dtype) / 2, top + jnp.log(total), -jnp.inf)[..., 0]
+    return _weighted(weights / total, v_BxSxGxK), lse.transpose(0, 3, 1, 2).reshape(q_BxLxHxK.shape[:3])
+
+
+def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
+                      softcap, scale):
+    """See ring.PARTS. Of weights P = exp(score - lse), sum(g * P v) - sum(delta * P) has the gradients of attention,
+    where lse and delta = sum(g * out) are constants."""
+    del work
+    groups, acc = k_BxSxGxK.shape[2], lse_BxLxH.dtype
+
+    def by_group(x_BxLxH):
+        return x_BxLxH.reshape(*x_BxLxH.shape[:2], groups, -1).transpose(0, 2, 3, 1)[..., None]
+
+    delta = by_group(jnp.sum(g_BxLxHxK.astype(acc) * out_BxLxHxK.astype(acc), axis=-1))
+    lse = by_group(jnp.where(jnp.isneginf(lse_BxLxH), 0.0, lse_BxLxH))
+
+    def total(q, k, v):
+        weights = jnp.exp(_scores(q, k, ids, window, softcap, scale) - lse)
+        return jnp.sum(g_BxLxHxK.astype(acc) * _weighted(weights, v).astype(acc)) - jnp.sum(delta * weights)
+
+    return jax.grad(total, (0, 1, 2))(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)

@@ -20,7 +20,7 @@ from jaxrl.kernels.attention.packed.blocks import NO_QUERY, active_blocks, fille
 from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.attention.packed.tpu_kernels import Call, Walk, work_list
 from jaxrl.kernels.attention.packed.tuned import TILE
-from jaxrl.kernels.attention.tpu_parts import WORDS
+from jaxrl.kernels.attention.tpu_parts import LOG2E, LOWEST, WORDS
 from jaxrl.kernels.platform import cores, platform
 
 
@@ -80,6 +80,30 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     return _attend(call, sinks, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
+def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale, interpret=None):
+    """See ring.PARTS."""
+    call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    out, lse = tpu_kernels.forward(call, (work.words[0], work.count[0]), *arrays)
+    out, lse = (x[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2) for x in (out, lse))
+    return out, jnp.where(lse > LOWEST / 2, lse / LOG2E, -jnp.inf)
+
+
+def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
+                      softcap, scale, interpret=None):
+    """See ring.PARTS."""
+    call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
+    lse = jnp.where(jnp.isneginf(lse_BxLxH), LOWEST, lse_BxLxH * LOG2E)
+    out, g, lse = (_by_head(x, call.length) for x in (out_BxLxHxK, g_BxLxHxK, lse[..., None]))
+    _, _, *grads, _, _ = _attend_backward(call, (None, work, arrays, out, lse[..., 0]), g)
+    return tuple(x[:, :, :like.shape[1]].swapaxes(1, 2)
+                 for x, like in zip(grads, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK), strict=True))
+
+
+def _by_head(x_BxLxHxK, length):
+    """[B, H, length, K], zeros at the end."""
+    return jnp.pad(x_BxLxHxK.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x_BxLxHxK.shape[1]), (0, 0)])
+
+
 def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
     """(Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and columns."""
     if not q.dtype == k.dtype == v.dtype:
@@ -94,9 +118,6 @@ def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
                 ids.q_segments is not None, ids.q_segments is not None and ids.q_prefixes is not None, interpret,
                 cores=cores())
 
-    def by_head(x, length):
-        return jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)])
-
     q_position, k_position, q_segment, k_segment, prefix = (
         x if x is None else jnp.broadcast_to(x, (batch, x.shape[1])) for x in filled_ids(ids, length, keys))
     q_ids, k_ids = [q_position], [k_position]
@@ -105,7 +126,7 @@ def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
         k_ids.append(k_segment)
     if call.prefixed:
         q_ids.append(jnp.where(prefix == 0, NO_QUERY, prefix))
-    return call, (work, by_head(q, length), by_head(k, keys), by_head(v, keys), jnp.stack(q_ids, axis=1),
+    return call, (work, _by_head(q, length), _by_head(k, keys), _by_head(v, keys), jnp.stack(q_ids, axis=1),
                   jnp.stack(k_ids, axis=2))
 
 
