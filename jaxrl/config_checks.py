@@ -93,11 +93,11 @@ def _mesh(cfg):
     if list(sizes.values()).count(-1) > 1:
         bad.append(", ".join(f"mesh.{a}={s}" for a, s in sizes.items()) + ": only one axis can be -1")
     if sizes["cp"] == -1:
-        bad.append("mesh.cp=-1: rows are cut into so many parts before the devices are known; give a number, and -1 to "
-                   "mesh.fsdp")
-    if cfg.model.ring_attention and cfg.mesh.cp == 1 and not any("cp" in given for given in cfg.mesh.roles.values()):
-        bad.append(no_effect("model.ring_attention", True, "with mesh.cp=1", "set mesh.cp, or leave it out"))
-    return bad + [said for role, given in cfg.mesh.roles.items() for said in _role(cfg, role, given)]
+        bad.append("mesh.cp=-1: rows are cut before the devices are known; give a number, and -1 to mesh.fsdp")
+    bad += [said for role, given in cfg.mesh.roles.items() for said in _role(cfg, role, given)]
+    whole = cfg.mesh.cp == 1 and not bad and not any("cp" in given for given in cfg.mesh.roles.values())
+    idle = no_effect("model.ring_attention", True, "with mesh.cp=1", "set mesh.cp, or leave it out")
+    return bad + [idle] * (whole and cfg.model.ring_attention)
 
 
 STREAMED = ("device", "host", "streamed")
