@@ -415,11 +415,11 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
         read_inputs(c)
     c.model.config = {**c.model.config.to_dict(), **SIZES, "model_type": "mixtral"}
     c.rollout.engine = "vllm"
-    glm = tiny_job.get_config()
-    glm.train.router_z, glm.rollout.engine = 0.0, "vllm"
-    glm.model.config = {**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}
-    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=glm4_moe.*set rollout.engine=jax"):
-        read_inputs(glm)
+    oss = tiny_job.get_config()
+    oss.train.router_z, oss.rollout.engine = 0.0, "vllm"
+    oss.model.config = {**SIZES, **EXPERTS["gpt_oss"][1], "model_type": "gpt_oss"}
+    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=gpt_oss.*set rollout.engine=jax"):
+        read_inputs(oss)
     c.lora.rank, c.lora.publish = 4, "adapter"
     with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
         read_inputs(c)
