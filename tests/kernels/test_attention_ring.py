@@ -19,7 +19,7 @@ CASES = [Case("whole", length=128), Case("documents", softcap=2.0), Case("ones")
 
 
 @pytest.mark.parametrize("name, count", [("reference", 2), ("blockwise", 4)])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in CASES[3:5] else pytest.mark.slow, id=str(case)) for case in CASES])
 def test_a_ring_is_attention_over_whole_rows(case, name, count):
     """Queries without a key in some parts, or in all; sinks, which count once; prompts whose answers lie elsewhere."""
     with jax.enable_x64(case.dtype == "float64"):
