@@ -25,6 +25,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_mesh():
+    """A file begins under no mesh, and the one its tests set ends with it: which file came before is by chance."""
+    with jax.set_mesh(None):
+        yield
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray cluster of this machine."""
