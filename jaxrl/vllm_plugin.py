@@ -102,8 +102,8 @@ def _cpu_rotation(whole):
     """vLLM's kernel for CPUs takes every head to lie behind the one before. Of latent attention a part of each head is
     rotated, which lies in steps: torch rotates that."""
     def forward_cpu(self, positions, query, key=None):
-        lie = all(x is None or x.is_contiguous() for x in (query, key))
-        return (whole if lie else self.forward_native)(positions, query, key)
+        lie = all(x is None or x.dim() < 3 or x.shape[1] == 1 or x.stride(1) == x.shape[2] for x in (query, key))
+        return whole(self, positions, query, key) if lie else self.forward_native(positions, query, key)
 
     return forward_cpu
 
@@ -117,6 +117,14 @@ def _cpu_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, ac
 
     activations = {"silu": functional.silu, "gelu": functional.gelu,
                    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+
+    def gated(inner):
+        if activation.value == "swigluoai":  # gpt-oss's
+            gate, up = inner[:, ::2].clamp(max=7.0), inner[:, 1::2].clamp(-7.0, 7.0)
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        gate, up = inner.chunk(2, dim=-1)
+        return activations[activation.value](gate) * up
+
     total = torch.zeros(output.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         own = expert if expert_map is None else int(expert_map[expert])
@@ -124,9 +132,7 @@ def _cpu_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, ac
             continue
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
         inner = functional.linear(hidden_states[token], w1[own], None if self.w1_bias is None else self.w1_bias[own])
-        gate, up = inner.chunk(2, dim=-1)
-        out = functional.linear(activations[activation.value](gate) * up, w2[own],
-                                None if self.w2_bias is None else self.w2_bias[own]).float()
+        out = functional.linear(gated(inner), w2[own], None if self.w2_bias is None else self.w2_bias[own]).float()
         weight = 1.0 if apply_router_weight_on_input else topk_weights[token, slot, None].float()
         total.index_add_(0, token, out * weight)
     output.copy_(total)
@@ -225,7 +231,7 @@ class Receiver:
     def start_weight_update(self):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.received = set()
+        self.received, self.gates = set(), {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info):
@@ -258,7 +264,10 @@ class Receiver:
             raise ValueError(f"jaxrl: tensor {name} was not announced")
         if expected and digest(tensor) != expected:
             raise ValueError(f"jaxrl: tensor {name} arrived damaged")
-        self.model.load_weights([(name, tensor.to(self.device))])
+        if _is_gpt_oss(self.model):
+            _load_gpt_oss(self.model, name, tensor.to(self.device), self.gates)
+        else:
+            self.model.load_weights([(name, tensor.to(self.device))])
         self.received.add(name)
 
     def finish_weight_update(self):
@@ -266,6 +275,9 @@ class Receiver:
 
         # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
         finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            if hasattr(module, "sinks") and hasattr(module, "attn"):  # some kernels read a copy in another dtype
+                module.attn.impl.sinks.data.copy_(module.sinks)
 
     def shutdown(self):
         if self.nccl is not None:
@@ -281,6 +293,33 @@ def __getattr__(name):
 
         return globals().setdefault(name, TransferEngine)
     raise AttributeError(name)
+
+
+def _is_gpt_oss(model) -> bool:
+    return type(model).__name__ == "GptOssForCausalLM"
+
+
+def _load_gpt_oss(model, name: str, tensor, gates: dict) -> None:
+    """One tensor. vLLM's loader copies sinks, and experts in one stack, past the loaders of their parameters, which a
+    reload needs: sinks go through theirs here, experts one by one, as vLLM takes them too: transposed, gate and up in
+    turns. `gates` keeps what waits for its up."""
+    import torch
+
+    path, _, leaf = name.rpartition(".")
+    expert, _, kind = path.rpartition(".")
+    if leaf == "sinks":
+        parameter = model.get_parameter(name.replace(".self_attn.", ".attn."))
+        start = model.model.layers[0].attn.qkv_proj.tp_rank * len(parameter)
+        parameter.weight_loader(parameter, tensor[start:start + len(parameter)])
+    elif ".experts." not in name:
+        model.load_weights([(name, tensor)])
+    elif kind == "down_proj":
+        model.load_weights([(f"{expert}.w2_{leaf}", tensor.t())])  # of a bias, itself
+    elif (other := gates.pop((expert, leaf), None)) is None:
+        gates[expert, leaf] = kind, tensor
+    else:
+        pair = [tensor, other[1]] if kind == "gate_proj" else [other[1], tensor]
+        model.load_weights([(f"{expert}.w13_{leaf}", torch.stack(pair, dim=1).flatten(0, 1).t())])
 
 
 class Nccl:
@@ -456,6 +495,13 @@ def digest(tensor) -> str:
 
 def pieces(model) -> Iterator[tuple]:
     """(HF name, loaded piece, (axis, start, stop)) of every parameter, fused ones taken apart."""
+    for name, piece, place in _pieces(model):
+        if _is_gpt_oss(model):  # the one whose modules have other names than its checkpoint
+            name = name.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
+        yield name, piece, place
+
+
+def _pieces(model) -> Iterator[tuple]:
     packed = getattr(model, "packed_modules_mapping", {})
     modules = dict(model.named_modules())
     for full, parameter in model.named_parameters():
@@ -483,7 +529,10 @@ def pieces(model) -> Iterator[tuple]:
             continue
         else:
             axis = None
-            if hasattr(module, "input_is_parallel"):  # RowParallelLinear; its bias is whole
+            if leaf == "sinks":
+                _check_sinks(full, module, data)
+                axis, module = 0, module.qkv_proj
+            elif hasattr(module, "input_is_parallel"):  # RowParallelLinear; its bias is whole
                 axis = 1 if leaf == "weight" else None
             elif hasattr(module, "gather_output"):  # ColumnParallelLinear; routers are replicated
                 axis = 0
@@ -508,25 +557,38 @@ def _check_derived(name: str, module, leaf: str, data) -> None:
         raise ValueError(f"jaxrl: {name} was made of other weights than are loaded")
 
 
+def _check_sinks(name: str, module, data) -> None:
+    """Raises ValueError where the sinks that attention computes with are not those that were loaded."""
+    import torch
+
+    if not torch.equal(module.attn.impl.sinks.to(data.dtype), data):
+        raise ValueError(f"jaxrl: attention computes with other sinks than {name}")
+
+
 def _expert_pieces(path: str, module, leaf: str, data) -> Iterator[tuple]:
-    """`pieces` of a layer of experts: w13_weight [experts, 2 x inner, hidden] holds gate and up, w2_weight
-    [experts, hidden, inner] down; of the experts that this worker has, and of their inner size its share."""
-    config, inner_of = module.moe_config, {"w13_weight": 1, "w2_weight": 2}
-    if leaf not in inner_of:
-        raise ValueError(f"jaxrl: {path}.{leaf}: only the weights of experts can be told, not this")
-    parallel, hidden = config.moe_parallel_config, config.hidden_dim_unpadded
-    count = config.intermediate_size_per_partition_unpadded
-    span = (parallel.tp_rank * count, (parallel.tp_rank + 1) * count) if parallel.tp_size > 1 else None
+    """`pieces` of a layer of experts: w13_weight [experts, 2 x inner, hidden] holds gate and up, one behind the other
+    or, of gpt-oss, in turns, w2_weight [experts, hidden, inner] down, and gpt-oss's w13_bias and w2_bias one number for
+    each row of these; of the experts that this worker has, and of their inner size its share."""
+    config, (matrix, _, kind) = module.moe_config, leaf.partition("_")
+    if matrix not in ("w13", "w2") or kind not in ("weight", "bias"):
+        raise ValueError(f"jaxrl: {path}.{leaf}: only weights and biases of experts can be told, not this")
+    parallel, count = config.moe_parallel_config, config.intermediate_size_per_partition_unpadded
+    inner = config.hidden_dim_unpadded if matrix == "w13" else count  # of a row
+    place = (-1, 0, 0)
+    if parallel.tp_size > 1 and leaf != "w2_bias":
+        place = (0 if matrix == "w13" else 1, parallel.tp_rank * count, (parallel.tp_rank + 1) * count)
+    elif leaf == "w2_bias" and parallel.tp_rank:  # added behind the sum over workers, by the first
+        return
     for expert in range(module.global_num_experts):
         own = expert if module.expert_map is None else int(module.expert_map[expert])
         if own < 0:
             continue
-        held = data[own]
-        if leaf == "w2_weight":
-            parts = {module.ckpt_down_proj_name: held[:hidden, :count]}
+        held = data[own] if kind == "bias" else data[own][:, :inner]
+        if matrix == "w2":
+            parts = {module.ckpt_down_proj_name: held[:config.hidden_dim_unpadded]}
         else:
-            half = held.shape[0] // 2
-            parts = {module.ckpt_gate_proj_name: held[:count, :hidden],
-                     module.ckpt_up_proj_name: held[half:half + count, :hidden]}
+            half, turns = held.shape[0] // 2, config.activation.value == "swigluoai"
+            gate, up = (held[::2], held[1::2]) if turns else (held[:half], held[half:])
+            parts = {module.ckpt_gate_proj_name: gate[:count], module.ckpt_up_proj_name: up[:count]}
         for name, piece in parts.items():
-            yield f"{path}.{expert}.{name}.weight", piece, (inner_of[leaf] - 1, *span) if span else (-1, 0, 0)
+            yield f"{path}.{expert}.{name}.{kind}", piece, place

@@ -27,7 +27,6 @@ NOT_TRAINED = (
         "is of a family that is not trained here",
     ),
 )
-NOT_SERVED = r"gpt-oss.*"  # weights do not reach vLLM (docs/experts.md)
 
 
 def trained(m: Migration) -> Migration:
@@ -39,8 +38,6 @@ def trained(m: Migration) -> Migration:
     key = next((k for k in keys if m.given(k)), None)
     if what and key:
         m.lacks(key, f"{ascii(path)} {what}", refuse=True)
-    elif key and m.options.get("rollout.engine", ("",))[0] == "vllm" and re.fullmatch(NOT_SERVED, name):
-        m.lacks(key, f"{ascii(path)}: its weights cannot be given to vLLM, only to the embedded sampler", refuse=True)
     elif what:
         m.needs(f"model.path={ascii(path)} {what} (it is the default of {m.table.name})")
     return m

@@ -48,7 +48,7 @@ class Family:
     expert_bias: bool = False            # ModelConfig.expert_bias
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.fused says, and in no other way
-    publishes: bool = True               # vLLM takes its weights at a publish, and says digests of all of them
+    vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
     @property
@@ -114,7 +114,7 @@ FAMILIES = {
         "OlmoeForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False,
                              "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm_whole=True, feed_forward="experts",
-        expert_size="intermediate_size", norm_topk="norm_topk_prob"),
+        expert_size="intermediate_size", norm_topk="norm_topk_prob", vllm_assumes={"rms_norm_eps": 1e-5}),
     "mixtral": Family(
         "MixtralForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                                "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
@@ -144,7 +144,9 @@ FAMILIES = {
                               "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         qkv_bias="attention_bias", out_bias="attention_bias", windows="pattern", feed_forward="gpt_oss_experts",
         expert_size="intermediate_size", experts_count="num_local_experts", norm_topk=True, sinks=True, router_bias=True,
-        expert_bias=True, clamped=True, interleaved=True, few_bits="mxfp4", publishes=False),
+        expert_bias=True, clamped=True, interleaved=True, few_bits="mxfp4",
+        vllm_assumes={"rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True,
+                      "layer_types": ("sliding_attention", "full_attention")}),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -18,7 +18,7 @@ from jaxrl.models import hf
 from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory
 from jaxrl.planning.workload import SIZES, data_shards
-from jaxrl.rollout.engines import check_publishes, chosen_engine, engine_of, shared_gpus
+from jaxrl.rollout.engines import check_served, chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
@@ -76,7 +76,7 @@ def open_case(config) -> Case:
     try:
         hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False)
         if not alone(config):
-            _check_publishes(config, hf_config)
+            check_served(config, hf_config, models.FAMILIES[hf_config["model_type"]])
         return dataclasses.replace(case_of(config, hf_config), adapters=adapters)
     except ConfigError as e:
         raise e if m.path in str(e) or not m.path else ConfigError(f"model.path={m.path!r}: {e}") from None
@@ -112,16 +112,12 @@ def alone(config) -> bool:
     return config.plan.part == "training"
 
 
-def _check_publishes(config, hf_config: dict) -> None:
-    check_publishes(config, hf_config["model_type"], models.FAMILIES[hf_config["model_type"]].publishes)
-
-
 def _left_out(config, hf_config: dict) -> str:
     """Why the completions of a job are not planned."""
     if not alone(config):
         return f"{engine_of(config).title} makes them, whose seconds are not predicted"
     try:
-        _check_publishes(config, hf_config)
+        check_served(config, hf_config, models.FAMILIES[hf_config["model_type"]])
     except ConfigError as e:
         return f"plan.part=training. A run of this config is refused: {e}"
     return "plan.part=training"

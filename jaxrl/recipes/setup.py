@@ -38,7 +38,7 @@ from jaxrl.recipes.trajectories import trial_items
 from jaxrl.registry import recipe_of, sequences
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
-from jaxrl.rollout.engines import check_publishes, shared_gpus
+from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.session import Session
@@ -368,7 +368,7 @@ def read_inputs(config, tokenizer=None) -> Inputs:
         raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
                           f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
     family = models.FAMILIES[hf_config["model_type"]]
-    check_publishes(config, hf_config["model_type"], family.publishes)
+    check_served(config, hf_config, family)
     if not family.classifies and config.run.recipe == "reward_model":
         raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
                           "sequence classifier of this family to be written as; choose a model of another family")

@@ -116,12 +116,18 @@ def engine_of(config, here: bool = True) -> EngineRow:
     return ENGINES.get(chosen_engine(config, here), OWN)
 
 
-def check_publishes(config, model_type: str, publishes: bool) -> None:
-    """ConfigError for an engine that is not known to take the weights of a family (models.FAMILIES says which
-    publish)."""
-    if not publishes and engine_of(config).servers and recipe_of(config).samples:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={model_type}: weights of this "
-                          f"family are not known to arrive whole in {engine_of(config).title}; set rollout.engine=jax")
+def check_served(config, hf_config: dict, family) -> None:
+    """ConfigError where servers would compute another model than the trainer's: vLLM reads over some fields of some
+    families (models.FAMILIES says which)."""
+    if not engine_of(config).servers or not recipe_of(config).samples:
+        return
+    said = {**family.defaults, **hf_config}
+    for name, fixed in family.vllm_assumes.items():
+        if isinstance(fixed, tuple):
+            fixed = [fixed[i % len(fixed)] for i in range(said["num_hidden_layers"])]
+        if said.get(name, fixed) not in (None, fixed):
+            raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={said[name]!r}: vLLM computes "
+                              f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
 
 
 def shared_gpus(config) -> str:

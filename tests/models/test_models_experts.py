@@ -417,9 +417,11 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
     c.rollout.engine = "vllm"
     oss = tiny_job.get_config()
     oss.train.router_z, oss.rollout.engine = 0.0, "vllm"
-    oss.model.config = {**SIZES, **EXPERTS["gpt_oss"][1], "model_type": "gpt_oss"}
-    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=gpt_oss.*set rollout.engine=jax"):
-        read_inputs(oss)
+    for name, other, theirs in (("swiglu_limit", 5.0, 7.0), ("rms_norm_eps", 1e-6, 1e-5), ("layer_types", ["full_attention"] * 2, ".*")):
+        served = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "num_hidden_layers": 2, "model_type": "gpt_oss"}
+        oss.model.config = {**SIZES, **EXPERTS["gpt_oss"][1], **served, name: other}
+        with pytest.raises(ConfigError, match=rf"rollout.engine=vllm with {name}=.*vLLM computes .*gpt_oss with {theirs}.*set rollout.engine=jax"):
+            read_inputs(oss)
     c.lora.rank, c.lora.publish = 4, "adapter"
     with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
         read_inputs(c)

@@ -307,11 +307,11 @@ def test_the_trainer_is_planned_without_its_engine(monkeypatch):
     """`plan.part=training`: nothing is lent or kept for sampling, and what would refuse the job is said instead."""
     def case(part, **options):
         c = tiny(plan__target="h100:16", plan__part=part, rollout__placement="colocated", **options)
-        c.model.config.update(**GPT_OSS if options["rollout__engine"] == "vllm" else {})
+        c.model.config.update(**{**GPT_OSS, "swiglu_limit": 5.0} if options["rollout__engine"] == "vllm" else {})
         c.mesh.ep, c.mesh.tp = (1, 1) if options["rollout__engine"] == "vllm" else (1, 16)
         return cases.open_case(c)
 
-    with pytest.raises(ConfigError, match="model_type=gpt_oss: weights of this family are not known.*set rollout.engine=jax"):
+    with pytest.raises(ConfigError, match="swiglu_limit=5.0: vLLM computes models of model_type=gpt_oss with 7.0; set rollout.engine=jax"):
         case("job", rollout__engine="vllm")
     with pytest.raises(ConfigError, match="mesh.tp=16: the embedded sampler stays within one process"):
         case("job", rollout__engine="jax")

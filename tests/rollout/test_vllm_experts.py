@@ -27,6 +27,10 @@ FAMILIES = {
                     "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 48},
     "glm4_moe_lite": {**SIGMOID, **LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": 48, "first_k_dense_replace": 1,
                       "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "intermediate_size": 24, "sliding_window": 8, "rms_norm_eps": 1e-5,
+                "num_hidden_layers": 3, "tie_word_embeddings": False, "rope_parameters": {
+                    "rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                    "original_max_position_embeddings": 32}},
 }
 
 
@@ -61,8 +65,9 @@ def test_every_publish_reaches_every_expert(family):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_workers_tell_their_slices_of_experts():
-    hf_config, model, (first, second) = made("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_tensor_parallel_workers_tell_their_slices_of_experts(family):
+    hf_config, model, (first, second) = made(family)
     with own_servers(of=(model, first), hf_config=hf_config, tensor_parallel=2, rollout_verify_weights="always",
                      env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as engine:
         engine.publish(second, 5)
