@@ -95,9 +95,9 @@ def _mesh(cfg):
     if sizes["cp"] == -1:
         bad.append("mesh.cp=-1: rows are cut before the devices are known; give a number, and -1 to mesh.fsdp")
     bad += [said for role, given in cfg.mesh.roles.items() for said in _role(cfg, role, given)]
-    whole = cfg.mesh.cp == 1 and not bad and not any("cp" in given for given in cfg.mesh.roles.values())
+    cut = {role for role, given in cfg.mesh.roles.items() if given.get("cp", cfg.mesh.cp) != 1} - {"sampler"}
     idle = no_effect("model.ring_attention", True, "with mesh.cp=1", "set mesh.cp, or leave it out")
-    return bad + [idle] * (whole and cfg.model.ring_attention)
+    return bad + [idle] * (cfg.mesh.cp == 1 and not bad and not cut and cfg.model.ring_attention)
 
 
 STREAMED = ("device", "host", "streamed")

@@ -133,7 +133,7 @@ def _collective(kind, instruction, rest, bodies, body, per_host):
     size = groups.shape[1]
     if size == 1:
         return {}
-    hosts = len({int(d) // per_host for d in groups[0]})
+    hosts = max(len({int(d) // per_host for d in group}) for group in groups)  # of a ring, pairs of neighbours
     opcode = _opcode(rest)
     arrays = [f"{kind}[{dims}]" for kind, dims in _ARRAY.findall(rest[:rest.index(f" {opcode}(") + 1])]
     if opcode.endswith("-start"):  # its result is (operands, results)

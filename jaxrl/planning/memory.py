@@ -219,12 +219,14 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
 
 def rows_of_others(model, t: float, mesh: dict, learns: bool) -> float:
     """Bytes of a layer's keys and values, and of their gradients, that a device of cp has while it computes attention:
-    those of whole rows, or in a ring what is here and what comes, gradients in fp32."""
+    those of whole rows, or in a ring what is here and what comes, gradients in fp32, and the output, or the queries'
+    gradients, that are summed in fp32 meanwhile."""
     if mesh["cp"] == 1:
         return 0.0
     numbers, size = t * _key_numbers(model, mesh), model.compute_dtype.itemsize
     if model.ring:
-        return 2 * numbers * (size + (4 if learns else 0))
+        sums = t * model.config.num_heads / mesh["tp"] * model.config.row_head_size * 4
+        return 2 * numbers * (size + (4 if learns else 0)) + sums
     return numbers * mesh["cp"] * size * (2 if learns else 1)
 
 

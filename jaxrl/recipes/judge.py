@@ -82,7 +82,8 @@ class Judge(Role):
         super().__init__(PART, job)
         c, o = job.config, job.config.reward.model
         scan, compute = c.model.scan_layers == "true", job.compute_dtype
-        self.model = models.build(read.hf_config, compute_dtype=compute, scan_layers=scan, attention=c.model.attention)
+        self.model = models.build(read.hf_config, compute_dtype=compute, scan_layers=scan, attention=c.model.attention,
+                                  ring=c.model.ring_attention)
         self.tree = ValueModel(self.model, name=o.head, bias=False)
         self.weight, self.most_failed, self.share = o.weight, c.reward.max_failed_fraction, c.train.share_prompts
         self.tokens = Tokens() if read.render == "tokens" else Rendering(c, read.tokenizer, read.render)

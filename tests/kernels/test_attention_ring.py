@@ -38,13 +38,18 @@ def test_what_a_device_keeps_is_its_own():
     assert max(sizes) == 2 * 64 * 4 * 32 and sizes.count(2 * 64 * 2 * 32) == 2
 
 
-def test_implementations_without_sums_stand_aside(caplog):
-    """cuDNN's tells no logarithm of its sums: XLA's runs in its place."""
+def test_implementations_without_sums_stand_aside(caplog, monkeypatch):
+    """cuDNN's tells no logarithm of its sums: XLA's runs in its place, of rows that are not short the one in blocks."""
+    lists = []
+
     def one(q):
-        at = jnp.arange(4)[None]
-        work = ring.work_of(q.shape, q.shape, q.dtype, at, at, count=1, implementation="reference")
+        at = jnp.arange(q.shape[1])[None]
+        work = ring.work_of(q.shape, q.shape, q.dtype, at, at, count=1, implementation="cudnn")
+        lists.append(set(work.parts))
         return ring_attention(q, q, q, at, at, axis="cp", work=work, implementation="cudnn")
 
-    q = np.random.default_rng(0).normal(size=(1, 1, 4, 2, 8)).astype(np.float32)
-    assert np.isfinite(jax.vmap(one, axis_name="cp")(q)).all() and "cudnn" not in ring.PARTS
+    short, long = (np.random.default_rng(0).normal(size=(1, 1, n, 2, 8)).astype(np.float32) for n in (4, 256))
+    assert np.isfinite(jax.vmap(one, axis_name="cp")(short)).all() and "cudnn" not in ring.PARTS
     assert "cudnn does not serve" in caplog.text
+    monkeypatch.delattr(ring.reference, "forward_part")
+    assert np.isfinite(jax.vmap(one, axis_name="cp")(long)).all() and lists == [set(), {"blockwise"}]

@@ -74,18 +74,20 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
 
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
-            q_prefixes_BxL=None, *, window=0, implementation="auto") -> dict:
+            q_prefixes_BxL=None, *, window=0, implementation="auto", among=None) -> dict:
     """What `attention` looks for before it computes: the same for all layers of a window, so it is done once per step.
 
     Args as attention's, with shapes and dtype in place of queries and keys. Returns a pytree of arrays whose leading
-    axes are rows, or devices' own lists; empty where the implementation that will run needs none.
+    axes are rows, or devices' own lists; empty where the implementation that will run needs none. among: names of the
+    implementations that may run; None = all.
     """
     ids = Ids(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL)
 
     def ask(name):
         return {name: WORK[name](q_shape, kv_shape, dtype, ids, window=window)} if name in WORK else {}
 
-    return first_that_serves("attention", order(implementation), ask, silent=XLA)
+    asked = [name for name in order(implementation) if among is None or name in among]
+    return first_that_serves("attention", asked, ask, silent=XLA)
 
 
 def order(implementation: str) -> tuple[str, ...]:

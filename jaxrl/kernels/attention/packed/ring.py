@@ -55,7 +55,7 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
     def of_part(keys):
         positions, segments = keys
         return api.work_of(q_shape, kv_shape, dtype, q_positions_BxL, positions, q_segments_BxL, segments,
-                           q_prefixes_BxL, **options)
+                           q_prefixes_BxL, among=PARTS, **options)
 
     found = jax.lax.map(of_part, (cut(k_positions_BxS), cut(k_segments_BxS)))
     return Ring(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found))
@@ -74,7 +74,7 @@ def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL,
     def ask(name):
         if name not in PARTS:
             raise NotImplementedError(f"{name} does not tell the sums of its softmax, which a ring merges")
-        if name == "blockwise" and name != implementation and name not in work.parts:
+        if name == "blockwise" and name != implementation and q_BxLxHxK.shape[1] < blockwise.WORTH_IT:
             raise NotImplementedError("short rows: the reference is faster")
         how = _How(name, axis, jax.lax.axis_size(axis), options)
         return _attend(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, at_sinks.of(sinks_H, q_BxLxHxK.dtype), ids,
