@@ -99,11 +99,11 @@ def _keep_cpu_weights() -> None:
 
 
 def _cpu_rotation(whole):
-    """vLLM's kernel for CPUs takes every head to lie behind the one before. Of latent attention a part of each head is
-    rotated, which lies in steps: torch rotates that."""
+    """vLLM's kernel for CPUs takes the heads of a token to be one axis, the last. Of latent attention a part of each
+    head is rotated, and heads are an axis of their own: torch rotates that."""
     def forward_cpu(self, positions, query, key=None):
-        lie = all(x is None or x.dim() < 3 or x.shape[1] == 1 or x.stride(1) == x.shape[2] for x in (query, key))
-        return whole(self, positions, query, key) if lie else self.forward_native(positions, query, key)
+        parts = any(x is not None and x.dim() > 2 for x in (query, key))
+        return self.forward_native(positions, query, key) if parts else whole(self, positions, query, key)
 
     return forward_cpu
 
@@ -213,6 +213,7 @@ class Receiver:
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     names = received = frozenset()
+    dtypes: dict = {}  # of what was received, by name: vLLM may hold it in another one
     nccl = None
 
     def init_transfer_engine(self, init_info):
@@ -229,9 +230,14 @@ class Receiver:
             self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), rank)
 
     def start_weight_update(self):
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
-        self.received, self.gates = set(), {}
+        self.received, self.gates, self.dtypes = set(), {}, {}
+        for layer in self.model.modules():  # an update that failed halfway leaves them open, with what had arrived
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+                info.reset()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info):
@@ -264,11 +270,9 @@ class Receiver:
             raise ValueError(f"jaxrl: tensor {name} was not announced")
         if expected and digest(tensor) != expected:
             raise ValueError(f"jaxrl: tensor {name} arrived damaged")
-        if _is_gpt_oss(self.model):
-            _load_gpt_oss(self.model, name, tensor.to(self.device), self.gates)
-        else:
-            self.model.load_weights([(name, tensor.to(self.device))])
+        _load(self.model, name, tensor.to(self.device), self.gates)
         self.received.add(name)
+        self.dtypes[name] = tensor.dtype
 
     def finish_weight_update(self):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -299,20 +303,22 @@ def _is_gpt_oss(model) -> bool:
     return type(model).__name__ == "GptOssForCausalLM"
 
 
-def _load_gpt_oss(model, name: str, tensor, gates: dict) -> None:
-    """One tensor. vLLM's loader copies sinks, and experts in one stack, past the loaders of their parameters, which a
-    reload needs: sinks go through theirs here, experts one by one, as vLLM takes them too: transposed, gate and up in
-    turns. `gates` keeps what waits for its up."""
+def _load(model, name: str, tensor, gates: dict) -> None:
+    """One tensor. vLLM's loader of gpt-oss copies sinks, and experts in one stack, past their parameters' loaders,
+    which a reload needs: sinks go through theirs, experts one by one, as vLLM takes them too: transposed, gate and up
+    in turns. `gates` keeps what waits for its up."""
     import torch
+    from vllm.model_executor.models.utils import is_pp_missing_parameter
 
     path, _, leaf = name.rpartition(".")
     expert, _, kind = path.rpartition(".")
-    if leaf == "sinks":
-        parameter = model.get_parameter(name.replace(".self_attn.", ".attn."))
-        start = model.model.layers[0].attn.qkv_proj.tp_rank * len(parameter)
-        parameter.weight_loader(parameter, tensor[start:start + len(parameter)])
-    elif ".experts." not in name:
+    if not _is_gpt_oss(model) or leaf != "sinks" and ".experts." not in name:
         model.load_weights([(name, tensor)])
+    elif leaf == "sinks":
+        if not is_pp_missing_parameter(own := f"{path.removesuffix('.self_attn')}.attn", model):
+            module = model.get_submodule(own)
+            start = module.qkv_proj.tp_rank * len(module.sinks)
+            module.sinks.weight_loader(module.sinks, tensor[start:start + len(module.sinks)])
     elif kind == "down_proj":
         model.load_weights([(f"{expert}.w2_{leaf}", tensor.t())])  # of a bias, itself
     elif (other := gates.pop((expert, leaf), None)) is None:
@@ -459,8 +465,8 @@ def info(worker) -> dict:
     }
 
 
-def machine() -> str:
-    """Tells whether two processes share memory: the boot id, and the device behind /dev/shm."""
+def machine() -> str:  # the boot id, and the device behind /dev/shm
+    """Tells whether two processes share memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f"{f.read().strip()}:{os.stat('/dev/shm').st_dev}"
@@ -471,11 +477,12 @@ def machine() -> str:
 def digests(worker) -> str:
     """JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, start, stop].
 
-    The piece is the slice start:stop along `axis` of the HF tensor (axis -1: all of it), as this worker holds it.
+    The piece is the slice start:stop along `axis` of the HF tensor (axis -1: all of it), as this worker holds it; what
+    it holds in a wider dtype than it was given is summed in the one that it was given.
     """
-    model = worker.get_model()
-    return json.dumps({name: [digest(piece), str(piece.dtype).removeprefix("torch."), list(piece.shape), *place]
-                       for name, piece, place in pieces(model)})
+    model, sent = worker.get_model(), getattr(worker.weight_transfer_engine, "dtypes", {})
+    return json.dumps({name: [digest(piece.to(sent.get(name, piece.dtype))), str(piece.dtype).removeprefix("torch."),
+                              list(piece.shape), *place] for name, piece, place in pieces(model)})
 
 
 def adapter(worker, path: str) -> str:
@@ -496,7 +503,7 @@ def digest(tensor) -> str:
 def pieces(model) -> Iterator[tuple]:
     """(HF name, loaded piece, (axis, start, stop)) of every parameter, fused ones taken apart."""
     for name, piece, place in _pieces(model):
-        if _is_gpt_oss(model):  # the one whose modules have other names than its checkpoint
+        if _is_gpt_oss(model):  # its modules have other names than its checkpoint
             name = name.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
         yield name, piece, place
 
@@ -559,9 +566,7 @@ def _check_derived(name: str, module, leaf: str, data) -> None:
 
 def _check_sinks(name: str, module, data) -> None:
     """Raises ValueError where the sinks that attention computes with are not those that were loaded."""
-    import torch
-
-    if not torch.equal(module.attn.impl.sinks.to(data.dtype), data):
+    if (module.attn.impl.sinks.to(data.dtype) != data).any():
         raise ValueError(f"jaxrl: attention computes with other sinks than {name}")
 
 

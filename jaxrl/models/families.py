@@ -68,7 +68,8 @@ _DEEPSEEK = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_
                  shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
                  says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, few_bits="fp8")
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
-_LATENT_ATTENTION = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias")
+_LATENT_ATTENTION = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
+    "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
 
 FAMILIES = {
     "llama": Family(
@@ -80,17 +81,18 @@ FAMILIES = {
     "qwen2": Family(
         "Qwen2ForCausalLM", {**_SHARED, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
                              "num_key_value_heads": 32},
-        qkv_bias=True, windows="from_layer"),
+        qkv_bias=True, windows="from_layer", vllm_assumes={"use_sliding_window": False}),
     "qwen3": Family(
         "Qwen3ForCausalLM", {**_SHARED, "head_dim": 128, "attention_bias": False, "use_sliding_window": False,
                              "sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="from_layer"),
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="from_layer",
+        vllm_assumes={"use_sliding_window": False, "attention_bias": False}),
     "gemma2": Family(
         "Gemma2ForCausalLM", {**_GEMMA, "max_position_embeddings": 8192, "rope_theta": 10000.0, "final_logit_softcapping": 30.0,
                               "attn_logit_softcapping": 50.0},
         qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activation="hidden_activation",
         query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
-        final_softcap="final_logit_softcapping", windows="pattern", divides=True),
+        final_softcap="final_logit_softcapping", windows="pattern", divides=True, vllm_assumes={"tie_word_embeddings": True}),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                               "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
@@ -103,22 +105,26 @@ FAMILIES = {
         "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
                                 "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="switched", feed_forward="experts",
-        expert_size="moe_intermediate_size", norm_topk="norm_topk_prob"),
+        expert_size="moe_intermediate_size", norm_topk="norm_topk_prob",
+        vllm_assumes={"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"}),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "qkv_bias": True, "num_key_value_heads": 16, "max_window_layers": 28,
                                 "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
                                 "num_experts": 60},
         qkv_bias="qkv_bias", windows="alternate", feed_forward="experts", expert_size="moe_intermediate_size",
-        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob"),
+        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob",
+        vllm_assumes={"use_sliding_window": False, "qkv_bias": True, "hidden_act": "silu"}),
     "olmoe": Family(
         "OlmoeForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False,
                              "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm_whole=True, feed_forward="experts",
-        expert_size="intermediate_size", norm_topk="norm_topk_prob", vllm_assumes={"rms_norm_eps": 1e-5}),
+        expert_size="intermediate_size", norm_topk="norm_topk_prob", vllm_assumes={
+            "rms_norm_eps": 1e-5, "norm_topk_prob": False, "attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False}),
     "mixtral": Family(
         "MixtralForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                                "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
-        windows="all", feed_forward="mixtral_experts", expert_size="intermediate_size", norm_topk=True),
+        windows="all", feed_forward="mixtral_experts", expert_size="intermediate_size", norm_topk=True,
+        vllm_assumes={"hidden_act": "silu"}),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", {**_SHARED, **_SIGMOID, **_LATENT, "max_position_embeddings": 4096, "moe_intermediate_size": 2048,
                                   "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
@@ -135,7 +141,8 @@ FAMILIES = {
                                "num_key_value_heads": 8, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_group": 1,
                                "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False,
                                "partial_rotary_factor": 0.5},
-        qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, classifies=False, **_DEEPSEEK),
+        qkv_bias="attention_bias", qk_norm="use_qk_norm", partial_rotary=True, classifies=False, vllm_assumes={"tie_word_embeddings": False},
+        **_DEEPSEEK),
     "gpt_oss": Family(
         "GptOssForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000.0,
                               "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -145,7 +152,7 @@ FAMILIES = {
         qkv_bias="attention_bias", out_bias="attention_bias", windows="pattern", feed_forward="gpt_oss_experts",
         expert_size="intermediate_size", experts_count="num_local_experts", norm_topk=True, sinks=True, router_bias=True,
         expert_bias=True, clamped=True, interleaved=True, few_bits="mxfp4",
-        vllm_assumes={"rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True,
+        vllm_assumes={"rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True, "tie_word_embeddings": False,
                       "layer_types": ("sliding_attention", "full_attention")}),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")

@@ -119,7 +119,7 @@ def engine_of(config, here: bool = True) -> EngineRow:
 def check_served(config, hf_config: dict, family) -> None:
     """ConfigError where servers would compute another model than the trainer's: vLLM reads over some fields of some
     families (models.FAMILIES says which)."""
-    if not engine_of(config).servers or not recipe_of(config).samples:
+    if chosen_engine(config) != "vllm" or not recipe_of(config).samples:
         return
     said = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():

@@ -35,7 +35,8 @@ def chunks(model, params, dtype, most_bytes: int,
 
     Args:
       model: a jaxrl.models.Model. params: its parameter tree, of arrays all of whose shards this process reaches.
-      dtype: of the tensors (anything numpy takes, or the name of one of jax's).
+      dtype: of the tensors (anything numpy takes, or the name of one of jax's), but for what is always fp32, such as
+        routers' corrections.
       most_bytes: of a chunk. It holds whole layers, one where that is more: embedding first, then layer by layer, last
         norm and head.
       host: numpy arrays in host memory, which are the caller's; else on the device, whole on each one of the
@@ -70,22 +71,23 @@ def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
     """[(HF name, device array in `dtype`)] of one group of `_layers`."""
     entries = list({entry.path: entry for entry, _ in group}.values())
     arrays = [entry.of(params) for entry in entries]
-    rows = tuple((entry.hf_shape, entry.inputs, entry.stacked, entry.row.stacked) for entry in entries)
+    rows = tuple((entry.hf_shape, entry.inputs, entry.stacked, entry.row.stacked, entry.dtype(dtype))
+                 for entry in entries)
     one = arrays[0].sharding
     whole = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else None
     at = [next(entry.indices[i][:1] for own, i in group if own is entry) for entry in entries]
-    tensors = _convert(arrays, at, rows, np.dtype(dtype), whole)
+    tensors = _convert(arrays, at, rows, whole)
     found = {entry.path: iter(own) for entry, own in zip(entries, tensors, strict=True)}
     return [(entry.hf_names[i], next(found[entry.path])) for entry, i in group]
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "dtype", "sharding"))
-def _convert(arrays, indices, rows, dtype, sharding):
+@functools.partial(jax.jit, static_argnames=("rows", "sharding"))
+def _convert(arrays, indices, rows, sharding):
     """One layer's arrays -> lists of the HF tensors in each. rows: (HF shape, contracted axes, stacked ones, those of
-    them within a layer) of each; indices: of the layer along the others. A layer's experts are made whole together: cut
-    out one by one, each would be gathered with all layers of its kind."""
+    them within a layer, dtype) of each; indices: of the layer along the others. A layer's experts are made whole
+    together: cut out one by one, each would be gathered with all layers of its kind."""
     out = []
-    for part, index, (shape, inputs, stacked, within) in zip(arrays, indices, rows, strict=True):
+    for part, index, (shape, inputs, stacked, within, dtype) in zip(arrays, indices, rows, strict=True):
         if stacked > within:
             part = jax.lax.dynamic_index_in_dim(part, index[0], keepdims=False)
         part = memory.fetched(part).astype(dtype)

@@ -65,6 +65,39 @@ def test_every_publish_reaches_every_expert(family):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "gpt_oss"])
+def test_what_an_engine_holds_in_fp32_is_told_by_what_it_was_given(family):
+    """bf16: corrections are published in fp32, GLM's routers in bf16, and held in fp32."""
+    hf_config, model, (first, second) = made(family)
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always", rollout_dtype="bf16") as engine:
+        engine.publish(second, 5)
+        held = {kind for found in engine.fleet.controls[0].digests() for name, (_, kind, *_) in found.items() if "mlp.gate." in name}
+        assert held == (set() if family == "gpt_oss" else {"float32"} if family == "glm4_moe" else {"float32", "bfloat16"})
+        assert engine.publisher.last_probe < 0.2
+
+
+@pytest.mark.slow
+def test_a_publish_that_breaks_in_a_layer_is_made_again(monkeypatch):
+    """Between the tensors of one layer of vLLM's: the next try is whole, and loads that layer anew."""
+    hf_config, model, (first, second) = made("qwen3_moe")
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always") as engine:
+        whole, broken = engine.publisher.transport.payload, []
+
+        def payload(chunk, verify):
+            out = whole(chunk, verify)
+            if not broken:
+                tensors = out["tensors"]
+                broken.append(next(t for t in tensors if t[0].endswith("layers.1.self_attn.v_proj.weight")))
+                tensors[tensors.index(broken[0])] = [*broken[0][:-1], "0" * 64]
+            return out
+
+        monkeypatch.setattr(engine.publisher.transport, "payload", payload)
+        engine.publish(second, 5)
+        assert broken and engine.publisher.last_probe < 1e-5
+        agree(engine, model, second, 5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_tensor_parallel_workers_tell_their_slices_of_experts(family):
     hf_config, model, (first, second) = made(family)

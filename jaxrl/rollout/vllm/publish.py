@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models.fused import interleaved
 from jaxrl.rollout import weights
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import Request, SamplingParams
@@ -27,6 +28,7 @@ from jaxrl.vllm_plugin import BACKEND, machine
 
 log = logging.getLogger("jaxrl")
 PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
+QUANTIZED_BOUND = 1.0  # the same at most, whatever the first probe of a quantised engine finds
 
 
 class WeightMismatch(RunStopped):
@@ -81,6 +83,10 @@ class Publisher:
         elif choice != "checkpoint" and not plugin:
             raise ConfigError(f"rollout.vllm.transport={choice}: needs jaxrl in the servers' environment and {flag}; "
                               "or choose checkpoint")
+        if choice == "checkpoint" and interleaved(self.model):
+            raise ConfigError("rollout.vllm.transport=checkpoint with experts in the layout of gpt-oss: vLLM's reload "
+                              "from a folder keeps the old experts and sinks; install jaxrl in the servers' "
+                              f"environment and start them with {flag}")
         first = self.router.replicas[0].url
         makes = {"checkpoint": lambda: transport.Checkpoint(self.folder), "shm": transport.SharedMemory,
                  "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(first)),
@@ -226,7 +232,7 @@ class Publisher:
     def _verify(self, replica) -> None:
         """Checksums where they were taken, then the probe. Raises WeightMismatch."""
         infos = self.fleet.infos.get(replica.index) or []
-        if self._digests is not None and infos and not any(i["quantized"] for i in infos):
+        if self._digests and infos and not any(i["quantized"] for i in infos):
             self._compare(replica)
         if self.apart is not None and infos and (wrong := self.apart.check(self.fleet.controls[replica.index])):
             raise WeightMismatch(f"{replica.url} does not hold the adapter of version {self.version}: {wrong}; "
@@ -239,7 +245,8 @@ class Publisher:
             for name, (digest, dtype, shape, axis, start, stop) in found.items():
                 ours = self._digests.get(name)
                 if ours is None:
-                    continue
+                    raise WeightMismatch(f"{replica.url} computes with a tensor that the trainer does not have: {name} "
+                                         f"({dtype} {shape}); it serves another model")
                 if not isinstance(ours, str):  # a worker of several holds start:stop along an axis; -1 = all of it
                     ours = transport.digest(ours if axis < 0 else ours[(slice(None),) * axis + (slice(start, stop),)])
                 if digest != ours:
@@ -257,7 +264,7 @@ class Publisher:
         bound = self.options.probe_bound or self._bound or PROBE_BOUNDS[self.dtype]
         infos = self.fleet.infos.get(replica.index) or []
         if any(map(self._is_quantized, infos)) and self._bound is None and not self.options.probe_bound:
-            self._bound = bound = max(PROBE_BOUNDS["bfloat16"], 3 * gap)
+            self._bound = bound = min(max(PROBE_BOUNDS["bfloat16"], 3 * gap), QUANTIZED_BOUND)
             log.info("quantised engine: the probe's log-probs are %.3g away on average, from now on the bound is %.3g",
                      gap, bound)
         self.last_probe = gap

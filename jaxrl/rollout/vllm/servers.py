@@ -101,8 +101,12 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
     """A folder with a config and no weights: servers start from dummy weights and receive the policy's."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config = {"architectures": [family_of(hf_config).architecture], **hf_config}
-    config.pop(SOURCE, None)
+    family = family_of(hf_config)
+    config = {"architectures": [family.architecture], **family.says, **hf_config}
+    for key in (SOURCE, "quantization_config"):  # what they receive is in plain numbers
+        config.pop(key, None)
+    if family.router == "sigmoid":
+        config["scoring_func"] = "sigmoid"  # without it vLLM's DeepSeek takes softmax
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
