@@ -1,13 +1,16 @@
 """Time and memory as the work of a step grows, with fitted exponents.
 
-    python benchmarks/growth.py --out benchmarks/results/growth.json      # and growth.md beside it; about ten minutes on two cores
+    python benchmarks/growth.py --out benchmarks/results/growth.json      # and growth.md beside it; about twenty minutes on two cores
 
 Steps of the job itself (GRPO on a model of 0.5 M parameters, random weights, answers of a fixed length, old log-probs scored), every
-point in a process of its own. Three series: `tokens`, the prompts of a step x1 to x8; `length`, of an answer, 256 to 8192;
-`group`, answers to a prompt, 2 to 64. Seconds: the fastest of a phase's steps after the first, which compiles. Memory: the highest
-resident set within a phase of those steps, less what the process held before its first step; the compiled programs stay in it, as
-something that all points have. An exponent is the slope of a
-straight line through (log x, log y): 1 = linear; where y is mostly what every step costs, below 1. Attention's share grows with
+point in a process of its own. Seven series: `tokens`, the prompts of a step x1 to x8; `length`, of an answer, 256 to 8192; `group`,
+answers to a prompt, 2 to 64; `turns` of an episode, 1 to 16, each of 32 tokens with a short reply of the environment behind it;
+`adapters` trained side by side on the same rows, 1 to 16, each of rank 8; `experts` of a layer, 4 to 64, two of which a token goes
+through; `hosts`, 1 to 8 processes on this machine that share eight simulated devices and the same rows, which is what
+being several costs and not what more machines gain. Seconds: the fastest of a phase's steps after the first, which compiles. Memory:
+the highest resident set within a phase of those steps, less what the process held before its first step; the compiled programs stay
+in it, as something that all points have; of `hosts`, of the first process. An exponent is the slope of a straight line through
+(log x, log y): 1 = linear; where y is mostly what every step costs, below 1. Attention's share grows with
 the length, so that there more than 1 is right. Leave the machine alone meanwhile.
 """
 
@@ -24,27 +27,76 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "evidence")]
+from common import commit  # noqa: E402
+
+from jaxrl.envs import Observation, Step  # noqa: E402
+
 PHASES = {"rollout": "generation", "score": "scoring", "update": "update"}
 MODEL = {"model_type": "qwen2", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384, "tie_word_embeddings": True}
-SERIES = {  # name -> points of (prompts, answers to each, tokens of an answer), and what grows
-    "tokens": ([(8 * n, 8, 64) for n in (1, 2, 4, 8)], "tokens of a step"),
-    "length": ([(1, 4, n) for n in (256, 512, 1024, 2048, 4096, 8192)], "tokens of an answer"),
-    "group": ([(4, n, 64) for n in (2, 4, 8, 16, 32, 64)], "answers to a prompt"),
+EXPERTS = {**MODEL, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+PLAIN = {"prompts": 16, "group": 8, "answer": 64}
+SERIES = {  # name -> (what of a point grows, points, how that is called)
+    "tokens": ("tokens", [{**PLAIN, "prompts": 8 * n} for n in (1, 2, 4, 8)], "tokens of a step"),
+    "length": ("answer", [{"prompts": 1, "group": 4, "answer": n} for n in (256, 512, 1024, 2048, 4096, 8192)], "tokens of an answer"),
+    "group": ("group", [{"prompts": 4, "group": n, "answer": 64} for n in (2, 4, 8, 16, 32, 64)], "answers to a prompt"),
+    "turns": ("turns", [{"prompts": 8, "group": 4, "answer": 32, "turns": n} for n in (1, 2, 4, 8, 16)], "turns of an episode"),
+    "adapters": ("adapters", [{**PLAIN, "adapters": n} for n in (1, 2, 4, 8, 16)], "adapters, of the same rows"),
+    "experts": ("experts", [{**PLAIN, "experts": n} for n in (4, 8, 16, 32, 64)], "experts of a layer"),
+    "hosts": ("hosts", [{**PLAIN, "hosts": n} for n in (1, 2, 4, 8)], "processes for the same work, eight simulated devices in all"),
 }
-TINY = {"tokens": ([(2, 2, 8), (4, 2, 8)], "tokens of a step")}
+TINY = {name: (SERIES[name][0], points, SERIES[name][2]) for name, points in {
+    "tokens": [{"prompts": 2 * n, "group": 2, "answer": 8} for n in (1, 2)],
+    "turns": [{"prompts": 2, "group": 2, "answer": 8, "turns": n} for n in (1, 2)],
+    "adapters": [{"prompts": 2, "group": 2, "answer": 8, "adapters": 2}],
+    "experts": [{"prompts": 2, "group": 2, "answer": 8, "experts": 4}],
+    "hosts": [{"prompts": 2, "group": 2, "answer": 8, "hosts": 2}]}.items()}
+REPLY, DEVICES = 32, 8  # tokens of a reply with what the template puts around it, at most; simulated devices
 
 
-def config_of(prompts: int, group: int, answer: int, folder: str, steps: int):
+class Turns:
+    """An environment that says the same until its turns are over."""
+
+    def __init__(self, turns: int):
+        self.left = turns
+
+    def reset(self, row, seed):
+        return Observation(row["prompt"] if isinstance(row["prompt"], str) else "1+1")
+
+    def step(self, action):
+        self.left -= 1
+        return Step(Observation("2")) if self.left else Step(reward=float(seeded(action)), done=True)
+
+
+def seeded(text: str) -> int:
+    """A reward that differs between members of a group."""
+    return sum(text.encode()) % 2
+
+
+def config_of(work: dict, folder: str, steps: int):
     """The job of one point."""
     from jaxrl.config import default_config
 
-    c = default_config()
+    c, turns, adapters = default_config(), work.get("turns", 0), work.get("adapters", 0)
+    experts = work.get("experts", 0)
     c.model.init, c.model.config, c.model.tokenizer = "random", MODEL, "jaxrl://arith/tokenizer"
-    c.data.path, c.data.prompts_per_step, c.data.max_prompt_tokens = ("jaxrl://arith/train.jsonl",), prompts, 40
-    c.rollout.group_size, c.rollout.max_new_tokens, c.rollout.min_new_tokens = group, answer, answer
+    if experts:
+        c.model.config = {**EXPERTS, "num_experts": experts}
+    c.data.path, c.data.prompts_per_step, c.data.max_prompt_tokens = ("jaxrl://arith/train.jsonl",), work["prompts"], 40
+    c.rollout.group_size, c.rollout.max_new_tokens, c.rollout.min_new_tokens = work["group"], work["answer"], work["answer"]
     c.algorithm.old_logprobs = "recompute"
     c.reward.functions, c.reward.workers, c.train.steps = ("boxed",), 1, steps
+    if turns:
+        c.reward.functions, c.env.function, c.env.max_turns, c.env.workers = (), f"{Path(__file__).resolve()}:Turns", turns, 1
+        c.env.options.turns, c.train.max_sequence_tokens = turns, 40 + turns * (work["answer"] + REPLY)
+    if adapters:
+        names = [f"a{k}" for k in range(adapters)]
+        c.data.path, c.lora.rank, c.optimizer.lr = (), 8, 1e-4
+        c.data.sources = {name: {"path": "jaxrl://arith/train.jsonl", "rewards": ("boxed",)} for name in names}
+        c.lora.adapters = {name: {"sources": (name,)} for name in names}
+    if "hosts" in work:
+        c.mesh.fsdp = DEVICES
     c.run.dir, c.log.console, c.log.tensorboard, c.log.level = folder, "off", False, "error"
     c.checkpoint.every_steps, c.checkpoint.at_end, c.checkpoint.export_at_end = 0, False, False
     return c
@@ -56,9 +108,10 @@ def resident(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def point(prompts: int, group: int, answer: int) -> dict:
-    """Seconds and bytes by phase of one point, measured in this process."""
+def point(work: dict, folder: str) -> dict:
+    """Seconds and bytes by phase of one point, measured in this process; empty where another one tells them."""
     import jaxrl
+    from jaxrl.processes.group import peers
     from jaxrl.telemetry.compilations import give_back
     from jaxrl.telemetry.console import SilentConsole
 
@@ -77,27 +130,29 @@ def point(prompts: int, group: int, answer: int) -> dict:
         return told(self, name)
 
     SilentConsole.phase = watch
-    with tempfile.TemporaryDirectory() as folder:
-        jaxrl.train(config_of(prompts, group, answer, folder, 4 if answer <= 1024 else 3))
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    jaxrl.train(config_of(work, folder, 4 if work["answer"] <= 1024 else 3))
+    if peers().index:
+        return {}
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "rollout/tokens" in line]
-    assert all(row["length/min"] == row["length/max"] == answer for row in rows)
-    out = {"prompts": prompts, "group": group, "answer": answer, "tokens": int(rows[-1]["rollout/tokens"])}
+    sampled = work["prompts"] * work["group"] * work["answer"] * work.get("turns", 1)
+    assert all(row["rollout/tokens"] == sampled and row.get("env/turns", 1) == work.get("turns", 1) for row in rows), rows
+    out = {**work, "tokens": int(rows[-1]["rollout/tokens"])}
     for phase, name in PHASES.items():
         out[name] = {"seconds": min(row["time"][phase] for row in rows[1:]), "bytes": peaks[phase] - now["before"]}
     return out
 
 
 def exponent(xs, ys) -> float | None:
-    """Slope of the straight line through (log x, log y) by least squares; None where a y is not positive."""
+    """Slope of the straight line through (log x, log y) by least squares; None where a y is not positive, and of one point."""
     import numpy as np
 
-    return float(np.polyfit(np.log(xs), np.log(ys), 1)[0]) if min(ys) > 0 else None
+    return float(np.polyfit(np.log(xs), np.log(ys), 1)[0]) if min(ys) > 0 and len(xs) > 1 else None
 
 
 def fitted(name: str, rows: list[dict]) -> dict:
     """Exponents by phase: of all points, and between the last two."""
-    xs = [row[{"tokens": "tokens", "length": "answer", "group": "group"}[name]] for row in rows]
+    xs = [row[SERIES[name][0]] for row in rows]
     return {phase: {what: {"all": exponent(xs, ys), "last": exponent(xs[-2:], ys[-2:])}
                     for what in ("seconds", "bytes") for ys in [[row[phase][what] for row in rows]]} for phase in PHASES.values()}
 
@@ -106,9 +161,10 @@ def table(found: dict) -> str:
     """The same as Markdown."""
     lines = ["<!-- written by benchmarks/growth.py -->"]
     for name, series in found["series"].items():
-        lines += ["", f"**{name}**: {series['grows']}", "", "| prompts x answers x tokens | "
+        grows = SERIES[name][0]
+        lines += ["", f"**{name}**: {series['grows']}", "", f"| prompts x answers x tokens{'' if grows in (*PLAIN, 'tokens') else ', ' + grows} | "
                   + " | ".join(f"{phase}, s | MiB" for phase in PHASES.values()) + " |", "|" + "---|" * (1 + 2 * len(PHASES))]
-        lines += [f"| {row['prompts']} x {row['group']} x {row['answer']} | " + " | ".join(
+        lines += [f"| {row['prompts']} x {row['group']} x {row['answer']}{'' if grows in (*PLAIN, 'tokens') else f', {row[grows]}'} | " + " | ".join(
             f"{row[phase]['seconds']:.3f} | {row[phase]['bytes'] / 2**20:.0f}" for phase in PHASES.values()) + " |" for row in series["points"]]
         for kind, said in (("all", "exponent, all points"), ("last", "exponent, last two")):
             cells = [series["exponents"][phase][what][kind] for phase in PHASES.values() for what in ("seconds", "bytes")]
@@ -116,30 +172,41 @@ def table(found: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def measured(work: dict) -> dict:
+    """One point in a process of its own, or in several."""
+    hosts = work.get("hosts", 0)
+    with tempfile.TemporaryDirectory() as folder:
+        alone = [sys.executable, __file__, "--point", json.dumps(work), "--folder", folder]
+        launcher = [sys.executable, "-m", "jaxrl.launch", f"--processes={hosts}", f"--devices={DEVICES // max(hosts, 1)}", "--", *alone[1:]]
+        done = subprocess.run(launcher if hosts else alone, capture_output=True, text=True,
+                              env={**os.environ, "JAX_PLATFORMS": "cpu",
+                                   "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
+        if done.returncode:
+            raise RuntimeError(f"{work}:\n{done.stdout}{done.stderr}")
+        found = json.loads((Path(folder) / "point.json").read_text())
+    print(work, {p: {k: round(v, 3) for k, v in found[p].items()} for p in PHASES.values()}, file=sys.stderr, flush=True)
+    return found
+
+
 def main(argv=None) -> int:
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    args.add_argument("--point", help="prompts,answers,tokens: one point in this process")
+    args.add_argument("--point", help="JSON: one point in this process")
+    args.add_argument("--folder", help="of the run of that point")
     args.add_argument("--series", default="")
-    args.add_argument("--tiny", action="store_true", help="two small points, to see that it runs")
+    args.add_argument("--tiny", action="store_true", help="two small points of each, to see that it runs")
     args.add_argument("--out", type=Path)
     args = args.parse_args(argv)
     if args.point:
-        print("POINT" + json.dumps(point(*map(int, args.point.split(",")))))
+        if found := point(json.loads(args.point), args.folder):
+            (Path(args.folder) / "point.json").write_text(json.dumps(found))
         return 0
-    chosen = TINY if args.tiny else {name: SERIES[name] for name in args.series.split(",") if name} or SERIES
+    of = TINY if args.tiny else SERIES
+    chosen = {name: of[name] for name in args.series.split(",") if name} or of
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     found = {"machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}", "python": platform.python_version(),
-             "versions": versions, "series": {}}
-    for name, (points, grows) in chosen.items():
-        rows = []
-        for sizes in points:
-            done = subprocess.run([sys.executable, __file__, "--point", ",".join(map(str, sizes))], capture_output=True, text=True,
-                                  env={**os.environ, "JAX_PLATFORMS": "cpu",
-                                       "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
-            if done.returncode:
-                raise RuntimeError(f"{name} {sizes}:\n{done.stdout}{done.stderr}")
-            rows.append(json.loads(done.stdout.split("POINT")[1]))
-            print(name, sizes, {p: {k: round(v, 3) for k, v in rows[-1][p].items()} for p in PHASES.values()}, file=sys.stderr, flush=True)
+             "commit": commit(), "versions": versions, "series": {}}
+    for name, (_, points, grows) in chosen.items():
+        rows = [measured(work) for work in points]
         found["series"][name] = {"grows": grows, "points": rows, "exponents": fitted(name, rows)}
     print(table(found))
     if args.out:

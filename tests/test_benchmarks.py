@@ -103,12 +103,15 @@ def test_exponents_of_growth():
 
 
 @pytest.mark.nightly
-def test_growth_at_two_small_points(tmp_path):
+def test_growth_at_small_points(tmp_path):
+    """Every series; a point of several processes among them."""
     import growth
 
     assert growth.main(["--tiny", "--out", str(tmp_path / "growth.json")]) == 0
-    rows = json.loads((tmp_path / "growth.json").read_text())["series"]["tokens"]["points"]
-    assert [row["tokens"] for row in rows] == [32, 64]
+    series = json.loads((tmp_path / "growth.json").read_text())["series"]
+    assert set(series) == set(growth.SERIES) - {"length", "group"}
+    assert [row["tokens"] for name in ("tokens", "turns") for row in series[name]["points"]] == [32, 64, 32, 64]
+    rows = [row for found in series.values() for row in found["points"]]
     assert all(row[phase]["seconds"] > 0 and row[phase]["bytes"] > 1 << 20 for row in rows for phase in growth.PHASES.values())
 
 
