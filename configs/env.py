@@ -3,7 +3,7 @@
 Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake, repair)
 Hardware:  any; two CPU cores. repair needs bubblewrap (docs/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 25 -> 100 % each, guess 34 -> 97,
-           88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 114 to 172 seconds each on two cores.
+           88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 166 to 172 seconds each on two cores.
            calc through real vLLM: 25 -> 100 % (seed 0).
            lake 11 -> 17 % (seed 0), for which 40 steps are too few.
            repair, which takes 100 steps: 2, 15, 5 -> 90, 58, 78 % of 40 held-out functions, 141 to 164 seconds. Of the 64 functions

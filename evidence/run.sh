@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Repeats every measurement that is quoted anywhere; each script writes evidence/results/<name>.json. Wants a quiet
+# The command behind every measurement that is quoted anywhere; each script writes evidence/results/<name>.json. Wants a quiet
 # machine: the figures hold processor time beside wall time. PYTHON picks the interpreter; arguments pick scripts
-# (bash evidence/run.sh sampler gradients), none means all.
+# (bash evidence/run.sh sampler gradients), none means all but those that say otherwise here.
 #
 #   showing                                                  command
 #    1  install, first reward, gain on three seeds           quickstart.py
@@ -45,6 +45,7 @@
 #       packing and the shards' balance                     packing.py
 #    3  start-up, cold and warm                             benchmarks/startup.py --out FILE (not in "all")
 #    5  time and memory as the work grows                   benchmarks/growth.py --out FILE (not in "all")
+#       2,000 steps with every service on                  benchmarks/long_run.py --out FILE (wants vLLM; not in "all")
 #    6, 8  steps, MFU, decoding on a GPU                    benchmarks/gpu_suite.py (not in "all")
 # Of speed, beside other libraries in environments of their own (not in "all"):
 #    1  the same step of W1 to W7                           benchmarks/peers/run.py --shape W1 --json FILE
@@ -61,6 +62,8 @@
 #    2  10,000 turns over public chat templates             chat_templates.py (downloads two wheels; a minute)
 #    8  gymnasium and textarena beside themselves           environments_compat.py (makes an environment of its own)
 #    6  turns per second of a null environment              benchmarks/environments.py
+#       killed inside episodes, and resumed                episodes_resume.py
+#       conversations that wait for their next turn        benchmarks/parked.py
 #    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes); --names=repair (needs bubblewrap)
 #    3  programs for an API, MCP servers, public libraries  programs.py (makes environments of its own)
 #    5  turns through Ray's workers beside local ones        ray_workers.py (wants ray)
@@ -71,9 +74,15 @@
 #    1  their faults: what is seen, and what comes of it    remote_rewards.py (a minute)
 # Of adapters (not in "all"):
 #    8  several adapters in one batch beside one            many_adapters.py
+#    8  accuracy, state and time beside full training       lora.py (some twenty minutes)
+#    7  beside PEFT: modules, outputs, steps, files         peft_parity.py
 # Of experts and low precision (not in "all"):
 #    7  own, scored and sampled routes, noise in the sampler    routes.py (ten minutes a seed)
 #    7  int8 and emulated fp8 beside fp32                      low_precision.py (six minutes)
+#       a layer of experts compiled for TPUs, its memory       experts_memory.py (wants libtpu)
+#       blocks beside ragged_dot and every expert              benchmarks/experts.py
+# Of long rows (not in "all"):
+#       balance over mesh.cp, numbers beside one device        context_parallel.py
 # Of data:
 #       a second start from data.cache                     data_cache.py (not in "all")
 # Of a run that is taken apart (not in "all"):

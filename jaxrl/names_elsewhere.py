@@ -44,8 +44,7 @@ NOT_YET = (
     (r"dpo|ipo|kto|orpo|simpo|cpo|preferences|preference_.*|dpo_.*",
      "DPO and its kin are run.recipe=preference with preference.loss=dpo, ipo, kto, orpo ..."),
     (r"online_dpo|nash_md|xpo",
-     "preferences between fresh samples (online DPO) are not supported yet; there are run.recipe=preference on pairs "
-     "that were made before, and run.recipe=rl with a reward"),
+     "online DPO is algorithm.preset=online_dpo, on the best and the worst of a group by a reward; Nash-MD and XPO are not there"),
     (r"ep_size|expert_.*|enable_ep.*",
      "experts are split over mesh.ep, whole ones, and by their width over mesh.tp; their other dimension over mesh.fsdp"),
     (r".+experts?|expert|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
