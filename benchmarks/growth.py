@@ -30,8 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "evidence")]
 from common import commit  # noqa: E402
 
-from jaxrl.envs import Observation, Step  # noqa: E402
-
 PHASES = {"rollout": "generation", "score": "scoring", "update": "update"}
 MODEL = {"model_type": "qwen2", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384, "tie_word_embeddings": True}
@@ -55,23 +53,10 @@ TINY = {name: (SERIES[name][0], points, SERIES[name][2]) for name, points in {
 REPLY, DEVICES = 32, 8  # tokens of a reply with what the template puts around it, at most; simulated devices
 
 
-class Turns:
-    """An environment that says the same until its turns are over."""
-
-    def __init__(self, turns: int):
-        self.left = turns
-
-    def reset(self, row, seed):
-        return Observation(row["prompt"] if isinstance(row["prompt"], str) else "1+1")
-
-    def step(self, action):
-        self.left -= 1
-        return Step(Observation("2")) if self.left else Step(reward=float(seeded(action)), done=True)
-
-
-def seeded(text: str) -> int:
-    """A reward that differs between members of a group."""
-    return sum(text.encode()) % 2
+async def episode(task, chat):
+    """Says the same until its turns are over, whatever is answered; members of a group have rewards that differ."""
+    said = [(await chat.send("guess")).text for _ in range(task.user["turns"])]
+    return {"env": float(sum("".join(said).encode()) % 2)}
 
 
 def config_of(work: dict, folder: str, steps: int):
@@ -88,8 +73,10 @@ def config_of(work: dict, folder: str, steps: int):
     c.algorithm.old_logprobs = "recompute"
     c.reward.functions, c.reward.workers, c.train.steps = ("boxed",), 1, steps
     if turns:
-        c.reward.functions, c.env.function, c.env.max_turns, c.env.workers = (), f"{Path(__file__).resolve()}:Turns", turns, 1
-        c.env.options.turns, c.train.max_sequence_tokens = turns, 40 + turns * (work["answer"] + REPLY)
+        c.model.tokenizer, c.data.path, c.env.parser = "jaxrl://chat/tokenizer", ("jaxrl://guess/train.jsonl",), "pythonic"
+        c.reward.functions, c.data.answer_column = (), ""
+        c.env.function, c.env.max_turns, c.env.workers = f"{Path(__file__).resolve()}:episode", turns, 1
+        c.user.turns, c.train.max_sequence_tokens = turns, (turns > 1) * (40 + turns * (work["answer"] + REPLY))
     if adapters:
         names = [f"a{k}" for k in range(adapters)]
         c.data.path, c.lora.rank, c.optimizer.lr = (), 8, 1e-4
