@@ -6,7 +6,7 @@ Steps of the job itself (GRPO on a model of 0.5 M parameters, random weights, an
 point in a process of its own. Seven series: `tokens`, the prompts of a step x1 to x8; `length`, of an answer, 256 to 8192; `group`,
 answers to a prompt, 2 to 64; `turns` of an episode, 1 to 16, each of 32 tokens with a short reply of the environment behind it;
 `adapters` trained side by side on the same rows, 1 to 16, each of rank 8; `experts` of a layer, 4 to 64, two of which a token goes
-through; `hosts`, 1 to 8 processes on this machine that share eight simulated devices and the same rows, which is what
+through; `hosts`, 1 to 4 processes on this machine that share four simulated devices and the same rows, which is what
 being several costs and not what more machines gain. Seconds: the fastest of a phase's steps after the first, which compiles. Memory:
 the highest resident set within a phase of those steps, less what the process held before its first step; the compiled programs stay
 in it, as something that all points have; of `hosts`, of the first process. An exponent is the slope of a straight line through
@@ -42,7 +42,7 @@ SERIES = {  # name -> (what of a point grows, points, how that is called)
     "turns": ("turns", [{"prompts": 8, "group": 4, "answer": 32, "turns": n} for n in (1, 2, 4, 8, 16)], "turns of an episode"),
     "adapters": ("adapters", [{**PLAIN, "adapters": n} for n in (1, 2, 4, 8, 16)], "adapters, of the same rows"),
     "experts": ("experts", [{**PLAIN, "experts": n} for n in (4, 8, 16, 32, 64)], "experts of a layer"),
-    "hosts": ("hosts", [{**PLAIN, "hosts": n} for n in (1, 2, 4, 8)], "processes for the same work, eight simulated devices in all"),
+    "hosts": ("hosts", [{**PLAIN, "hosts": n} for n in (1, 2, 4)], "processes for the same work, four simulated devices in all"),
 }
 TINY = {name: (SERIES[name][0], points, SERIES[name][2]) for name, points in {
     "tokens": [{"prompts": 2 * n, "group": 2, "answer": 8} for n in (1, 2)],
@@ -50,7 +50,7 @@ TINY = {name: (SERIES[name][0], points, SERIES[name][2]) for name, points in {
     "adapters": [{"prompts": 2, "group": 2, "answer": 8, "adapters": 2}],
     "experts": [{"prompts": 2, "group": 2, "answer": 8, "experts": 4}],
     "hosts": [{"prompts": 2, "group": 2, "answer": 8, "hosts": 2}]}.items()}
-REPLY, DEVICES = 32, 8  # tokens of a reply with what the template puts around it, at most; simulated devices
+REPLY, DEVICES = 16, 4  # tokens of a reply with what the template puts around it, at most; simulated devices
 
 
 async def episode(task, chat):
@@ -179,7 +179,7 @@ def main(argv=None) -> int:
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     args.add_argument("--point", help="JSON: one point in this process")
     args.add_argument("--folder", help="of the run of that point")
-    args.add_argument("--series", default="")
+    args.add_argument("--series", default="", help="of these alone, added to what --out holds already")
     args.add_argument("--tiny", action="store_true", help="two small points of each, to see that it runs")
     args.add_argument("--out", type=Path)
     args = args.parse_args(argv)
@@ -189,16 +189,17 @@ def main(argv=None) -> int:
         return 0
     of = TINY if args.tiny else SERIES
     chosen = {name: of[name] for name in args.series.split(",") if name} or of
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    at, versions = commit(), {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    before = json.loads(args.out.read_text())["series"] if args.series and args.out and args.out.exists() else {}
     found = {"machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}", "python": platform.python_version(),
-             "commit": commit(), "versions": versions, "series": {}}
+             "versions": versions, "series": before}
     for name, (_, points, grows) in chosen.items():
         rows = [measured(work) for work in points]
-        found["series"][name] = {"grows": grows, "points": rows, "exponents": fitted(name, rows)}
+        found["series"][name] = {"grows": grows, "commit": at, "points": rows, "exponents": fitted(name, rows)}
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+            args.out.with_suffix(".md").write_text(table(found))
     print(table(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(table(found))
     return 0
 
 
