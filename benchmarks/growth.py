@@ -6,8 +6,8 @@ Steps of the job itself (GRPO on a model of 0.5 M parameters, random weights, an
 point in a process of its own. Seven series: `tokens`, the prompts of a step x1 to x8; `length`, of an answer, 256 to 8192; `group`,
 answers to a prompt, 2 to 64; `turns` of an episode, 1 to 16, each of 32 tokens with a short reply of the environment behind it;
 `adapters` trained side by side on the same rows, 1 to 16, each of rank 8; `experts` of a layer, 4 to 64, two of which a token goes
-through; `hosts`, 1 to 4 processes on this machine that share four simulated devices and the same rows, which is what
-being several costs and not what more machines gain. Seconds: the fastest of a phase's steps after the first, which compiles. Memory:
+through; `hosts`, 1 to 4 processes on this machine, of one device each, that share the same rows, which is what being several costs
+and not what more machines gain. Seconds: the fastest of a phase's steps after the first, which compiles. Memory:
 the highest resident set within a phase of those steps, less what the process held before its first step; the compiled programs stay
 in it, as something that all points have; of `hosts`, of the first process. An exponent is the slope of a straight line through
 (log x, log y): 1 = linear; where y is mostly what every step costs, below 1. Attention's share grows with
@@ -42,7 +42,7 @@ SERIES = {  # name -> (what of a point grows, points, how that is called)
     "turns": ("turns", [{"prompts": 8, "group": 4, "answer": 32, "turns": n} for n in (1, 2, 4, 8, 16)], "turns of an episode"),
     "adapters": ("adapters", [{**PLAIN, "adapters": n} for n in (1, 2, 4, 8, 16)], "adapters, of the same rows"),
     "experts": ("experts", [{**PLAIN, "experts": n} for n in (4, 8, 16, 32, 64)], "experts of a layer"),
-    "hosts": ("hosts", [{**PLAIN, "hosts": n} for n in (1, 2, 4)], "processes for the same work, four simulated devices in all"),
+    "hosts": ("hosts", [{**PLAIN, "hosts": n} for n in (1, 2, 4)], "processes of one device each for the same work"),
 }
 TINY = {name: (SERIES[name][0], points, SERIES[name][2]) for name, points in {
     "tokens": [{"prompts": 2 * n, "group": 2, "answer": 8} for n in (1, 2)],
@@ -50,7 +50,7 @@ TINY = {name: (SERIES[name][0], points, SERIES[name][2]) for name, points in {
     "adapters": [{"prompts": 2, "group": 2, "answer": 8, "adapters": 2}],
     "experts": [{"prompts": 2, "group": 2, "answer": 8, "experts": 4}],
     "hosts": [{"prompts": 2, "group": 2, "answer": 8, "hosts": 2}]}.items()}
-REPLY, DEVICES = 16, 4  # tokens of a reply with what the template puts around it, at most; simulated devices
+REPLY = 16  # tokens of a reply with what the template puts around it, at most
 
 
 async def episode(task, chat):
@@ -83,7 +83,7 @@ def config_of(work: dict, folder: str, steps: int):
         c.data.sources = {name: {"path": "jaxrl://arith/train.jsonl", "rewards": ("boxed",)} for name in names}
         c.lora.adapters = {name: {"sources": (name,)} for name in names}
     if "hosts" in work:
-        c.mesh.fsdp = DEVICES
+        c.mesh.fsdp = work["hosts"]
     c.run.dir, c.log.console, c.log.tensorboard, c.log.level = folder, "off", False, "error"
     c.checkpoint.every_steps, c.checkpoint.at_end, c.checkpoint.export_at_end = 0, False, False
     return c
@@ -164,7 +164,7 @@ def measured(work: dict) -> dict:
     hosts = work.get("hosts", 0)
     with tempfile.TemporaryDirectory() as folder:
         alone = [sys.executable, __file__, "--point", json.dumps(work), "--folder", folder]
-        launcher = [sys.executable, "-m", "jaxrl.launch", f"--processes={hosts}", f"--devices={DEVICES // max(hosts, 1)}", "--", *alone[1:]]
+        launcher = [sys.executable, "-m", "jaxrl.launch", f"--processes={hosts}", "--devices=1", "--", *alone[1:]]
         done = subprocess.run(launcher if hosts else alone, capture_output=True, text=True,
                               env={**os.environ, "JAX_PLATFORMS": "cpu",
                                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
