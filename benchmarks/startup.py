@@ -3,7 +3,8 @@
     python benchmarks/startup.py [--rounds 3] [--out benchmarks/results/startup.json]
 
 Cold: an empty folder of compiled programs. Warm: the folder that the cold run left. Both on the README's task: `sft`, the first
-thing `--config=configs/grpo.py` does, and `grpo`, its reinforcement learning from random weights; without evaluation and
+thing `--config=configs/grpo.py` does, `grpo`, its reinforcement learning from random weights, and `w1`, the same with the model and the
+batch of benchmarks/peers' W1 and the defaults of a job in the place of that config's; without evaluation and
 checkpoints, which the first step does not need. Parts: `import` is Python, its modules and reading the config; `start` inputs, data,
 model and weights; the phases of the step follow, compilation in them; seconds are the clock's, the median of the rounds by their sum.
 Leave the machine alone meanwhile.
@@ -26,12 +27,17 @@ ROOT = Path(__file__).resolve().parent.parent
 ONE_STEP = {"train.steps": 1, "log.every_steps": 1, "eval.before": False, "eval.after": False, "checkpoint.at_end": False,
             "checkpoint.export_at_end": False, "checkpoint.every_steps": 0, "eval.every_steps": 0, "log.console": "off"}
 MODEL = ("qwen3", 128, 96, 3, 3, 3, 32, 256, 256)
+W1 = ("qwen2", 8192, 256, 4, 4, 2, 64, 704, 256)
 NAMES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
          "intermediate_size", "max_position_embeddings")
 JOBS = {
     "sft": ("grpo_sft", {}),
     "grpo": ("grpo", {"run.warm_start": "", "model.init": "random", "model.tokenizer": "jaxrl://arith/tokenizer",
                       "model.config": {**dict(zip(NAMES, MODEL, strict=True)), "tie_word_embeddings": True}}),
+    "w1": ("grpo", {"run.warm_start": "", "model.init": "random", "model.tokenizer": "jaxrl://arith/tokenizer",
+                    "model.config": {**dict(zip(NAMES, W1, strict=True)), "tie_word_embeddings": True},
+                    "rollout.max_new_tokens": 64, "rollout.min_new_tokens": 64, "rollout.prompt_lengths": (), "rollout.slots": 0,
+                    "rollout.compaction": True, "train.row_lengths": (), "train.row_counts": 2, "train.tokens_per_microbatch": 0}),
 }
 
 

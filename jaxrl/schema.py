@@ -201,7 +201,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
             "restarts": O(3, "how often a server of ours is started again", bound=">=0"),
             "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
-                                  " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one where quantised", bound=">=0"),
+                                  " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one and at most 1 where quantised", bound=">=0"),
             "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
         },
     },
