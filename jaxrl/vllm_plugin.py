@@ -465,8 +465,8 @@ def info(worker) -> dict:
     }
 
 
-def machine() -> str:  # the boot id, and the device behind /dev/shm
-    """Tells whether two processes share memory."""
+def machine() -> str:
+    """Tells whether two processes share memory: the boot id, and the device behind /dev/shm."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f"{f.read().strip()}:{os.stat('/dev/shm').st_dev}"
