@@ -1,5 +1,5 @@
 """Sizes of `experts`: rows of a block, tokens of a chunk, tiles of the kernels. The kernels' are chosen from what fits
-and from arithmetic; no TPU and no GPU has timed them."""
+and from arithmetic, not by timing."""
 
 from __future__ import annotations
 

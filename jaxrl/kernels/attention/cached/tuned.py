@@ -1,4 +1,4 @@
-"""Sizes of the decoding kernels. Chosen from what fits; neither a TPU nor a GPU has timed them yet."""
+"""Sizes of the decoding kernels. Chosen from what fits, not by timing."""
 
 from __future__ import annotations
 
