@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -95,6 +97,20 @@ class Weights(NamedTuple):
                 y = y * like(self.stretch(name).astype(x.dtype), y)
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
+    def linears(self, module: str, x, *names: str) -> list:
+        """`linear` of several maps of one module that read the same x: one product where their weights are joined
+        (models.unstacked)."""
+        name = f"{module}/{parameters.JOINED.get(names)}"
+        if f"{name}/kernel" not in self.values:
+            return [self.linear(f"{module}/{part}", x) for part in names]
+        y = product(x, self.values[f"{name}/kernel"].astype(x.dtype), 1)
+        if (bias := self.values.get(f"{name}/bias")) is not None:
+            y = y + like(bias.astype(x.dtype), y)
+        shapes = [self.rows[f"{module}/{part}/kernel"].shape(self.config)[1:] for part in names]
+        ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+        parts = zip(jnp.split(y, ends[:-1], -1), shapes, strict=True)
+        return [part.reshape(*y.shape[:-1], *shape) for part, shape in parts]
+
     def kernel(self, name: str):
         """The kernel's array, or {codes, scale} in its place (models.quantized)."""
         if (array := self.values.get(f"{name}/kernel")) is not None:
@@ -163,7 +179,7 @@ class Shared(NamedTuple):
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
     """Self-attention over packed rows, or of one or more new tokens per slot over the cache."""
     cfg = own.config
-    q, k, v = (own.linear(f"attention/{name}", x_BxLxD) for name in ("query", "key", "value"))
+    q, k, v = own.linears("attention", x_BxLxD, "query", "key", "value")
     if cfg.qk_norm:
         q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
     elif cfg.qk_norm_whole:
@@ -285,10 +301,10 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
                           segments_BxL, prefixes_BxL, ring=model.ring, **options)
 
 
-def _layer(model, number: int, name: str, params, x, shared, cache, index):
+def _layer(model, layer: Layer, params, x, shared, cache, index):
     """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added. index: repetition,
     where the cache is that of all repetitions."""
-    cfg, layer = model.config, model.config.layers[number]
+    cfg = model.config
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
     params = fetched(params)  # which the backward pass does again
@@ -300,21 +316,27 @@ def _layer(model, number: int, name: str, params, x, shared, cache, index):
         y = residual(rows(y))
         return residual(x + (own.norm(name, y) if cfg.post_norms else y))
 
-    with jax.named_scope(f"{name}/{layer.mixer}"):
+    with jax.named_scope(layer.mixer):
         y, kv = MIXERS[layer.mixer].apply(
             own, layer, model.attention, rows(own.norm("attention_norm", x)), shared, cache, index)
         x = added(x, "attention_post_norm", y)
-    with jax.named_scope(f"{name}/{layer.feed_forward}"):
+    with jax.named_scope(layer.feed_forward):
         y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(own.norm("mlp_norm", x)))
         return added(x, "mlp_post_norm", y), kv, auxiliary
+
+
+_layer_of_kind = jax.jit(_layer, static_argnums=(0, 1))  # layers of one kind are traced once, and so are their kernels
 
 
 def _run(model, numbers, names, keep, params, x, shared, cache, index):
     """Layers one after the other: (x, their keys and values by name, auxiliary)."""
     kv, auxiliary = {}, {}
+    apply = _layer_of_kind if keep and index is None else _layer
     for number, name in zip(numbers, names, strict=True):
-        old = None if cache is None else cache[name]
-        x, own, more = _layer(model, number, name, params[name], x, shared, old, index)
+        layer, old = model.config.layers[number], None if cache is None else cache[name]
+        read = shared._replace(work={layer.window: shared.work[layer.window]})
+        with jax.named_scope(name):
+            x, own, more = apply(model, layer, params[name], x, read, old, index)
         kv, auxiliary = kv | ({name: own} if keep else {}), added_up(auxiliary, more)
     return x, kv, auxiliary
 

@@ -81,7 +81,7 @@ def gate_of(cfg) -> Callable:
 
 def _dense(own, module, x):
     gated = jax.checkpoint(GATED[own.config.activation])  # the backward pass keeps gate and up only
-    return own.linear(f"{module}/down", gated(own.linear(f"{module}/gate", x), own.linear(f"{module}/up", x)))
+    return own.linear(f"{module}/down", gated(*own.linears(module, x, "gate", "up")))
 
 
 class Routing(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, parameters, several
+from jaxrl.models import adapters, decoder, parameters, several, unstacked
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.sharding import memory
@@ -108,11 +108,13 @@ class Model:
     matmul: str = "default"
     experts: str = "auto"
     ring: bool = False
+    joined: bool = False  # products of one input are one array, see models.unstacked
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
         """The parameter table: our path, shape, logical axes and HF names (an adapter has none) of every array."""
         base = decoder.entries(self.config, self.scan_layers)
+        base = unstacked.joined(base) if self.joined else base
         return base if self.adapter is None else adapters.entries(self.adapter, base)
 
     @functools.cached_property

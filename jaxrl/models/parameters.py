@@ -99,6 +99,11 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
+JOINED = {  # linear maps of one input -> the name of the one that gives all their outputs (models.unstacked)
+    ("query", "key", "value"): "query_key_value",
+    ("gate", "up"): "gate_up",
+}
+PARTS = {name: parts for parts, name in JOINED.items()}
 ROUTER, ROUTER_BIAS = "mlp/router/kernel", "mlp/router/bias"
 
 

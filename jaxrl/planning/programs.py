@@ -168,7 +168,8 @@ def _publish(out: Lowering, job, params, mesh, keep):
     programs = Lowered(model, shapes, job.mesh, model.compute_dtype, keep)
     copy = programs.publish(params)
     out.programs |= programs.lowered
-    return ahead.shaped(copy, sharding.param_shardings(mesh, model.logical_axes(), copy, sharding.ROLLOUT_RULES))
+    axes = programs.model.logical_axes()
+    return ahead.shaped(copy, sharding.param_shardings(mesh, axes, copy, sharding.ROLLOUT_RULES))
 
 
 def _sampler(out: Lowering, job, weights, mesh, keep):

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import share, shares_prompts
-from jaxrl.models import quantized
+from jaxrl.models import quantized, unstacked
 from jaxrl.models.feed_forward import by_token
 from jaxrl.processes.exchange import localised
 from jaxrl.rollout.sampling import Controls, sample
@@ -116,8 +116,11 @@ class Programs:
     """The compiled programs of an engine and the layout of what they work on. Holds no arrays; see `programs`."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
-        self.model, self.shapes, self.mesh, self.dtype, self.joint = model, shapes, mesh, dtype, joint
+        self.published = model  # as the trainer has its weights
+        self.model = model = unstacked.for_decoding(model, mesh)
+        self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
+        self._shapes: dict[tuple, Any] = {}
         self.beside = compilations.Beside()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
@@ -171,17 +174,24 @@ class Programs:
 
         Where `params` are spread over processes all of them take part, and each keeps what its own devices hold."""
         def cast(params):
-            return quantized.cast(memory.fetched(params), self.dtype)
+            cast = quantized.cast(memory.fetched(params), self.dtype)
+            return unstacked.laid_out(self.published, self.model, cast)
 
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
-        layout = param_shardings(self.joint, self.model.logical_axes(), params, ROLLOUT_RULES)
+        out = params if self.model == self.published else self._shapes_of(key, cast, params)
+        layout = param_shardings(self.joint, self.model.logical_axes(), out, ROLLOUT_RULES)
         theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
         if set(theirs.devices.flat) == set(self.joint.devices.flat):
             return localised(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
-        there = param_shardings(theirs, self.model.logical_axes(), params, ROLLOUT_RULES)
+        there = param_shardings(theirs, self.model.logical_axes(), out, ROLLOUT_RULES)
         copied = self.run(key, cast, (params,), out_shardings=there, mesh=theirs)
         return localised(memory.moved(copied, layout), self.mesh)
+
+    def _shapes_of(self, key: tuple, function, params):
+        if key not in self._shapes:
+            self._shapes[key] = jax.eval_shape(function, params)
+        return self._shapes[key]
 
     def prefill(self, *args):
         """Calls `prefill_call`. Returns the stash (donated) and, where they are kept, the tokens' experts [B, P, W]."""

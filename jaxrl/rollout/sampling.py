@@ -128,8 +128,8 @@ def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
 def support_floor(q_SxV, controls: Controls):
     """Smallest scaled logit that stays under min_p, then top_k, then top_p of what is left; ties with it stay.
 
-    Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found by
-    bisection over the ordered bits of a float32: 32 passes, exact, no sort.
+    Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
+    among the ordered bits of a float32 (`largest_true`): exact, no sort.
     """
     peak_S = jnp.max(q_SxV, axis=-1)
     floor_S = jnp.where(controls.min_p > 0, peak_S + jnp.log(controls.min_p), NEG_INF)
@@ -137,16 +137,14 @@ def support_floor(q_SxV, controls: Controls):
 
     def by_count(floor_S):
         key_SxV = ordered_bits(q_SxV)
-        found_S = largest_true(
-            lambda t_S: jnp.sum(key_SxV >= t_S[:, None], axis=-1, dtype=jnp.int32) >= controls.top_k, peak_S)
+        found_S = largest_true(key_SxV, jnp.int32(1), lambda count_S: count_S >= controls.top_k, peak_S)
         return jnp.where(limits_k, jnp.maximum(floor_S, found_S), floor_S)
 
     def by_mass(floor_S):
         p_SxV = jnp.where(q_SxV >= floor_S[:, None], jnp.exp(q_SxV - peak_S[:, None]), 0.0)
         key_SxV = ordered_bits(q_SxV)
         target_S = controls.top_p * jnp.sum(p_SxV, axis=-1)
-        found_S = largest_true(
-            lambda t_S: jnp.sum(jnp.where(key_SxV >= t_S[:, None], p_SxV, 0.0), axis=-1) >= target_S, peak_S)
+        found_S = largest_true(key_SxV, p_SxV, lambda mass_S: mass_S >= target_S, peak_S)
         return jnp.where(controls.top_p < 1, jnp.maximum(floor_S, found_S), floor_S)
 
     floor_S = lax.cond(jnp.any(limits_k), by_count, lambda f: f, floor_S)
@@ -164,23 +162,31 @@ def from_ordered_bits(key):
     return lax.bitcast_convert_type(key ^ ((key >> 31) & INT_MAX), jnp.float32)
 
 
-def largest_true(holds, peak_S):
-    """Largest float32 threshold per slot at which `holds(ordered bits)` is true, -inf where it never is.
+def largest_true(key_SxV, weight_SxV, enough, peak_S):
+    """Largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the keys at or above
+    it)` is true, -inf where it never is.
 
-    `holds` must be decreasing in the threshold. It changes only at values that occur, so the result is one of them.
-    The highest threshold tried is `peak_S`.
+    key: ordered bits. weight: at least 0, of the dtype of the sum; may be a scalar. `enough` must be increasing. The
+    sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
+    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's graph of launches can
+    hold them.
     """
-    low_S = jnp.full(peak_S.shape, INT_MIN, jnp.int32)
-    high_S = ordered_bits(peak_S) + 1
-
-    def halve(_, bounds):
-        low_S, high_S = bounds
-        mid_S = (low_S & high_S) + ((low_S ^ high_S) >> 1)  # mean without overflow
-        ok_S = holds(mid_S) & (mid_S > low_S)
-        return jnp.where(ok_S, mid_S, low_S), jnp.where(ok_S, high_S, jnp.maximum(mid_S, low_S + 1))
-
-    low_S, _ = lax.fori_loop(0, 32, halve, (low_S, high_S))
+    signed = lambda bits: lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)  # noqa: E731
+    found_S = jnp.zeros(peak_S.shape, jnp.uint32)  # above INT_MIN
+    for shift in range(28, -1, -4):
+        thresholds = [signed(found_S | jnp.uint32(n << shift)) for n in range(1, 16)]
+        sums = sums_above(key_SxV, weight_SxV, thresholds)
+        found_S |= sum(enough(sum_S).astype(jnp.uint32) for sum_S in sums) << shift
+    low_S = jnp.minimum(signed(found_S), ordered_bits(peak_S))
     return jnp.where(low_S == INT_MIN, NEG_INF, from_ordered_bits(low_S))
+
+
+def sums_above(key_SxV, weight_SxV, thresholds):
+    """For each threshold [S] the sum [S] of the weights whose keys are at or above it; the keys are read once."""
+    zero = jnp.zeros((), jnp.result_type(weight_SxV))
+    parts = tuple(jnp.where(key_SxV >= t_S[:, None], weight_SxV, zero) for t_S in thresholds)
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
+    return lax.reduce(parts, (zero,) * len(parts), add, (1,))
 
 
 def first_argmax(q_SxV):
