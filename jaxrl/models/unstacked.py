@@ -22,8 +22,8 @@ from jaxrl.models import decoder, parameters
 
 def for_decoding(model, mesh):
     """The model as a sampler on a mesh computes it: on GPUs with layers of their own and, where the weights are whole
-    on every device and plain numbers without adapters, with joined products; elsewhere as it is. So is one whose adapters
-    leave out layers, which a scan fills up with zeros."""
+    on every device and plain numbers without adapters, with joined products; elsewhere as it is. So is one whose
+    adapters leave out layers, which a scan fills up with zeros."""
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return model
     own = dataclasses.replace(model, scan_layers=False)
