@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import re
 from typing import Any, NamedTuple
 
@@ -16,7 +18,13 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 
-RESERVED = ("prompt", "completion", "prompts", "completions", "token_ids", "finish", "group", "sample", "user")
+log = logging.getLogger(__name__)
+RESERVED = {  # names under which rewards and environments get something else than a column -> what they get
+    "prompt": "the prompt", "completion": "the completion", "prompts": "the prompts", "completions": "the completions",
+    "token_ids": "the completion's ids", "context_ids": "the ids before it", "finish": "why it ended",
+    "group": "the number of its group", "sample": "its number in the group", "user": "the options of reward.user",
+    "format_pattern": "the option of this name", "code_score": "the option of this name",
+    "answer": "the column of data.answer_column"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,8 +34,9 @@ class Example:
     prompt_ids: [P] int32, P <= data.max_prompt_tokens. prompt_text: what they spell. prompt: the row's own text or
     messages. answer: the reference answer. columns: what rewards receive by name: every column of the row but the
     prompt and the completion, and `answer`. where: the place, "file:line". target_ids: supervised jobs only, [C] int32,
-    the completion (of a pair the chosen one) tokenised on its own, ending with the end token, or with
-    data.train_turns=all the turns and what stands between them. trained: [C] bool, which of them are the model's; None:
+    the completion (of a pair the chosen one) as the chat template writes it behind the prompt, with its end of turn
+    (its text and the end token where there is no template), or with data.train_turns=all the turns and what stands
+    between them. trained: [C] bool, which of them are the model's; None:
     all. rejected_ids: as target_ids, the rejected completion of a pair; None without one. source: of data.sources, ""
     where there are none. rewards: names of the functions that judge it; None: all, or those of `reward.column`.
     """
@@ -43,6 +52,15 @@ class Example:
     rejected_ids: np.ndarray | None = None
     source: str = ""
     rewards: tuple[str, ...] | None = None
+
+
+MORE = ("tool_calls", "reasoning_content", "thinking")  # what an assistant's message has beside its content
+
+
+def answer_of(message: dict):
+    """The text of an assistant's message, or the message where it has calls, thoughts or whatever else."""
+    kept = {k: v for k, v in message.items() if k != "train" and (v or k not in MORE)}
+    return kept["content"] if set(kept) <= {"role", "content"} else kept
 
 
 class Tables:
@@ -75,18 +93,19 @@ class Tables:
 
 
 class Row(NamedTuple):
-    """What `Reader` reads. completion: the text that is trained on, or None. messages: with data.train_turns=all, the
-    whole conversation, whose answers behind the prompt are trained on, and the schemas that the template is told.
-    rejected: of a pair, whose chosen answer is the completion."""
+    """What `Reader` reads. completion: the text that is trained on, the assistant's message where that is more than a
+    text (calls, thoughts), or None. messages: with data.train_turns=all, the whole conversation, whose answers behind
+    the prompt are trained on. tools: the schemas that the template is told. rejected: of a pair, whose chosen answer is
+    the completion."""
 
     prompt: Any
     text: str
     answer: Any
     columns: dict[str, Any]
-    completion: str | None
+    completion: str | dict | None
     messages: list[dict] | None = None
     tools: list[dict] | None = None
-    rejected: str | None = None
+    rejected: str | dict | None = None
 
 
 class Kept(NamedTuple):
@@ -108,10 +127,10 @@ class Reader:
     def __init__(self, config, tokenizer, targets: str, tools=()):
         data = config.data
         self.template, self.targets = Template(config, tokenizer, tools), targets
-        self.with_tools = targets != "none" and data.train_turns == "all"
-        self.all_turns = self.with_tools and targets == "required"
+        self.with_tools = self.template.chat and not tools  # else an environment's
+        self.all_turns = data.train_turns == "all" and targets == "required"
         self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
-        self.pattern = None
+        self.pattern, self._renamed = None, set()
         if data.answer_pattern:
             try:
                 self.pattern = re.compile(data.answer_pattern)
@@ -138,7 +157,7 @@ class Reader:
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             raise PromptError("the messages end with an assistant turn, but a prompt ends before it "
                               "(data.response_prefix starts a completion; run.recipe=sft trains on such rows)")
-        columns = {k: v for k, v in row.items() if k not in (self.prompt, self.completion, *RESERVED)}
+        columns = self._columns(row)
         answer = None
         if self.answer:
             answer = nested(row, self.answer)
@@ -148,6 +167,25 @@ class Reader:
         tools = check_tools(row["tools"]) if self.with_tools and row.get("tools") else None
         text = self.template.render(prompt, **({"tools": tools} if tools else {}))
         return Row(prompt, text, answer, columns, completion, messages, tools)
+
+    def _columns(self, row) -> dict[str, Any]:
+        """What rewards receive of a row: every column but prompt and completion, those of a reserved name with an
+        underscore behind it."""
+        out = {}
+        for name, value in row.items():
+            if name in (self.prompt, self.completion):
+                continue
+            if name in RESERVED and (name != "answer" or self.answer != "answer"):
+                if f"{name}_" in row:
+                    raise PromptError(f"columns {name!r} and '{name}_': rewards get {RESERVED[name]} as {name!r}, and "
+                                      f"would get the first as '{name}_'; give it another name")
+                if name not in self._renamed:
+                    self._renamed.add(name)
+                    log.warning("column %r: rewards and environments get %s under this name, and the column's values "
+                                "as '%s_'", name, RESERVED[name], name)
+                name = f"{name}_"
+            out[name] = value
+        return out
 
     def _conversation(self, row, messages):
         """(messages before the first answer, all messages)."""
@@ -178,15 +216,24 @@ class Reader:
             if prompt[-1].get("train", True) is not True:
                 raise PromptError("the last answer has train=false: nothing is left to train on "
                                   "(data.train_turns=last)")
-            return prompt[:-1], prompt[-1]["content"]
+            return prompt[:-1], answer_of(prompt[-1])
         if completion is None and self.targets == "optional":
             return prompt, None
         if completion is None:
             raise missing(row, self.completion, "data.completion_column")
-        if isinstance(completion, list):
-            completion = check_messages(completion)[-1]["content"]
-        if not isinstance(completion, str):
+        if isinstance(completion, list | dict):
+            messages = check_messages([completion] if isinstance(completion, dict) else completion)
+            if len(messages) > 1 or messages[0]["role"] != "assistant":
+                raise PromptError(f"column {self.completion!r} (data.completion_column) holds messages of "
+                                  f"{', '.join(m['role'] for m in messages)}, expected one of the assistant; "
+                                  "data.train_turns=all trains on every answer of a conversation")
+            completion = answer_of(messages[0])
+        if not isinstance(completion, str | dict):
             raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text")
+        if isinstance(completion, dict) and not self.template.chat:
+            raise PromptError(f"the answer has {' and '.join(k for k in completion if k not in ('role', 'content'))}, "
+                              "which only a chat template can write: give model.chat_template=FILE, and leave "
+                              "data.chat=auto")
         return prompt, completion
 
     def _answer(self, row, answer):
@@ -364,8 +411,49 @@ class Template:
         return self.conversation(messages, self.generation_prompt, **kwargs) + self.prefix
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
-        """What the chat template writes for messages. kwargs: of the template, over data.chat_template_kwargs. Raises
-        PromptError."""
+        """What the chat template writes for messages, the arguments of their calls as it wants them. kwargs: of the
+        template, over data.chat_template_kwargs. Raises PromptError."""
+        return self._written([self._adapted(m) for m in messages], generation_prompt, **kwargs)
+
+    @functools.cached_property
+    def wants_text(self) -> bool:
+        """Whether the template writes a call's arguments as it is given them, and so wants JSON text."""
+        call = {"id": "ABCDEFGH1", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return "{'x': 'y'}" in self._written(messages, False)
+        except PromptError as e:
+            refused = str(e)
+        call["function"]["arguments"] = '{"x": "y"}'
+        try:
+            self._written(messages, False)
+        except PromptError:
+            return False
+        return bool(refused)
+
+    def _adapted(self, message: dict) -> dict:
+        """The message, the arguments of whose calls are objects or JSON text as the template wants them."""
+        if not (isinstance(message, dict) and message.get("tool_calls")):
+            return message
+        if not isinstance(message["tool_calls"], list):
+            raise PromptError("tool_calls is no list of calls")
+        calls = []
+        for call in message["tool_calls"]:
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise PromptError('tool_calls: a call is {"type": "function", "function": {"name", "arguments"}}')
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str) and not self.wants_text:
+                try:
+                    arguments = json.loads(arguments)
+                except ValueError as e:
+                    raise PromptError(f"tool_calls: the arguments of {function['name']!r} are no JSON: {e}") from None
+            elif not isinstance(arguments, str) and self.wants_text:
+                arguments = json.dumps(arguments)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        return {**message, "tool_calls": calls}
+
+    def _written(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -376,6 +464,7 @@ class Template:
 
     def marked(self, messages: list[dict], **kwargs) -> tuple[list[int], list[int]]:
         """(ids of a conversation, 1 for each inside {% generation %} ... {% endgeneration %}). As `conversation`."""
+        messages = [self._adapted(m) for m in messages]
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
@@ -405,8 +494,9 @@ def check_messages(value) -> list[dict]:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise PromptError(f"message {i} is not {{role: ..., content: ...}}")
+        message = {k: v for k, v in message.items() if v is not None or k == "content"}
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
+        if content is None and any(message.get(field) for field in MORE):
             content = ""
         if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
             content = "".join(p["text"] for p in content)
@@ -424,7 +514,7 @@ def check_tools(value) -> list[dict]:
         except ValueError as e:
             raise PromptError(f"column 'tools' is no JSON: {e}") from None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise PromptError("column 'tools' is no list of JSON schemas")
+        raise PromptError("column 'tools' is no list of JSON schemas; give it another name if it is something else")
     return value
 
 

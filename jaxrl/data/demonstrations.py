@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl.data.dataset import PromptError, Row
 from jaxrl.data.suffixes import QUESTION
-from jaxrl.data.turns import TurnRenderer
+from jaxrl.data.turns import TurnRenderer, rest_of
 from jaxrl.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ class Demonstrations:
         """(prompt, ids behind it, [C] bool which of those are trained on). Raises PromptError."""
         renderer = self._renderer(row.tools)
         own = [message.get("train", True) for message in row.messages]
-        messages = [{k: v for k, v in renderer.adapted(m).items() if k != "train"} for m in row.messages]
+        messages = [{k: v for k, v in m.items() if k != "train"} for m in row.messages]
         if self.marked:
             return self._by_marks(renderer, row, messages, own)
         ids, trained, at = [*prompt], [], len(row.prompt)
@@ -97,6 +97,38 @@ class Demonstrations:
         if key not in self._by_tools:
             self._by_tools[key] = TurnRenderer(self.config, self.tokenizer, tools, self.first.tokens)
         return self._by_tools[key]
+
+
+class Answers:
+    """Answers as the chat template writes them behind their prompts (data.train_turns=last, pairs, held-out rows):
+    `answers(row, answer)` is (text before the answer, text up to its end token, ids behind that). Where there is no
+    chat template a prompt is followed by the answer's own text and `eos_id`."""
+
+    def __init__(self, config, tokenizer, template, eos_id: int):
+        self.template, self.eos = template, [int(eos_id)]
+        self.renderer = TurnRenderer(config, tokenizer) if template.chat else None
+
+    def __call__(self, row: Row, answer) -> tuple[str, str, list[int]]:
+        """Raises PromptError."""
+        if self.renderer is None:
+            return "", answer, self.eos
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        if isinstance(answer, str):
+            answer = {"role": "assistant", "content": self.template.prefix + answer}
+        before, body, end = self.renderer.spoken(messages, answer, tools=row.tools)
+        return before, body, end
+
+    def ids(self, texts, known: dict[str, list[int]]) -> list[np.ndarray]:
+        """[C] int32 each: ids of answers, of what a call gave for each, tokenised together. known: ids of prompts."""
+        encode = self.template.encode
+        heads = known | {"": []}
+        new = [before for before, *_ in texts if before not in heads]
+        heads |= zip(new, encode(new), strict=True)
+        out = []
+        for (before, body, end), whole in zip(texts, encode([body for _, body, _ in texts]), strict=True):
+            said = rest_of(heads[before], whole, before, body, lambda text: encode([text])[0])
+            out.append(np.array(said if said[-1:] == end else [*said, *end], np.int32))
+        return out
 
 
 def _upto(ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:

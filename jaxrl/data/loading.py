@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from jaxrl.data.cache import Cache, unread
-from jaxrl.data.dataset import Dataset, Kept, PromptError, Reader, Row, Tables
-from jaxrl.data.demonstrations import Demonstrations
+from jaxrl.data.dataset import MORE, Dataset, Kept, PromptError, Reader, Row, Tables
+from jaxrl.data.demonstrations import Answers, Demonstrations
 from jaxrl.data.mixture import Mixture, config_of, rows_where
 from jaxrl.data.overlong import Limits, fitted
 from jaxrl.data.pairs import PairReader, carved_by
@@ -196,11 +196,12 @@ def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
     """Fills a data set with the ids of its rows (numbers; None = all)."""
     targets, r = ds.reader.targets, config.rollout
     turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else Steps(ds.reader.template)
+    answers = None if targets == "none" else Answers(config, tokenizer, ds.reader.template, eos_id)
     limits = Limits(config.data.max_prompt_tokens, r.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt, config.data.overlong_completion if targets == "required" else "filter")
     kept, rows = [], list(range(len(ds.tables)) if rows is None else rows)
     for start in range(0, len(rows), CHUNK):
-        kept += _chunk(ds, limits, rows[start:start + CHUNK], eos_id, turns)
+        kept += _chunk(ds, limits, rows[start:start + CHUNK], answers, turns)
     if not kept:
         long = f"too long for data.max_prompt_tokens={limits.prompt}"
         long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
@@ -236,26 +237,30 @@ def _depth(value) -> int:
     return deep
 
 
-def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns) -> list:
-    """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes. turns: (row with
-    messages, prompt ids) -> (prompt ids, ids behind them, which of these count)."""
-    rows, template = [], ds.reader.template
+def _chunk(ds: Dataset, limits: Limits, numbers: list[int], answers, turns) -> list:
+    """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes. answers: Answers,
+    where rows have completions. turns: (row with messages, prompt ids) -> (prompt ids, ids behind them, which of these
+    count)."""
+    rows, template, texts = [], ds.reader.template, []
     for i in numbers:
         where = f"row {i}"
         try:
             raw, where = ds.tables[i]
             row = ds.reader(raw)
             ds.content.update(_content(row))
-            rows.append((i, where, row))
+            said = [(name, answers(row, answer)) for name, answer in (("completion", row.completion),
+                    ("rejected completion", row.rejected)) if answer is not None]
+            rows.append((i, where, row, [(name, len(texts) + k, text) for k, (name, text) in enumerate(said)]))
+            texts += [text for _, text in said]
         except (PromptError, RecursionError) as e:
             ds.bad.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
-    prompts = template.encode_prompts([row.text for *_, row in rows])
-    targets = iter(template.encode([row.completion for *_, row in rows if row.completion is not None]))
-    others = iter(template.encode([row.rejected for *_, row in rows if row.rejected is not None]))
+    prompts = template.encode_prompts([row.text for _, _, row, _ in rows])
+    known = {row.text: ids for (_, _, row, _), ids in zip(rows, prompts, strict=True)} if template.chat else {}
+    ids = answers.ids(texts, known) if texts else []
     kept, no_token = [], template.no_token
-    for (i, where, row), prompt in zip(rows, prompts, strict=True):
-        target, trained = None if row.completion is None else next(targets), None
-        rejected = None if row.rejected is None else next(others)
+    for (i, where, row, said), prompt in zip(rows, prompts, strict=True):
+        own = {name: ids[k] for name, k, _ in said}
+        target, trained, rejected = own.get("completion"), None, own.get("rejected completion")
         if no_token is not None and no_token in prompt:
             ds.unknown.append((i, prompt.count(no_token) / len(prompt)))
         if not prompt:
@@ -265,15 +270,13 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns) -> li
             rendered = prompt
             if row.messages:
                 prompt, target, trained = turns(row, prompt)
-            _check_known(template, row, target, trained)
-            _check_known(template, row._replace(completion=row.rejected), rejected, None)
+                _check_turns(template, row, target, trained)
+            for name, k, (before, body, _) in said:
+                _check_known(template, ids[k], name, body[len(before):])
         except PromptError as e:
             ds.bad.add(where, str(e))
             continue
-        if target is not None:
-            target = np.array(target, np.int32) if trained is not None else _ended(target, eos_id)
-        if rejected is not None:
-            rejected = _ended(rejected, eos_id)
+        target = None if target is None else np.asarray(target, np.int32)
         problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
         if problem is None:
             kept.append(Kept(i, prompt, target, trained, rejected, piece=prompt != rendered))
@@ -289,22 +292,23 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], eos_id, turns) -> li
     return kept
 
 
-def _ended(ids: list[int], eos_id: int) -> np.ndarray:
-    """A completion with the end token behind it."""
-    return np.array(ids if ids[-1:] == [eos_id] else [*ids, eos_id], np.int32)
-
-
-def _check_known(template, row: Row, target, trained) -> None:
+def _check_known(template, ids, name: str, text: str) -> None:
     """Raises PromptError where the model would learn to write the token for unknown text."""
-    if target is None or template.no_token is None:
-        return
-    said = target if trained is None else [i for i, own in zip(target, trained, strict=True) if own]
-    if template.no_token in said:
-        answers = [m["content"] for m in row.messages or () if m["role"] == "assistant"]
-        texts = [row.completion] if trained is None else answers
-        piece = next((t for t in texts if template.no_token in template.encode([t])[0]), texts[0])
-        raise PromptError(f"the tokenizer has no token for {template.unknown_in(piece)!r} in the completion: the model"
+    if template.no_token is not None and template.no_token in ids:
+        raise PromptError(f"the tokenizer has no token for {template.unknown_in(text)!r} in the {name}: the model"
                           f" would learn to write {template.tokenizer.unk_token!r}")
+
+
+def _check_turns(template, row: Row, target, trained) -> None:
+    """The same of the answers of a conversation."""
+    if template.no_token is None or template.no_token not in np.asarray(target)[np.asarray(trained, bool)]:
+        return
+    for i, message in enumerate(row.messages):
+        for field in ("content", *MORE) if message["role"] == "assistant" else ():
+            value = message.get(field) or ""
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            _check_known(template, template.encode([text])[0], f"{field} of message {i}", text)
+    _check_known(template, target, "conversation, as the chat template writes it", row.text)
 
 
 def _report(ds: Dataset, limit: int) -> None:

@@ -17,7 +17,7 @@ import math
 import os
 
 from jaxrl.algorithms.preference import LOSSES
-from jaxrl.data.dataset import PromptError, Reader, Row, check_messages, missing
+from jaxrl.data.dataset import PromptError, Reader, Row, answer_of, check_messages, missing
 
 
 class PairReader(Reader):
@@ -66,7 +66,7 @@ def is_pair(row: dict, data) -> bool:
 
 
 def separated(row: dict, data) -> tuple:
-    """(prompt, chosen text, rejected text) of a pair. Raises PromptError."""
+    """(prompt, chosen answer, rejected answer) of a pair: texts, or messages that are more. Raises PromptError."""
     for option in ("chosen_column", "rejected_column"):
         if row.get(data[option]) is None:
             raise missing(row, data[option], f"data.{option}")
@@ -89,7 +89,7 @@ def separated(row: dict, data) -> tuple:
 
 
 def _answer(messages, name: str) -> tuple[list[dict], str]:
-    """(messages before the last one, the text of the last one, which is the assistant's)."""
+    """(messages before the last one, the last one as `answer_of` has it, which is the assistant's)."""
     try:
         messages = check_messages(messages)
     except PromptError as e:
@@ -97,7 +97,7 @@ def _answer(messages, name: str) -> tuple[list[dict], str]:
     if messages[-1]["role"] != "assistant":
         raise PromptError(f"column {name!r} ends with the role {messages[-1]['role']!r}, not with an answer of the "
                           "assistant")
-    return messages[:-1], messages[-1]["content"]
+    return messages[:-1], answer_of(messages[-1])
 
 
 def carved_by(row: dict, data):

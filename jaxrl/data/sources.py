@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -95,11 +96,14 @@ class BadRows:
 class ArrowTable:
     """(row, place) pairs of an Arrow table (Parquet, HF data sets), made of Python values only when they are asked for.
 
-    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out.
+    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out. Inside a
+    column a field that is null is left out: Arrow's structs have every field that any row has, so that it cannot be
+    told from one that the row never had. Errors: DataError where two columns have one name.
     """
 
     def __init__(self, table: pa.Table, name: str, commits=()):
         self.commits = commits
+        check_names(table.column_names, name)
         binary = [f.name for f in table.schema if _holds_binary(f.type)]
         if binary:
             log.warning("%s: binary columns are left out: %s", name, ", ".join(binary))
@@ -115,7 +119,8 @@ class ArrowTable:
             stream.write_table(self._table)
 
     def __getitem__(self, i: int) -> tuple[dict[str, Any], str]:
-        row = {c: _plain(self._table.column(c)[i].as_py()) for c in self._table.column_names}
+        row = {c: _plain(self._table.column(c)[i].as_py(maps_as_pydicts="strict"), filled=True)
+               for c in self._table.column_names}
         return row, f"{self._name}:{i + 1}"
 
 
@@ -139,14 +144,31 @@ def _holds_binary(kind: pa.DataType) -> bool:
     return any(_holds_binary(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _plain(value):
+def _plain(value, filled: bool = False):
+    """The value as JSON has it. filled: of Arrow, whose structs are filled up with nulls."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, filled) for k, v in value.items() if v is not None or not filled}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain(v, filled) for v in value]
     return str(value)
+
+
+def check_names(names, where: str) -> None:
+    """Raises DataError where two columns have one name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{where}: {Counter(names)[twice[0]]} columns are called {twice[0]!r}; rename or drop all but "
+                        "one")
+
+
+def _once(pairs) -> dict:
+    """An object of JSON. Raises ValueError where a key is there twice."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return out
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
@@ -245,7 +267,9 @@ def _open(path: str, field: str):
 def _parquet(f, shown: str) -> pa.Table:
     import pyarrow.parquet
     try:
-        return pyarrow.parquet.read_table(f)
+        file = pyarrow.parquet.ParquetFile(f)
+        check_names(file.schema_arrow.names, shown)
+        return file.read()
     except (pa.ArrowInvalid, OSError) as e:
         raise DataError(f"{shown}: not a readable Parquet file: {e}") from None
 
@@ -257,7 +281,7 @@ def _jsonl(f, shown: str):
     for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
         if line.strip():
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_once)
             except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, no JSON, a number without end
                 row = Unreadable(f"not JSON: {_reason(e)}")
             yield row, f"{shown}:{number}"
@@ -276,7 +300,7 @@ def _json(f, shown: str):
     if text[start:start + 1] != "{":
         raise DataError(f"{shown}:1: expected a JSON list of objects")
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as e:
         further = re.search(r"\n\s*\{", text[text.index("}"):] if "}" in text else "")
         if isinstance(e, json.JSONDecodeError) or further:
@@ -289,7 +313,7 @@ def _json(f, shown: str):
 
 def _json_list(text: str, at: int, shown: str):
     """Yields (element, "file:line") of the list that opens before `at`."""
-    decoder, skip, line, counted = json.JSONDecoder(), re.compile(r"[\s,]*"), 1, 0
+    decoder, skip, line, counted = json.JSONDecoder(object_pairs_hook=_once), re.compile(r"[\s,]*"), 1, 0
     while True:
         at = skip.match(text, at).end()
         line, counted = line + text.count("\n", counted, at), at
@@ -339,6 +363,7 @@ def _csv(f, shown: str):
         header = reader.fieldnames or []  # reads the first line
     except csv.Error as e:
         raise DataError(f"{shown}:1: not CSV: {e}") from None
+    check_names(header, f"{shown}:1")
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in "".join(header)):
         raise DataError(f"{shown}:1: not UTF-8; is it a text file?")
     while True:

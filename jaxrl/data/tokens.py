@@ -3,6 +3,7 @@ message may not."""
 
 from __future__ import annotations
 
+import functools
 import json
 
 from jaxrl.errors import ConfigError
@@ -24,15 +25,16 @@ class Tokens:
         self.control = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if i not in unknown
                         and (token.special or i in special or token.content in marks
                              or (token.content.strip() and token.content in source))}
-        if not tokenizer.is_fast:
-            raise ConfigError("model.tokenizer: several turns need a tokenizer with a tokenizer.json (of Hugging"
-                              " Face's tokenizers library)")
-        self._plain = self._without_control(tokenizer.backend_tokenizer)
 
-    def _without_control(self, backend):
+    @functools.cached_property
+    def _plain(self):
+        """The tokenizer without control tokens."""
         from tokenizers import Tokenizer
 
-        spec = json.loads(backend.to_str())
+        if not self.tokenizer.is_fast:
+            raise ConfigError("model.tokenizer: several turns need a tokenizer with a tokenizer.json (of Hugging"
+                              " Face's tokenizers library)")
+        spec = json.loads(self.tokenizer.backend_tokenizer.to_str())
         for token in spec["added_tokens"]:
             token["special"] = token["id"] in self.control
         plain = Tokenizer.from_str(json.dumps(spec))

@@ -72,7 +72,7 @@ class TurnRenderer:
         """The message with sentinels where its content spells control tokens, which go to `hidden`."""
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
-            return self.adapted(message)
+            return message
 
         def stand_in(match):
             hidden.append(match.group())
@@ -141,55 +141,38 @@ class TurnRenderer:
         elif turn["thinking"]:
             out["content"] = f"{THINK[0]}\n{turn['thinking']}\n{THINK[1]}\n\n{content}"
         if calls:
-            as_text = self._suffixes.arguments_as_text
             out["tool_calls"] = [{"id": call["id"], "type": "function", "function": {
-                "name": call["name"],
-                "arguments": json.dumps(call["arguments"]) if as_text else call["arguments"]}} for call in calls]
+                "name": call["name"], "arguments": call["arguments"]}} for call in calls]
         return out
 
-    def turn(self, messages, answer: dict, following) -> list[int]:
-        """Ids of a turn as the template writes it behind messages, with its end token, for training on it: where the
-        template has none, the tokenizer's, or what begins the following messages if model.eos_tokens names that. Raises
-        PromptError where the template does not write the turn behind its own generation prompt.
+    def turn(self, messages, answer: dict, following=(), tools=None) -> list[int]:
+        """Ids of a turn as the template writes it behind messages, with its end token. As `spoken`."""
+        before, body, end = self.spoken(messages, answer, following, tools)
+        written = self.tokens.written
+        return [*rest_of(written(before), written(body), before, body, written), *end]
+
+    def spoken(self, messages, answer: dict, following=(), tools=None) -> tuple[str, str, list[int]]:
+        """(text before a turn, the same with the turn as the template writes it, ids behind it): up to its end token,
+        which the text has or, where the template writes none, the ids: the tokenizer's, or what begins the following
+        messages if model.eos_tokens names that. tools: of this conversation, None = the renderer's. Raises PromptError
+        where the template does not write the turn behind its own generation prompt.
         """
-        before = self.template.conversation(messages, self.template.generation_prompt) + self.template.prefix
-        text = self.template.conversation([*messages, answer], False)
+        kwargs = {} if tools is None else {"tools": list(tools) or None}
+        before = self.template.conversation(messages, self.template.generation_prompt, **kwargs) + self.template.prefix
+        text = self.template.conversation([*messages, answer], False, **kwargs)
         if not text.startswith(before):
             raise PromptError("the chat template does not write the turn behind what a turn begins with,"
-                              f" {before[-40:]!r}: {text[len(before) - 40:][:80]!r}")
+                              f" {before[-40:]!r}: {text[len(before) - 40:][:80]!r}; what would be trained on is not"
+                              " what is sampled: take another model.chat_template, or data.chat_template_kwargs with"
+                              " which it does")
         calls = (TOOL,) * len(answer.get("tool_calls") or ())
         shape = self._suffixes.of(_messages(following)) if following else self._suffixes.shape(calls or (USER,))
         place = text.rfind(shape.end, len(before)) + len(shape.end)
         if shape.own_end and place > len(before):
-            body, end = text[:place], []
-        else:
-            named = {self.tokenizer.convert_tokens_to_ids(token) for token in self.config.model.eos_tokens}
-            eos, follows = self.tokenizer.eos_token_id, bool(following) and shape.close[-1] in named
-            body, end = text.removesuffix(shape.tail), [shape.close[-1] if follows or eos is None else eos]
-        head, whole = self.tokens.written(before), self.tokens.written(body)
-        ids = whole[len(head):] if whole[:len(head)] == head else self.tokens.written(body[len(before):])
-        return [*ids, *end]
-
-    def adapted(self, answer: dict) -> dict:
-        """A message whose calls have their arguments as the template wants them, as objects or as JSON text. Raises
-        PromptError."""
-        if not answer.get("tool_calls"):
-            return answer
-        calls = []
-        for call in answer["tool_calls"]:
-            function = call.get("function") if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise PromptError('tool_calls: a call is {"type": "function", "function": {"name", "arguments"}}')
-            arguments = function.get("arguments") or {}
-            try:
-                if isinstance(arguments, str) and not self._suffixes.arguments_as_text:
-                    arguments = json.loads(arguments)
-            except ValueError as e:
-                raise PromptError(f"tool_calls: the arguments of {function['name']!r} are no JSON: {e}") from None
-            if self._suffixes.arguments_as_text and not isinstance(arguments, str):
-                arguments = json.dumps(arguments)
-            calls.append({**call, "function": {**function, "arguments": arguments}})
-        return {**answer, "tool_calls": calls}
+            return before, text[:place], []
+        named = {self.tokenizer.convert_tokens_to_ids(token) for token in self.config.model.eos_tokens}
+        eos, follows = self.tokenizer.eos_token_id, bool(following) and shape.close[-1] in named
+        return before, text.removesuffix(shape.tail), [shape.close[-1] if follows or eos is None else eos]
 
     def _parts(self, ids) -> tuple[str, str, dict[str, str]]:
         """(thoughts, the rest, marker -> how it appears in both) of sampled ids without their end tokens."""
@@ -342,6 +325,21 @@ class TurnRenderer:
                                   f" {opening!r}")
         if not calls and not _missing(np.zeros(1, np.int32) - 1, shape.close):
             raise PromptError("a turn that is cut by the length limit cannot be closed")
+
+
+def end_of_turn(config, tokenizer) -> int | None:
+    """The token with which the chat template ends an assistant's turn; None where there is no template, or none that
+    writes one."""
+    if not Template(config, tokenizer).chat:
+        return None
+    renderer = TurnRenderer(config, tokenizer)
+    return next((shape.close[-1] for shape in renderer._ends if shape.own_end), None)
+
+
+def rest_of(head: list[int], whole: list[int], before: str, body: str, written) -> list[int]:
+    """Ids of what a text says behind another that it begins with, given the ids of both: those of the whole text where
+    they begin with those of the other, else those of the rest by itself. written: text -> ids."""
+    return whole[len(head):] if whole[:len(head)] == head else written(body[len(before):])
 
 
 def _missing(history, close: tuple[int, ...]) -> tuple[int, ...]:

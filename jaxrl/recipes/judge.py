@@ -159,7 +159,9 @@ class Rendering:
 
     def __init__(self, config, tokenizer, kind: str):
         self.template, self.kind, self.prefix = Template(config, tokenizer), kind, config.data.response_prefix
-        self.end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        end = data_room.end_of_turn(config, tokenizer)
+        end = tokenizer.eos_token_id if end is None else end
+        self.end = [] if end is None else [end]
 
     def __call__(self, traj, examples, texts):
         """As of Tokens."""

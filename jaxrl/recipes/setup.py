@@ -474,7 +474,8 @@ def build_model(spec, hf_config):
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
-    """Token ids that end an answer: model.eos_tokens, else those of the model and its tokenizer.
+    """Token ids that end an answer: model.eos_tokens, else that with which the chat template ends a turn and those of
+    the model and its tokenizer. The first is what training writes behind an answer.
 
     Raises ConfigError for an unknown token or when there is none.
     """
@@ -486,7 +487,8 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
                 raise ConfigError(f"model.eos_tokens: {token!r} is not one token of the tokenizer")
             ids.append(int(i))
         return tuple(ids)
-    ids = hf.eos_token_ids(hf_config, tokenizer)
+    turn = data_room.end_of_turn(config, tokenizer)
+    ids = tuple(dict.fromkeys((*(() if turn is None else (turn,)), *hf.eos_token_ids(hf_config, tokenizer))))
     if not ids:
         raise ConfigError("model.eos_tokens is empty and neither model nor tokenizer names an end-of-text token")
     return ids

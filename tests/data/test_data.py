@@ -232,11 +232,13 @@ def test_no_path_at_all(plain):
 
 
 def test_columns_are_mapped(plain, tmp_path):
-    row = {"question": "q", "solution": "work\n#### 1,234 ", "difficulty": [1, 2], "completion": "c", "finish": "x"}
+    row = {"question": "q", "solution": "work\n#### 1,234 ", "difficulty": [1, 2], "completion": "c", "finish": "x"}  # "finish" is ours
     e = one(plain, tmp_path, row, data__prompt_column="question", data__answer_column="solution",
             data__answer_pattern="#### (.*)")
     assert e.answer == "1,234"
-    assert e.columns == {"answer": "1,234", "solution": row["solution"], "difficulty": [1, 2]}
+    assert e.columns == {"answer": "1,234", "solution": row["solution"], "difficulty": [1, 2], "finish_": "x"}
+    with pytest.raises(DataError, match="columns 'finish' and 'finish_'"):
+        one(plain, tmp_path, {"prompt": "p", "answer": "a", "finish": 1, "finish_": 2})
     assert one(plain, tmp_path, {"prompt": "p"}, data__answer_column="").columns == {}
 
 
@@ -417,9 +419,9 @@ def test_targets_from_messages(chat, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     e = sft(chat, write_jsonl(tmp_path / "s.jsonl", rows))[0]
     tokenizer = load_tokenizer(make_config(chat))
-    assert e.prompt_text == "<user>q<end><assistant>" and tokenizer.decode(e.target_ids) == "a<eos>"
+    assert e.prompt_text == "<user>q<end><assistant>" and tokenizer.decode(e.target_ids) == "a<end>"
     rows = [{"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]}]
-    assert tokenizer.decode(sft(chat, write_jsonl(tmp_path / "s.jsonl", rows))[0].target_ids) == "a<eos>"
+    assert tokenizer.decode(sft(chat, write_jsonl(tmp_path / "s.jsonl", rows))[0].target_ids) == "a<end>"
 
 
 @pytest.mark.parametrize("row, text", [
@@ -581,3 +583,55 @@ def test_text_that_the_tokenizer_has_no_token_for_is_said_and_never_learnt(tmp_p
     with pytest.raises(DataError, match="rows.jsonl:3: the tokenizer has no token for '4711' in the completion"):
         load(run__recipe="sft")
     assert len(load(run__recipe="sft", data__bad_rows="skip")) == 2
+
+
+NESTED = [
+    {"prompt": [{"role": "user", "content": "sum"}], "answer": {"x": 1, "deep": [{"a": 1}, {"b": [2, None]}]}, "tools": None,
+     "meta": {"kind": "sum"}},
+    {"prompt": [{"role": "user", "content": "sky", "name": "u"}], "answer": {"city": "Rome"}, "tools": None, "meta": {}},
+]
+
+
+@pytest.mark.parametrize("source", ["parquet", "saved", "memory", "folder of parquet"])
+def test_what_arrow_fills_up_never_reaches_a_row(chat, tmp_path, source):
+    """Rows of an Arrow source are those of the JSONL file, in prompts, answers and further columns, whatever keys others have."""
+    want = train(chat, write_jsonl(tmp_path / "x.jsonl", NESTED))
+    import datasets
+
+    table = datasets.Dataset.from_list(NESTED)
+    if source == "memory":
+        found = load_train(make_config(chat), load_tokenizer(make_config(chat)), rows=table)
+    else:
+        (tmp_path / "folder").mkdir()
+        path = {"parquet": tmp_path / "x.parquet", "saved": tmp_path / "saved"}.get(source, tmp_path / "folder" / "train.parquet")
+        table.save_to_disk(path) if source == "saved" else table.to_parquet(path)
+        found = train(chat, path.parent if source.startswith("folder") else path)
+    for a, b in zip(want, found, strict=True):
+        assert a.prompt_text == b.prompt_text and a.prompt == b.prompt and a.answer == b.answer
+        assert {k: v for k, v in a.columns.items() if v is not None} == {k: v for k, v in b.columns.items() if v is not None}
+
+
+@pytest.mark.parametrize("name, content, text", [
+    ("x.csv", "prompt,answer,answer\na,1,2\n", "x.csv:1: 2 columns are called 'answer'"),
+    ("x.jsonl", '{"prompt": "a", "answer": 1, "answer": 2}\n', "x.jsonl:1: not JSON: the key 'answer' is there twice"),
+    ("x.json", '[{"prompt": "a", "answer": 1, "answer": 2}]', "the key 'answer' is there twice"),
+])
+def test_a_doubled_column_is_named(plain, tmp_path, name, content, text):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=text):
+        train(plain, tmp_path / name)
+
+
+def test_a_doubled_column_of_parquet_is_named(plain, tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["2"])], names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="x.parquet: 2 columns are called 'answer'; rename or drop all but one"):
+        train(plain, tmp_path / "x.parquet")
+
+
+def test_names_of_our_own_are_in_one_table():
+    """What rewards are called with is what a column may not be called."""
+    from jaxrl.data.dataset import RESERVED
+    from jaxrl.rewards.calling import EXTRAS, SHARED
+
+    assert set(RESERVED) == {"prompt", "completion", "prompts", "completions", "answer", *EXTRAS, *SHARED}

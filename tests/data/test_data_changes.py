@@ -132,7 +132,7 @@ def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path,
     os.utime(tmp_path / "train.jsonl", (0, 0))
     check_inputs(job(), with_rewards=False)  # content counts, not time
     changes = {"data": lambda: change_rows(tmp_path, "train"), "eval": lambda: change_rows(tmp_path, "test"),
-               "tokenizer": lambda: make_tokenizer(tmp_path / "tokenizer", template=TEMPLATE + " ")}
+               "tokenizer": lambda: make_tokenizer(tmp_path / "tokenizer", template=" " + TEMPLATE)}
     named = {"data": "training data: ", "eval": "eval set test: ", "tokenizer": "chat template: "}
     for accepted, change in changes.items():
         change()

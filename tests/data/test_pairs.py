@@ -48,7 +48,7 @@ def test_the_prompt_stands_apart_or_before_both_answers(tokenizers, tmp_path, ro
     data, tok = read(tokenizers["chat"], tmp_path, row)
     e = data[0]
     assert e.prompt_text == tok.decode(e.prompt_ids) == prompt
-    assert tok.decode(e.target_ids) == "yes<eos>" and tok.decode(e.rejected_ids) == "no<eos>"
+    assert tok.decode(e.target_ids) == "yes<end>" and tok.decode(e.rejected_ids) == "no<end>"
 
 
 @pytest.mark.parametrize("chosen, rejected, prompt", [
