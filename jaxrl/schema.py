@@ -86,7 +86,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                          " of `data` of its own, such as path, prompt_column, system_prompt}; empty = data.path is the only one"),
         "exhausted": O("repeat", "with data.sources, after data.epochs passes over one of them: repeat it, stop the run, or give its weight"
                                  " to the others", choices=("repeat", "stop", "others")),
-        "prompt_column": O("prompt", "text, or a list of chat messages"),
+        "prompt_column": O("prompt", "text, or a list of chat messages; `messages` where rows have no column `prompt`"),
         "answer_column": O("answer", "reference answer handed to rewards as `answer`, a.b: field b of column a; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
         "completion_column": O("completion", "target text for SFT (ignored by rl)"),
@@ -95,7 +95,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "label_column": O("label", "preferences: whether an answer in data.completion_column is good, true or false"),
         "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
         "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
-                                 " and tell the chat template a row's `tools`, JSON schemas (all)", choices=("last", "all")),
+                                 " (all)", choices=("last", "all")),
         "assistant_mask": O("turns", "with data.train_turns=all, how answers are found. turns: each rendered behind what came before, as"
                                      " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template")),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),

@@ -63,6 +63,12 @@ def answer_of(message: dict):
     return kept["content"] if set(kept) <= {"role", "content"} else kept
 
 
+def prompt_column(row: dict, name: str) -> str:
+    """The column that holds a row's prompt: that of data.prompt_column, or `messages` where rows with the default name,
+    "prompt", have no such column."""
+    return "messages" if name == "prompt" and row.get(name) is None and row.get("messages") is not None else name
+
+
 class Tables:
     """Rows of several sources, one after the other: `tables[i]` is (row, its place, as "file:line").
 
@@ -130,7 +136,7 @@ class Reader:
         self.with_tools = self.template.chat and not tools  # else an environment's
         self.all_turns = data.train_turns == "all" and targets == "required"
         self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
-        self.pattern, self._renamed = None, set()
+        self.pattern, self._renamed, self._said = None, set(), False
         if data.answer_pattern:
             try:
                 self.pattern = re.compile(data.answer_pattern)
@@ -142,22 +148,25 @@ class Reader:
 
     def __call__(self, row: dict[str, Any]) -> Row:
         """Raises PromptError saying what is wrong with the row."""
-        prompt, completion, messages = row.get(self.prompt), None, None
+        column = prompt_column(row, self.prompt)
+        prompt, completion, messages = row.get(column), None, None
         if prompt is None:
             raise missing(row, self.prompt, "data.prompt_column")
         if not isinstance(prompt, str):
             try:
                 prompt = check_messages(prompt)
             except PromptError as e:
-                raise PromptError(f"column {self.prompt!r} (data.prompt_column): {e}") from None
+                raise PromptError(f"column {column!r} (data.prompt_column): {e}") from None
         if self.all_turns and isinstance(prompt, list):
             prompt, messages = self._conversation(row, prompt)
         elif self.targets != "none":
             prompt, completion = self._completion(row, prompt)
+        elif isinstance(prompt, list):
+            prompt = self._asked(prompt, column)
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            raise PromptError("the messages end with an assistant turn, but a prompt ends before it "
-                              "(data.response_prefix starts a completion; run.recipe=sft trains on such rows)")
-        columns = self._columns(row)
+            raise PromptError("the messages before the completion end with an assistant turn; put it and the"
+                              " completion into one message (data.response_prefix starts every completion)")
+        columns = self._columns(row, column)
         answer = None
         if self.answer:
             answer = nested(row, self.answer)
@@ -168,12 +177,25 @@ class Reader:
         text = self.template.render(prompt, **({"tools": tools} if tools else {}))
         return Row(prompt, text, answer, columns, completion, messages, tools)
 
-    def _columns(self, row) -> dict[str, Any]:
+    def _asked(self, messages, column) -> list[dict]:
+        """What is asked by messages that may end with answers of the assistant, which a run that samples its own leaves
+        out."""
+        last = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
+        if not last:
+            raise PromptError("the messages hold an assistant turn and nothing before it")
+        if last < len(messages) and not self._said:
+            self._said = True
+            log.warning("column %r: messages that end with an answer of the assistant: it is left out of the prompt,"
+                        " since this run samples its own (data.response_prefix starts every completion; run.recipe=sft"
+                        " trains on answers)", column)
+        return messages[:last]
+
+    def _columns(self, row, prompt) -> dict[str, Any]:
         """What rewards receive of a row: every column but prompt and completion, those of a reserved name with an
         underscore behind it."""
         out = {}
         for name, value in row.items():
-            if name in (self.prompt, self.completion):
+            if name in (prompt, self.completion):
                 continue
             if name in RESERVED and (name != "answer" or self.answer != "answer"):
                 if f"{name}_" in row:

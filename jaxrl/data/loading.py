@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from jaxrl.data.cache import Cache, unread
-from jaxrl.data.dataset import MORE, Dataset, Kept, PromptError, Reader, Row, Tables
+from jaxrl.data.dataset import MORE, Dataset, Kept, PromptError, Reader, Row, Tables, prompt_column
 from jaxrl.data.demonstrations import Answers, Demonstrations
 from jaxrl.data.mixture import Mixture, config_of, rows_where
 from jaxrl.data.overlong import Limits, fitted
@@ -75,7 +75,8 @@ def _train_rows(config, bad, rows=None):
             limit=data.max_rows))
     if not data.eval_fraction:
         return tables, None, []
-    prompt = (lambda row: carved_by(row, data)) if recipe_of(config).pairs else lambda row: row.get(data.prompt_column)
+    prompt = (lambda row: carved_by(row, data)) if recipe_of(config).pairs else (
+        lambda row: row.get(prompt_column(row, data.prompt_column)))
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
 

@@ -17,7 +17,7 @@ import math
 import os
 
 from jaxrl.algorithms.preference import LOSSES
-from jaxrl.data.dataset import PromptError, Reader, Row, answer_of, check_messages, missing
+from jaxrl.data.dataset import PromptError, Reader, Row, answer_of, check_messages, missing, prompt_column
 
 
 class PairReader(Reader):
@@ -103,7 +103,7 @@ def _answer(messages, name: str) -> tuple[list[dict], str]:
 def carved_by(row: dict, data):
     """The prompt of a row: rows of one prompt are either trained on or held out."""
     if row.get(data.prompt_column) is not None or not is_pair(row, data):
-        return row.get(data.prompt_column)
+        return row.get(prompt_column(row, data.prompt_column))
     try:
         return separated(row, data)[0]
     except PromptError:  # as will be said when it is read

@@ -273,7 +273,7 @@ def test_chat_template(chat, tmp_path):
     assert one(chat, tmp_path, row, data__chat="false").prompt_text == "hi"
     with pytest.raises(DataError, match="one.jsonl:1: the chat template refuses it: .*no robots"):
         one(chat, tmp_path, {"prompt": [{"role": "robot", "content": "x"}], "answer": 1})
-    with pytest.raises(DataError, match="end with an assistant turn"):
+    with pytest.raises(DataError, match="an assistant turn and nothing before it"):
         one(chat, tmp_path, {"prompt": [{"role": "assistant", "content": "x"}], "answer": 1})
 
 
@@ -635,3 +635,13 @@ def test_names_of_our_own_are_in_one_table():
     from jaxrl.rewards.calling import EXTRAS, SHARED
 
     assert set(RESERVED) == {"prompt", "completion", "prompts", "completions", "answer", *EXTRAS, *SHARED}
+
+
+def test_rows_of_messages_are_prompts_without_their_last_answer(chat, tmp_path, caplog):
+    """As TRL's rows: the column is found by its name, and a run that samples leaves out what it would sample."""
+    asked = [{"role": "user", "content": "q"}]
+    rows = [{"messages": [*asked, {"role": "assistant", "content": "a"}], "answer": "1"}, {"messages": asked, "answer": "1"}]
+    first, second = train(chat, write_jsonl(tmp_path / "m.jsonl", rows))
+    assert first.prompt == second.prompt == asked and first.prompt_text == second.prompt_text
+    assert sum("left out of the prompt" in m for m in caplog.messages) == 1 and "messages" not in first.columns
+    assert load_tokenizer(make_config(chat)).decode(sft(chat, tmp_path / "m.jsonl", data__max_rows=1)[0].target_ids) == "a<end>"
