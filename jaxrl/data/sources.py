@@ -16,7 +16,6 @@ import os
 import re
 import socket
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -96,14 +95,13 @@ class BadRows:
 class ArrowTable:
     """(row, place) pairs of an Arrow table (Parquet, HF data sets), made of Python values only when they are asked for.
 
-    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out. Inside a
-    column a field that is null is left out: Arrow's structs have every field that any row has, so that it cannot be
-    told from one that the row never had. Errors: DataError where two columns have one name.
+    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out. Arrow gives
+    every struct of a column all keys that any of them has, null where a row never had it: see `_of_arrow`.
     """
 
     def __init__(self, table: pa.Table, name: str, commits=()):
         self.commits = commits
-        check_names(table.column_names, name)
+        _check_columns(table.schema, name)
         binary = [f.name for f in table.schema if _holds_binary(f.type)]
         if binary:
             log.warning("%s: binary columns are left out: %s", name, ", ".join(binary))
@@ -119,8 +117,7 @@ class ArrowTable:
             stream.write_table(self._table)
 
     def __getitem__(self, i: int) -> tuple[dict[str, Any], str]:
-        row = {c: _plain(self._table.column(c)[i].as_py(maps_as_pydicts="strict"), filled=True)
-               for c in self._table.column_names}
+        row = {f.name: _of_arrow(self._table.column(f.name)[i].as_py(), f.type) for f in self._table.schema}
         return row, f"{self._name}:{i + 1}"
 
 
@@ -144,31 +141,63 @@ def _holds_binary(kind: pa.DataType) -> bool:
     return any(_holds_binary(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _plain(value, filled: bool = False):
-    """The value as JSON has it. filled: of Arrow, whose structs are filled up with nulls."""
+def _plain(value):
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, dict):
-        return {str(k): _plain(v, filled) for k, v in value.items() if v is not None or not filled}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v, filled) for v in value]
+        return [_plain(v) for v in value]
     return str(value)
 
 
-def check_names(names, where: str) -> None:
-    """Raises DataError where two columns have one name."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{where}: {Counter(names)[twice[0]]} columns are called {twice[0]!r}; rename or drop all but "
-                        "one")
+def _check_columns(schema, name: str) -> None:
+    """Raises DataError naming a column, or a key of a nested column, that is there twice."""
+    def check(fields, path):
+        names = [f.name for f in fields]
+        for field in fields:
+            if names.count(field.name) > 1:
+                raise DataError(f"{name}: the column {path + field.name!r} is there {names.count(field.name)} times: "
+                                "rename or drop one")
+            kind = _stored_as(field.type)
+            check([kind.field(i) for i in range(kind.num_fields)], f"{path}{field.name}.")
+    check(list(schema), "")
 
 
-def _once(pairs) -> dict:
-    """An object of JSON. Raises ValueError where a key is there twice."""
+def _stored_as(kind: pa.DataType) -> pa.DataType:
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    return _stored_as(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def _of_arrow(value, kind: pa.DataType | None = None):
+    """A value of an Arrow column as a JSON line would have it.
+
+    Left out of a struct: keys whose value is null, since Arrow keeps no difference between null and a key that the row
+    never had. Kept: `content` of a message (a struct with a `role`), and keys of Arrow's type null, which only a null
+    that somebody wrote can make. Nulls of lists, of maps and of whole columns stay. kind None: not known.
+    """
+    kind = None if kind is None else _stored_as(kind)
+    if isinstance(value, dict):
+        kinds = {f.name: f.type for f in kind} if kind is not None and pa.types.is_struct(kind) else {}
+        message = value.get("role") is not None
+        return {str(k): _of_arrow(v, kinds.get(k)) for k, v in value.items() if v is not None
+                or (message and k == "content") or (k in kinds and pa.types.is_null(kinds[k]))}
+    if isinstance(value, list) and (kind is None or not pa.types.is_map(kind)):
+        return [_of_arrow(v, getattr(kind, "value_type", None)) for v in value]
+    return _plain(value)
+
+
+def _unique(pairs: list) -> dict:
+    """A JSON object's dict, for `object_pairs_hook`. Raises Doubled naming a key that is there twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        names = [name for name, _ in pairs]
+        raise Doubled(f"the key {next(n for n in names if names.count(n) > 1)!r} is there more than once")
     return out
+
+
+class Doubled(ValueError):
+    """A JSON object that has a key twice."""
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
@@ -202,15 +231,23 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
     if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are left out
         parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
     else:
+        arrow = hasattr(rows, "with_format")  # a datasets.IterableDataset, whose rows come from Arrow
         try:
             values = ((row, f"{field}[{i}]") for i, row in enumerate(rows))
         except TypeError:
             raise DataError(f"{field} is a {type(rows).__name__}: {EXPECTED}") from None
         values = itertools.islice(values, limit or None)
+        kinds = rows.features.arrow_schema if arrow and rows.features else ()
+        kinds = {f.name: f.type for f in kinds}
+        values = ((_streamed(row, kinds) if arrow else row, where) for row, where in values)
         parts = [_rows(((_held(row), where) for row, where in values), bad, sys.maxsize)]
     if not len(parts[0]):
         raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)
+
+
+def _streamed(row, kinds: dict):
+    return {k: _of_arrow(v, kinds.get(k)) for k, v in row.items()}
 
 
 def _held(row):
@@ -268,10 +305,10 @@ def _parquet(f, shown: str) -> pa.Table:
     import pyarrow.parquet
     try:
         file = pyarrow.parquet.ParquetFile(f)
-        check_names(file.schema_arrow.names, shown)
+        _check_columns(file.schema_arrow, shown)
         return file.read()
-    except (pa.ArrowInvalid, OSError) as e:
-        raise DataError(f"{shown}: not a readable Parquet file: {e}") from None
+    except (pa.ArrowException, OSError) as e:
+        raise DataError(f"{shown}: cannot be read as Parquet: {e}") from None
 
 
 # Of a file's kind: generators of (row, place); what cannot be read is Unreadable in the row's place.
@@ -281,7 +318,9 @@ def _jsonl(f, shown: str):
     for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
         if line.strip():
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_once)
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique)
+            except Doubled as e:
+                row = Unreadable(str(e))
             except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, no JSON, a number without end
                 row = Unreadable(f"not JSON: {_reason(e)}")
             yield row, f"{shown}:{number}"
@@ -300,7 +339,13 @@ def _json(f, shown: str):
     if text[start:start + 1] != "{":
         raise DataError(f"{shown}:1: expected a JSON list of objects")
     try:
-        whole = json.loads(text, object_pairs_hook=_once)
+        whole = json.loads(text, object_pairs_hook=_unique)
+    except Doubled as e:
+        try:
+            json.loads(text)
+        except ValueError:
+            return _jsonl(io.BytesIO(data), shown)
+        raise DataError(f"{shown}:1: {e}") from None
     except (ValueError, RecursionError) as e:
         further = re.search(r"\n\s*\{", text[text.index("}"):] if "}" in text else "")
         if isinstance(e, json.JSONDecodeError) or further:
@@ -313,7 +358,8 @@ def _json(f, shown: str):
 
 def _json_list(text: str, at: int, shown: str):
     """Yields (element, "file:line") of the list that opens before `at`."""
-    decoder, skip, line, counted = json.JSONDecoder(object_pairs_hook=_once), re.compile(r"[\s,]*"), 1, 0
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    skip, line, counted = re.compile(r"[\s,]*"), 1, 0
     while True:
         at = skip.match(text, at).end()
         line, counted = line + text.count("\n", counted, at), at
@@ -326,6 +372,7 @@ def _json_list(text: str, at: int, shown: str):
         except RecursionError as e:
             raise DataError(f"{shown}:{line}: not JSON: {_reason(e)}; nothing after it can be read") from None
         except ValueError as e:  # a number without end: read over it, so that the rows after it can be had
+            # or over an object that has a key twice
             _, at = json.JSONDecoder(parse_int=str).raw_decode(text, at)
             value = Unreadable(_reason(e))
         yield value, f"{shown}:{line}"
@@ -363,9 +410,11 @@ def _csv(f, shown: str):
         header = reader.fieldnames or []  # reads the first line
     except csv.Error as e:
         raise DataError(f"{shown}:1: not CSV: {e}") from None
-    check_names(header, f"{shown}:1")
     if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in "".join(header)):
         raise DataError(f"{shown}:1: not UTF-8; is it a text file?")
+    doubled = next((name for name in header if header.count(name) > 1), None)
+    if doubled is not None:
+        raise DataError(f"{shown}:1: the column {doubled!r} is there {header.count(doubled)} times: rename or drop one")
     while True:
         where = f"{shown}:{reader.line_num + 1}"
         try:

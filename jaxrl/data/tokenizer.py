@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import string
 from pathlib import Path
 
 from jaxrl.data.sources import GIVEN, offline_if_unreachable, resolve
@@ -20,7 +21,8 @@ def load_tokenizer(config):
 
     `model.chat_template` (a Jinja file) replaces the template; `model.pad_token` and the first of `model.eos_tokens`
     replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a pad token pads with
-    its end token. Remote code runs only with `model.trust_remote_code`. Errors: ConfigError.
+    its end token. Its ids are those of the folder's tokenizer.json (see `opened`). Remote code runs only with
+    `model.trust_remote_code`. Errors: ConfigError.
     """
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     shown = config.model.tokenizer or config.model.path
@@ -38,8 +40,8 @@ def load_tokenizer(config):
     if local and not any(any(Path(source).glob(name)) for name in TOKENIZER_FILES):
         raise ConfigError(nothing)
     try:
-        tokenizer = reader_of(source).from_pretrained(source, revision=tokenizer_revision(config) or "main",
-                                                      trust_remote_code=config.model.trust_remote_code)
+        tokenizer = opened(source, revision=tokenizer_revision(config) or "main",
+                           trust_remote_code=config.model.trust_remote_code)
     except ConfigError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError, ... for the same few mistakes
@@ -68,6 +70,7 @@ def tokenizer_revision(config) -> str | None:
 
 PROBE = ("The quick brown fox, 3.14159 x 2026-01-02T03:04:05Z\n\tdef f(x): return x**2  # naïve café Größe\n\n"
          "Привет мир, 你好世界, こんにちは, مرحبا, नमस्ते 🙂 \\boxed{42} <|im_start|>user</s>")
+PROBES = (PROBE.partition(" <|im")[0], " leading and  double  spaces ", "a", string.printable.strip())
 
 
 def fingerprint(tokenizer) -> dict[str, str]:
@@ -79,6 +82,67 @@ def fingerprint(tokenizer) -> dict[str, str]:
              "chat template": tokenizer.chat_template}
     return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
             for name, value in found.items()}
+
+
+def opened(source: str, **options):
+    """The tokenizer of a folder or hub id, whose ids are those of its tokenizer.json, where it has one.
+
+    AutoTokenizer takes a class by the model's type, which may build another tokenizer than the file holds (transformers
+    5: Qwen2Tokenizer for any folder of a qwen2 model). Where its ids of a probe text are not the file's, the file is
+    read by itself. options: of from_pretrained. Raises ConfigError where no class gives the file's ids, and what
+    from_pretrained raises.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    tokenizer = reader_of(source).from_pretrained(source, **options)
+    file = cached_file(source, "tokenizer.json", revision=options.get("revision"),
+                       _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    if file is None or (other := _difference(tokenizer, file)) is None:
+        return tokenizer
+    found = PreTrainedTokenizerFast.from_pretrained(source, **options)
+    if (still := _difference(found, file)) is not None:
+        raise ConfigError(f"{source}: transformers' {type(tokenizer).__name__} and tokenizer.json make other ids of"
+                          f" one text, {still[0]!r}: {still[1][:8]} and {still[2][:8]}; save the tokenizer again with"
+                          " save_pretrained, so that both agree")
+    log.warning("%s: transformers takes %s for it by the model's type, which makes other ids than its tokenizer.json"
+                " (of %r: %s for %s); tokenizer.json is read", source, type(tokenizer).__name__,
+                *(part[:8] for part in other))
+    return found
+
+
+def _difference(tokenizer, file: str) -> tuple[str, list[int], list[int]] | None:
+    """(A text, the tokenizer's ids of it, those of a tokenizer.json), or None where they agree, there and back."""
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(file)
+    own.no_truncation()
+    own.no_padding()
+    added = [token.content for token in own.get_added_tokens_decoder().values() if token.content.strip()][:64]
+    for text in (*PROBES, *(f"a{token}b" for token in added)):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        want = own.encode(text, add_special_tokens=False).ids
+        same = tokenizer.decode(want, skip_special_tokens=False, clean_up_tokenization_spaces=False) == own.decode(
+            want, skip_special_tokens=False)
+        if ids != want or not same:
+            return text, ids, want
+    return None
+
+
+def completion_texts(tokenizer, ends=()):
+    """ids of completions -> their texts, as rewards, records, judges and environments see them: every token that was
+    sampled, special ones too (`<think>` is one in some vocabularies), but the end of a turn and padding. ends: ids that
+    end an answer; special ones among them and the tokenizer's own end and padding are left out, wherever they stand.
+    """
+    special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    out = {i for i in (tokenizer.eos_token_id, tokenizer.pad_token_id) if i is not None}
+    out |= {int(i) for i in ends if i in special}
+
+    def texts(completions) -> list[str]:
+        kept = [[i for i in map(int, ids) if i not in out] for ids in completions]
+        return tokenizer.batch_decode(kept, skip_special_tokens=False)
+
+    return texts
 
 
 def reader_of(source: str):

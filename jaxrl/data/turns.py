@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl.data.dataset import PromptError, Template, check_messages
 from jaxrl.data.suffixes import EARLIER, QUESTION, Shape, Suffixes, sentinel
+from jaxrl.data.tokenizer import completion_texts
 from jaxrl.data.tokens import Tokens
 from jaxrl.envs.parsers import PARSERS, Call, Parser, types_of
 from jaxrl.errors import ConfigError
@@ -200,7 +201,11 @@ class TurnRenderer:
         return thinking.strip(), rest.strip(), marks
 
     def _decoded(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+        return self._texts([ids])[0]
+
+    @cached_property
+    def _texts(self):
+        return completion_texts(self.tokenizer, self.end_ids)
 
     # What the template and the tokenizer decide.
 

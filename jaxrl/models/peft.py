@@ -10,7 +10,6 @@ b [r, *outputs].
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -84,9 +83,8 @@ class Source:
     stored: dict[str, tensorfile.Stored]
 
 
-@functools.lru_cache(maxsize=4)
 def source(path: str) -> Source:
-    """The adapter folder at `path` (or the hub's), kept in memory but for its tensors.
+    """The adapter folder at `path` (or the hub's), read anew by every call.
 
     Raises ConfigError for what is no LoRA folder of PEFT's with safetensors.
     """
@@ -145,6 +143,16 @@ def _field(names) -> str | tuple[str, ...]:
     return names if isinstance(names, str) else tuple(names or ())
 
 
+def _adapter(src: Source, model) -> Adapter:
+    found = resolved(_from_config(src.config, src.path), model, strict=False)
+    return dataclasses.replace(found, decomposed=bool(src.config.get("use_dora")))
+
+
+def _same(one: Adapter, other: Adapter) -> bool:
+    """Whether both compute the same of the same tensors."""
+    return (one.targets, one.saved, one.decomposed) == (other.targets, other.saved, other.decomposed)
+
+
 def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
     """The adapter in a PEFT folder (or hub id), and its values as the model's parameter tree has them.
 
@@ -155,8 +163,7 @@ def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
     compute something that is not served (biases, PiSSA that was not converted ...).
     """
     src = source(str(folder))
-    adapter = resolved(_from_config(src.config, src.path), model, strict=False)
-    adapter = dataclasses.replace(adapter, decomposed=bool(src.config.get("use_dora")))
+    adapter = _adapter(src, model)
     modules, wanted = linears(model), {}
     for t in adapter.targets:
         outputs, inputs = modules[t.name].entry.hf_shape
@@ -248,6 +255,10 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
         log.warning("%s: this adapter was trained on its base in %s (lora.base); on another base it computes something"
                     " else, lora.export=merged writes the model that was trained", folder, adapter.quantized)
     src = source(options.path) if options.path else None
+    if src is not None and not _same(_adapter(src, model), adapter):
+        log.warning("lora.path=%r: its %s is no longer the one that was read; the adapter is written with its own rank "
+                    "and scale", src.path, CONFIG)
+        src = None
     arrays = hf_tensors(model, params, np.dtype("float32" if dtype == "auto" else hf.DTYPE_NAMES.get(dtype, dtype)),
                           {} if src is None else {n: tensorfile.DTYPES[t.dtype] for n, t in src.stored.items()})
     text = src.text if src is not None else config_text(adapter, options, base_name)

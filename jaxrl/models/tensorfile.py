@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable
@@ -17,9 +18,14 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 
+log = logging.getLogger("jaxrl")
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Of every dtype that the safetensors library knows, in bits.
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+        "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
+        "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -32,7 +38,8 @@ class Stored:
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int  # byte in the file
+    start: int  # bytes in the file, first and behind the last
+    stop: int
 
     def read(self, index=...) -> np.ndarray:
         """A read-only view of the mapped file, at an index. ConfigError for a dtype that is not a plain float."""
@@ -45,46 +52,114 @@ class Stored:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. ConfigError for a file that is cut short or is no safetensors file."""
-    size = file.stat().st_size
-    with open(file, "rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ConfigError(f"{file}: not a safetensors file, or cut short ({size} bytes); fetch it again")
-        try:
-            header = json.loads(f.read(length))
-            header.pop("__metadata__", None)
-            out, end = {}, 0
-            for name, row in header.items():
-                start, stop = row["data_offsets"]
-                shape = tuple(row["shape"])
-                if row["dtype"] in DTYPES and stop - start != math.prod(shape) * DTYPES[row["dtype"]].itemsize:
-                    raise ValueError(f"tensor {name} has {stop - start} bytes for shape {shape}")
-                out[name] = Stored(name, file, row["dtype"], shape, 8 + length + start)
-                end = max(end, 8 + length + stop)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ConfigError(f"{file}: not a safetensors file ({e}); fetch it again") from None
+    """The tensors of one file.
+
+    Raises ConfigError naming the file, and the tensor if it is one's fault, for a file that is cut short, is no
+    safetensors file, or whose header the safetensors library refuses: tensors cover the data without gaps or overlaps.
+    """
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ConfigError(f"{file}: not a safetensors file, or cut short ({size} bytes); fetch it again")
+            text = f.read(length)
+    except OSError as e:
+        raise ConfigError(f"{file}: cannot be read: {e.strerror}; check its permissions") from None
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is a {type(header).__name__}, not a JSON object")
+        header.pop("__metadata__", None)
+        out = {name: _stored(name, file, row, 8 + length) for name, row in header.items()}
+    except RecursionError:
+        raise ConfigError(f"{file}: not a safetensors file (its header is nested too deeply); fetch it again") from None
+    except ValueError as e:
+        raise ConfigError(f"{file}: not a safetensors file ({e}); fetch it again") from None
+    end, before = 8 + length, "the header"
+    for tensor in sorted(out.values(), key=lambda t: (t.start, t.stop)):
+        if tensor.start != end:
+            what = "overlaps" if tensor.start < end else "leaves a gap behind"
+            raise ConfigError(f"{file}: not a safetensors file (tensor {tensor.name} {what} {before}); fetch it again")
+        end, before = tensor.stop, f"tensor {tensor.name}"
     if end > size:
         raise ConfigError(f"{file}: cut short: {size} bytes where its header promises {end}; fetch it again")
+    if end < size:
+        raise ConfigError(f"{file}: {size} bytes where its header promises {end}; fetch it again")
+    return out
+
+
+def _stored(name: str, file: Path, row, data: int) -> Stored:
+    """One entry of a header; `data`: where the file's data begins. Raises ValueError naming the tensor."""
+    def whole(values) -> bool:
+        return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+    if not isinstance(row, dict):
+        raise ValueError(f"tensor {name} is described by {shown(row)}, not by a JSON object")
+    code, shape, offsets = (row.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(code, str):
+        raise ValueError(f"tensor {name} has dtype {shown(code)}")
+    if not whole(shape) or math.prod(n for n in shape if n) >= 2**63:
+        raise ValueError(f"tensor {name} has shape {shown(shape)}")
+    if not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"tensor {name} has data_offsets {shown(offsets)}")
+    start, stop = offsets
+    if code in BITS and (stop - start) * 8 != math.prod(shape) * BITS[code]:
+        raise ValueError(f"tensor {name} has {stop - start} bytes for shape {tuple(shape)} of {code}")
+    return Stored(name, file, code, tuple(shape), data + start, data + stop)
+
+
+def shown(value) -> str:
+    """A value of somebody else's file in a message, at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def unique(pairs: list) -> dict:
+    """A JSON object's dict, for `object_pairs_hook`. Raises ValueError naming a key that it has twice."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(n for n in names if names.count(n) > 1)!r} more than once")
     return out
 
 
 def list_folder(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint folder, by its index or its single file. Empty where it holds no safetensors."""
+    """All tensors of a checkpoint folder. Empty where it holds no safetensors.
+
+    As transformers (4 and 5) reads a folder: model.safetensors if it is there, whatever an index beside it names, else
+    the shards that the index names. Raises ConfigError as `read_header` does, for an index that cannot be read, names
+    files that are not in the folder or tensors that no file holds, and for a tensor that two shards hold.
+    """
     index = folder / INDEX
+    if (folder / SINGLE).is_file():
+        if index.is_file():
+            log.warning("%s: has %s and %s; %s is read and the index ignored, as transformers does: delete the one that"
+                        " is not meant (vLLM takes the files that the index names)", folder, SINGLE, INDEX, SINGLE)
+        return read_header(folder / SINGLE)
     if not index.is_file():
-        return read_header(folder / SINGLE) if (folder / SINGLE).is_file() else {}
+        return {}
     try:
-        where = json.loads(index.read_text("utf-8"))["weight_map"]
+        where = json.loads(index.read_text("utf-8"), object_pairs_hook=unique)["weight_map"]
         files = sorted(set(where.values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as e:
+        wrong = [name for name in files if not isinstance(name, str) or Path(name).name != name or "\0" in name]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise ConfigError(f"{index}: no weight_map that can be read ({e}); fetch it again") from None
-    absent = [name for name in files if not (folder / name).is_file()]
+    except OSError as e:
+        raise ConfigError(f"{index}: cannot be read: {e.strerror}; check its permissions") from None
+    if wrong:
+        raise ConfigError(f"{index}: weight_map names {shown(wrong[0])}, no file of this folder; fetch it again")
+    here = {entry.name for entry in folder.iterdir() if entry.is_file()}
+    absent = [name for name in files if name not in here]
     if absent:
-        raise ConfigError(f"{folder}: {INDEX} names {', '.join(absent)}, not in the folder; fetch the checkpoint again")
-    out = {}
+        raise ConfigError(f"{folder}: {INDEX} names {shortened(absent)}, not in the folder; fetch the checkpoint again")
+    out: dict[str, Stored] = {}
     for name in files:
-        out.update(read_header(folder / name))
+        for key, tensor in read_header(folder / name).items():
+            if key in out:
+                raise ConfigError(f"{folder}: {out[key].file.name} and {name} both hold tensor {key}; fetch the "
+                                  "checkpoint again")
+            out[key] = tensor
     lost = [name for name in where if name not in out]
     if lost:
         raise ConfigError(f"{folder}: {INDEX} lists tensors that no file holds: {shortened(lost)}")

@@ -66,7 +66,7 @@ def run(config, given=None) -> dict:
         algorithm, rows, rollouts = Algorithm(job, s.total_steps), Rows(s.stream, c), None
         if drawn:
             rollouts = s.own(Rollouts(c, s, engine=job.engine, stream=rows, rewards=job.rewards,
-                                      tokenizer=job.tokenizer, steps=s.total_steps, per_step=drawn))
+                                      decode=job.decode, steps=s.total_steps, per_step=drawn))
         teacher = s.own(teachers.open_teacher(job))
         policy = Student(job, objective(job, algorithm, teacher), s.total_steps * algorithm.updates_per_step,
                          algorithm.score)

@@ -105,7 +105,7 @@ def answer(s, job, name: str, batch, sampling, receive=None):
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
-        texts, items = reward_items(traj, examples, job.tokenizer, c.data.response_prefix, texts)
+        texts, items = reward_items(traj, examples, job.decode, c.data.response_prefix, texts)
         result = job.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(s))
         outcomes = [r.outcome for r in results]
         check_failures(c.env, s.step, outcomes, len(outcomes))

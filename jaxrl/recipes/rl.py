@@ -90,7 +90,7 @@ def run(config, given=None) -> dict:
             job = dataclasses.replace(job, engine=Remembering(job.engine, past))
         algorithm = Algorithm(job, s.total_steps)
         rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
-                                  tokenizer=job.tokenizer, steps=s.total_steps, judge=job.judge, past=past))
+                                  decode=job.decode, steps=s.total_steps, judge=job.judge, past=past))
         policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
         if past is not None:
             past.policy = policy

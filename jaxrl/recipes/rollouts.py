@@ -80,17 +80,17 @@ class Rollouts:
     Args:
       spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
         `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
-      engine, stream, rewards, tokenizer: what is open. judge: recipes.judge.Judge, or None. steps: of the whole run.
-        per_step: prompts of a step, where it is not data.prompts_per_step. past: the recorded run that this one is a
-        fork of (recipes.past.Past), or None.
+      engine, stream, rewards: what is open. decode: of data.completion_texts. judge: recipes.judge.Judge, or None.
+        steps: of the whole run. per_step: prompts of a step, where it is not data.prompts_per_step. past: the recorded
+        run that this one is a fork of (recipes.past.Past), or None.
     """
 
     name = "ahead"  # in checkpoints
 
-    def __init__(self, spec, session, *, engine, stream, rewards, tokenizer, steps: int, per_step: int = 0, judge=None,
+    def __init__(self, spec, session, *, engine, stream, rewards, decode, steps: int, per_step: int = 0, judge=None,
                  past=None):
         self.spec, self.session, self.stream, self.past = spec, session, stream, past
-        self.rewards, self.tokenizer, self.judge = rewards, tokenizer, judge
+        self.rewards, self.decode, self.judge = rewards, decode, judge
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
             raise ConfigError(f"rollout.partial=False: the engine {rollout.engine} has no hold(); set it to True")
@@ -202,7 +202,7 @@ class Rollouts:
         requests, results, groups = zip(*found, strict=True)
         traj = collect(requests, results, self.spec.longest)
         examples, prefix = [g.example for g in groups], self.spec.data.response_prefix
-        return traj, *reward_items(traj, examples, self.tokenizer, prefix, texts)
+        return traj, *reward_items(traj, examples, self.decode, prefix, texts)
 
     def _score_early(self, groups: list[PromptGroup]) -> None:
         """Rewards of finished groups, samples and likeliest completions apart."""

@@ -77,6 +77,11 @@ class Job:
     engine: Any = None
     judge: Any = None  # the reward model (recipes.judge), where there is one
 
+    @property
+    def decode(self):
+        """ids of completions -> their texts, see data.completion_texts."""
+        return data_room.completion_texts(self.tokenizer, (*self.eos_ids, *self.config.rollout.stop_token_ids))
+
     def mesh_of(self, role: str):
         return self.meshes.get(role, self.mesh)
 

@@ -126,15 +126,16 @@ def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
     return out
 
 
-def reward_items(traj: Trajectories, examples, tokenizer, prefix: str = "", texts=None):
+def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None):
     """([completion], [RewardItem]), one of each per trajectory, as are `examples`.
 
-    A completion is the last turn, decoded without special tokens; for rewards and people, never re-encoded. texts: the
-    completions, where they are known. prefix: data.response_prefix, which rewards see.
+    A completion is the last turn as text; for rewards and people, never re-encoded. decode: as of
+    data.completion_texts. texts: the completions, where they are known. prefix: data.response_prefix, which rewards
+    see.
     """
     turn = traj.columns.get("turn")
     ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if texts is None else texts
+    texts = decode(ids) if texts is None else texts
     rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, contexts(traj, turn), strict=True)
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),

@@ -164,8 +164,7 @@ class Speaker:
         ids, values = record.get("tokens") or [], record.get("logprobs") or []
         if not ids or len(ids) != len(values) or len(ids) > MOST_TOKENS:
             return None
-        decode = lambda part, skip: self._tokenizer.decode(part, skip_special_tokens=skip)  # noqa: E731
-        if "episode" not in record and decode(ids, True) != record.get("completion"):
+        if "episode" not in record and self._said(ids) != record.get("completion"):
             return None
         out, at = [], 0
         for piece in (p for p in told if p.get("trained")):
@@ -182,6 +181,13 @@ class Speaker:
             more = {k: x[start:at] for k, x in (record.get("columns") or {}).items() if len(x) == len(ids)}
             out.append({"tokens": texts, "logprobs": shorts(values[start:at])} | more)
         return out if at == len(ids) else None
+
+    def _said(self, ids: list[int]) -> str:
+        """The completion that ids are of: without special tokens at its end."""
+        decode = self._tokenizer.decode
+        while ids and not decode(ids[-1:], skip_special_tokens=True):
+            ids = ids[:-1]
+        return decode(ids, skip_special_tokens=False)
 
     def _next(self, ids: list[int], start: int, at: int) -> str:
         """What token `at` adds to the text of those before it since `start`; "" for the beginning of a character whose

@@ -15,6 +15,7 @@ import pytest
 from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
+from jaxrl.data.sources import BadRows, from_memory, read
 from jaxrl.data.tokenizer import reader_of
 from jaxrl.errors import ConfigError
 
@@ -194,7 +195,7 @@ def test_nothing_usable_is_an_error(plain, tmp_path):
     ("a.txt", "x", "unknown kind of file '.txt'; known: .jsonl"),
     ("a.json", "[{} {", "a.json:1: not JSON"),
     ("a.json", "3", "expected a JSON list"),
-    ("a.parquet", "x", "not a readable Parquet file"),
+    ("a.parquet", "x", "cannot be read as Parquet"),
 ])
 def test_unreadable_sources(plain, tmp_path, name, content, text):
     if content is not None:
@@ -585,48 +586,38 @@ def test_text_that_the_tokenizer_has_no_token_for_is_said_and_never_learnt(tmp_p
     assert len(load(run__recipe="sft", data__bad_rows="skip")) == 2
 
 
-NESTED = [
-    {"prompt": [{"role": "user", "content": "sum"}], "answer": {"x": 1, "deep": [{"a": 1}, {"b": [2, None]}]}, "tools": None,
-     "meta": {"kind": "sum"}},
-    {"prompt": [{"role": "user", "content": "sky", "name": "u"}], "answer": {"city": "Rome"}, "tools": None, "meta": {}},
-]
-
-
-@pytest.mark.parametrize("source", ["parquet", "saved", "memory", "folder of parquet"])
-def test_what_arrow_fills_up_never_reaches_a_row(chat, tmp_path, source):
-    """Rows of an Arrow source are those of the JSONL file, in prompts, answers and further columns, whatever keys others have."""
-    want = train(chat, write_jsonl(tmp_path / "x.jsonl", NESTED))
+def test_padding_of_arrow_reaches_nobody(tmp_path):
+    """Parquet, a saved data set, a folder of Parquet, a data set in memory and a stream give the rows of the JSON lines."""
     import datasets
 
-    table = datasets.Dataset.from_list(NESTED)
-    if source == "memory":
-        found = load_train(make_config(chat), load_tokenizer(make_config(chat)), rows=table)
-    else:
-        (tmp_path / "folder").mkdir()
-        path = {"parquet": tmp_path / "x.parquet", "saved": tmp_path / "saved"}.get(source, tmp_path / "folder" / "train.parquet")
-        table.save_to_disk(path) if source == "saved" else table.to_parquet(path)
-        found = train(chat, path.parent if source.startswith("folder") else path)
-    for a, b in zip(want, found, strict=True):
-        assert a.prompt_text == b.prompt_text and a.prompt == b.prompt and a.answer == b.answer
-        assert {k: v for k, v in a.columns.items() if v is not None} == {k: v for k, v in b.columns.items() if v is not None}
+    call = lambda name, **given: {"type": "function", "function": {"name": name, "arguments": given}}  # noqa: E731
+    said = lambda *calls: {"role": "assistant", "content": None, "tool_calls": list(calls)}  # noqa: E731
+    schema = lambda **more: {"type": "function", "function": {"name": "f", "parameters": {"properties": more}}}  # noqa: E731
+    rows = [{"prompt": [{"role": "user", "content": "a"}, said(call("add", x=1, y=2))], "tools": [schema(x={"type": "number"})],
+             "answer": {"value": 1, "none": None}, "marks": [1, None]},
+            {"prompt": [{"role": "user", "content": "b"}, said(call("sky", city="Rome"))], "tools": [schema(city={"type": "string"})],
+             "answer": {"value": 2, "none": None, "unit": "m"}, "marks": []}]
+    held = datasets.Dataset.from_list(rows)
+    held.save_to_disk(tmp_path / "saved")
+    (tmp_path / "folder").mkdir()
+    held.to_parquet(tmp_path / "folder" / "train.parquet")
+    bad = BadRows("error")
+    for table in (read(str(write_jsonl(tmp_path / "x.jsonl", rows)), bad, field="f"), from_memory(held, bad, field="f"),
+                  *(read(str(tmp_path / name), bad, field="f") for name in ("folder/train.parquet", "saved", "folder")),
+                  from_memory(held.to_iterable_dataset(), bad, field="f")):
+        assert [table[i][0] for i in range(2)] == rows
 
 
-@pytest.mark.parametrize("name, content, text", [
-    ("x.csv", "prompt,answer,answer\na,1,2\n", "x.csv:1: 2 columns are called 'answer'"),
-    ("x.jsonl", '{"prompt": "a", "answer": 1, "answer": 2}\n', "x.jsonl:1: not JSON: the key 'answer' is there twice"),
-    ("x.json", '[{"prompt": "a", "answer": 1, "answer": 2}]', "the key 'answer' is there twice"),
-])
-def test_a_doubled_column_is_named(plain, tmp_path, name, content, text):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=text):
-        train(plain, tmp_path / name)
-
-
-def test_a_doubled_column_of_parquet_is_named(plain, tmp_path):
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["2"])], names=["prompt", "answer", "answer"])
+@pytest.mark.parametrize("name, text", [("x.csv", "a,b,a\n1,2,3\n"), ("x.jsonl", '{"a": 1, "a": 2}\n'), ("z.jsonl", '{"b": [{"a": 1, "a": 2}]}\n'),
+                                        ("x.json", '[{"a": 1, "a": 2}]'), ("y.json", '{"a": 1, "a": 2}')])
+def test_a_doubled_column_is_named(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="the (column|key) 'a' is there"):
+        read(str(tmp_path / name), BadRows("error"), field="f")
+    table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], names=["a", "a"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="x.parquet: 2 columns are called 'answer'; rename or drop all but one"):
-        train(plain, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="the column 'a' is there 2 times"):
+        read(str(tmp_path / "x.parquet"), BadRows("error"), field="f")
 
 
 def test_names_of_our_own_are_in_one_table():

@@ -393,3 +393,51 @@ def test_sharded_loading_and_running(tmp_path):
     assert found["logits"] < 1e-4 and found["gradient"] < 1e-5 and found["decode"] < 1e-4
     assert found["decode_gathers"] == 0
     assert "full rematerialization" not in done.stderr
+
+
+def test_a_single_file_is_read_before_the_shards_as_transformers_does(tmp_path, caplog):
+    """Also where the index is stale and its shards are gone."""
+    from safetensors.numpy import save_file
+
+    from jaxrl.models.tensorfile import list_folder
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    assert list_folder(tmp_path)["a"].read().tolist() == [1, 1]
+    assert "model.safetensors and model.safetensors.index.json" in caplog.text
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert list_folder(tmp_path)["a"].read().tolist() == [1, 1]
+
+
+ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize("header, said", [
+    ({"a": ROW | {"data_offsets": [-8, 0]}}, "tensor a has data_offsets"),
+    ({"a": ROW | {"data_offsets": [0.0, 8.0]}}, "tensor a has data_offsets"),
+    ({"a": ROW | {"shape": [True, 2]}}, "tensor a has shape"),
+    ({"a": ROW | {"shape": [-2]}}, "tensor a has shape"),
+    ({"a": ROW | {"dtype": "I64"}}, "tensor a has 8 bytes"),
+    ({"a": ROW, "b": ROW}, "tensor b overlaps tensor a"),
+    ({"a": ROW | {"data_offsets": [8, 16]}}, "tensor a leaves a gap behind the header"),
+    ({"a": ROW | {"data_offsets": [0, 10**30], "shape": [10**30]}}, "tensor a has shape"),
+    ({"a": None}, "tensor a is described by None"),
+    ([1], "its header is a list"),
+    (f'{{"a": {json.dumps(ROW)}, "a": {json.dumps(ROW)}}}', "'a' more than once"),
+    ('{"a":' * 30000 + "1" + "}" * 30000, "nested too deeply"),
+])
+def test_a_forged_header_is_an_error_that_names_file_and_tensor(tmp_path, header, said):
+    from jaxrl.models.tensorfile import read_header
+    text, file = (header if isinstance(header, str) else json.dumps(header)).encode(), tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ConfigError, match=f"model.safetensors: not a safetensors file .*{said}"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("table", [{"a": "../x"}, {"a": "/etc/passwd"}, {"a": 5}, [1], {"a": "."}, {"a": "x" * 5000}])
+def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, table):
+    from jaxrl.models.tensorfile import list_folder
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    with pytest.raises(ConfigError, match="model.safetensors.index.json"):
+        list_folder(tmp_path)

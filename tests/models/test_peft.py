@@ -299,7 +299,6 @@ def test_a_folder_without_its_files_or_of_another_model_is_refused(path, folder,
     tensors = load_file(folder / peft.WEIGHTS)
     name = next(n for n in tensors if "lora_A" in n)
     save_file(tensors | {name: np.ascontiguousarray(tensors[name][:, :-1])}, tmp_path / peft.WEIGHTS)
-    peft.source.cache_clear()
     with pytest.raises(ConfigError, match="has other shapes than config and model say: .*lora_A"):
         cases.our_model(path, cases.options(path=str(tmp_path)))
 
@@ -320,3 +319,14 @@ def test_another_layout_of_the_file_is_kept(path, folder, tmp_path):
     peft.write(tmp_path / "out", model, adapters.joined(base, peft.read(tmp_path, model)[1]), given, "")
     assert (tmp_path / "out" / peft.WEIGHTS).read_bytes() == (tmp_path / peft.WEIGHTS).read_bytes()
     assert flatten_dict(hf.load_params(model.base, path), sep="/").keys() == flatten_dict(base, sep="/").keys()
+
+
+def test_a_rewritten_folder_is_read_anew(path, folder, tmp_path):
+    """Within one process: the scale is that of the folder as it is now."""
+    for name in (peft.CONFIG, peft.WEIGHTS):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    before = cases.our_model(path, cases.options(path=str(tmp_path)))[0].adapter.targets[0].scale
+    table = json.loads((folder / peft.CONFIG).read_text())
+    (tmp_path / peft.CONFIG).write_text(json.dumps(table | {"lora_alpha": 8 * table["lora_alpha"], "alpha_pattern": {}}))
+    after = cases.our_model(path, cases.options(path=str(tmp_path)))[0].adapter.targets[0].scale
+    assert after == 8 * before

@@ -357,7 +357,7 @@ def batch_of(changes, answer, rows=100, start=0, **functions):
     source = Rollouts(
         decided(config({**base, **changes})), session, engine=engine, rewards=rewards, steps=100,
         stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
-        tokenizer=SimpleNamespace(batch_decode=lambda ids, **how: [str(list(i)) for i in ids]))
+        decode=lambda ids: [str(list(i)) for i in ids])
     return source.next(SimpleNamespace(step=0, cursor=start)), engine, rewards
 
 
