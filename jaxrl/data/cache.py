@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.data.dataset import Dataset, Tables
+from jaxrl.data.dataset import Dataset, Tables, day_of
 from jaxrl.data.sources import SUFFIXES, ArrowTable, resolve
 
 try:
@@ -97,11 +97,13 @@ class Cache:
         if not self.folder.is_dir():
             return None
         try:
-            meta = json.loads((self.folder / "meta.json").read_text("utf-8"))
+            meta, digest = json.loads((self.folder / "meta.json").read_text("utf-8"))
+            if _digest_of(meta) != digest:
+                raise ValueError("meta.json is not what was written")
             arrays = {}
-            for key, size in meta["sizes"].items():
-                if (self.folder / key).stat().st_size != size:
-                    raise ValueError(f"{key} has not its {size} bytes")
+            for key, digest in meta["digests"].items():
+                if _file_digest(self.folder / key) != digest:
+                    raise ValueError(f"{key} is not what was written")
             for key in ARRAYS:
                 arrays[key] = np.load(self.folder / f"{key}.npy", mmap_mode="r")
             dataset = Dataset(name, Held(self.folder, meta["commits"]), reader, bad)
@@ -138,8 +140,8 @@ class Cache:
             meta = {key: getattr(dataset, key) for key in LISTS} | {
                 "bad": dataset.bad.count, "messages": dataset.bad.messages, "truncated": dataset.truncated,
                 "content": dataset.content.hexdigest(), "commits": dataset.commits, "asked": dataset.asked,
-                "sizes": {p.name: p.stat().st_size for p in draft.iterdir()}}
-            (draft / "meta.json").write_text(json.dumps(meta), "utf-8")
+                "digests": {p.name: _file_digest(p) for p in draft.iterdir()}}
+            (draft / "meta.json").write_text(json.dumps([meta, _digest_of(meta)]), "utf-8")
             for path in draft.iterdir():
                 with path.open("rb") as f:
                     os.fsync(f.fileno())
@@ -171,6 +173,15 @@ class Held(Tables):
             raise IndexError(number)
         row, where = json.loads(self._text[self._ends[at]:self._ends[at + 1]].tobytes())
         return row, where
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _digest_of(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
 class Digest:
@@ -245,7 +256,7 @@ def _tokenizer_digest(tokenizer) -> list:
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
     special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(whole.encode()).hexdigest(), special, str(tokenizer.chat_template), type(tokenizer).__name__,
-            tokenizer.clean_up_tokenization_spaces]
+            tokenizer.clean_up_tokenization_spaces, day_of(tokenizer)]
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -389,6 +390,26 @@ def missing(row, name: str, option: str) -> PromptError:
                        f"{option} names the column to read")
 
 
+def day_of(tokenizer, day: str = "") -> str:
+    """The day ("2026-11-26") that the chat template of a tokenizer writes wherever it asks for the time, "" where it does
+    not. It is the one given, else today, from the first call on: of a run its first day, which its checkpoints keep."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str) or "strftime_now" not in template:
+        return ""
+    if day or not getattr(tokenizer, "day", ""):
+        tokenizer.day = day or datetime.date.today().isoformat()
+    return tokenizer.day
+
+
+def dated(template: str, day: str) -> str:
+    """The template with a `strftime_now` of its own, that of the begin of a day. (transformers 5.24 takes no functions
+    beside the messages.)"""
+    when = datetime.datetime.fromisoformat(day)
+    directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAwdbBmyYHIpMSfjUWcxXZzeDFTRGVu"]
+    edits = "".join(f" | replace({d!r}, {when.strftime(d)!r})" for d in directives)
+    return "{%- macro strftime_now(format) -%}{{ format" + edits + " }}{%- endmacro %}{{ '' }}" + template
+
+
 class Template:
     """Turns a raw prompt (text or chat messages) into the text the model sees, and texts into ids.
 
@@ -409,6 +430,8 @@ class Template:
         self.system, self.prefix = data.system_prompt, data.response_prefix
         self.generation_prompt = data.add_generation_prompt
         self.kwargs = data.chat_template_kwargs.to_dict() | ({"tools": list(tools)} if tools else {})
+        if day := day_of(tokenizer):
+            self.kwargs["chat_template"] = dated(tokenizer.chat_template, day)
         self.start = () if self.chat else _leading_ids(tokenizer)
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)  # so some name it that have a token for every text
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id

@@ -206,6 +206,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
         pool, rewards, eval_rewards, servers = _workers(s)
     inputs = read_inputs(c, given.tokenizer)
+    data_room.day_of(inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
     if s.resumed is None:
         check_weights(c, inputs)
     judge = described(c, inputs.tokenizer) if with_rewards else None

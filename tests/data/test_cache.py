@@ -135,10 +135,12 @@ def test_a_broken_entry_is_made_anew(made, caplog):
     whole = said(loaded(made))
     folder = Path(made.data.cache) / entries(made)[0]
     for name in ("ids.npy", "text.npy", "meta.json"):
-        (folder / name).write_bytes((folder / name).read_bytes()[:-3])
-        caplog.clear()
-        assert said(loaded(made)) == whole and "is made anew" in caplog.text
-        assert said(loaded(made)) == whole
+        content = (folder / name).read_bytes()
+        for broken in (content[:-3], content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]):  # cut; of the same size
+            (folder / name).write_bytes(broken)
+            caplog.clear()
+            assert said(loaded(made)) == whole and "is made anew" in caplog.text
+            assert said(loaded(made)) == whole
     shutil.rmtree(folder)
     Path(made.data.cache).chmod(0o500)
     try:

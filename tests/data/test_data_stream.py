@@ -182,7 +182,7 @@ def test_a_stop_does_not_wait_for_a_long_steps_rows(workers):
     session = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), fault=lambda component: None, peers=Peers())
     config = default_config()
     config.data.prompts_per_step = 512
-    rollouts = Rollouts(resolve(config), session, engine=None, stream=stream, rewards=None, tokenizer=None, steps=1)
+    rollouts = Rollouts(resolve(config), session, engine=None, stream=stream, rewards=None, decode=None, steps=1)
     stream.interrupted = lambda: True
     assert rollouts.next(SimpleNamespace(step=0, cursor=0)) is None
 

@@ -79,7 +79,7 @@ def refused_by(cfg, engine):
     job = SimpleNamespace(config=resolve(cfg), model=model())
     if cfg.rollout.top_k > job.model.config.vocab_size:
         return Algorithm(job, 5)
-    return Rollouts(job.config, SimpleNamespace(peers=None), engine=engine, stream=None, rewards=None, tokenizer=None,
+    return Rollouts(job.config, SimpleNamespace(peers=None), engine=engine, stream=None, rewards=None, decode=None,
                     steps=1)
 
 
