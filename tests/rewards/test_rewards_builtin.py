@@ -1,5 +1,8 @@
 """Verifiers and shaping: closed forms."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -103,3 +106,53 @@ def test_shaping_is_pure():
     reward.scale = 3.0
     shape(result, np.array([1, 2]), np.array([False, True]), reward, 10)
     np.testing.assert_array_equal(total, [1.0, 2.0])
+
+
+def math_pairs():
+    """(reference answer, answer, whether they are equal): words, money, percents, numbers, intervals, algebra, units ..."""
+    rows = [line.split("\t") for line in (Path(__file__).parent / "math_pairs.tsv").read_text("utf-8").splitlines()]
+    assert len(rows) > 300
+    return [(gold, said, float(equal)) for gold, said, equal in rows]
+
+
+def test_math_is_right_for_every_labelled_pair():
+    wrong = [(gold, said, equal) for gold, said, equal in math_pairs()
+             if math_reward("q", r"So the answer is \boxed{%s}" % said, gold) != equal]
+    assert wrong == []
+
+
+MARKERS = [r"\boxed{", "{", "}", "[", "(", "$", "$$", r"\frac{", r"\sqrt{", "<think>", "<answer>", "```\n", "```python\n", "7", "-", "9^", "x^",
+           r"\left(", "answer is ", "Answer: (", "\0", "\ud800", "1e9", r"\text{", "!", "\n"]
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_no_completion_is_absent(marker):
+    """100 kB of whatever a model can write, alone, before an answer and behind one: a score, and the right one where it is plain."""
+    long = marker * (100_000 // len(marker))
+    for text in (long, "so it is 18 " + long, long + "\n so it is \\boxed{18}"):
+        for score in (lambda c: math_reward("q", c, "18"), lambda c: math_reward("q", c, "Paris"), lambda c: boxed_reward("q", c, "18"),
+                      lambda c: choice_reward("q", c, "B"), lambda c: exact_reward("q", c, "18"),
+                      lambda c: format_reward("q", c, "<think>.*</think>.*")):
+            assert score(text) in (0.0, 1.0)
+    if marker not in (r"\boxed{", "}", r"\text{", "{", r"\frac{", r"\sqrt{"):
+        assert boxed_reward("q", long + "\n so it is \\boxed{18}", "18") == 1.0
+    assert boxed_reward("q", r"\boxed{" * 10_000 + r"\boxed{18}", "18") == 1.0  # the last one that is closed
+    assert math_reward("q", r"\boxed{18} " + marker, "18") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("said", ["9" * 400, "9" * 100_000, "10^{10^{10}}", "9^{9^{9^{9}}}", "0." + "0" * 5000 + "1", "1/" + "7" * 400, "99999!",
+                                  "((((" * 500 + "1" + "))))" * 500, r"\frac{1}{" * 300 + "2" + "}" * 300])
+def test_what_cannot_be_computed_is_wrong(said):
+    assert math_reward("q", r"\boxed{%s}" % said, "18") == 0.0 and boxed_reward("q", r"\boxed{%s}" % said, "18") == 0.0
+
+
+def test_a_pattern_without_end_is_no_match():
+    """A completion that sends a pattern backtracking is one that does not match; a pattern that is none is an error."""
+    assert format_reward("q", "a" * 60 + "!", "(a+)+b") == 0.0
+    with pytest.raises(re.error):
+        format_reward("q", "a", "(")
+
+
+def test_what_the_reference_causes_is_raised():
+    with pytest.raises(ValueError, match="needs a letter as reference answer"):
+        choice_reward("q", "B", "seven")
