@@ -391,8 +391,10 @@ def missing(row, name: str, option: str) -> PromptError:
 
 
 def day_of(tokenizer, day: str = "") -> str:
-    """The day ("2026-11-26") that a tokenizer's chat template writes wherever it asks for the time, "" where it does not.
-    It is the one given, else today, from the first call on: of a run its first day, which its checkpoints keep."""
+    """The day, such as "2026-11-26", that a tokenizer's chat template writes wherever it asks for the time; "" where it
+    does not. It is the one given, else today, from the first call on: of a run its first day, which its checkpoints
+    keep.
+    """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str) or "strftime_now" not in template:
         return ""

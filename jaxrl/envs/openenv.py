@@ -13,8 +13,8 @@ import asyncio
 import itertools
 import json
 import re
-import urllib.request
 
+from jaxrl import http_client
 from jaxrl.envs.api import BadEnvironment, Observation, Step
 from jaxrl.envs.websocket import WebSocket
 from jaxrl.workers.loading import LoadError, describe, number
@@ -187,8 +187,7 @@ class Full(Exception):
 def _schema(server: str) -> dict[str, str]:
     """Name and kind of an action's fields."""
     try:
-        with urllib.request.urlopen(f"{_http(server)}/schema", timeout=SCHEMA_SECONDS) as reply:
-            told = json.load(reply)
+        told = json.loads(http_client.answer(f"{_http(server)}/schema", SCHEMA_SECONDS))
         fields = told["action"]["properties"]
         return {name: str(kind.get("type", "")) for name, kind in fields.items() if name != "metadata"}
     except Exception as e:

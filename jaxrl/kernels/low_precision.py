@@ -97,8 +97,9 @@ def _e4m3_block(block, _):
 
 
 def _power_of_two(block, _):
-    exponent = jnp.floor(jnp.log2(jnp.where(block > 0, block, 1))) - 8  # 2^8: the largest power of two in e4m3
-    return jnp.where(jnp.isfinite(block), jnp.exp2(jnp.clip(exponent, -127, 127)), jnp.nan)
+    exponent = jnp.frexp(jnp.where(block > 0, block, 1))[1] - 9  # exact; 2^8 is the largest power of two in e4m3
+    scale = jnp.ldexp(jnp.ones_like(block), jnp.clip(exponent, -126, 127))  # exp2 and log2 are not exact everywhere
+    return jnp.where(jnp.isfinite(block), scale, jnp.nan)
 
 
 def _two_levels(block, largest):

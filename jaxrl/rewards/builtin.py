@@ -53,8 +53,9 @@ def math_reward(prompt, completion, answer):
     """Mathematical equality of the completion's final expression (a box, else the last expression) and `answer`.
 
     An answer of letters alone, two or more, is a word (or words) and compared as text, whatever its case, not as a
-    product of variables; up to three small consonants (`xy`) are a product, and `pi` and its like are names. Of two numbers neither may be farther from the other than 1e-5 of
-    it: math-verify (0.9.0) compares six decimals, which makes small numbers equal.
+    product of variables; up to three small consonants (`xy`) are a product, and `pi` and its like are names. Of two
+    numbers neither may be farther from the other than 1e-5 of it: math-verify (0.9.0) compares six decimals, which
+    makes small numbers equal.
     """
     if answer is None:
         return None

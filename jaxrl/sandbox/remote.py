@@ -16,11 +16,11 @@ import time
 import urllib.error
 import urllib.request
 
+from jaxrl import http_client
 from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
 
 GRACE_SECONDS = 10.0   # for the way there and back and for the service's queue
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP status of what may be tried once more
-LONGEST = 1 << 26      # bytes of an answer
 
 
 def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
@@ -57,9 +57,11 @@ class _Again(Exception):
 
 def _answer(request, seconds: float):
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
-            data = reply.read(LONGEST)
+        data = http_client.answer(request, seconds)
     except urllib.error.HTTPError as e:
+        if 300 <= e.code < 400:
+            raise SandboxError(f"{request.full_url}: it redirects to {e.headers.get('Location')}, which is not"
+                               " followed: the key would go there; name the service itself in sandbox.url") from None
         text = f"HTTP {e.code}: {e.read(300).decode('utf-8', 'replace')}"
         if e.code in AGAIN:
             raise _Again(text) from None

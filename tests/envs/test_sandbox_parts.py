@@ -451,3 +451,50 @@ def test_options_that_cannot_be_are_told(changes, words):
     with pytest.raises(ConfigError) as e:
         check(config)
     assert words in str(e.value) and "sk-123" not in str(e.value)
+
+
+def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
+    """A redirect is an error and its target is never asked; a body that drips or does not end is given up."""
+    import http.server
+    import threading
+    import urllib.error
+    import urllib.request
+
+    from jaxrl import http_client
+
+    asked, stop = [], threading.Event()
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers.get("Authorization")))
+            self.send_response(302 if self.path == "/elsewhere" else 200)
+            if self.path == "/elsewhere":
+                self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/taken")
+            self.end_headers()
+            while self.path in ("/drips", "/long") and not stop.wait(0.01 if self.path == "/drips" else 0):
+                try:
+                    self.wfile.write(b" " if self.path == "/drips" else b" " * 65536)
+                    self.wfile.flush()
+                except OSError:
+                    return
+            if self.path == "/taken":
+                self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = lambda path: urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{path}", headers={"Authorization": "key"})  # noqa: E731
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="302"):
+            http_client.answer(url("elsewhere"), 60.0)
+        assert asked == [("/elsewhere", "key")] and http_client.answer(url("taken"), 60.0) == b"{}"
+        with pytest.raises(TimeoutError, match="no whole answer within 0.5 s"):
+            http_client.answer(url("drips"), 0.5)
+        with pytest.raises(ValueError, match="an answer of more than 100000 bytes"):
+            http_client.answer(url("long"), 60.0, 100_000)
+    finally:
+        stop.set()
+        server.shutdown()

@@ -207,3 +207,11 @@ def test_the_loss_scale_moves_as_its_options_say():
     job = types.SimpleNamespace(config=c, model=model, compute_dtype=jnp.float16)
     assert precision(job)["loss_scale"].initial == 4
     assert parameters._start(job, optax.sgd(1.0))({"w": jnp.ones(2)}, {}).stats["loss_scale"] == 4
+
+
+@pytest.mark.parametrize("run", (lambda f: f, jax.jit), ids=("by itself", "compiled"))
+def test_the_scale_of_mxfp8_is_the_power_of_two_below_whatever_the_exponent(run):
+    """Of every exponent of float32, at the power itself, above it and just below the next one."""
+    largest = np.array([2.0**k * m for k in range(-126, 128) for m in (1.0, 1.5, 2 - 2.0**-23)], np.float64).astype(np.float32)
+    want = 2.0 ** np.clip(np.floor(np.log2(largest.astype(np.float64))) - 8, -126, 127)
+    np.testing.assert_array_equal(np.asarray(run(low_precision._power_of_two)(jnp.asarray(largest), None)), want)
