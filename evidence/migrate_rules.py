@@ -222,7 +222,7 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "kl": (c.algorithm.kl.coef, k(a + "reinpp_kl_beta", default=0.0) if kind == "reinpp" else k(a + "kl_beta", default=0.0)),
         "right and wrong": ((c.reward.scale + c.reward.bias, c.reward.bias), (best * scale, worst * scale)),
         "corrected": (c.algorithm.mismatch.correction != "none", k(a + "importance_sampling_fix", default=False)),
-        "whitened": (c.algorithm.whiten, kind != "grpo" and (kind == "reinpp" or k(a + "normalize_advantages", default=True))),
+        "whitened": (c.algorithm.whiten, kind == "reinpp" or k(a + "normalize_advantages", default=True)),
         "staleness": (c.rollout.max_staleness, 0),
         "eval every": (c.eval.every_steps, 0),
         "epochs": (c.data.epochs, k("runner.max_epochs", default=1)),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxrl.migrate.report import because, left_out, name_of
 from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
 from jaxrl.migrate.systems import SYSTEMS, table_of
-from jaxrl.migrate.table import KINDS, MISSING, Migration, Since
+from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
 from jaxrl.schema import free_tables, options
 
 # System -> settings without which nothing runs there.
@@ -589,3 +590,37 @@ def test_commands_of_a_script_that_calls_another(tmp_path):
 @pytest.mark.parametrize("file, name", [("run-gsm8k.v2.sh", "run_gsm8k_v2"), ("7b.yaml", "job_7b"), ("code.sh", "job_code"), ("jax.toml", "job_jax")])
 def test_a_config_hides_no_module_that_a_run_imports(file, name):
     assert name_of(file) == name
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_name_that_no_version_has_is_unknown(system):
+    """Behind every pattern that passes keys over: a name of the system's own is passed over, an invented one is named."""
+    table = table_of(system)
+    patterns = [n for key in table.keys() if key.kind in ("automatic", "inert") for n in key.names() if "*" in n]
+    known = names_of(table.name)
+    assert known or not patterns
+    for pattern in patterns:
+        for invented in ("micro_group_jitter", "warp_ratio", "enable_zz_shuffle"):
+            assert invented not in known
+            name = re.sub(r"\*\*?$", invented, pattern).replace("*", "one")
+            if name.rpartition(".")[2] != invented:
+                continue  # the pattern is in the middle
+            if any(map(ANYBODYS.search, name.split(".")[:-1])):
+                continue
+            m = migrated(system, {**REQUIRED.get(system, {}), name: 3})
+            kinds = {record.key: record.kind for record in m.records()}
+            assert kinds[name] == "unknown", name
+
+
+def test_areals_masks_of_1_0_1_and_rlinfs_whitening():
+    base = {"actor.use_decoupled_loss": True, "actor.kl_ctl": 0.0}
+    for more, want in (({"actor.behave_imp_weight_cap": 4.0}, ("token_mis", 4.0)), ({"actor.behave_imp_weight_mode": "token_truncate"}, ("token_tis", 5.0)),
+                       ({"actor.behave_imp_weight_mode": "disabled"}, ("none", None))):
+        options = migrated("areal", base | more).options
+        assert options["algorithm.mismatch.correction"][0] == want[0] and options.get("algorithm.mismatch.cap", (None,))[0] == want[1]
+    assert any("1.0.0.post1 to 1.0.3" in text for text in migrated("areal", base).different)
+    assert migrated("areal", {"actor.use_cispo_loss": True}).options["algorithm.policy_loss"][0] == "cispo"
+    assert migrated("areal", {"actor.optimizer.warmup_steps": 20}).options["optimizer.warmup_steps"][0] == 20
+    assert migrated("rlinf", {"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": True}).options["algorithm.whiten"][0] is True
+    assert migrated("rlinf", {"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False}).options["algorithm.whiten"][0] is False
+    assert migrated("roll", {"actor_train.model_update_frequency": 4}).options["rollout.sync_every"][0] == 4

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
@@ -15,6 +16,7 @@ from jaxrl.option import BOUNDS
 from jaxrl.schema import element_kind, free_tables, options
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
+ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys
 MISSING = object()  # a key without which the source does not run
 
 
@@ -137,7 +139,12 @@ class Migration:
                 owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), None)
                 if owner:
                     break
-            if owner:
+            passed = owner and name not in exact and self._known[owner].kind in ("automatic", "inert")
+            if passed and not self._named(s.key):
+                leaf = s.key.rpartition(".")[2]
+                near = difflib.get_close_matches(leaf, names_of(self.table.name), n=1, cutoff=0.6)
+                self.unknown.append((s, s.key.removesuffix(leaf) + near[0] if near else ""))
+            elif owner:
                 self.owned.setdefault(owner, []).append(s)
             else:
                 near = difflib.get_close_matches(s.key, list(exact), n=1, cutoff=0.5)
@@ -152,6 +159,11 @@ class Migration:
                     found[-1].key,
                     f"is {found[0].key} of another version, which is set at {found[0].where}: set one of them",
                 )
+
+    def _named(self, key: str) -> bool:
+        """Whether the last part of a key is a name of the system, or an entry of a table whose keys are anybody's."""
+        *above, leaf = key.split(".")
+        return leaf in names_of(self.table.name) or leaf.isdigit() or any(map(ANYBODYS.search, above))
 
     def given(self, name: str) -> bool:
         """Whether the source sets the key."""
@@ -357,6 +369,14 @@ class Migration:
             return "refused"
         partial = bool(self.lacking or self.unknown or self.needs_you)
         return ("refused" if strict else "partial") if partial else "full"
+
+
+@cache
+def names_of(system: str) -> frozenset[str]:
+    """Every name of a field or key in the config classes and config files of a system's versions, the last part of each
+    key; empty where its rules leave none to a pattern. A pattern's key of another name is none of that system."""
+    file = Path(__file__).parent / "names" / f"{system}.txt"
+    return frozenset(file.read_text("utf-8").split()) if file.is_file() else frozenset()
 
 
 def _pattern(name: str) -> str:

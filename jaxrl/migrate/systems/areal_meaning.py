@@ -149,7 +149,9 @@ def loss(m: Migration):
     low, high, dual = m.number(ACTOR + "eps_clip"), m.number(ACTOR + "eps_clip_higher"), m.number(ACTOR + "c_clip")
     low, high = (NO_ROOM if bound == 0 else bound for bound in (low, high))
     sapo = m.flag(ACTOR + "use_sapo_loss")
-    m.set("algorithm.policy_loss", "sapo" if sapo else "clip", ACTOR + "use_sapo_loss")
+    cispo = m.flag(ACTOR + "use_cispo_loss")
+    m.set("algorithm.policy_loss", "sapo" if sapo else "cispo" if cispo else "clip", ACTOR + "use_sapo_loss",
+          ACTOR + "use_cispo_loss")
     level = m.choice(ACTOR + "importance_sampling_level", {"token": "token", "sequence": "sequence"})
     m.set("algorithm.ratio", level or "token", ACTOR + "importance_sampling_level")
     m.set("algorithm.aggregation", "token_mean", ACTOR + "use_sapo_loss")
@@ -200,7 +202,9 @@ def _ratios(m: Migration):
         m.number(ACTOR + "behav_imp_weight_cap"),
         m.table.versions.index(m.version) < m.table.versions.index("1.0"),
     )
-    if m.given(ACTOR + "behav_imp_weight_cap") or old and not has(m, REJECT):
+    if m.given(ACTOR + "behave_imp_weight_cap") or m.given(ACTOR + "behave_imp_weight_mode"):
+        _masked(m)
+    elif m.given(ACTOR + "behav_imp_weight_cap") or old and not has(m, REJECT):
         m.set(
             "algorithm.mismatch.correction",
             "token_mis" if cap else "token_tis",
@@ -212,6 +216,24 @@ def _ratios(m: Migration):
         _rejection(m)
     else:
         m.set("algorithm.mismatch.correction", "none", keys[0], REJECT + "upper")
+        m.differs(
+            "AReaL 1.0.0.post1 to 1.0.3 leave out tokens whose weight is above 5 unless told otherwise; where the job"
+            " ran under one of these, set algorithm.mismatch.correction=token_mis and algorithm.mismatch.cap=5"
+        )
+
+
+def _masked(m: Migration):
+    """behave_imp_weight_cap and _mode of AReaL 1.0.0.post1 to 1.0.3, whose defaults are 5 and token_mask."""
+    keys = (ACTOR + "behave_imp_weight_mode", ACTOR + "behave_imp_weight_cap")
+    mode = m.text(keys[0]) if m.given(keys[0]) else "token_mask"
+    if mode == "disabled":
+        m.set("algorithm.mismatch.correction", "none", *keys)
+        return
+    if mode not in ("token_mask", "token_truncate"):
+        m.lacks(keys[0], f"{mode!r}: what is masked or bounded is the ratio of a token", refuse=True)
+        return
+    m.set("algorithm.mismatch.correction", "token_mis" if mode == "token_mask" else "token_tis", *keys)
+    m.set("algorithm.mismatch.cap", (m.number(keys[1]) if m.given(keys[1]) else 5.0) or 1e6, *keys)
 
 
 def _rejection(m: Migration):
@@ -333,10 +355,11 @@ def optimizer(m: Migration):
         m,
         OPTIM + "lr_scheduler_type",
         m.text(OPTIM + "lr_scheduler_type"),
-        0,
-        m.number(OPTIM + "warmup_steps_proportion"),
+        m.number(OPTIM + "warmup_steps"),
+        None if m.given(OPTIM + "warmup_steps") else m.number(OPTIM + "warmup_steps_proportion"),
         OPTIM + "lr_scheduler_type",
         OPTIM + "warmup_steps_proportion",
+        OPTIM + "warmup_steps",
     )
     name = m.choice(OPTIM + "type", {"adam": "adamw", "adam_bf16": "adamw", "sgd": "sgd"})
     m.set("optimizer.name", name or "adamw", OPTIM + "type")

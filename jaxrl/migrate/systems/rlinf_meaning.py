@@ -87,10 +87,8 @@ def advantage(m: Migration):
     m.set("algorithm.advantage", kind, ALGO + "adv_type")
     m.set("algorithm.advantage_mean", mean, ALGO + "adv_type", ALGO + "use_reinpp_baseline")
     m.set("algorithm.advantage_std", mean if kind == "outcome" else "none", ALGO + "adv_type")
-    whiten = name == "reinpp" or name == "gae" and m.flag(ALGO + "normalize_advantages")
+    whiten = name == "reinpp" or m.flag(ALGO + "normalize_advantages")  # by the workers, whatever adv_type
     m.set("algorithm.whiten", whiten, ALGO + "adv_type", ALGO + "normalize_advantages")
-    if kind == "outcome":
-        m.mark(ALGO + "normalize_advantages", "inert", "grpo always divides by the group's deviation")
     if kind == "returns":
         m.set("algorithm.gamma", 1.0, ALGO + "adv_type")
     if kind == "gae":

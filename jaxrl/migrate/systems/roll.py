@@ -235,6 +235,7 @@ TABLE = Table(
             K(INFER + CONFIG + "tensor_parallel_size", "equivalent", other=2),
             K(INFER + "num_gpus_per_worker", "equivalent", default=1, other=2)), places_.layout),
         K(INFER + CONFIG + "pipeline_parallel_size", "unsupported", fine=(1,), why="servers split a model by tensor_parallel"),
+        K(TRAIN + "model_update_frequency", to="rollout.sync_every", default=1, other=4),
         Joint("staleness", (K("async_generation_ratio", "equivalent", default=0, other=2, beside={
             TRAIN + "device_mapping": "list(range(0,4))", INFER + "device_mapping": "[4,5,6,7]", "rollout_batch_size": 64}),), places_.ahead),
         Joint("memory", (
