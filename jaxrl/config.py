@@ -304,9 +304,18 @@ _IN_TEXT = (
     (re.compile(r"(https?://)[^\s/?#@]+@", re.I), r"\1<redacted>@"),
     (re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"']+", re.I), r"\1<redacted>"),
     (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.I), r"\1<redacted>"),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA)[\w-]{16,}"), "<redacted>"),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|GOCSPX-)[\w-]{16,}"),
+     "<redacted>"),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"), "<redacted>"),  # a JSON Web Token
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "<redacted>"),
+    # of signed URLs (Azure, AWS, Google, CloudFront)
+    (re.compile(r"([?&](?:sig|signature|x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|"
+                r"x-goog-credential|policy|key-pair-id)=)[^&\s\"'#]+", re.I), r"\1<redacted>"),
 )
 _NAMED = re.compile(r"([\w-]+)(=)([^\s&;,\"']+)")
+_QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')")  # of JSON, of a dict
+_HEADER = re.compile(r"(?m)(?<![\w\"'-])([A-Za-z][\w-]+)(:\s*)([^\s\"',;{}\[\]/]{6,})")  # X-Api-Key: value
+_FLAG = re.compile(r"(--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
 
 
 def is_secret(name: str) -> bool:
@@ -319,6 +328,9 @@ def redacted_text(text: str) -> str:
     """A text without what looks like a secret in it."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
+    text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)
+    for pattern in (_HEADER, _FLAG):
+        text = pattern.sub(lambda m: f"{m[1]}{m[2]}<redacted>" if is_secret(m[1]) else m[0], text)
     return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
 
 

@@ -21,7 +21,7 @@ from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, name
 from jaxrl.schema import free_tables, options
 
 # System -> settings without which nothing runs there.
-REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8}, "cosmos_rl": {"train.train_policy.type": "grpo"},
+REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8, "num_generations": 8}, "cosmos_rl": {"train.train_policy.type": "grpo"},
                              "areal": {"train_dataset.batch_size": 64, "gconfig.n_samples": 4},
                              "rlinf": {"data.rollout_batch_size": 64, "algorithm.group_size": 8, "data.max_prompt_length": 512,
                                        "runner.seq_length": 2048, "actor.optim.lr": 2e-5}}
@@ -624,3 +624,13 @@ def test_areals_masks_of_1_0_1_and_rlinfs_whitening():
     assert migrated("rlinf", {"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": True}).options["algorithm.whiten"][0] is True
     assert migrated("rlinf", {"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False}).options["algorithm.whiten"][0] is False
     assert migrated("roll", {"actor_train.model_update_frequency": 4}).options["rollout.sync_every"][0] == 4
+
+
+def test_shares_of_a_run_and_jobs_of_another_kind_are_said():
+    """TRL's steps below 1; a file that SFT's could be; SkyRL's generation alone."""
+    base = {"num_processes": 8, "num_generations": 8, "reward_funcs": ["accuracy_reward"]}
+    m = migrated("trl", base | {"save_strategy": "steps", "save_steps": 0.05, "eval_strategy": "steps", "eval_steps": 0.1})
+    assert {key for key, *_ in m.lacking} == {"save_steps", "eval_steps"} and m.outcome(False) == "partial"
+    assert m.options["eval.every_steps"][0] == m.options["checkpoint.every_steps"][0] == 0
+    assert migrated("trl", {"num_processes": 8, "dataset_name": "some/set"}).outcome(False) == "refused"
+    assert migrated("skyrl", command="python -m skyrl.train.entrypoints.main_generate").outcome(False) == "refused"

@@ -282,16 +282,24 @@ def optimizer(m: Migration):
     m.set("optimizer.name", name or "adamw", "optim")
 
 
+OF_GRPO = ("num_generations", "max_completion_length", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards",
+           "num_iterations", "generation_batch_size", "steps_per_generation", "use_vllm", "vllm_mode", "temperature")
+
+
 def evaluation(m: Migration):
     kind, every = m.text("eval_strategy") or "no", m.number("eval_steps") or m.number("logging_steps")
     keys = ("eval_strategy", "eval_steps")
-    m.set("eval.every_steps", in_steps(m, "eval_steps", int(every)) if kind == "steps" else 0, *keys)
+    shared = kind == "steps" and _share(m, "eval_steps", every, "eval.every_steps")
+    every = 0 if shared else every
+    m.set("eval.every_steps", in_steps(m, "eval_steps", int(every)) if kind == "steps" and not shared else 0, *keys)
     m.set("eval.before", m.flag("eval_on_start") and kind != "no", "eval_on_start", "eval_strategy")
     m.set("eval.after", kind == "epoch", "eval_strategy")
     if kind == "epoch":
         m.set("eval.every_epochs", 1.0, "eval_strategy")
     m.facts["evaluation"] = (
-        "none" if kind == "no" else f"every {'epoch' if kind == 'epoch' else f'{every:g} steps'}, as training"
+        "none"
+        if kind == "no" or shared
+        else f"every {'epoch' if kind == 'epoch' else f'{every:g} steps'}, as training"
     )
     if kind != "no":
         m.set("eval.temperature", m.number("temperature"), "temperature")
@@ -301,8 +309,18 @@ def evaluation(m: Migration):
             m.set("eval.sets", (f"test={m.text('dataset_name')}@{split}",), "dataset_name", "dataset_test_split")
 
 
+def _share(m: Migration, key: str, every: float | None, option: str) -> bool:
+    """Whether a number of steps is a share of the run's (TRL: below 1), which are known when it starts."""
+    if every is None or not 0 < every < 1:
+        return False
+    m.lacks(key, f"{every:g} is a share of the run's steps: write {every:g} times train.steps into {option}")
+    return True
+
+
 def saving(m: Migration):
     kind, every = m.text("save_strategy"), m.number("save_steps")
+    if kind == "steps":
+        _share(m, "save_steps", every, "checkpoint.every_steps")
     m.set(
         "checkpoint.every_steps",
         in_steps(m, "save_steps", int(every)) if kind == "steps" and every >= 1 else 0,
@@ -404,6 +422,13 @@ def rewards(m: Migration):
     if m.text("reward_model_name_or_path"):
         m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
     if not names and not m.text("reward_model_name_or_path"):
+        if not m.command and not any(m.given(key) for key in OF_GRPO):
+            m.lacks(
+                "reward_funcs",
+                "is not set, nor is any key of GRPO alone: a file of TRL's SFT looks like this. Which job is it? Set"
+                " num_generations, as GRPO has it, or run.recipe=sft is ours",
+                refuse=True,
+            )
         common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
         return
     m.set("reward.functions", tuple(functions), "reward_funcs")
