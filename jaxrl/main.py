@@ -8,7 +8,10 @@ does not hold, 128 + n for signal n while the run starts (Ctrl-C 130, SIGTERM 14
 from __future__ import annotations
 
 import errno
+import os
 import sys
+import threading
+import time
 import traceback
 
 from jaxrl.config import help_text, load_config, parse_flags
@@ -71,8 +74,12 @@ def complain(text) -> None:
     print(f"jaxrl{name}: {text}", file=sys.stderr)
 
 
+EXIT_SECONDS = 60.0  # for what libraries do when the process ends
+
+
 def command() -> None:
-    """`jaxrl` and `python -m jaxrl.main`: main, and then the process ends."""
+    """`jaxrl` and `python -m jaxrl.main`: main, and then the process ends, whatever threads and atexit functions of
+    libraries wait for: a launcher tries again only what has ended."""
     try:
         status = main()
     except Exception:  # a mistake in jaxrl or in code of the user's
@@ -80,7 +87,15 @@ def command() -> None:
         status = 1
     if peers():
         peers().leave(status)
+    threading.Thread(target=leave_after, args=(EXIT_SECONDS, status), name="exit", daemon=True).start()
     sys.exit(status)
+
+
+def leave_after(seconds: float, status: int) -> None:
+    """Ends the process by force if it is still there after so many seconds."""
+    time.sleep(seconds)
+    os.write(2, f"\njaxrl: a library did not let the process end for {seconds:g} s: left\n".encode())
+    os._exit(status)
 
 
 if __name__ == "__main__":

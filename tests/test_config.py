@@ -8,7 +8,15 @@ import pytest
 
 from jaxrl import config_checks
 from jaxrl.config import (
-    default_config, find_config, get, help_text, load_config, parse_flags, put, redacted, redacted_text,
+    default_config,
+    find_config,
+    get,
+    help_text,
+    load_config,
+    parse_flags,
+    put,
+    redacted,
+    redacted_text,
 )
 from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
@@ -312,15 +320,17 @@ SECRETS = [
     f"https://b.s3.amazonaws.com/k?X-Amz-Credential={HIDDEN}&X-Amz-Date=1", f"https://storage.googleapis.com/k?X-Goog-Signature={HIDDEN}",
     f"X-Api-Key: {HIDDEN}", f"api-key: {HIDDEN}", f"Authorization: Bearer {HIDDEN}", f"Authorization: Basic {HIDDEN}",
     f'{{"password": "{HIDDEN}"}}', f'{{"a": 1, "api_key": "{HIDDEN}"}}', f"{{'secret': '{HIDDEN}'}}", f'{{"access_token":"{HIDDEN}"}}',
-    f"serve --password {HIDDEN} --port 1", f"serve --api-key {HIDDEN}", f"serve --token={HIDDEN}", f"PASSWORD={HIDDEN}", f"WANDB_API_KEY={HIDDEN}",
-    f"eyJhbGciOiJIUzI1NiJ9.{HIDDEN}.{HIDDEN}", f"-----BEGIN RSA PRIVATE KEY-----\n{HIDDEN}\n-----END RSA PRIVATE KEY-----",
-    f"-----BEGIN PRIVATE KEY-----\n{HIDDEN}", f"AIza{HIDDEN}", f"hf_{HIDDEN}", f"sk-{HIDDEN}", f"ghp_{HIDDEN}", f"github_pat_{HIDDEN}",
-    f"https://user:{HIDDEN}@host/x", f"https://{HIDDEN}@host/x", f"postgres://u:{HIDDEN}@h/db", f"glpat-{HIDDEN}", f"xoxb-{HIDDEN}", f"client_secret={HIDDEN}",
+    f"serve --password {HIDDEN} --port 1", f"serve --api-key {HIDDEN}", f"serve --token={HIDDEN}", f"PASSWORD={HIDDEN}",
+    f"WANDB_API_KEY={HIDDEN}", f"eyJhbGciOiJIUzI1NiJ9.{HIDDEN}.{HIDDEN}",
+    f"-----BEGIN RSA PRIVATE KEY-----\n{HIDDEN}\n-----END RSA PRIVATE KEY-----", f"-----BEGIN PRIVATE KEY-----\n{HIDDEN}", f"AIza{HIDDEN}",
+    f"hf_{HIDDEN}", f"sk-{HIDDEN}", f"ghp_{HIDDEN}", f"github_pat_{HIDDEN}", f"https://user:{HIDDEN}@host/x", f"https://{HIDDEN}@host/x",
+    f"postgres://u:{HIDDEN}@h/db", f"glpat-{HIDDEN}", f"xoxb-{HIDDEN}", f"client_secret={HIDDEN}",
 ]
 INNOCENT = [
-    "--config.model.pad_token <pad>", "eos_token: <|im_end|>", '{"eos_token": "</s>"}', "data.answer_column=answer", "a key: value pair", "the password is asked for",
-    "max_tokens=512", "--max-tokens 512", "http://host:8000/v1?model=x", "python -m jaxrl.main --config=configs/grpo.py", "tokens: 12345678", "step 1/20 loss 0.5",
-    '{"tokenizer": "Qwen/Qwen2.5-0.5B"}', "sigma=0.1", "policy_loss=clip", "signature of the function", "s3://bucket/folder", "x-ray: 1234567", "key=answer_key",
+    "--config.model.pad_token <pad>", "eos_token: <|im_end|>", '{"eos_token": "</s>"}', "data.answer_column=answer", "a key: value pair",
+    "the password is asked for", "max_tokens=512", "--max-tokens 512", "http://host:8000/v1?model=x",
+    "python -m jaxrl.main --config=configs/grpo.py", "tokens: 12345678", "step 1/20 loss 0.5", '{"tokenizer": "Qwen/Qwen2.5-0.5B"}',
+    "sigma=0.1", "policy_loss=clip", "signature of the function", "s3://bucket/folder", "x-ray: 1234567", "key=answer_key",
     "https://huggingface.co/datasets/openai/gsm8k", "prompt_token_ids=[1, 2, 3]", "https://host/x?policy_version=3",
 ]
 

@@ -614,7 +614,8 @@ def test_a_name_that_no_version_has_is_unknown(system):
 
 def test_areals_masks_of_1_0_1_and_rlinfs_whitening():
     base = {"actor.use_decoupled_loss": True, "actor.kl_ctl": 0.0}
-    for more, want in (({"actor.behave_imp_weight_cap": 4.0}, ("token_mis", 4.0)), ({"actor.behave_imp_weight_mode": "token_truncate"}, ("token_tis", 5.0)),
+    for more, want in (({"actor.behave_imp_weight_cap": 4.0}, ("token_mis", 4.0)),
+                       ({"actor.behave_imp_weight_mode": "token_truncate"}, ("token_tis", 5.0)),
                        ({"actor.behave_imp_weight_mode": "disabled"}, ("none", None))):
         options = migrated("areal", base | more).options
         assert options["algorithm.mismatch.correction"][0] == want[0] and options.get("algorithm.mismatch.cap", (None,))[0] == want[1]

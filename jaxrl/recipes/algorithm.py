@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -457,7 +458,14 @@ def users(given: Given) -> Advantages:
     of_turns = {name: traj.columns[name] for name in ("turn", "reward", "anchor") if name in traj.columns}
     columns = {**(given.columns or {}), **of_turns}
     inputs = AdvantageInputs(scores, traj.group, traj.loss_mask, traj.spans, given.rewards, columns, given.user)
-    return Advantages(spread(name, function(inputs), traj), None, given.numbers(scores)[1])
+    try:
+        found = function(inputs)
+    except Exception as e:  # whatever a function of the user's may raise
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        said = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {said}; expected is"
+                          " one number per sequence or per token (docs/extend.md)") from e
+    return Advantages(spread(name, found, traj), None, given.numbers(scores)[1])
 
 
 ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": critics, "turn": by_turn, "gigpo": gigpo,

@@ -132,19 +132,30 @@ class TensorBoard:
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            self._alive().add_scalar(name, value, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        self._writer.add_text(tag, text, step)
+        self._alive().add_text(tag, text, step)
 
     def histogram(self, tag: str, values, step: int) -> None:
-        self._writer.add_histogram(tag, values, step)
+        self._alive().add_histogram(tag, values, step)
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._alive().flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._alive().close()
+
+    def _alive(self):
+        """The writer. Raises OSError where its thread has died, as on a full disk: what is put into its queue then is
+        read by nobody, and tensorboardX (2.6) and multiprocessing would wait for that at the process's end."""
+        events = self._writer.file_writer.event_writer
+        if not events._closed and not events._worker.is_alive():
+            events._closed = True
+            events._event_queue.cancel_join_thread()
+        if events._closed:
+            raise OSError(errno.EIO, "TensorBoard's writer has stopped; is the disk full?")
+        return self._writer
 
 
 class Wandb:

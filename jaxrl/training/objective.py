@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import traceback
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from jaxrl.algorithms import (
     policy_loss,
     value_loss,
 )
+from jaxrl.errors import ConfigError
 from jaxrl.imports import imported
 from jaxrl.models import adapters
 from jaxrl.models.value import values
@@ -227,7 +229,7 @@ class PolicyGradient(Objective):
         old = columns["old"] if self.scores_old else fixed
         behaviour, ref = columns.get("behaviour"), columns.get("ref")
         tokens = Tokens(logp, old, behaviour, ref, columns["advantage"], mask, batch.sequences, entropy, columns)
-        token_loss, stats = find_policy_loss(o.policy_loss)(tokens, o)
+        token_loss, stats = applied_policy_loss(tokens, o)
         factor, metrics = self._mismatch_factor(tokens, fixed, token, mask)
         loss = jnp.sum(weight * (token_loss if factor is None else token_loss * factor))
         metrics["policy/loss"] = jax.lax.stop_gradient(loss)
@@ -304,6 +306,39 @@ class PolicyGradient(Objective):
         coef, _ = adaptive_entropy_coef(stats["entropy_coef"], entropy, o.entropy_target, o.entropy_rate, o.entropy_max)
         coef = coef.astype(stats["entropy_coef"].dtype)
         return {"entropy_coef": coef, "entropy_applied": jnp.where(entropy <= o.entropy_target, coef, 0)}
+
+
+def applied_policy_loss(tokens: Tokens, options):
+    """(loss of each token [R, S], stats) of options.policy_loss. Raises ConfigError, before anything is compiled, for
+    what a function of the user's raises, and where it does not return these."""
+    name, shape = options.policy_loss, tokens.logp.shape
+    wanted = "a loss per token, of the shape and dtype of tokens.logp, and a dict of arrays to log (docs/extend.md)"
+    try:
+        found = find_policy_loss(name)(tokens, options)
+    except ConfigError:
+        raise
+    except Exception as e:  # whatever a function of the user's may raise while it is traced
+        if ":" not in name:
+            raise
+        frames = traceback.extract_tb(e.__traceback__)
+        at = next((f for f in reversed(frames) if f.filename.endswith(_file_of(name))), frames[-1])
+        said = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ConfigError(f"algorithm.policy_loss={name}, line {at.lineno}, {at.line!r}: {said}. Expected is {wanted};"
+                          " options of your own are user.*") from e
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise ConfigError(f"algorithm.policy_loss={name}: it returned {type(found).__name__}; expected {wanted}")
+    loss = found[0]
+    if jnp.shape(loss) != shape or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ConfigError(f"algorithm.policy_loss={name}: the loss has shape {jnp.shape(loss)} and dtype"
+                          f" {jnp.result_type(loss)}, tokens.logp has {shape} and {tokens.logp.dtype}: expected"
+                          f" {wanted}. Neither sum nor average it: jaxrl weighs the tokens of the whole optimizer step")
+    return found
+
+
+def _file_of(name: str) -> str:
+    """The end of the name of the file that "./my_loss.py:f" or "package.module:f" stands for."""
+    place = name.rpartition(":")[0]
+    return place.rpartition("/")[2] if place.endswith(".py") else place.replace(".", "/") + ".py"
 
 
 def find_policy_loss(name: str):

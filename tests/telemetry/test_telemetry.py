@@ -471,3 +471,48 @@ def test_write_atomic_cleans_up_after_a_failure(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_atomic(tmp_path / "x", "\ud800")
     assert os.listdir(tmp_path) == []
+
+
+FULL = """
+import sys
+from tensorboardX import event_file_writer
+from jaxrl.telemetry.sinks import TensorBoard
+
+sink = TensorBoard(sys.argv[1], 0)
+def full(*_):
+    raise OSError(28, "No space left on device")
+event_file_writer.EventsWriter.write_event = full
+said = []
+for step in range(1000):
+    try:
+        sink.write(step, {name: 1.0 for name in "abcdefgh"})
+    except OSError as e:
+        said.append(str(e))
+        break
+    sink._writer.file_writer.event_writer._worker.join(0.01)
+try:
+    sink.close()
+except OSError as e:
+    said.append(str(e))
+assert len(said) == 2 and "has stopped" in said[0], said
+sys.exit(7)
+"""
+
+
+def test_a_disk_that_fills_under_tensorboard_keeps_no_process(tmp_path):
+    """The sink says so, and the process ends with its own status; without that it would wait for the queue for ever."""
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_process_that_a_library_keeps_ends_with_its_status(tmp_path):
+    import subprocess
+    import sys
+
+    code = ("import atexit, time\nfrom jaxrl import main\nmain.main, main.EXIT_SECONDS = (lambda: 3), 0.5\n"
+            "atexit.register(time.sleep, 1000)\nmain.command()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3 and "a library did not let the process end" in done.stderr
