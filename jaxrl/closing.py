@@ -41,7 +41,8 @@ def closing(out: dict) -> str:
     """The last line of a run: what became of it and where it lies."""
     held_out = [f"{100 * out[f'eval_{when}']['accuracy']:.1f}% {when}"
                 for when in ("before", "after") if "accuracy" in out.get(f"eval_{when}", {})]
-    parts = [f"done at step {out['steps']} after {duration(out['wall_seconds'])}"]
+    how = f"ended by {out['ended_by']}, " if "ended_by" in out else "done "
+    parts = [f"{how}at step {out['steps']} after {duration(out['wall_seconds'])}"]
     parts += ["held-out accuracy " + ", ".join(held_out)] if held_out else []
     parts += [f"model in {out['export']}"] if "export" in out else []
     return "; ".join(parts + [f"summary in {out['run_dir']}/summary.json"])

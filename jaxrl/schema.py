@@ -391,6 +391,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "window": O(200, "finite updates in a row after which it is doubled", bound=">0"),
             "patience": O(1, "overflows in a row from which on it is halved", bound=">0"),
         },
+        "stop_on_divergence": O(False, "end the run, saved, at a loss that has risen to three times its lowest, or a held-out accuracy below"
+                                       " half of its best, which are warned of anyway"),
         "max_step_kl": O(0.0, "RL: most KL of a step in nats per token, from the policy before it to the one behind its updates, estimated on"
                               " its batch (k3); a step beyond it is scaled back, or refused; costs two scorings and a copy of the parameters;"
                               " 0 = off", bound=">=0"),

@@ -45,7 +45,7 @@ from jaxrl.report import report_of
 from jaxrl.resume import config_changes
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.compilations import Compilations
-from jaxrl.telemetry.health import Idle
+from jaxrl.telemetry.health import Divergence, Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
 from jaxrl.uploads import Uploads
 
@@ -78,6 +78,7 @@ class Session:
         self.ended_by = ""  # why a callback ended the run
         self.eval_before = self.last_eval = None
         self.parts, self.stream, self.comparison, self.profiler, self.idle = (), None, None, None, None
+        self.divergence = None
         self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the parts are those of self.step
@@ -188,6 +189,7 @@ class Session:
         if self.peers.first:
             write_config(self.run_dir, c.asked, numbers)
             self.idle = Idle(c.chosen())
+        self.divergence = Divergence(c, c.recipe.samples)
         self.say(f"{lines}\n"
                  f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
                  f"ends      after {self.total_steps} steps: {self.ending}")
@@ -337,7 +339,7 @@ class Session:
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
         if self.given.callbacks or self.peers.count > 1:  # others may have been given some
-            self.ended_by = call_back(self, metrics, records)
+            self.ended_by = call_back(self, metrics, records) or self.ended_by
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
@@ -349,6 +351,11 @@ class Session:
             self.comparison.add(self.step, together)
         for warning in self.idle.check(self.step, metrics) if self.idle is not None and self.idle.watched else ():
             log.warning(warning)
+        for warning in self.divergence.check(self.step, metrics):
+            if self.peers.first:
+                log.warning(warning)
+            if self.spec.train.stop_on_divergence:
+                self.ended_by = f"train.stop_on_divergence: {self.divergence.found}"
         return metrics
 
     def _evaluate(self, evaluate) -> dict:
@@ -461,7 +468,8 @@ class Session:
 
     def _summary(self, stopped: bool) -> dict:
         out = {
-            "steps": self.step, "finished": not stopped, "error": None, "samples": self.progress.samples,
+            "steps": self.step, "finished": not stopped and not self.ended_by, "error": None,
+            "samples": self.progress.samples,
             "seconds": self.phase.totals(), "wall_seconds": time.monotonic() - self.started,
             "run_dir": str(self.run_dir), "checkpoints": self.spec.checkpoint.dir or str(self.run_dir / "checkpoints"),
             "metrics": str(self.run_dir / "metrics.jsonl"),
@@ -469,6 +477,8 @@ class Session:
         }
         if self.ended_by:
             out["ended_by"] = self.ended_by
+        if self.divergence is not None and self.divergence.found:
+            out["diverged"] = self.divergence.found
         if self.comparison is not None and self.comparison.predicted:
             out |= {"planned": self.comparison.predicted, "measured": self.comparison.measured()}
         if self.eval_before:

@@ -22,8 +22,12 @@ def findings(run: Run) -> list[dict]:
 def _ending(run: Run):
     if run.summary.get("error"):
         yield finding(f"the run ended by an error: {run.summary['error']}")
+    elif run.summary.get("ended_by"):
+        yield finding(f"the run was ended by {run.summary['ended_by']}", grave=False)
     elif not run.summary.get("finished"):
         yield finding("the run has not finished: it goes on, was stopped or killed", grave=False)
+    if run.summary.get("diverged"):
+        yield finding(f"training diverged: {run.summary['diverged']}; lower optimizer.lr")
     if run.broken:
         yield finding(f"{run.broken} lines of metrics.jsonl cannot be read and are left out", grave=run.broken > 1)
     if not run.series:

@@ -5,6 +5,7 @@ The rules are data. Each looks at the metrics of one step. A metric that is abse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -115,6 +116,56 @@ class Idle:
                 out.append(f"step {step}: algorithm.{m.option}={self._given[m.option]} has done nothing for"
                            f" {IDLE_STEPS} steps ({m.metric} is 0): it is not needed, or its bound is too far away")
         return out
+
+
+class Divergence:
+    """Says, once each, that the loss has risen or that a held-out accuracy has collapsed, as at a learning rate that is
+    too large.
+
+    The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in a
+    row (of recipes that do not sample, whose loss is a likelihood or near it). An accuracy: below half of the best one
+    so far, and a tenth below it. found: what was said first, "" before.
+    """
+
+    LATEST, EARLIER = 5, 3
+
+    def __init__(self, config, samples: bool):
+        self.found = ""
+        self._lr, self._norm, self._samples = config.optimizer.lr, config.optimizer.max_grad_norm, samples
+        self._losses: list[float] = []
+        self._first = self._lowest = float("inf")
+        self._best: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    def check(self, step: int, scalars: dict[str, float]) -> list[str]:
+        """Warnings about this step."""
+        out = []
+        if not self._samples and math.isfinite(loss := scalars.get("loss", float("nan"))):
+            self._losses = [*self._losses[1 - self.LATEST:], loss]
+            if len(self._losses) >= self.EARLIER:
+                mean = sum(self._losses[-self.EARLIER:]) / self.EARLIER
+                self._first = mean if self._first == float("inf") else self._first
+                self._lowest = min(self._lowest, mean)
+            latest = sum(self._losses) / len(self._losses)
+            if len(self._losses) == self.LATEST and latest > 3 * self._first and latest > 3 * self._lowest > 0:
+                out += self._warning("loss", step, f"the loss rose from {self._lowest:.3g} to {latest:.3g}", scalars)
+        for name, value in scalars.items():
+            if name.startswith("eval/") and name.endswith("accuracy"):
+                best = self._best[name] = max(value, self._best.get(name, value))
+                if value < best / 2 and value < best - 0.1:
+                    out += self._warning(name, step, f"{name} fell from {best:.1%} to {value:.1%}", scalars)
+        return out
+
+    def _warning(self, name: str, step: int, what: str, scalars) -> list[str]:
+        if name in self._said:
+            return []
+        self._said.add(name)
+        norm = scalars.get("optim/grad_norm", float("nan"))
+        text = (f"{what}: training diverges, or unlearns. Lower optimizer.lr (now {self._lr:g}); the gradient's norm is"
+                f" {norm:.3g}, optimizer.max_grad_norm={self._norm:g}. Go on from an earlier checkpoint; with"
+                " train.stop_on_divergence=True a run ends here")
+        self.found = self.found or f"step {step}: {what}"
+        return [f"step {step}: {text}"]
 
 
 class Health:

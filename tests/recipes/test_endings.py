@@ -17,6 +17,7 @@ from jaxrl.rewards.pool import RewardFailure
 from jaxrl.rollout import EngineLost
 from jaxrl.session import Session
 from jaxrl.spec import resolve
+from jaxrl.telemetry.health import Divergence
 
 
 def config(tmp_path, arg="sft", **changes):
@@ -202,3 +203,26 @@ def score(prompt, completion, **columns):
             pool.score([RewardItem("p", "c", {"answer": ""}, "stop", [1])] * 3)
     finally:
         pool.close()
+
+
+def test_divergence_is_named_and_ends_a_run_that_asks_for_it(tmp_path, caplog):
+    """Supervised training at a learning rate of 3: said with the rate and the gradient's norm, in the summary, too; asked to, the run ends
+    saved and is not finished."""
+    options = dict(train__steps=80, optimizer__lr=3.0, optimizer__warmup_steps=20, optimizer__schedule="constant", log__console="plain")
+    out = jaxrl.train(config(tmp_path, **options, train__stop_on_divergence=True))
+    said = [m for m in caplog.messages if "training diverges" in m]
+    assert len(said) == 1 and "optimizer.lr (now 3)" in said[0] and "norm is" in said[0], said
+    assert out["steps"] < 80 and not out["finished"] and out["ended_by"].startswith("train.stop_on_divergence: step")
+    assert out["diverged"] in out["ended_by"] and checkpoints(tmp_path)[-1] == f"{out['steps']:08d}"
+
+
+def test_what_counts_as_divergence():
+    """A loss that falls, or wavers, is none; one that rises to three times its lowest is; so is an accuracy below half of its best."""
+    c = resolve(tiny_job.get_config("sft"))
+    found = lambda losses, samples=False, name="loss": [  # noqa: E731
+        w for watch in [Divergence(c, samples)] for step, x in enumerate(losses) for w in watch.check(step, {name: x, "optim/grad_norm": 1.0})]
+    assert not found([5 - 0.04 * k for k in range(100)]) and not found([1 + 0.5 * (k % 2) for k in range(100)])
+    assert not found([0.001] * 30 + [0.002] * 30) and not found([88.0] * 40, samples=True)
+    assert len(found([5.0] * 20 + [88.0] * 40)) == 1 and "the loss rose from 5 to" in found([5.0] * 20 + [88.0] * 40)[0]
+    assert not found([0.5, 0.3, 0.4], name="eval/accuracy") and not found([0.1, 0.04], name="eval/accuracy")
+    assert "eval/accuracy fell from 85.0% to 5.0%" in found([0.2, 0.85, 0.05], True, "eval/accuracy")[0]

@@ -60,7 +60,7 @@ def test_rows_tokenizer_rewards_and_callbacks_are_objects_and_the_run_goes_on(tm
     given = dict(data=ROWS, rewards=[reward], tokenizer=tokenizer(), eval={"held": datasets.Dataset.from_list(ROWS[:5])})
     out = jaxrl.train(job(tmp_path), callbacks=[watch], **given)
     assert [s[:4] for s in seen] == [(0, 3, 0, False), (1, 3, 16, True), (2, 3, 16, True)]
-    assert out["steps"] == 2 and out["finished"] and out["ended_by"] == "two are enough" and Path(out["export"]).is_dir()
+    assert out["steps"] == 2 and not out["finished"] and out["ended_by"] == "two are enough" and Path(out["export"]).is_dir()
     assert set(out["eval_after"]["sets"]) == {"held"}
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert "given://data" in str(written) and "given://held" in str(written)
