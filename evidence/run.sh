@@ -37,6 +37,7 @@
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
 # Of the kernels:
 #    4  memory of attention and log-probs, compiled         kernels_memory.py (the TPU's where libtpu is there)
+#       whole GPU programs without a GPU: launches, copies, memory, the budget of decoding   gpu_programs.py (not in "all")
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
 #    7  the main job in bfloat16 beside float32             bf16.py
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
