@@ -147,6 +147,7 @@ def _after_warm_start(config, given):
 
 def _check_before(first, config, given) -> None:
     """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
+    from jaxrl import sharding
     from jaxrl.recipes.setup import check_inputs
 
     later = config.copy_and_resolve_references()
@@ -154,6 +155,7 @@ def _check_before(first, config, given) -> None:
         later.model[name] = first.model[name]
     later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
     check_inputs(later, given)
+    sharding.role_meshes(config.mesh)  # of devices that are here
 
 
 def _finished(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import jaxrl.recipes.rl  # noqa: F401  (imported now: under a patched jax it would not be whole)
 import jaxrl.recipes.sft  # noqa: F401
+from jaxrl.errors import ConfigError
 from jaxrl.main import main
 
 TINY = f"--config={tiny_job.__file__}"
@@ -121,3 +122,14 @@ def test_what_comes_after_a_warm_start_is_checked_before_it(refused, tmp_path):
     said = refused(f"run.warm_start={tiny_job.__file__}:sft", "model.init=pretrained", reward(tmp_path, "return 1 / 0"))
     assert "ZeroDivisionError" in said
     assert "run.warm_start='nowhere.py'" in refused("run.warm_start=nowhere.py")
+
+
+def test_a_mesh_that_the_devices_do_not_fit_is_refused_before_a_warm_start(monkeypatch):
+    from jaxrl.recipes import _check_before, setup
+
+    monkeypatch.setattr(setup, "check_inputs", lambda *_: None)
+    config = tiny_job.get_config("sft")
+    _check_before(config, config, None)
+    config.mesh.fsdp = 64
+    with pytest.raises(ConfigError, match="64"):
+        _check_before(config, config, None)
