@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import selectors
 import socket
 import sys
 import threading
@@ -134,20 +135,39 @@ def meet_first(place: Place, seconds: float) -> None:
     here, waiting = {0}, []
     address = listens_on(host.strip("[]"))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, int(port)), family=family, backlog=max(128, place.processes)) as server:
+    with (socket.create_server((address, int(port)), family=family, backlog=max(128, place.processes)) as server,
+          selectors.DefaultSelector() as ready):
+        ready.register(server, selectors.EVENT_READ)
+        silent: list[socket.socket] = []  # connections that have said nothing yet, the oldest first
         while len(here) < place.processes and (left := end - time.monotonic()) > 0:
-            server.settimeout(left)
-            try:
-                connection, _ = server.accept()
-                connection.settimeout(10)
-                words = connection.recv(256).decode(errors="replace").split()
-            except OSError:
-                continue
-            if len(words) == 3 and words[0] == GREETING and words[2] == str(place.processes) and words[1].isdigit():
-                here.add(int(words[1]))
-                waiting.append(connection)
-            else:
-                connection.close()
+            for key, _ in ready.select(left):
+                connection = key.fileobj
+                try:
+                    if connection is server:
+                        connection, _ = server.accept()
+                        connection.setblocking(False)
+                        ready.register(connection, selectors.EVENT_READ)
+                        silent.append(connection)
+                        if len(silent) > max(128, 4 * place.processes):
+                            ready.unregister(silent[0])
+                            silent.pop(0).close()
+                        continue
+                    if connection.fileno() < 0:  # closed for another one just now
+                        continue
+                    silent.remove(connection)
+                    ready.unregister(connection)
+                    words = connection.recv(256).decode(errors="replace").split()
+                except OSError:
+                    continue
+                named = len(words) == 3 and words[0] == GREETING and words[2] == str(place.processes)
+                if named and words[1].isdigit():
+                    here.add(int(words[1]))
+                    connection.settimeout(10)
+                    waiting.append(connection)
+                else:
+                    connection.close()
+        for connection in silent:
+            connection.close()
         missing = sorted(set(range(place.processes)) - here)
         text = f"missing {','.join(map(str, missing))}" if missing else "go"
         for connection in waiting:

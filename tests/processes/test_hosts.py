@@ -418,3 +418,26 @@ def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
     else:
         assert "leader" in said and re.search(r"process 0 of 2 \(pid \d+\) ended first: killed by SIGKILL", said)
     assert seconds < heartbeat_seconds + group.GRACE_SECONDS + 5 and "still there" not in said
+
+
+def test_connections_that_say_nothing_keep_nobody_apart():
+    """More of them than the port holds at once, before and beside a greeting; one that says something else is closed."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    met = []
+    first = threading.Thread(target=lambda: met.append(group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 0), 120.0)))
+    first.start()
+    silent = []
+    while len(silent) < 140:
+        try:
+            silent.append(socket.create_connection(("127.0.0.1", port)))
+        except OSError:
+            time.sleep(0.01)  # it does not listen yet
+    silent[-1].sendall(b"hello")
+    assert silent[-1].recv(10) == b""
+    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 120.0)
+    first.join(120.0)
+    assert met == [None]
+    for connection in silent:
+        connection.close()
