@@ -50,7 +50,7 @@ def test_hosts_with_other_files_are_named_before_the_first_step(tmp_path):
     host(tmp_path / "0", questions(16))
     other = questions(16)
     other[3]["answer"], other[13]["answer"] = "5", "15"
-    host(tmp_path / "1", other, template="{{ messages[0].content }}")
+    host(tmp_path / "1", other, template=" " + TEMPLATE)
     (tmp_path / "host.py").write_text(HOST)
     flags = {"data.path": "train.jsonl,", "eval.sets": "test=test.jsonl,", "model.tokenizer": "tokenizer", "model.config.vocab_size": 264,
              "train.steps": 1, "data.prompts_per_step": 2, "eval.before": "false", "eval.after": "false", "log.console": "plain",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from episode_cases import params, playing, requests, rescored, tokenizer
 
+from jaxrl.data import completion_texts
 from jaxrl.errors import RunStopped
 from jaxrl.recipes.episodes import check_failures, conversations, episode_metrics
 from jaxrl.recipes.trajectories import collect
@@ -45,7 +46,7 @@ def test_what_is_trained_is_what_was_sampled(function, segments, keep):
         assert len(texts) == len(result.turns) > 1
         if function == "several":
             assert all("Max has " in p["text"] and p["text"].endswith("=") for p in pieces if not p["trained"])
-            said = tokenizer().batch_decode([result.tokens[a:b] for a, b in spans(result)], skip_special_tokens=True)
+            said = completion_texts(tokenizer())([result.tokens[a:b] for a, b in spans(result)])
             digits = [sum(c.isdigit() for c in text) / max(len(text), 1) / 4 for text in said]
             np.testing.assert_allclose([t.reward for t in result.turns], digits, rtol=1e-12)
             assert result.outcome.value == pytest.approx(0.25 + sum(digits))
