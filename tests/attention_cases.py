@@ -323,7 +323,9 @@ SMALL_BLOCKS = (cached.tuned, "CACHE_BYTES", 1)  # what to set for check_shared 
 
 def check_shared(name, case: SharedCase, **options):
     """Holds a kernel that reads shared prompts once to float64. Its results are bitwise the same when it runs again,
-    when other slots' copies hold something else, and when every slot is alone in its tile.
+    when other slots' copies hold something else, and when every slot is alone in its tile; the last but for rounding
+    where a product is the CPU's (interpreted GPU kernels), whose rows may be summed in an order that hangs on their
+    place.
 
     name: in cached.api.WORK. options: of that function.
     """
@@ -347,7 +349,13 @@ def check_shared(name, case: SharedCase, **options):
     for what, arguments in (("again", (k, v, tiles)),
                             ("others", (jnp.where(others, 9, k), jnp.where(others, -9, v), tiles)),
                             ("alone", (k, v, alone))):
-        assert np.asarray(run(*arguments))[busy].tobytes() == out[busy].tobytes(), what
+        got, same = np.asarray(run(*arguments))[busy], out[busy]
+        if what == "alone" and name == "gpu" and options.get("interpret"):
+            np.testing.assert_allclose(got.astype(np.float32), same.astype(np.float32), rtol=2**-7, atol=2**-10,
+                                       err_msg=what)
+        else:
+            apart = np.argwhere(got != same)
+            assert got.tobytes() == same.tobytes(), f"{what}: {len(apart)} of {got.size} differ, first at {apart[:3]}"
 
 
 def leave_mesh():
