@@ -11,6 +11,7 @@ from jaxrl.data.mixture import ALGORITHM
 from jaxrl.data_checks import entry
 from jaxrl.imports import imported
 from jaxrl.lengths import episodes
+from jaxrl.option import no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import ENGINES, OWN, engine_of
 from jaxrl.schema import SCHEMA, options
@@ -107,10 +108,6 @@ def _batch_division(cfg, v):
                 f" {size:.2f} prompts per optimizer step; choose a divisor of {cfg.data.prompts_per_step}"
             )
     return out
-
-
-def no_effect(name, value, without, remedy):
-    return f"{name}={value!r} has no effect {without}; {remedy}"
 
 
 def of_aggregation(a, v) -> list[str]:

@@ -118,6 +118,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.committed: int | None = None  # the newest step of this run that is known to be on disk, whole
+        self.best: int | None = None       # the step whose checkpoint outlives checkpoint.keep
         self._failures = 0
         self._told = 0      # of them, those that take_refused() has told
         self._refused = ""  # what the disk said to the newest save that failed
@@ -343,6 +344,7 @@ class Checkpointer:
         """Deletes the oldest checkpoints."""
         keep = self._options.keep
         old = checkpoints_in(self.directory)[:-keep] if keep > 0 else []
+        old = [path for path in old if int(path.name) != self.best]
         unsent = [path for path in old if self._uploads is not None and self._uploads.holds(path)][-keep:]
         for path in old:
             if path not in unsent:
@@ -428,6 +430,24 @@ class Checkpointer:
         if chosen.path.parent == self.directory:
             self.committed = restored.step
         return restored
+
+    def read(self, step: int, abstract):
+        """The arrays of this run's checkpoint of a step, as `abstract` (see `restore`) asks for them; all processes.
+
+        Raises CheckpointError where it is not there, or damaged.
+        """
+        path = self.path_of(step)
+
+        def trouble() -> str:
+            try:
+                verify(path)
+            except (Damaged, OSError) as e:
+                return first_line(e)
+            return ""
+
+        if found := self._peers.decide(f"checkpoint {step}: is it whole?", trouble):
+            raise CheckpointError(f"the checkpoint {path} cannot be read: {found}")
+        return _read(path, abstract, partial=True).arrays
 
     def _later_than(self, path: Path) -> list[Path]:
         own = checkpoints_in(self.directory)

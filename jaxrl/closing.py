@@ -44,5 +44,7 @@ def closing(out: dict) -> str:
     how = f"ended by {out['ended_by']}, " if "ended_by" in out else "done "
     parts = [f"{how}at step {out['steps']} after {duration(out['wall_seconds'])}"]
     parts += ["held-out accuracy " + ", ".join(held_out)] if held_out else []
+    if best := out.get("best"):
+        parts.append(f"the best {best['metric']} is {best['value']:.4g} of step {best['step']}")
     parts += [f"model in {out['export']}"] if "export" in out else []
     return "; ".join(parts + [f"summary in {out['run_dir']}/summary.json"])

@@ -9,16 +9,16 @@ import re
 import shutil
 from pathlib import Path
 
-from jaxrl.algorithm_checks import algorithm, import_path, no_effect, resolved_algorithm
+from jaxrl.algorithm_checks import algorithm, import_path, resolved_algorithm
 from jaxrl.config import get
-from jaxrl.data_checks import conversations, curricula, sources
+from jaxrl.data_checks import conversations, curricula, evaluation, sources
 from jaxrl.distill_checks import distillation
 from jaxrl.env_checks import elsewhere, ray
 from jaxrl.errors import ConfigError
 from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
 from jaxrl.names_elsewhere import not_yet
-from jaxrl.option import BOUNDS
+from jaxrl.option import BOUNDS, no_effect
 from jaxrl.preference_checks import preference
 from jaxrl.registry import Recipe, recipe_of
 from jaxrl.replay_checks import AGAIN, replays
@@ -40,7 +40,7 @@ def check(cfg) -> None:
     if not problems:
         for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards, ray,
                      sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
-                     _precision, _eval, _checkpoints, _uploads, _launch, replays, _misc):
+                     _precision, evaluation, _checkpoints, _uploads, _launch, replays, _misc):
             if cfg.run.mode not in AGAIN or rule not in (_engine, _rewards, sandbox, services):  # they stay closed
                 problems += rule(cfg)
     if problems:
@@ -467,6 +467,9 @@ def _optimizer(cfg):
     if o.decay_shape != "linear" and o.schedule != "wsd":
         without = f"with optimizer.schedule={o.schedule}"
         out.append(no_effect("optimizer.decay_shape", o.decay_shape, without, "set wsd"))
+    if o.schedule == "constant":
+        out += [no_effect(f"optimizer.{name}", o[name], "with optimizer.schedule=constant", "set linear, cosine or wsd")
+                for name in ("floor", "decay_steps") if o[name]]
     out += _critics_optimizer(cfg)
     out += _regexes("optimizer.groups", tuple(o.groups.keys()))
     for pattern, group in o.groups.items():
@@ -493,25 +496,10 @@ def _critics_optimizer(cfg):
         plain.optimizer = optimizer.critics_optimizer(cfg)
     except ConfigError as e:
         return [str(e).replace("optimizer.", "critic.optimizer.", 1)]
+    if plain.optimizer.schedule == "constant":  # the policy's, which are no mistake of the critic's
+        plain.optimizer.update({name: 0 for name in ("floor", "decay_steps") if name not in own})
     found = [p for rule in (_types, _ranges, _optimizer) for p in rule(plain) if p.startswith("optimizer.")]
     return ["critic." + p for p in found if p not in (q for rule in (_types, _ranges) for q in rule(cfg))]
-
-
-def _eval(cfg):
-    out, seen = [], set()
-    for entry in cfg.eval.sets:
-        name, eq, path = entry.partition("=")
-        if not eq or not name or not path:
-            out.append(f"eval.sets entry {entry!r}: expected 'name=path', for example 'test={entry}'")
-        elif name in seen:
-            out.append(f"eval.sets: the name {name!r} is used twice; give one of them another name")
-        seen.add(name)
-    if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
-        out.append(
-            f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy completions are all equal; set a "
-            "temperature"
-        )
-    return out
 
 
 def _checkpoints(cfg):
@@ -584,6 +572,9 @@ def _misc(cfg):
         out.append(f"profile.memory={cfg.profile.memory}: numbers of steps, from 0")
     if any(p < 0 for p in cfg.profile.processes):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
+    if cfg.log.every_steps != 1 and cfg.run.recipe in ("rl", "distill", "reward_model"):
+        out.append(no_effect("log.every_steps", cfg.log.every_steps, f"with run.recipe={cfg.run.recipe}",
+                             "leave it out: there is a line every step"))
     if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
         out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set "
                    "log.wandb=false")

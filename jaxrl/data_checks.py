@@ -6,11 +6,12 @@ import difflib
 import math
 import re
 
+from jaxrl.config import get
 from jaxrl.data.mixing import weight_at
 from jaxrl.data.mixture import FURTHER, OWN
 from jaxrl.data.order import windows
 from jaxrl.lengths import episodes
-from jaxrl.option import BOUNDS
+from jaxrl.option import BOUNDS, no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.schema import SCHEMA
 
@@ -158,3 +159,35 @@ def scheduled(data: dict) -> str:
     if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
         return "data.sources"
     return "data.difficulty_window" if data.get("difficulty_window") else ""
+
+
+def evaluation(cfg):
+    """Options below `eval`, and of what goes by evaluations."""
+    out, seen = [], set()
+    for entry in cfg.eval.sets:
+        name, eq, path = entry.partition("=")
+        if not eq or not name or not path:
+            out.append(f"eval.sets entry {entry!r}: expected 'name=path', for example 'test={entry}'")
+        elif name in seen:
+            out.append(f"eval.sets: the name {name!r} is used twice; give one of them another name")
+        seen.add(name)
+    if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
+        out.append(
+            f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy completions are all equal; set a "
+            "temperature"
+        )
+    return out + _best(cfg)
+
+
+def _best(cfg):
+    """Options of the best evaluation, where there is none, or nothing goes by it."""
+    e = cfg.eval
+    by = [(name, get(cfg, name)) for name in ("eval.patience", "checkpoint.keep_best") if get(cfg, name)]
+    if not by:
+        return [no_effect("eval.metric", e.metric, "without eval.patience and checkpoint.keep_best",
+                          "set one of them")] * bool(e.metric)
+    if not (e.sets or cfg.data.eval_fraction):
+        return [no_effect(*by[0], "without held-out rows", "name some in eval.sets, or set data.eval_fraction")]
+    if not (e.every_steps or e.every_epochs or e.every_seconds):
+        return [no_effect(*by[0], "without evaluations on the way", "set eval.every_steps")]
+    return []

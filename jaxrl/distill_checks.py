@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.algorithm_checks import no_effect, of_aggregation, of_samples, resolved_algorithm
+from jaxrl.algorithm_checks import of_aggregation, of_samples, resolved_algorithm
 from jaxrl.config import get
 from jaxrl.lengths import episodes
+from jaxrl.option import no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.schema import options
 

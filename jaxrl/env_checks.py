@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl.algorithm_checks import no_effect
 from jaxrl.config import get
+from jaxrl.option import no_effect
 from jaxrl.schema import SCHEMA
 
 OF_PROGRAMS = ("score", "crash", "train_calls")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxrl.adapter_checks import several_adapters
-from jaxrl.algorithm_checks import no_effect
 from jaxrl.algorithms.preference import needs_reference
 from jaxrl.config import get
 from jaxrl.errors import ConfigError
@@ -11,6 +10,7 @@ from jaxrl.models import peft
 from jaxrl.models.adapter_init import NAMES as INITS
 from jaxrl.models.adapter_init import is_init, is_shifted
 from jaxrl.models.selection import table
+from jaxrl.option import no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import engine_of
 from jaxrl.rollout.vllm.apart import asked_rank

@@ -29,3 +29,8 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
     "0 or >1": (lambda x: x == 0 or x > 1, "must be above 1, or 0 for off"),
     "-1 or >0": (lambda x: x == -1 or x > 0, "must be above 0, or -1 for all"),
 }
+
+
+def no_effect(name: str, value, without: str, remedy: str) -> str:
+    """The problem of an option that would be read by nothing."""
+    return f"{name}={value!r} has no effect {without}; {remedy}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl.algorithm_checks import no_effect
 from jaxrl.algorithms.preference import LOSSES, needs_reference
+from jaxrl.option import no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.schema import SCHEMA
 

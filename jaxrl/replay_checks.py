@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxrl.algorithm_checks import no_effect
 from jaxrl.certify.claims import CLAIMS
 from jaxrl.config import get, parse_value, unknown_option
 from jaxrl.errors import ConfigError
+from jaxrl.option import no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.resume import changes_past
 from jaxrl.schema import options

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.algorithm_checks import no_effect, resolved_algorithm
+from jaxrl.algorithm_checks import resolved_algorithm
+from jaxrl.option import no_effect
 from jaxrl.registry import recipe_of
 from jaxrl.schema import options
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-from jaxrl.algorithm_checks import no_effect
 from jaxrl.config import get
+from jaxrl.option import no_effect
 from jaxrl.schema import SCHEMA
 
 

@@ -426,6 +426,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "stop": O((), "strings that end an answer; empty = rollout.stop"),
         "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
         "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
+        "metric": O("", "metric of evaluations that eval.patience and checkpoint.keep_best go by, by its name in metrics.jsonl; higher is"
+                        " better, of names that end in loss lower; empty = eval/accuracy, of preferences without one eval/preference_accuracy"),
+        "patience": O(0, "end the run after so many evaluations in a row that are not better than the best one before; 0 = never", bound=">=0"),
     },
     "checkpoint": {
         "dir": O("", "where checkpoints are: a folder, gs://bucket/folder or s3://bucket/folder; empty = <run.dir>/checkpoints"),
@@ -434,6 +437,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "every_epochs": O(0.0, f"save every this many epochs; {TRIGGER}", bound=">=0"),
         "at_end": O(True, "save after the last step"),
         "keep": O(3, "newest checkpoints kept; -1 = all", bound="-1 or >0"),
+        "keep_best": O(False, "save a checkpoint at every evaluation that is the best so far (eval.metric), keep that of the best, and export"
+                              " its model at the end"),
         "timeout_seconds": O(1800.0, "longest time for a checkpoint or an export: a disk that hangs ends the run with status 1; 0 = no limit",
                              bound=">=0"),
         "asynchronous": O(True, "write in the background"),
@@ -463,7 +468,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
         "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
                        " has write(step, scalars) and close()"),
-        "every_steps": O(1, "SFT, preferences: steps per line of metrics (RL writes a line every step)"),
+        "every_steps": O(1, "run.recipe=sft and preference: steps per line of metrics (others write a line every step)"),
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from jaxrl.algorithm_checks import no_effect
 from jaxrl.errors import ConfigError
-from jaxrl.option import BOUNDS
+from jaxrl.option import BOUNDS, no_effect
 from jaxrl.rewards.builtin import registered
 from jaxrl.rewards.judge import unknown_names
 from jaxrl.rewards.services import TABLES, named, prompt_of

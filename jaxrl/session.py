@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.checkpoint import Checkpointer, DiskHangs, SavesFail
+from jaxrl.checkpoint import Checkpointer, CheckpointError, DiskHangs, SavesFail
 from jaxrl.closing import Closers, closing
 from jaxrl.config import get, redacted
 from jaxrl.deadline import within
@@ -44,6 +44,7 @@ from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
 from jaxrl.resume import config_changes
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
+from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Divergence, Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
@@ -79,6 +80,7 @@ class Session:
         self.eval_before = self.last_eval = None
         self.parts, self.stream, self.comparison, self.profiler, self.idle = (), None, None, None, None
         self.divergence = None
+        self.best: Best | None = None
         self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the parts are those of self.step
@@ -173,6 +175,11 @@ class Session:
         """Goes on from where a checkpoint's host values say."""
         self.progress = Progress(host["step"], host["cursor"], host["samples"])
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
+        self._take_best(Best(self.spec, host.get("best")))
+
+    def _take_best(self, best: Best) -> None:
+        self.best, self.checkpointer.best = best, best.step if self.spec.checkpoint.keep_best else None
+        self.ended_by = best.over
 
     def open_telemetry(self, read_only: bool = False, step: int | None = None) -> None:
         """The sinks of metrics. step: completed steps of an earlier run that goes on."""
@@ -190,6 +197,8 @@ class Session:
             write_config(self.run_dir, c.asked, numbers)
             self.idle = Idle(c.chosen())
         self.divergence = Divergence(c, c.recipe.samples)
+        if self.best is None:
+            self._take_best(Best(c))
         self.say(f"{lines}\n"
                  f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
                  f"ends      after {self.total_steps} steps: {self.ending}")
@@ -306,6 +315,10 @@ class Session:
 
     def before_first_step(self, evaluate) -> None:
         """evaluate() -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
+        if self.ended_by:
+            self.say(f"this run was ended at step {self.step} by {self.ended_by}; go on with a larger eval.patience, or"
+                     " 0")
+            return
         if self.ended():
             name = self.ending.partition("=")[0]
             further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
@@ -317,6 +330,8 @@ class Session:
         if evaluate is not None and (first or self.due["eval"].missed):
             metrics = self._evaluate(evaluate)
             if metrics:  # no stop was asked for
+                if self.best.wanted:
+                    self.best.check(metrics)
                 self.eval_before = self.last_summary if first else self.eval_before
                 self.ended_by = call_back(self, self.telemetry.step(self.step, metrics, self.phase.take()))
 
@@ -326,15 +341,17 @@ class Session:
         writes the model."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
+        best = False
         try:
             if evaluate is not None and (due("eval") or (last and self.spec.eval.after)):
-                metrics = metrics | self._evaluate(evaluate)
+                evaluated = self._evaluate(evaluate)
+                metrics, best = metrics | evaluated, self._better(evaluated)
         finally:  # the step itself is done
             metrics = self._log_step(metrics, steps)
         self.checkpointer.check()
         if self.checkpointer.take_refused():
             self.due["save"].again(SAVE_AGAIN_SECONDS)
-        if due("save"):
+        if due("save") or best:
             self.save()
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
@@ -369,6 +386,17 @@ class Session:
             self.telemetry.samples(self.step, rows)
         return metrics
 
+    def _better(self, evaluated: dict) -> bool:
+        """Whether a checkpoint is due, since this evaluation is the best. Ends the run where eval.patience says so."""
+        if not evaluated or not self.best.wanted:
+            return False
+        found = self.best.add(self.step, evaluated)
+        self.ended_by = self.best.over or self.ended_by
+        if found and self.spec.checkpoint.keep_best:
+            self.checkpointer.best = self.step
+            return True
+        return False
+
     def save(self) -> None:
         """A checkpoint of this step, unless there is one."""
         if self.checkpointer.committed == self.step:
@@ -382,6 +410,7 @@ class Session:
             **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
             "config": redacted(self.spec.asked), "read": self.read,
             "triggers": {name: due.state() for name, due in self.due.items()},
+            "best": self.best and self.best.state(),
             "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
         }
         arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
@@ -425,6 +454,7 @@ class Session:
         out = self._summary(stopped)
         try:
             if not stopped and c.checkpoint.export_at_end:
+                self._go_to_best()
                 self._export(export, self.run_dir / "export")
                 out["export"] = str(self.run_dir / "export")
         finally:
@@ -447,6 +477,19 @@ class Session:
                 self.say(compared)
             self.say(closing(out))
         return out
+
+    def _go_to_best(self) -> None:
+        """The policy becomes that of the best evaluation, with checkpoint.keep_best, where its checkpoint is there."""
+        step = self.checkpointer.best
+        if step in (None, self.step):
+            return
+        try:
+            arrays = self.checkpointer.read(step, self.policy.abstract())
+        except CheckpointError as e:
+            log.error("the exported model is that of step %d, not of the best evaluation: %s", self.step, e)
+            return
+        self.policy.held = None  # two do not fit
+        self.policy.start(arrays)
 
     def report(self) -> None:
         """Writes report.html anew, where log.report asks for it."""
@@ -477,6 +520,8 @@ class Session:
         }
         if self.ended_by:
             out["ended_by"] = self.ended_by
+        if self.best is not None and self.best.step is not None:
+            out["best"] = {name: value for name, value in self.best.state().items() if name != "since"}
         if self.divergence is not None and self.divergence.found:
             out["diverged"] = self.divergence.found
         if self.comparison is not None and self.comparison.predicted:

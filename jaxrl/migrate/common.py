@@ -79,7 +79,10 @@ def updates(m: Migration) -> int:
 
 def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
     """A critic's optimizer, where it is not the policy's, which is set by now. own: option -> (value, its keys)."""
+    constant = own.get("schedule", ("",))[0] == "constant"
     for option, (value, keys) in own.items():
+        if constant and option in ("floor", "decay_steps", "decay_shape"):  # what only a decay reads
+            continue
         name = f"optimizer.{option}"
         if value != m.options.get(name, (OPTIONS()[name].default,))[0]:
             m.set("critic." + name, value, *keys)

@@ -321,6 +321,9 @@ class Migration:
 
     def _check(self):
         """Gives every option its kind, and looks at choices and bounds."""
+        if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
+            for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
+                self.options.pop(option, None)
         for option, (value, keys) in self.options.items():
             name = next((k for k in keys if self.given(k)), keys[0] if keys else "")
             try:

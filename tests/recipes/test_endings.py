@@ -9,7 +9,7 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl.errors import RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf
 from jaxrl.recipes import evaluate
 from jaxrl.rewards import RewardItem, RewardPool
@@ -17,6 +17,7 @@ from jaxrl.rewards.pool import RewardFailure
 from jaxrl.rollout import EngineLost
 from jaxrl.session import Session
 from jaxrl.spec import resolve
+from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.health import Divergence
 
 
@@ -226,3 +227,56 @@ def test_what_counts_as_divergence():
     assert len(found([5.0] * 20 + [88.0] * 40)) == 1 and "the loss rose from 5 to" in found([5.0] * 20 + [88.0] * 40)[0]
     assert not found([0.5, 0.3, 0.4], name="eval/accuracy") and not found([0.1, 0.04], name="eval/accuracy")
     assert "eval/accuracy fell from 85.0% to 5.0%" in found([0.2, 0.85, 0.05], True, "eval/accuracy")[0]
+
+
+# ---- the best evaluation
+
+
+def test_the_best_is_kept_and_exported_and_patience_ends_a_run(tmp_path, caplog):
+    """A metric that never changes: the first evaluation is the best, two more end the run. Its checkpoint outlives checkpoint.keep=1, its
+    weights are the export's. The same command does no further step, and with patience off it goes on."""
+    options = dict(arg="rl", eval__every_steps=1, eval__metric="eval/test/reward/nan_fraction", checkpoint__keep_best=True, checkpoint__keep=1,
+                   checkpoint__export_at_end=True, checkpoint__export_every_steps=1, log__console="plain", log__report=False)
+    out = jaxrl.train(config(tmp_path, **options, eval__patience=2))
+    assert out["best"] == {"metric": "eval/test/reward/nan_fraction", "step": 1, "value": 0.0} and not out["finished"]
+    assert out["steps"] == 3 and out["ended_by"].startswith("eval.patience=2: 2 evaluations in a row without a better"), out
+    assert checkpoints(tmp_path) == ["00000001", "00000003"]
+    weights = {name: (tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("export", "export_00000001", "export_00000003")}
+    assert weights["export"] == weights["export_00000001"] != weights["export_00000003"]
+
+    again = jaxrl.train(config(tmp_path, **options, eval__patience=2))
+    assert again["steps"] == 3 and again["ended_by"] == out["ended_by"] and len(metrics(tmp_path)) == 3
+    assert weights["export"] == (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    on = jaxrl.train(config(tmp_path, **options))
+    assert on["steps"] == 4 and on["finished"] and on["best"]["step"] == 1 and checkpoints(tmp_path) == ["00000001", "00000004"]
+
+
+def test_what_counts_as_the_best():
+    """Equal is not better, a number that is none never is, of losses the lower; what a checkpoint holds goes on, of another metric it does not."""
+    c = tiny_job.get_config("rl")
+    c.eval.patience = 3
+
+    def steps(values, name="eval/accuracy", best=None):
+        best = best or Best(c)
+        return [best.add(step, {name: value}) for step, value in enumerate(values, 1)], best
+
+    found, best = steps([float("nan"), 0.5, 0.5, 0.4, 0.6, 0.1, float("nan")])
+    assert found == [False, True, False, False, True, False, False] and not best.over
+    again = Best(c, json.loads(json.dumps(best.state())))
+    assert steps([0.6], best=again) == ([False], again) and "the best, 0.6, is of step 5" in again.over
+    assert steps([0.1], name="eval/preference_accuracy")[0] == [True]
+    c.eval.metric = "eval/test/loss"
+    assert steps([2.0, 1.0, 1.5], name="eval/test/loss")[0] == [True, True, False]
+    assert Best(c, best.state()).state() is None
+    with pytest.raises(ConfigError, match="eval.metric='eval/test/loss': evaluations give no such metric; choose one of eval/accuracy"):
+        Best(c).add(1, {"eval/accuracy": 1.0, "loss": 2.0})
+
+
+@pytest.mark.parametrize("changes, said", [
+    (dict(eval__patience=2), "eval.patience=2 has no effect without held-out rows"),
+    (dict(checkpoint__keep_best=True, eval__sets=("a=b",), eval__every_steps=0), "checkpoint.keep_best=True has no effect without evaluations"),
+    (dict(eval__metric="eval/accuracy"), "eval.metric='eval/accuracy' has no effect without eval.patience and checkpoint.keep_best"),
+])
+def test_options_of_the_best_without_evaluations(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        jaxrl.train(config(tmp_path, **changes))
