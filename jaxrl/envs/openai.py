@@ -43,6 +43,14 @@ class Asked:
     model: str
 
 
+def parse(body: bytes):
+    """The JSON of a request. Raises Refused."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused("the body is no JSON") from None
+
+
 def read(body) -> Asked:
     """Raises Refused where it asks for what there is not."""
     if not isinstance(body, dict):

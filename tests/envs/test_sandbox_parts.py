@@ -189,8 +189,8 @@ def service():
     """service(*answers) -> (its address, what it was asked); the last answer is given again and again."""
     opened = []
 
-    def start(*answers, handler=Answers):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler) if handler is Answers else handler
+    def start(*answers):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         server.answers, server.asked = list(answers), []
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         opened.append(server)
@@ -211,8 +211,10 @@ def remote(url, argv=("python", "-c", "x"), stdin="", files=None, **options):
     return module.run(list(argv), stdin.encode(), {k: v.encode() for k, v in (files or {}).items()}, limits, set_)
 
 
-def test_our_own_service_runs_programs_for_others(service, limits_alone, monkeypatch):
-    url, _ = service(handler=serve.server("127.0.0.1", 0, 2, key="open"))
+def test_our_own_service_runs_programs_for_others(limits_alone, monkeypatch, request):
+    server = serve.server("127.0.0.1", 0, 2, key="open").start("sandbox")
+    request.addfinalizer(server.close)
+    url = f"http://127.0.0.1:{server.port}"
     monkeypatch.setenv("SANDBOX_TEST_KEY", "open")
     ask = dict(key_env="SANDBOX_TEST_KEY", retries=0)
     ran = remote(url, ("python", "main.py"), "3 4", {"main.py": "print(sum(map(int, input().split())))"}, **ask)
