@@ -362,14 +362,59 @@ def test_tests_that_cannot_be_read_are_no_score(tests, words):
         parse(tests)
 
 
-def test_tests_that_fail_by_themselves_are_no_score(limits_alone):
-    with pytest.raises(ValueError, match="called with a value of type function"):
-        grade(ADD, "assert add(len.__class__ and (lambda: 0), 1) == 3")
-    with pytest.raises(ValueError, match="cannot be run"):
-        grade(ADD, "import os\nassert os._exit(0)")
-    limits_alone(seconds=1.0)
-    with pytest.raises(SandboxError, match="the row's tests ran into the limit seconds"):
-        grade(ADD, "while True: pass\nassert add(1, 2) == 3")
+@pytest.mark.parametrize("tests, words", [
+    ("assert add(len.__class__ and (lambda: 0), 1) == 3", "called with a value of type function"),
+    ("import os\nassert os._exit(7)", "status 7"),
+    ("import no_such_module\nassert add(1, 2) == 3", "no_such_module"),
+    (["assert add(1, 2) == 3", "assert 1 == 2"], "AssertionError in assert 1 == 2"),
+    ("while True: pass\nassert add(1, 2) == 3", "limit cpu_seconds before they used a value"),
+    ("assert all(1 for _ in range(10**12)) and add(1, 2) == 3", "limit cpu_seconds before they used a value")])
+def test_tests_that_fail_by_themselves_are_no_score(limits_alone, tests, words):
+    limits_alone(seconds=300.0, cpu_seconds=1.0, memory_mb=300)
+    with pytest.raises((SandboxError, ValueError), match=words):
+        grade(ADD, tests)
+
+
+USES = {  # asserts that do with a value of the program what takes for ever, ends the judge, or cannot be passed on
+    "range": "assert sum(1 for _ in range(add(1, 2))) == 3",
+    "power": "assert 7 ** add(1, 2) == 343",
+    "memory": "assert len('x' * add(1, 2) * 10**9) == 3",
+    "end": "import os\nassert os._exit(add(1, 2)) or True",
+    "argument": "assert add([[add(1, 2)]], 1) == 3",
+    "rounds": "def loop(n):\n    while n != 3: n = add(1, n)\n    return n\nassert loop(0)",
+    "output": "def many(n):\n    for n in range(n):\n        try: add(str(n) * 100, 0)\n        except BaseException: pass\nassert many(add(1, 2))",
+}
+VALUES = {"huge": "def add(a, b): return 10**11", "long": "def add(a, b): return 10**5000",
+          "counts": "def add(a, b): return b - 1 if b != 'b' else b",
+          "deep": "def add(a, b):\n    x = 1\n    for _ in range(58): x = [x]\n    return x"}
+
+
+@pytest.mark.parametrize("use, value", [("range", "huge"), ("power", "long"), ("memory", "huge"), ("end", "huge"), ("argument", "deep"),
+                                        ("output", "huge"), pytest.param("rounds", "counts", marks=pytest.mark.slow)])
+def test_what_a_value_of_the_program_causes_is_the_programs_fault(limits_alone, use, value):
+    """The test that uses it fails, and the row stays: the tests before it are passed."""
+    limits_alone(seconds=300.0, cpu_seconds=1.0, memory_mb=300, output_bytes=200_000)
+    assert grade(VALUES[value], ["assert add('a', 'b') is not None", USES[use]]).passed == [True, False]
+
+
+@pytest.mark.slow
+def test_a_program_that_writes_its_answers_itself_does_not_stop_the_grading(limits_alone):
+    """It shares its process with what calls it, so an answer can have any form; numbers can be beyond floats and text."""
+    for forged in ("[" * 985 + "]" * 985, '{"complex": [1]}', '{"dict": [1]}'):
+        program = ("import os, sys\ndef add(a, b):\n    of = sys._getframe(2).f_locals\n"
+                   f"    os.write(of['out'], (of['told']['nonce'] + ' [0, \"value\", {forged}]\\n').encode())\n    os._exit(0)")
+        assert grade(program, ASSERTS[:1]).passed == [False] and grade(program, CALLS).passed == [False] * 2
+    long = {"inputs": [[1, 2]], "outputs": [0.5], "fn_name": "add"}
+    for value, wanted in (("10**400", 0.5), ("{10**9000: 1}", {"a": 1}), ("float('nan')", 0.5), ("{1, 2}", [1, 2])):
+        assert grade(f"def add(a, b): return {value}", long | {"outputs": [wanted]}).passed == [False]
+    assert grade("def add(a, b): return 10**9000", "assert add(1, 2) == 10**9000").passed == [True]
+
+
+def test_a_round_asks_for_the_calls_of_many_asserts(limits_alone):
+    """A hundred asserts of one check, random arguments among them, are two rounds."""
+    checks = ("import random\ndef check(candidate):\n    for _ in range(100):\n        n = random.randint(0, 10**9)\n"
+              "        assert candidate(n, 1) == n + 1\n")
+    assert grade(ADD, checks, "add").passed == [True] and grade(ADD.replace("b", "1", 1), checks, "add").passed == [False]
 
 
 def test_values_are_compared_as_data():
