@@ -34,7 +34,7 @@ def limits_alone(monkeypatch):
     monkeypatch.setattr(api, "check", lambda *args: None)
 
     def configure(**options):
-        sandbox.configure({"backend": "rlimits", "seconds": 20.0, "cpu_seconds": 20.0} | options)
+        sandbox.configure({"backend": "rlimits", "seconds": 300.0, "cpu_seconds": 20.0} | options)
 
     configure()
     yield configure
@@ -344,9 +344,9 @@ def test_a_part_of_the_tests(limits_alone):
     assert grade(half, ASSERTS).passed == [True, False, True] and grade(half, CALLS).passed == [True, False]
     assert grade("def add(a, b): return iter([a, b])", CALLS).opaque == 2
     slow = "def add(a, b):\n    while isinstance(a, str): pass\n    return a + b"
-    limits_alone(seconds=1.5)
+    limits_alone(cpu_seconds=1.0)
     found = grade(slow, CALLS)
-    assert found.passed == [True, False] and found.limit == "seconds"
+    assert found.passed == [True, False] and found.limit == "cpu_seconds"
     limits_alone(seconds=0.5)
     loops = grade("while True: pass", LINES)  # all runs of a program together have these seconds
     assert loops.passed == [False, False] and loops.limit == "seconds"
@@ -435,7 +435,7 @@ def test_the_program_is_the_last_block(text, code):
 def test_code_rewards(code_score, scores):
     config = default_config()
     config.reward.functions, config.reward.workers, config.reward.code_score = ("code",), 1, code_score
-    config.sandbox.backend, config.sandbox.seconds, config.reward.timeout_seconds = "rlimits", 15.0, 60.0
+    config.sandbox.backend, config.sandbox.seconds, config.reward.timeout_seconds = "rlimits", 150.0, 600.0
     half = "```python\ndef add(a, b):\n    return a + b if a != 'a' else ''\n```"
     items = [RewardItem("q", f"```python\n{ADD}```", {"tests": ASSERTS}), RewardItem("q", half, {"answer": json.dumps(ASSERTS)}),
              RewardItem("q", "print('all tests passed')", {"tests": ASSERTS}), RewardItem("q", ADD, {"tests": None})]
@@ -462,7 +462,7 @@ def test_rewards_and_environments_have_the_configs_sandbox(tmp_path, monkeypatch
 def test_a_repair_is_scored_by_its_tests(tmp_path):
     """Also what was never in the demonstrations: the sandbox runs it."""
     options = default_config().sandbox
-    options.backend, options.seconds = "rlimits", 20.0
+    options.backend, options.seconds = "rlimits", 150.0
     row = {"source": "def add(x,y):\n return x*y", "tests": {"inputs": [[2, 2], [3, 4]], "outputs": [4, 7], "fn_name": "add"}}
     said = {"right": ["x+y"], "second": ["x*y", "sum((x, y))"], "wrong": ["x-y", "x*y"], "sly": ["__import__('os')._exit(0)", "x +"]}
     with env_cases.pool("repair", workers=1, max_turns=2, sandbox=options) as pool:
