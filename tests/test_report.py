@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -243,9 +242,9 @@ def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(run, tmp_path, c
 def test_watching_follows_a_run_and_answers_this_machine_only(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     serving = server(Watched([tmp_path / "run"], None, 5.0), 0)
-    assert serving.server_address[0] == "127.0.0.1"
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
-    place = f"http://127.0.0.1:{serving.server_address[1]}"
+    assert serving.host == "127.0.0.1"
+    serving.start("watch")
+    place = f"http://127.0.0.1:{serving.port}"
     get = lambda path, **h: urllib.request.urlopen(urllib.request.Request(place + path, headers=h)).read().decode()  # noqa: E731
     try:
         assert "connect-src 'self'" in get("/")
@@ -258,8 +257,7 @@ def test_watching_follows_a_run_and_answers_this_machine_only(run, tmp_path):
                 get(path, **headers)
             assert refused.value.code == status
     finally:
-        serving.shutdown()
-        serving.server_close()
+        serving.close()
 
 
 @pytest.mark.browser

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 MODEL = "policy"  # what /v1/models lists; a request may name any
-TAKEN = {"messages", "model", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream",
-         "stream_options"}
+TAKEN = {"messages": list, "model": str, "tools": list, "tool_choice": (str, dict), "stop": (str, list),
+         "max_tokens": int, "max_completion_tokens": int, "stream": bool, "stream_options": dict}
 # Of the run's own configuration (rollout.*), whatever a request asks for.
-OVERRIDDEN = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-              "repetition_penalty"}
-WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity",
-                  "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+OVERRIDDEN = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int,
+              "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float}
+WITHOUT_EFFECT = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool,
+                  "reasoning_effort": str, "verbosity": str, "safety_identifier": str, "prompt_cache_key": str,
+                  "prompt_cache_retention": str}
+TYPES = TAKEN | OVERRIDDEN | WITHOUT_EFFECT
+WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list",
+         dict: "an object"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+DEEPEST = 100  # lists and objects inside of each other
 DEFAULTS = {"n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "modalities": (["text"],),
             "response_format": ({"type": "text"},)}  # fields that are refused unless they say what is done anyway
 
@@ -43,89 +50,135 @@ class Asked:
     model: str
 
 
+def parse(body: bytes | str):
+    """The JSON of a request, with finite numbers. Raises Refused."""
+    try:
+        found = json.loads(body, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        raise Refused("the body is no JSON") from None
+    inside, depth = [found], 0
+    while inside := [one for outer in inside if isinstance(outer, (dict, list))
+                     for one in (outer.values() if isinstance(outer, dict) else outer)]:
+        if (depth := depth + 1) > DEEPEST:
+            raise Refused(f"the body is nested more than {DEEPEST} levels deep")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
 def read(body) -> Asked:
     """Raises Refused where it asks for what there is not."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
     for name, value in body.items():
-        if value is None or name in TAKEN | OVERRIDDEN | WITHOUT_EFFECT or value in DEFAULTS.get(name, ()):
-            continue
-        raise Refused(f"{name}={json.dumps(value)[:80]}: not supported while an episode is sampled for training")
+        if name in TYPES:
+            _get(body, name, TYPES[name])
+        elif value is not None and not any(value == one and type(value) is type(one)
+                                           for one in DEFAULTS.get(name, ())):
+            raise Refused(f"{name}={_short(value)}: not supported while an episode is sampled for training")
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
-        raise Refused("stop: expected text or a list of texts")
-    most = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-    if not isinstance(most, int) or most < 0:
-        raise Refused(f"max_tokens={most!r}: expected a whole number above 0")
-    options = body.get("stream_options") or {}
-    return Asked(_messages(body.get("messages")), _tools(body), stop, most, bool(body.get("stream")),
-                 bool(options.get("include_usage")) if isinstance(options, dict) else False,
-                 str(body.get("model") or MODEL))
+    for k, text in enumerate(stop):
+        if not text or not isinstance(text, str):
+            raise Refused(f"stop[{k}]={_short(text)}: expected text")
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (body.get(name) or 0) < 0:
+            raise Refused(f"{name}={body[name]}: expected a whole number above 0")
+    usage = _get(body.get("stream_options") or {}, "include_usage", bool, "stream_options.")
+    return Asked(_messages(body.get("messages")), _tools(body), stop,
+                 body.get("max_completion_tokens") or body.get("max_tokens") or 0, bool(body.get("stream")),
+                 bool(usage), body.get("model") or MODEL)
+
+
+def _get(given: dict, name: str, types, place: str = "", needed: bool = False):
+    """The value of a field, None where it is null or not there. Raises Refused for another type.
+
+    Args: types: one of WORDS or several; float takes whole numbers, too. place: what the message puts before the name.
+    """
+    value, types = given.get(name), types if isinstance(types, tuple) else (types,)
+    wanted = types + (int,) * (float in types)
+    if value is None and not needed or type(value) in wanted:
+        return value
+    raise Refused(f"{place}{name}={_short(value)}: expected {' or '.join(WORDS[one] for one in types)}")
+
+
+def _short(value) -> str:
+    return json.dumps(value)[:80]
 
 
 def _tools(body: dict) -> list[dict]:
-    tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+    tools, choice, names = body.get("tools") or [], body.get("tool_choice") or "auto", set()
     if choice not in ("auto", "none", "required"):
-        raise Refused(f"tool_choice={json.dumps(choice)[:80]}: the policy chooses; leave it out")
-    for tool in tools if isinstance(tools, list) else [None]:
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else 0
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused('tools: expected a list of {"type": "function", "function": {"name": ...}}')
+        raise Refused(f"tool_choice={_short(choice)}: the policy chooses; leave it out")
+    for k, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") not in ("function", None):
+            raise Refused(f'tools[{k}]={_short(tool)}: expected {{"type": "function", "function": {{"name": ...}}}}')
+        function = _get(tool, "function", dict, f"tools[{k}].", needed=True)
+        name = _get(function, "name", str, f"tools[{k}].function.", needed=True)
+        for field, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+            _get(function, field, kind, f"tools[{k}].function.")
+        if name in names:
+            raise Refused(f"tools[{k}].function.name={_short(name)}: two tools have this name")
+        names.add(name)
     # A reply cannot be forced to be a call; `required` is taken for what the program would like.
     return [] if choice == "none" else tools
 
 
 def _messages(given) -> list[dict]:
-    if not isinstance(given, list) or not given:
+    if not given:
         raise Refused("messages: expected a list of messages")
     out, names = [], {}
     for i, message in enumerate(given):
         if not isinstance(message, dict):
-            raise Refused(f"messages[{i}] is no object")
-        out.append(_message(i, message, names))
+            raise Refused(f"messages[{i}]={_short(message)}: expected an object")
+        out.append(_message(f"messages[{i}].", message, names))
         names |= {call["id"]: call["function"]["name"] for call in out[-1].get("tool_calls", ())}
     return out
 
 
-def _message(i: int, given: dict, names: dict[str, str]) -> dict:
+def _message(place: str, given: dict, names: dict[str, str]) -> dict:
     """{"role", "content"}, of a tool's reply also `name` and `tool_call_id`, of the model's turn also `tool_calls` with
     arguments as objects where it has them."""
-    role = {"developer": "system"}.get(given.get("role"), given.get("role"))
-    if role not in ("system", "user", "assistant", "tool"):
-        raise Refused(f"messages[{i}]: role {role!r} is none of system, developer, user, assistant, tool")
-    out = {"role": role, "content": _text(i, given.get("content"))}
+    role = ROLES.get(_get(given, "role", str, place, needed=True))
+    if role is None:
+        raise Refused(f"{place}role={_short(given['role'])}: expected {', '.join(ROLES)}")
+    out = {"role": role, "content": _text(place, _get(given, "content", (str, list), place))}
+    name = _get(given, "name", str, place)
     if role == "tool":
-        id = str(given.get("tool_call_id") or "")
-        out |= {"name": str(given.get("name") or names.get(id, "tool")), "tool_call_id": id}
-    if role == "assistant" and given.get("tool_calls"):
-        out["tool_calls"] = [_call(i, call) for call in given["tool_calls"]]
+        id = _get(given, "tool_call_id", str, place) or ""
+        out |= {"name": name or names.get(id, "tool"), "tool_call_id": id}
+    calls = _get(given, "tool_calls", list, place)
+    if role == "assistant" and calls:
+        out["tool_calls"] = [_call(f"{place}tool_calls[{k}]", call) for k, call in enumerate(calls)]
     return out
 
 
-def _text(i: int, content) -> str:
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise Refused(f"messages[{i}]: a part of type {kind!r}; only text is read")
-        return "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise Refused(f"messages[{i}]: content is of type {type(content).__name__}, expected text")
-    return content or ""
+def _text(place: str, content: str | list | None) -> str:
+    for k, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict) or type(part.get("text")) is not str:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise Refused(f"{place}content[{k}]: a part of type {_short(kind)}; only text is read")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _call(i: int, given) -> dict:
-    function = given.get("function") if isinstance(given, dict) else None
+def _call(place: str, given) -> dict:
+    if not isinstance(given, dict):
+        raise Refused(f"{place}={_short(given)}: expected {{'id', 'function': {{'name', 'arguments': JSON}}}}")
+    function = _get(given, "function", dict, f"{place}.", needed=True)
+    name = _get(function, "name", str, f"{place}.function.", needed=True)
+    arguments = _get(function, "arguments", (str, dict), f"{place}.function.") or "{}"
     try:
-        arguments = function.get("arguments") or "{}"
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(arguments, dict) or not isinstance(function["name"], str):
-            raise TypeError
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise Refused(f"messages[{i}]: a tool call is {{'id', 'function': {{'name', 'arguments': JSON}}}}") from None
-    return {"id": str(given.get("id") or ""), "type": "function",
-            "function": {"name": function["name"], "arguments": arguments}}
+        arguments = parse(arguments) if isinstance(arguments, str) else arguments
+    except Refused:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Refused(f"{place}.function.arguments={_short(function['arguments'])}: expected an object as JSON")
+    return {"id": _get(given, "id", str, f"{place}.") or "", "type": "function",
+            "function": {"name": name, "arguments": arguments}}
 
 
 # -- what was said before ----------------------------------------------------------------------------------------------
@@ -169,7 +222,7 @@ def said(turn: dict, stop: list[str]) -> dict:
 
 def remembered(message: dict) -> dict:
     """The same as `Asked.messages` has it when it comes back."""
-    return _message(0, message, {})
+    return _message("", message, {})
 
 
 def completion(id: str, created: int, asked: Asked, turn: dict) -> dict:

@@ -114,7 +114,7 @@ class Program(Play):
         folder = Path(tempfile.mkdtemp(prefix="jaxrl_episode_"))
         try:
             with self._proxy.open() as (key, line):
-                process = Process(words, folder, task, self._memory, await self._proxy.url(), key)
+                process = Process(words, folder, task, self._memory, self._proxy.url(), key)
                 try:
                     await process.start()
                     running.phase = "the program"

@@ -15,10 +15,10 @@ import secrets
 
 from jaxrl.envs import openai
 from jaxrl.envs.openai import Asked, Refused
+from jaxrl.http_server import Reply, Request, Server
 
-LONGEST_HEAD, LONGEST_BODY = 1 << 16, 1 << 26  # bytes
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
-           413: "Content Too Large"}
+LONGEST_BODY, CONNECTIONS = 1 << 26, 1024  # bytes; open at once
+CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 TRAIN = "x-jaxrl-train"                 # `false`: a side call, answered by the policy and not trained
 RETRY = "x-stainless-retry-count"       # of OpenAI's SDKs
 
@@ -62,15 +62,16 @@ class Proxy:
 
     def __init__(self):
         self._lines: dict[str, Line] = {}
-        self._starting: asyncio.Future | None = None
+        self._server: Server | None = None
+        self._serving: asyncio.Task | None = None
 
-    async def url(self) -> str:
+    def url(self) -> str:
         """The base of the API."""
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(
-                asyncio.start_server(self._connection, "127.0.0.1", 0, limit=LONGEST_HEAD))
-        server = await asyncio.shield(self._starting)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        if self._server is None:
+            self._server = Server("127.0.0.1", 0, self._answer, self._admit, longest_body=LONGEST_BODY,
+                                  connections=CONNECTIONS, refuse=_refusal)
+            self._serving = asyncio.ensure_future(self._server.serve())
+        return f"http://127.0.0.1:{self._server.port}/v1"
 
     @contextlib.contextmanager
     def open(self):
@@ -82,88 +83,47 @@ class Proxy:
         finally:
             del self._lines[key]
 
-    async def _connection(self, reader, writer) -> None:
-        with contextlib.suppress(ConnectionError, EOFError, asyncio.LimitOverrunError, ValueError):
-            try:
-                while await self._request(reader, writer):
-                    pass
-            finally:
-                writer.close()
+    def _admit(self, request: Request) -> Reply | None:
+        path = _path(request)
+        if request.bearer not in self._lines:
+            return _refusal(401, "no episode has this key; OPENAI_API_KEY of the program's environment is its own")
+        if path != CHAT and path != MODELS and not path.startswith(f"{MODELS}/"):
+            return _refusal(404, f"{path}: only {CHAT} and {MODELS} are here")
+        if path == CHAT and request.method != "POST":
+            return _refusal(405, f"{request.method} {path}: expected POST")
+        return None
 
-    async def _request(self, reader, writer) -> bool:
-        """Answers one; whether another may follow."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        method, path, _ = head[0].split(" ", 2)
-        headers = {name.strip().lower(): value.strip() for name, _, value in (h.partition(":") for h in head[1:])}
-        try:
-            body = await _body(reader, writer, headers)
-            asked, answer = await self._answer(method, path.partition("?")[0].rstrip("/"), headers, body)
-            if asked is not None and asked.stream:
-                _stream(writer, openai.chunks(answer, asked.usage))
-            else:
-                _send(writer, 200, answer)
-        except Refused as e:
-            _send(writer, e.status, openai.error(e))
-            if e.status == 413:  # its body was not read
-                return False
-        await writer.drain()
-        return headers.get("connection", "").lower() != "close"
-
-    async def _answer(self, method: str, path: str, headers: dict, body: bytes) -> tuple[Asked | None, dict]:
-        line = self._lines.get(headers.get("authorization", "").removeprefix("Bearer ").strip())
-        if line is None:
-            raise Refused("no episode has this key; OPENAI_API_KEY of the program's environment is its own", 401)
+    async def _answer(self, request: Request) -> Reply:
+        path = _path(request)
         model = {"id": openai.MODEL, "object": "model", "created": 0, "owned_by": "jaxrl"}
-        if path == "/v1/models":
-            return None, {"object": "list", "data": [model]}
-        if path.startswith("/v1/models/"):
-            return None, model | {"id": path.removeprefix("/v1/models/")}
-        if path != "/v1/chat/completions":
-            raise Refused(f"{path}: only /v1/chat/completions and /v1/models are here", 404)
-        if method != "POST":
-            raise Refused(f"{method} {path}: expected POST", 405)
+        if path == MODELS:
+            return _reply(200, {"object": "list", "data": [model]})
+        if path != CHAT:
+            return _reply(200, model | {"id": path.removeprefix(f"{MODELS}/")})
         try:
-            given = json.loads(body)
-        except (ValueError, RecursionError):
-            raise Refused("the body is no JSON") from None
-        train = headers.get(TRAIN, "").lower() not in ("false", "0", "no")
-        return await line.ask(given, train, headers.get(RETRY, "0") not in ("", "0"))
+            if (line := self._lines.get(request.bearer)) is None:
+                raise Refused("the episode is over", 401)
+            train = request.headers.get(TRAIN, "").lower() not in ("false", "0", "no")
+            retry = request.headers.get(RETRY, "0") not in ("", "0")
+            asked, answer = await line.ask(openai.parse(request.body), train, retry)
+        except Refused as e:
+            return _reply(e.status, openai.error(e))
+        return _stream(openai.chunks(answer, asked.usage)) if asked.stream else _reply(200, answer)
 
 
-async def _body(reader, writer, headers: dict) -> bytes:
-    if headers.get("expect", "").lower() == "100-continue":
-        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        return await _chunked(reader)
-    length = headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > LONGEST_BODY:
-        raise Refused(f"a body of {length[:20]} bytes", 413)
-    return await reader.readexactly(int(length))
+def _path(request: Request) -> str:
+    return request.path.partition("?")[0].rstrip("/")
 
 
-async def _chunked(reader) -> bytes:
-    out = b""
-    while True:
-        try:
-            size = int((await reader.readline()).partition(b";")[0], 16)
-        except ValueError:
-            raise Refused("a chunk without its length", 413) from None
-        if len(out) + size > LONGEST_BODY:
-            raise Refused(f"a body of more than {LONGEST_BODY} bytes", 413)
-        out += await reader.readexactly(size)
-        await reader.readline()
-        if not size:
-            return out
+def _refusal(status: int, text: str) -> Reply:
+    return _reply(status, openai.error(Refused(text)))
 
 
-def _send(writer, status: int, body: dict) -> None:
-    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    writer.write(f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\n"
-                 f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+def _reply(status: int, body: dict) -> Reply:
+    return Reply(status, json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
 
 
-def _stream(writer, objects: list[dict]) -> None:
+def _stream(objects: list[dict]) -> Reply:
     lines = [json.dumps(o, ensure_ascii=False) for o in objects] + ["[DONE]"]
     data = "".join(f"data: {line}\n\n" for line in lines).encode("utf-8", "replace")
-    writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
-                 f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return Reply(200, data, "text/event-stream", ("Cache-Control: no-cache",))

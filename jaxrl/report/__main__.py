@@ -10,6 +10,7 @@ Exit status: 0 done; 2 a directory that holds no run, or a place that cannot be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 from jaxrl.errors import ConfigError
@@ -45,12 +46,10 @@ def main(argv=None) -> int:
 def _watch(args) -> int:
     watched = Watched(args.runs, args.steps, args.every)
     watched.content()  # a wrong directory is said here
-    with server(watched, args.port) as serving:
-        print(f"http://127.0.0.1:{serving.server_address[1]}/ shows {', '.join(args.runs)}; Ctrl-C ends it", flush=True)
-        try:
-            serving.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+    serving = server(watched, args.port)
+    print(f"http://127.0.0.1:{serving.port}/ shows {', '.join(args.runs)}; Ctrl-C ends it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        serving.run()
     return 0
 
 

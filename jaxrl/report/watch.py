@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from jaxrl.http_server import Reply, Request, Server
 from jaxrl.report.content import content
 from jaxrl.report.page import embedded, page
 
@@ -29,35 +29,28 @@ class Watched:
             return self._content
 
 
-def server(watched: Watched, port: int) -> ThreadingHTTPServer:
+def server(watched: Watched, port: int) -> Server:
     """On 127.0.0.1; port 0 takes a free one. It answers / and /data.json, to those that ask for this machine by name:
     a page of elsewhere whose host name leads here is refused."""
+    def admit(request: Request) -> Reply | None:
+        if request.headers.get("host", "") not in (f"{LOOPBACK}:{made.port}", f"localhost:{made.port}"):
+            return _text(403, "ask for localhost")
+        if request.path not in ("/", "/data.json"):
+            return _text(404, "there is / and /data.json")
+        return None if request.method == "GET" else _text(405, f"{request.method} {request.path}: expected GET")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            port = self.server.server_address[1]
-            if self.headers.get("Host", "") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
-                return self._answer(403, "text/plain", "ask for localhost")
-            try:
-                if self.path == "/":
-                    return self._answer(200, "text/html", page(watched.content()))
-                if self.path == "/data.json":
-                    return self._answer(200, "application/json", embedded(watched.content()))
-            except Exception as e:  # a file vanished meanwhile: the next look finds another
-                return self._answer(503, "text/plain", f"{type(e).__name__}: {e}")
-            return self._answer(404, "text/plain", "there is / and /data.json")
+    def answer(request: Request) -> Reply:
+        try:
+            if request.path == "/":
+                return _text(200, page(watched.content()), "text/html")
+            return _text(200, embedded(watched.content()), "application/json")
+        except Exception as e:  # a file vanished meanwhile: the next look finds another
+            return _text(503, f"{type(e).__name__}: {e}")
 
-        def _answer(self, status: int, kind: str, text: str) -> None:
-            body = text.encode()
-            self.send_response(status)
-            for name, value in (("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))),
-                                ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"),
-                                ("Cross-Origin-Resource-Policy", "same-origin")):
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+    made = Server(LOOPBACK, port, answer, admit, connections=64, refuse=_text)
+    return made
 
-        def log_message(self, *_):
-            pass
 
-    return ThreadingHTTPServer((LOOPBACK, port), Handler)
+def _text(status: int, text: str, kind: str = "text/plain") -> Reply:
+    return Reply(status, text.encode(), f"{kind}; charset=utf-8", (
+        "Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Cross-Origin-Resource-Policy: same-origin"))

@@ -4,6 +4,7 @@ Runs inside of the sandbox, too, beside inside.py and judge.py: standard library
 """
 
 DEEPEST = 60
+LONGEST_INT = 10_000  # bits; Python writes and reads no decimal number of more than 4300 digits
 
 
 class Opaque(Exception):
@@ -11,13 +12,16 @@ class Opaque(Exception):
 
 
 def encode(value, depth=0):
-    """None, bool, int, float and str as they are; list, tuple, set, frozenset, dict, bytes, complex as {kind: content}.
-    Subclasses become their base, arrays and their scalars lists and numbers. Raises Opaque for all else."""
+    """None, bool, int, float and str as they are; list, tuple, set, frozenset, dict, bytes, complex and a long int as
+    {kind: content}. Subclasses become their base, arrays and their scalars lists and numbers.
+
+    Raises Opaque for all else."""
     if depth > DEEPEST:
         raise Opaque("it is nested too deep")
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return kind(value)
+            value = kind(value)
+            return {"int": hex(value)} if kind is int and value.bit_length() > LONGEST_INT else value
     if value is None:
         return None
     for kind in (list, tuple):
@@ -48,4 +52,6 @@ def decode(value):
         return bytes.fromhex(content)
     if kind == "complex":
         return complex(*content)
+    if kind == "int":
+        return int(content, 16)
     return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(decode, content))

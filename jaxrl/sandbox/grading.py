@@ -23,6 +23,7 @@ from jaxrl.sandbox.types import Ran, SandboxError
 
 ROUNDS = 64         # calls that depend on each other's answers within a row's tests
 JUDGE_SHARE = 0.8   # of the program's seconds, for the tests written in Python
+LARGEST = 1 << 24   # bytes that the judge is told, the program's values among them
 HERE = Path(__file__).parent
 
 
@@ -51,7 +52,7 @@ class Tests:
 @dataclasses.dataclass
 class Grade:
     """passed: per test. opaque: answers that were no plain data, with which no test is passed. limit: the one that the
-    program ran into, "" = none."""
+    program or a test that used its values ran into, a sandbox's or "rounds" (see ROUNDS); "" = none."""
 
     passed: list[bool]
     opaque: int = 0
@@ -77,7 +78,7 @@ def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Gra
         out.passed.append(passed)
     if calls and not (stop and False in out.passed):
         answers = program_.answers([[case.name, encode(tuple(case.given)), encode({})] for case in calls])
-        out.passed += [kind == "value" and same(_decoded(value), case.wanted)
+        out.passed += [kind == "value" and same(_plain(value), case.wanted)
                        for case, (kind, value) in zip(calls, answers, strict=True)]
     if tests.asserts and not (stop and False in out.passed):
         out.passed += _judged(program_, tests)
@@ -124,23 +125,53 @@ class _Program:
 
 
 def _judged(program: _Program, tests: Tests) -> list[bool]:
+    """Runs the asserts in rounds: each looks calls up in a table and asks for those that are missing.
+
+    In the first round the table is empty, so what fails there fails without the program: it raises, and may take half
+    of the judge's seconds. From the second round on the asserts use the program's values: a limit, a dead judge, a
+    call that is not carried or too many rounds fail the tests that are not passed by then.
+    """
     told = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_unbound(tests)), "table": []}
-    left = JUDGE_SHARE * api.limits().seconds
-    for _ in range(ROUNDS):
+    left, verdicts = JUDGE_SHARE * api.limits().seconds, {}
+    for round_ in range(ROUNDS):
         nonce, began = secrets.token_hex(16), time.monotonic()
-        ran = api.run(["python", "-I", "judge.py"], json.dumps(told | {"nonce": nonce}), _files("judge.py"),
-                      seconds=max(left, 0.1))
+        try:
+            stdin = json.dumps(told | {"nonce": nonce})
+        except RecursionError:  # a program can write the line of its answer itself, in any form
+            break
+        if len(stdin) > LARGEST:
+            program.limit = program.limit or "output_bytes"
+            break
+        ran = api.run(["python", "-I", "judge.py"], stdin, _files("judge.py"),
+                      seconds=max(left if round_ else left / 2, 0.1))
         left -= time.monotonic() - began
-        found = next(iter(_lines(ran, nonce)), None)
-        if found is None and ran.limit:
-            raise SandboxError(f"the row's tests ran into the limit {ran.limit}")
-        if found is None or "error" in found:
-            raise ValueError(f"the row's tests cannot be run: {found['error'] if found else ran.stderr[-300:].strip()}")
-        if not (asked := [list(call) for call in {json.dumps(call): call for call in found["asked"]}.values()]):
-            return [bool(v) for v in found["verdicts"]]
-        answers = program.answers(asked)
-        told["table"] += [[*call, *answer] for call, answer in zip(asked, answers, strict=True)]
-    raise ValueError(f"the row's tests call the program in more than {ROUNDS} rounds")
+        verdicts, asked, ended, why = {}, {}, False, ""
+        for line in _lines(ran, nonce):
+            match line:
+                case [int(n), True | False | None as passed, list(calls), str(text)]:
+                    verdicts[n], why = passed, why or text
+                    asked |= {json.dumps(call): call for call in calls}
+                case "end":
+                    ended = True
+        if not round_:
+            _check_alone(ran, ended, why)
+        if not (ended and asked):
+            program.limit = program.limit or ran.limit
+            break
+        calls = list(asked.values())
+        told["table"] += [[*call, *answer] for call, answer in zip(calls, program.answers(calls), strict=True)]
+    else:
+        program.limit = program.limit or "rounds"
+    return [verdicts.get(n) is True for n in range(len(tests.asserts))]
+
+
+def _check_alone(ran: Ran, ended: bool, why: str) -> None:
+    """Raises for tests that fail before a value of the program is there, which is the row's fault or the host's."""
+    if not ended and ran.limit:
+        raise SandboxError(f"the row's tests ran into the limit {ran.limit} before they used a value of the program")
+    if not ended or why:
+        why = why or ran.stderr[-300:].strip() or f"their process ends with status {ran.exit}"
+        raise ValueError(f"the row's tests cannot be run, whatever the program: {why}")
 
 
 def _lines(ran: Ran | None, nonce: str) -> list:
@@ -159,13 +190,6 @@ def _files(*names: str) -> dict[str, str]:
     return {name: (HERE / name).read_text("utf-8") for name in ("codec.py", *names)}
 
 
-def _decoded(value):
-    try:
-        return decode(value)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Opaque  # equal to nothing
-
-
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 def same(found, wanted) -> bool:
@@ -174,13 +198,49 @@ def same(found, wanted) -> bool:
         return found is wanted
     if isinstance(wanted, (int, float)) and isinstance(found, (int, float)):
         exact = isinstance(wanted, int) and isinstance(found, int)
-        return found == wanted if exact else math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
+        return found == wanted if exact else _near(found, wanted)
     if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
         return len(found) == len(wanted) and all(map(same, found, wanted))
     if isinstance(wanted, dict) and isinstance(found, dict):
-        found, wanted = ({str(k): v for k, v in d.items()} for d in (found, wanted))
+        found, wanted = ({_key(k): v for k, v in d.items()} for d in (found, wanted))
         return found.keys() == wanted.keys() and all(same(found[k], wanted[k]) for k in wanted)
     return type(found) is type(wanted) and found == wanted
+
+
+def _plain(value):
+    """Decodes an answer for `same`. Returns Opaque, which equals nothing, for a set and for what `codec` does not make.
+
+    Nothing but text is hashed here: a program can choose numbers whose hashes are all equal.
+    """
+    try:
+        return _decoded(value)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return Opaque
+
+
+def _decoded(value):
+    if not isinstance(value, dict):
+        return value
+    (kind, content), = value.items()
+    if kind in ("list", "tuple"):
+        return {"list": list, "tuple": tuple}[kind](map(_decoded, content))
+    if kind == "dict":
+        return {_key(_decoded(k)): _decoded(v) for k, v in content}
+    return Opaque if kind in ("set", "frozenset") else decode(value)
+
+
+def _near(a: float, b: float) -> bool:
+    try:
+        return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+    except OverflowError:  # an integer beyond every float, and a float
+        return False
+
+
+def _key(key) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer of more digits than Python writes
+        return hex(key) if isinstance(key, int) else type(key).__name__
 
 
 def _same_output(found: str | None, wanted) -> bool:
@@ -200,7 +260,7 @@ def _close(a: str, b: str) -> bool:
     if "." not in a + b:
         return False
     try:
-        return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
+        return _near(float(a), float(b))
     except ValueError:
         return False
 

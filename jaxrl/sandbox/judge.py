@@ -2,12 +2,15 @@
 
 A call of one of the program's functions is looked up in a table of what the program answered; one that is not there
 yet is asked for. In: {setup, tests: [source], names, table: [[name, args, kwargs, kind, value]], nonce} as JSON.
-Out: a line of the nonce and {"verdicts": [true, false or null = it waits for calls], "asked": [[name, args, kwargs]]}.
+Out, for each test as soon as it has run, a line of the nonce and [n, true, false or null = it waits for calls,
+[[name, args, kwargs]] = the calls it asks for, why it failed without the program or ""]; last the nonce and "end".
 """
 
+import ast
 import builtins
 import json
 import os
+import random
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -19,7 +22,7 @@ class Unknown(BaseException):
 
 
 class NotCarried(BaseException):
-    """A call with arguments that are no plain data."""
+    """A call with arguments that are no plain data; no test catches it."""
 
 
 def key(name, args, kwargs):
@@ -48,19 +51,37 @@ def proxy(name, table, asked):
     return call
 
 
-def verdict(told, test, table, asked):
-    before = len(asked)
-    namespace = {"__name__": "tests"}
+class Deferred(ast.NodeTransformer):
+    """Lets the statements behind an assert run while the assert waits for an answer, so that one round asks for the
+    calls of many asserts."""
+
+    def visit_Assert(self, node):
+        handler = ast.ExceptHandler(ast.Name("__Unknown__", ast.Load()), None, [ast.Pass()])
+        return ast.Try([node], [handler], [], [])
+
+
+def run(source, name, namespace):
+    tree = ast.fix_missing_locations(Deferred().visit(ast.parse(source, name)))
+    exec(compile(tree, name, "exec"), namespace)
+
+
+def verdict(told, test, table):
+    """(true, false or null, calls that it asks for, why it failed without a value of the program)"""
+    asked, why = [], ""
+    namespace = {"__name__": "tests", "__Unknown__": Unknown}
     namespace |= {name: proxy(name, table, asked) for name in told["names"]}
+    random.seed(0)  # each round calls the program with the same arguments
     try:
-        exec(compile(told["setup"], "setup.py", "exec"), namespace)
-        exec(compile(test, "test.py", "exec"), namespace)
+        run(told["setup"], "setup.py", namespace)
+        run(test, "test.py", namespace)
         passed = True
     except Unknown:
-        return None
-    except (Exception, SystemExit):
+        passed = None
+    except (Exception, SystemExit, NotCarried) as error:
         passed = False
-    return passed if len(asked) == before else None  # a test that catches everything caught Unknown, too
+        if not table and (not asked or isinstance(error, NotCarried)):
+            why = f"{type(error).__name__}: {error}"[:300] if str(error) else f"{type(error).__name__} in {test[:200]}"
+    return (passed, asked, why) if not asked or why else (None, asked, why)  # it may have caught Unknown
 
 
 def main():
@@ -69,14 +90,15 @@ def main():
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     table = {key(name, args, kwargs): (kind, value) for name, args, kwargs, kind, value in told["table"]}
-    asked = []
-    try:
-        found = {"verdicts": [verdict(told, test, table, asked) for test in told["tests"]], "asked": asked}
-    except NotCarried as e:
-        found = {"error": str(e)}
-    line = f"{told['nonce']} {json.dumps(found)}\n".encode()
-    while line:
-        line = line[os.write(out, line):]
+
+    def say(said):
+        line = f"{told['nonce']} {json.dumps(said)}\n".encode()
+        while line:
+            line = line[os.write(out, line):]
+
+    for n, test in enumerate(told["tests"]):
+        say([n, *verdict(told, test, table)])
+    say("end")
 
 
 main()

@@ -12,60 +12,40 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
-import hmac
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from jaxrl.http_server import Reply, Request, Server, error
 from jaxrl.sandbox import SandboxError, configure, probe, run
 
 KEY = "JAXRL_SANDBOX_KEY"
 LONGEST = 1 << 26  # bytes of a request
-SILENT_SECONDS = 60.0  # until a connection that says nothing is closed
+CONNECTIONS = 512
 
 
-class Handler(BaseHTTPRequestHandler):
-    """server.key: the bearer token, "" = none. server.places: a semaphore, of programs at once."""
+def server(host: str, port: int, at_once: int, key: str = "") -> Server:
+    """Listens, for whoever shows the key ("" = everyone); runs `at_once` programs at once."""
+    def admit(request: Request) -> Reply | None:
+        if key and not request.shows(key):
+            return error(401, "the bearer token is missing or wrong")
+        if request.path != "/run":
+            return error(404, f"{request.path}: only /run is here")
+        return None if request.method == "POST" else error(405, f"{request.method} /run: expected POST")
 
-    timeout = SILENT_SECONDS
-
-    def do_POST(self):
-        given = self.headers.get("Authorization", "")
-        if self.server.key and not hmac.compare_digest(given.encode(), f"Bearer {self.server.key}".encode()):
-            return self._say(401, {"error": "the bearer token is missing or wrong"})
-        try:
-            size = int(self.headers.get("Content-Length", ""))
-            if self.path != "/run" or not 0 <= size <= LONGEST:
-                raise ValueError("POST /run, with a body of at most 64 MiB")
-            told = json.loads(self.rfile.read(size))
-            files = {name: base64.b64decode(data) for name, data in told["files"].items()}
-            argv, stdin, limits = told["argv"], base64.b64decode(told["stdin"]), told["limits"]
-            with self.server.places:
-                ran = run(argv, stdin, files, **limits)
-        except SandboxError as e:
-            return self._say(503, {"error": str(e)})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-            return self._say(400, {"error": f"{type(e).__name__}: {e}"})
-        return self._say(200, dataclasses.asdict(ran))
-
-    def _say(self, status: int, answer: dict) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format, *args):
-        """Nothing: a line per program is no help."""
+    return Server(host, port, answer, admit, longest_body=LONGEST, connections=CONNECTIONS, threads=at_once)
 
 
-def server(host: str, port: int, at_once: int, key: str = "") -> ThreadingHTTPServer:
-    """Listens; `serve_forever()` serves."""
-    found = ThreadingHTTPServer((host, port), Handler)
-    found.daemon_threads, found.key, found.places = True, key, threading.BoundedSemaphore(at_once)
-    return found
+def answer(request: Request) -> Reply:
+    """Runs what the body asks for."""
+    try:
+        given = json.loads(request.body)
+        files = {name: base64.b64decode(data) for name, data in given["files"].items()}
+        ran = run(given["argv"], base64.b64decode(given["stdin"]), files, **given["limits"])
+    except SandboxError as e:
+        return error(503, str(e))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        return error(400, f"{type(e).__name__}: {e}")
+    return Reply(200, json.dumps(dataclasses.asdict(ran)).encode())
 
 
 def main() -> None:
@@ -78,7 +58,7 @@ def main() -> None:
     probe()
     key = os.environ.get(KEY, "")
     print(f"a sandbox at port {args.port}" + " of this machine only" * (not key), flush=True)
-    server("" if key else "127.0.0.1", args.port, args.at_once, key).serve_forever()
+    server("" if key else "127.0.0.1", args.port, args.at_once, key).run()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def told(method, params, state):
     if how == "die":
         os._exit(3)
     if how == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if how == "garbage":
         sys.stdout.write("no json\n")
     if how == "refuse":

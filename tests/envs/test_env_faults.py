@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import env_cases
 import pytest
@@ -22,6 +23,16 @@ EPISODES = textwrap.dedent('''
     import asyncio, collections, ctypes, itertools, json, os, signal, subprocess, sys, threading, time, urllib.request
     from jaxrl.envs import Step
 
+    def later(seconds):
+        """Lets time pass for this process: no test waits for it, and none is late because the machine is slow."""
+        now = time.monotonic
+        time.monotonic = lambda: now() + seconds
+
+    async def wait():
+        """Waits for longer than any limit, in which time passes."""
+        asyncio.get_running_loop().call_soon(later, 1000)
+        await asyncio.sleep(10**6)
+
     def act(kind):
         """Every kind of end, in the middle of an episode."""
         if kind == "raise": raise ConnectionError("refused by 10.0.0.7")
@@ -31,7 +42,7 @@ EPISODES = textwrap.dedent('''
         if kind == "kill": os.kill(os.getpid(), signal.SIGKILL)
         if kind == "sleep": time.sleep(60)
         if kind == "spin": collections.deque(itertools.count(), maxlen=0)  # C loop, never lets go of the interpreter
-        if kind == "brief": time.sleep(0.7)
+        if kind == "brief": later(700)
         if kind == "grow": held = b"x" * (400 << 20); time.sleep(60)
         if kind == "child": subprocess.run([sys.executable, "-c", "import time; x = b'x' * (400 << 20); time.sleep(60)"])
         if kind == "print": print("words from an environment", flush=True); os.write(2, b"x" * 100)
@@ -82,32 +93,38 @@ EPISODES = textwrap.dedent('''
     async def waits(task, chat):
         kind = task.row["kind"]
         await chat.send("first")
-        if kind == "wait": await asyncio.sleep(60)
-        if kind == "own": await asyncio.wait_for(asyncio.sleep(60), 0.1)
+        if kind == "wait": await wait()
+        if kind == "own": await asyncio.wait_for(asyncio.sleep(10**6), 0.1)
         if kind == "often":
-            for _ in range(4): await chat.send("more"); await asyncio.sleep(0.3)
+            for _ in range(4):
+                await chat.send("more")
+                asyncio.get_running_loop().call_soon(later, 400)
+                for _ in range(3): await asyncio.sleep(0)
+            await wait()
         if kind == "stubborn":
             while True:
-                try: await asyncio.sleep(60)
+                try: await wait()
                 except asyncio.CancelledError: pass
         if kind == "cleanup":
-            try: await asyncio.sleep(60)
+            try: await wait()
             finally: print("cleaned up", flush=True)
-        if kind == "task": await asyncio.gather(asyncio.sleep(0), block())
+        if kind == "task": await asyncio.gather(asyncio.sleep(0), block(task.row["mark"]))
         return 1.0
 
-    async def block():
-        time.sleep(60)
+    async def block(mark):
+        open(mark, "w").close()
+        time.sleep(600)
 
     class Lagging:
         def reset(self, row, seed):
             return "first"
 
         def step(self, action):
-            time.sleep(0.1)
+            later(100)
             return Step("more", 1.0)
 
     async def sees(task, chat):
+        if task.row.get("kind") == "model": asyncio.get_running_loop().call_soon(later, 1000)
         await chat.send(f"{os.getpid()} {os.getppid()}")
         await asyncio.sleep(0 if task.row.get("kind") != "long" else 60)
         return 1.0
@@ -162,6 +179,22 @@ def pool(source):
     yield make
     for p in made:
         p.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The pool's: `clock.ahead` seconds are added to it."""
+    ours = SimpleNamespace(ahead=0.0)
+    ours.monotonic = lambda: time.monotonic() + ours.ahead
+    monkeypatch.setattr(pool_module, "time", ours)
+    return ours
+
+
+def until(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.01)
 
 
 def outcomes(ends):
@@ -227,8 +260,14 @@ def test_streams_that_are_spoiled_are_the_fault_of_who_is_always_there(pool, nam
     assert fault == "env" and why.startswith(cause)
 
 
-def lost(p, kind):
-    """Five episodes that wait for their second turn, and then one that ends the worker."""
+def runs(p, id):
+    """Whether its code is what runs in the one worker."""
+    (worker,) = p._workers
+    return [e.id for e in worker.running()] == [id]
+
+
+def lost(p, kind, clock=None):
+    """Five episodes that wait for their second turn, and then one that ends the worker. clock: an hour passes then."""
     rows = {f"n{k}": {"kind": "fine"} for k in range(5)} | {"bad": {"kind": kind}}
     for id, row in rows.items():
         p.start(id, {"row": row, "prompt": "", "seed": 0})
@@ -242,78 +281,91 @@ def lost(p, kind):
     while len(second) < 5:
         second |= {e.id for e in p.events(5.0)}
     p.reply("bad", turn("ok"))
+    if clock:
+        until(lambda: runs(p, "bad"))
+        clock.ahead = 3600.0
     return follow(p, set(rows), lambda id, k, data: None)
 
 
 @pytest.mark.parametrize("name, kind, threads", [
     ("episode", "sleep", False), ("episode", "spin", False), ("plainly", "sleep", False), ("plainly", "spin", True),
     ("Game", "spin", False), ("Game", "sleep", True)])
-def test_what_blocks_costs_its_worker(pool, name, kind, threads):
-    p = pool(name, threads=threads, step_seconds=0.5)
-    ends, _ = lost(p, kind)
+def test_what_blocks_costs_its_worker(pool, clock, name, kind, threads):
+    ends, _ = lost(pool(name, threads=threads, step_seconds=600.0), kind, clock)
     seen = outcomes(ends)
-    assert seen.pop("bad") == ("late", "it blocked its worker for longer than env.step_seconds=0.5")
+    assert seen.pop("bad") == ("late", "it blocked its worker for longer than env.step_seconds=600")
     assert set(seen.values()) == {("neighbour", "the worker was ended for another episode")}
+
+
+LATE = "late", "a turn took longer than env.step_seconds=600"
 
 
 @pytest.mark.parametrize("name", ["episode", "plainly", "Game"])
 @pytest.mark.parametrize("threads", [False, True])
 def test_what_comes_back_late_is_late(pool, name, threads):
-    ends, _ = play(pool(name, threads=threads, step_seconds=0.5), kinds("brief", "fine"),
-                   lambda id, k, data: turn("ok" if k == 0 else "end"))
-    assert outcomes(ends) == {"brief": ("late", "a turn took longer than env.step_seconds=0.5"), "fine": "done"}
+    p = pool(name, threads=threads, step_seconds=600.0)
+    for kind, outcome in (("brief", LATE), ("fine", "done")):
+        ends, _ = play(p, kinds(kind), lambda id, k, data: turn("ok" if k == 0 else "end"))
+        assert outcomes(ends) == {kind: outcome}
 
 
 def test_what_waits_is_cancelled(pool, caplog):
-    p = pool("waits", step_seconds=0.5, episode_seconds=0.8)
+    p = pool("waits", step_seconds=600.0, episode_seconds=1000.0)
     with caplog.at_level("INFO", logger="jaxrl.envs"):
-        ends, said = play(p, kinds("wait", "own", "often", "cleanup", "fine"))
+        for kind, outcome in (("wait", LATE), ("cleanup", LATE), ("own", ("env", "TimeoutError in waits")), ("fine", "done"),
+                              ("often", ("late", "it took longer than env.episode_seconds=1000"))):
+            ends, said = play(p, kinds(kind))
+            assert outcomes(ends) == {kind: outcome}
         p.close()
-    late = "late", "a turn took longer than env.step_seconds=0.5"
-    assert outcomes(ends) == {"wait": late, "cleanup": late, "own": ("env", "TimeoutError in waits"), "fine": "done",
-                              "often": ("late", "it took longer than env.episode_seconds=0.8")}
-    assert "cleaned up" in caplog.text and len(said["often"]) == 4
+    assert "cleaned up" in caplog.text and len(said["often"]) == 4  # 400 s each: the third is one too many
 
 
 def test_what_will_not_be_cancelled_costs_its_worker(pool):
-    ends, _ = play(pool("waits", step_seconds=0.5), kinds("stubborn", "fine"),
+    ends, _ = play(pool("waits", step_seconds=600.0), kinds("stubborn", "fine"),
                    lambda id, k, data: turn("ok") if id == "stubborn" else None)
-    assert outcomes(ends) == {"stubborn": ("late", "a turn took longer than env.step_seconds=0.5"),
-                              "fine": ("neighbour", "the worker was ended for another episode")}
+    assert outcomes(ends) == {"stubborn": LATE, "fine": ("neighbour", "the worker was ended for another episode")}
 
 
-def test_a_cancelled_one_that_blocks_costs_its_worker_in_silence(pool):
-    p = pool("plainly", step_seconds=0.5)
+def test_a_cancelled_one_that_blocks_costs_its_worker_in_silence(pool, clock):
+    p = pool("plainly", step_seconds=600.0)
     p.start("bad", {"row": {"kind": "sleep"}, "prompt": "", "seed": 0})
     while not p.events(5.0):
         pass
     p.reply("bad", turn("ok"))
-    time.sleep(0.2)
+    until(lambda: runs(p, "bad"))
     p.cancel(["bad"])
     p.start("next", {"row": {"kind": "fine"}, "prompt": "", "seed": 0})
+    clock.ahead = 3600.0
     ends, _ = follow(p, {"next"})
     assert outcomes(ends) == {"next": ("neighbour", "the worker was ended for another episode")}
     assert p.events(0.3) == []
 
 
-def test_blocked_by_nobody_known_is_tried_again_and_then_theirs(pool):
+def test_blocked_by_nobody_known_is_tried_again_and_then_theirs(pool, clock, tmp_path):
     """A task of its own that an episode started: the table does not know whose it is. After three tries it does."""
-    p = pool("waits", step_seconds=0.5)
-    for _ in range(pool_module.STRIKES - 1):
-        ends, _ = play(p, kinds("task"))
-        assert outcomes(ends) == {"task": ("neighbour", "the worker was ended for another episode")}
-    ends, _ = play(p, kinds("task"))
-    assert outcomes(ends) == {"task": ("env", "the loop of its worker stood still")}
+    p = pool("waits", step_seconds=600.0)
+    for k in range(pool_module.STRIKES):
+        mark = tmp_path / str(k)
+        p.start("task", {"row": {"kind": "task", "mark": str(mark)}, "prompt": "", "seed": 0})
+        while not p.events(5.0):
+            pass
+        p.reply("task", turn("ok"))
+        until(lambda mark=mark: mark.exists() and not runs(p, "task"))
+        clock.ahead = 3600.0
+        ends, _ = follow(p, {"task"})
+        clock.ahead = 0.0
+        known = k == pool_module.STRIKES - 1
+        assert outcomes(ends) == {"task": ("env", "the loop of its worker stood still") if known else
+                                  ("neighbour", "the worker was ended for another episode")}
 
 
 def test_waiting_for_the_model_or_for_others_is_not_the_environments_time(pool):
-    """Steps of 0.1 s of 16 episodes, one at a time, under a limit of 0.5 s; and a slow model."""
-    ends, said = play(pool("Lagging", step_seconds=0.5, max_turns=2), {f"e{k}": {} for k in range(16)})
+    """Steps of 100 s of 16 episodes, one at a time, under a limit of 500 s; and a model that takes 1000 s."""
+    ends, said = play(pool("Lagging", step_seconds=500.0, max_turns=2), {f"e{k}": {} for k in range(16)})
     assert set(outcomes(ends).values()) == {"done"}
-    assert all(0.15 < e.data["seconds"] < 0.35 for e in ends.values())
-    p = pool("sees", step_seconds=0.2, episode_seconds=0.3)
-    ends, _ = play(p, {"e": {}}, lambda id, k, data: time.sleep(1.0) or turn("ok"))
-    assert outcomes(ends) == {"e": "done"}
+    assert all(150 < e.data["seconds"] < 350 for e in ends.values())
+    ends, _ = play(pool("sees", step_seconds=600.0, episode_seconds=900.0), {"e": {"kind": "model"}})
+    assert outcomes(ends) == {"e": "done"} and ends["e"].data["seconds"] < 600
 
 
 def test_workers_killed_from_outside_are_started_again(pool):
@@ -338,7 +390,7 @@ def test_workers_killed_from_outside_are_started_again(pool):
 
 
 def test_workers_that_end_before_anything_is_said_stop_the_run(tmp_path):
-    (tmp_path / "mine.py").write_text("import os, threading\nthreading.Timer(0.2, os._exit, (5,)).start()\n"
+    (tmp_path / "mine.py").write_text("import asyncio, os\nasyncio.SelectorEventLoop.run_forever = lambda loop: os._exit(5)\n"
                                       "async def episode(task, chat):\n    await chat.send('x')\n")
     with env_cases.pool(f"{tmp_path}/mine.py:episode", workers=1) as p, \
             pytest.raises(RunStopped, match="end again and again before .*: its worker ended: it exited with status 5"):
@@ -432,10 +484,7 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    deadline = time.monotonic() + 30
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: all(map(gone, pids)))
 
 
 WRONG = {

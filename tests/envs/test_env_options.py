@@ -72,7 +72,7 @@ def test_retries(retries):
 
 @pytest.mark.parametrize("late", ["absent", "truncated"])
 def test_late(late):
-    (result,) = played("asleep", late=late, retries=0, step_seconds=0.3, episode_seconds=60.0)
+    (result,) = played("asleep", late=late, retries=0, step_seconds=600.0, episode_seconds=600.0)
     if late == "absent":
         assert result.finish == "abort" and "step_seconds" in result.outcome.cause and not result.turns
     else:

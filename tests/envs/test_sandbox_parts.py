@@ -34,7 +34,7 @@ def limits_alone(monkeypatch):
     monkeypatch.setattr(api, "check", lambda *args: None)
 
     def configure(**options):
-        sandbox.configure({"backend": "rlimits", "seconds": 20.0, "cpu_seconds": 20.0} | options)
+        sandbox.configure({"backend": "rlimits", "seconds": 300.0, "cpu_seconds": 20.0} | options)
 
     configure()
     yield configure
@@ -189,8 +189,8 @@ def service():
     """service(*answers) -> (its address, what it was asked); the last answer is given again and again."""
     opened = []
 
-    def start(*answers, handler=Answers):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler) if handler is Answers else handler
+    def start(*answers):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         server.answers, server.asked = list(answers), []
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         opened.append(server)
@@ -211,8 +211,10 @@ def remote(url, argv=("python", "-c", "x"), stdin="", files=None, **options):
     return module.run(list(argv), stdin.encode(), {k: v.encode() for k, v in (files or {}).items()}, limits, set_)
 
 
-def test_our_own_service_runs_programs_for_others(service, limits_alone, monkeypatch):
-    url, _ = service(handler=serve.server("127.0.0.1", 0, 2, key="open"))
+def test_our_own_service_runs_programs_for_others(limits_alone, monkeypatch, request):
+    server = serve.server("127.0.0.1", 0, 2, key="open").start("sandbox")
+    request.addfinalizer(server.close)
+    url = f"http://127.0.0.1:{server.port}"
     monkeypatch.setenv("SANDBOX_TEST_KEY", "open")
     ask = dict(key_env="SANDBOX_TEST_KEY", retries=0)
     ran = remote(url, ("python", "main.py"), "3 4", {"main.py": "print(sum(map(int, input().split())))"}, **ask)
@@ -344,9 +346,9 @@ def test_a_part_of_the_tests(limits_alone):
     assert grade(half, ASSERTS).passed == [True, False, True] and grade(half, CALLS).passed == [True, False]
     assert grade("def add(a, b): return iter([a, b])", CALLS).opaque == 2
     slow = "def add(a, b):\n    while isinstance(a, str): pass\n    return a + b"
-    limits_alone(seconds=1.5)
+    limits_alone(cpu_seconds=1.0)
     found = grade(slow, CALLS)
-    assert found.passed == [True, False] and found.limit == "seconds"
+    assert found.passed == [True, False] and found.limit == "cpu_seconds"
     limits_alone(seconds=0.5)
     loops = grade("while True: pass", LINES)  # all runs of a program together have these seconds
     assert loops.passed == [False, False] and loops.limit == "seconds"
@@ -362,14 +364,59 @@ def test_tests_that_cannot_be_read_are_no_score(tests, words):
         parse(tests)
 
 
-def test_tests_that_fail_by_themselves_are_no_score(limits_alone):
-    with pytest.raises(ValueError, match="called with a value of type function"):
-        grade(ADD, "assert add(len.__class__ and (lambda: 0), 1) == 3")
-    with pytest.raises(ValueError, match="cannot be run"):
-        grade(ADD, "import os\nassert os._exit(0)")
-    limits_alone(seconds=1.0)
-    with pytest.raises(SandboxError, match="the row's tests ran into the limit seconds"):
-        grade(ADD, "while True: pass\nassert add(1, 2) == 3")
+@pytest.mark.parametrize("tests, words", [
+    ("assert add(len.__class__ and (lambda: 0), 1) == 3", "called with a value of type function"),
+    ("import os\nassert os._exit(7)", "status 7"),
+    ("import no_such_module\nassert add(1, 2) == 3", "no_such_module"),
+    (["assert add(1, 2) == 3", "assert 1 == 2"], "AssertionError in assert 1 == 2"),
+    ("while True: pass\nassert add(1, 2) == 3", "limit cpu_seconds before they used a value"),
+    ("assert all(1 for _ in range(10**12)) and add(1, 2) == 3", "limit cpu_seconds before they used a value")])
+def test_tests_that_fail_by_themselves_are_no_score(limits_alone, tests, words):
+    limits_alone(seconds=300.0, cpu_seconds=1.0, memory_mb=300)
+    with pytest.raises((SandboxError, ValueError), match=words):
+        grade(ADD, tests)
+
+
+USES = {  # asserts that do with a value of the program what takes for ever, ends the judge, or cannot be passed on
+    "range": "assert sum(1 for _ in range(add(1, 2))) == 3",
+    "power": "assert 7 ** add(1, 2) == 343",
+    "memory": "assert len('x' * add(1, 2) * 10**9) == 3",
+    "end": "import os\nassert os._exit(add(1, 2)) or True",
+    "argument": "assert add([[add(1, 2)]], 1) == 3",
+    "rounds": "def loop(n):\n    while n != 3: n = add(1, n)\n    return n\nassert loop(0)",
+    "output": "def many(n):\n    for n in range(n):\n        try: add(str(n) * 100, 0)\n        except BaseException: pass\nassert many(add(1, 2))",
+}
+VALUES = {"huge": "def add(a, b): return 10**11", "long": "def add(a, b): return 10**5000",
+          "counts": "def add(a, b): return b - 1 if b != 'b' else b",
+          "deep": "def add(a, b):\n    x = 1\n    for _ in range(58): x = [x]\n    return x"}
+
+
+@pytest.mark.parametrize("use, value", [("range", "huge"), ("power", "long"), ("memory", "huge"), ("end", "huge"), ("argument", "deep"),
+                                        ("output", "huge"), pytest.param("rounds", "counts", marks=pytest.mark.slow)])
+def test_what_a_value_of_the_program_causes_is_the_programs_fault(limits_alone, use, value):
+    """The test that uses it fails, and the row stays: the tests before it are passed."""
+    limits_alone(seconds=300.0, cpu_seconds=1.0, memory_mb=300, output_bytes=200_000)
+    assert grade(VALUES[value], ["assert add('a', 'b') is not None", USES[use]]).passed == [True, False]
+
+
+@pytest.mark.slow
+def test_a_program_that_writes_its_answers_itself_does_not_stop_the_grading(limits_alone):
+    """It shares its process with what calls it, so an answer can have any form; numbers can be beyond floats and text."""
+    for forged in ("[" * 985 + "]" * 985, '{"complex": [1]}', '{"dict": [1]}'):
+        program = ("import os, sys\ndef add(a, b):\n    of = sys._getframe(2).f_locals\n"
+                   f"    os.write(of['out'], (of['told']['nonce'] + ' [0, \"value\", {forged}]\\n').encode())\n    os._exit(0)")
+        assert grade(program, ASSERTS[:1]).passed == [False] and grade(program, CALLS).passed == [False] * 2
+    long = {"inputs": [[1, 2]], "outputs": [0.5], "fn_name": "add"}
+    for value, wanted in (("10**400", 0.5), ("{10**9000: 1}", {"a": 1}), ("float('nan')", 0.5), ("{1, 2}", [1, 2])):
+        assert grade(f"def add(a, b): return {value}", long | {"outputs": [wanted]}).passed == [False]
+    assert grade("def add(a, b): return 10**9000", "assert add(1, 2) == 10**9000").passed == [True]
+
+
+def test_a_round_asks_for_the_calls_of_many_asserts(limits_alone):
+    """A hundred asserts of one check, random arguments among them, are two rounds."""
+    checks = ("import random\ndef check(candidate):\n    for _ in range(100):\n        n = random.randint(0, 10**9)\n"
+              "        assert candidate(n, 1) == n + 1\n")
+    assert grade(ADD, checks, "add").passed == [True] and grade(ADD.replace("b", "1", 1), checks, "add").passed == [False]
 
 
 def test_values_are_compared_as_data():
@@ -390,7 +437,7 @@ def test_the_program_is_the_last_block(text, code):
 def test_code_rewards(code_score, scores):
     config = default_config()
     config.reward.functions, config.reward.workers, config.reward.code_score = ("code",), 1, code_score
-    config.sandbox.backend, config.sandbox.seconds, config.reward.timeout_seconds = "rlimits", 15.0, 60.0
+    config.sandbox.backend, config.sandbox.seconds, config.reward.timeout_seconds = "rlimits", 150.0, 600.0
     half = "```python\ndef add(a, b):\n    return a + b if a != 'a' else ''\n```"
     items = [RewardItem("q", f"```python\n{ADD}```", {"tests": ASSERTS}), RewardItem("q", half, {"answer": json.dumps(ASSERTS)}),
              RewardItem("q", "print('all tests passed')", {"tests": ASSERTS}), RewardItem("q", ADD, {"tests": None})]
@@ -417,7 +464,7 @@ def test_rewards_and_environments_have_the_configs_sandbox(tmp_path, monkeypatch
 def test_a_repair_is_scored_by_its_tests(tmp_path):
     """Also what was never in the demonstrations: the sandbox runs it."""
     options = default_config().sandbox
-    options.backend, options.seconds = "rlimits", 20.0
+    options.backend, options.seconds = "rlimits", 150.0
     row = {"source": "def add(x,y):\n return x*y", "tests": {"inputs": [[2, 2], [3, 4]], "outputs": [4, 7], "fn_name": "add"}}
     said = {"right": ["x+y"], "second": ["x*y", "sum((x, y))"], "wrong": ["x-y", "x*y"], "sly": ["__import__('os')._exit(0)", "x +"]}
     with env_cases.pool("repair", workers=1, max_turns=2, sandbox=options) as pool:

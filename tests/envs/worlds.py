@@ -80,7 +80,9 @@ async def asleep(task, chat):
     chat.reward(0.5)
     await chat.send(NEWS)
     chat.reward(0.25)
-    await asyncio.sleep(60)
+    now = time.monotonic
+    time.monotonic = lambda: now() + 1000  # on the worker's clock
+    await asyncio.sleep(10**6)
 
 
 async def broken(task, chat):

@@ -404,9 +404,9 @@ def test_readers_get_what_was_sent(carrier):
 def test_the_network_asks_for_its_key():
     carrier = transport.Network("127.0.0.1")
     source = carrier.payload([("a", np.zeros(4, np.float32))], verify=False)["source"]
-    with pytest.raises(urllib.error.HTTPError, match="403"):
+    with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"http://{carrier.address}/1")
-    with pytest.raises(ConnectionError, match="403"):
+    with pytest.raises(ConnectionError, match="401"):
         vllm_plugin.Reader(address=carrier.address, key="guess").open(source, 16)
     with pytest.raises(ConnectionError, match="404"):
         vllm_plugin.Reader(**carrier.announcement()).open(source + "9", 16)

@@ -189,7 +189,7 @@ def answering(request, tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.daemon_threads, server.asleep, server.calls, server.slow, server.silent = True, set(), [], None, threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=2.0, **getattr(request, "param", {}))
+    cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=6.0, **getattr(request, "param", {}))
     cfg.run.dir, cfg.log.trace_requests = str(tmp_path), True
     engine = VllmEngine(EngineContext(cfg, model(), eos_ids=(1,), hf_config=HF))
     server.version, server.engine = f"{engine.run_id}-0", engine
@@ -205,7 +205,7 @@ def answering(request, tmp_path):
 def test_a_request_is_tried_again_within_the_wait_for_its_batch(answering):
     """By default half of rollout.timeout_seconds goes by before a request without an answer is sent again."""
     server, router = answering
-    assert router.request_seconds == 1.0 and default_config().rollout.vllm.request_seconds == 0
+    assert router.request_seconds == 3.0 and default_config().rollout.vllm.request_seconds == 0
     server.slow = threading.Event()
     router.submit(requests(1))
     assert router.results.get(timeout=30).tokens.tolist() == [5] and server.calls.count("r0") == 2

@@ -12,8 +12,6 @@ import concurrent.futures
 import errno
 import fcntl
 import hashlib
-import hmac
-import http.server
 import os
 import secrets
 import shutil
@@ -27,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl import http_server
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf
 from jaxrl.rollout.vllm.adapter import ServerError
@@ -34,6 +33,7 @@ from jaxrl.vllm_plugin import Nccl
 
 SHARED = Path("/dev/shm")
 ALIGN = 64
+CONNECTIONS = 1024  # of workers that fetch weights over HTTP
 
 
 def digest(array: np.ndarray) -> str:
@@ -179,28 +179,17 @@ class Network(Stream):
     def __init__(self, host: str):
         self.key, self._count = secrets.token_urlsafe(32), 0
         self._chunks: dict[str, bytearray] = {}
-        transport = self
+        self._server = http_server.Server(host, 0, self._answer, self._admit, connections=CONNECTIONS).start("weights")
+        self.address = f"{host}:{self._server.port}"
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    def _admit(self, request: http_server.Request) -> http_server.Reply | None:
+        return None if request.shows(self.key) else http_server.error(401, "the key of this run is missing or wrong")
 
-            def do_GET(self):
-                given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-                chunk = transport._chunks.get(self.path.rpartition("/")[2])
-                allowed = hmac.compare_digest(given.encode(), transport.key.encode())
-                self.send_response(403 if not allowed else 200 if chunk is not None else 404)
-                body = chunk if allowed and chunk is not None else b""
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        self._server = http.server.ThreadingHTTPServer((host, 0), Handler)
-        self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True, name="weights").start()
+    async def _answer(self, request: http_server.Request) -> http_server.Reply:
+        chunk = self._chunks.get(request.path.rpartition("/")[2])
+        if chunk is None:
+            return http_server.error(404, f"{request.path}: no such chunk of weights")
+        return http_server.Reply(200, chunk, "application/octet-stream")
 
     def payload(self, tensors, verify: bool) -> dict:
         rows, size = describe(tensors, verify)
@@ -215,8 +204,7 @@ class Network(Stream):
         return {"address": self.address, "key": self.key}
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
         self._chunks.clear()
 
 
