@@ -28,6 +28,22 @@ def longest_sequence(config, new_tokens: int = 0) -> int:
     return (min(whole, longest) if new_tokens else longest) + int(recipe_of(config).scores)
 
 
+def made_of(config) -> str:
+    """The options that make `longest_sequence`, with their values."""
+    env, name = config.env, "train.max_sequence_tokens"
+    if config.train.max_sequence_tokens:
+        return f"{name}={config.train.max_sequence_tokens}"
+    parts = [f"data.max_prompt_tokens={config.data.max_prompt_tokens}"]
+    turn = f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+    if not episodes(config):
+        return " + ".join([*parts, turn])
+    turns = f"{turn} x env.max_turns={env.max_turns}"
+    if env.max_sampled_tokens and env.max_sampled_tokens < config.rollout.max_new_tokens * env.max_turns:
+        turns = f"env.max_sampled_tokens={env.max_sampled_tokens}"
+    seen = f"env.max_observation_tokens={env.max_observation_tokens} x {env.max_turns - 1}"
+    return " + ".join([*parts, turns, *([seen] if env.max_turns > 1 else [])])
+
+
 def longest_prompt(config) -> int:
     """Most tokens that stand before what a request samples: the prompt, or in an episode all before its last turn."""
     if not episodes(config) or config.env.max_turns == 1:

@@ -24,6 +24,7 @@ from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
+from jaxrl.telemetry.health import finite
 from jaxrl.types import TrainState
 
 
@@ -212,9 +213,9 @@ class WeightSync:
             self()
 
 
-def check_finite(state: TrainState, limit: int, folder) -> None:
-    """Raises NothingFinite after `limit` (optimizer.max_nonfinite) updates in a row that were not. folder: of the
-    run."""
+def check_finite(state: TrainState, config) -> None:
+    """Raises NothingFinite after optimizer.max_nonfinite updates in a row that were not."""
+    limit = config.optimizer.max_nonfinite
     for adapter, count in training.several.flagged(state, "nonfinite_streak").items():
         streak = int(np.asarray(count))
         if streak < limit:
@@ -222,7 +223,7 @@ def check_finite(state: TrainState, limit: int, folder) -> None:
         whose = f" of the adapter {adapter}" * bool(adapter)
         raise NothingFinite(
             f"{streak} updates{whose} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
-            f" parameters are unchanged since. Lower optimizer.lr or look at the rewards in {folder / 'rollouts'}")
+            f" parameters are unchanged since: {finite(config, config.run.dir)}")
 
 
 def keep_schedules(fresh, old):

@@ -166,14 +166,15 @@ class ModelConfig:
                 stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
         return max(self.max_positions, int(max(stretched)))
 
-    def beyond(self, longest: int) -> str:
-        """What to say where prompt + completion may be longer than what the model is made for; else ""."""
+    def beyond(self, longest: int, made_of: str) -> str:
+        """What to say where prompt + completion may be longer than what the model is made for; else "". made_of: the
+        options that say so."""
         if longest <= self.context:
             return ""
-        return (f"prompt + completion may be {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or "
-                f"train.max_sequence_tokens), the model is made for {self.context} (max_position_embeddings="
-                f"{self.max_positions} and its rotary scaling): shorten them, or extend the model with "
-                "model.config.rope_scaling or model.config.max_position_embeddings")
+        return (f"prompt + completion may be {longest} tokens ({made_of}), the model is made for {self.context} "
+                f"(max_position_embeddings={self.max_positions} and its rotary scaling): lower them, set "
+                "train.max_sequence_tokens, or extend the model with model.config.rope_scaling or "
+                "model.config.max_position_embeddings")
 
 
 def model_config(hf_config: dict) -> ModelConfig:

@@ -250,18 +250,7 @@ def _decode_steps(lengths, slots: int) -> float:
 def planned(case, phases: dict) -> Speeds:
     """Of the target by its roofline. vLLM's servers count as devices of the same kind."""
     c, chip = case.config, case.target.chip
-    servers = 1
-    if case.rollout is not None:
-        (inner, shapes, width), servers = case.rollout, case.target.hosts
-    else:
-        v = c.rollout.vllm
-        servers = len(c.rollout.servers) or v.replicas * case.target.hosts
-        inner = dict.fromkeys(case.mesh, 1) | {"tp": v.tensor_parallel}
-        width = workload.SIZES[c.rollout.dtype]
-        prompt, answer = workload.lengths(c)
-        slots = min(v.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // servers))
-        shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,),
-                                 decode_steps=1, prefill_rows=max(1, slots // c.rollout.group_size))
+    (inner, shapes, width), servers = case.sampler, case.samplers
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
     weights = workload.Work(0.0, workload.weight_bytes(case.model, inner, ROLLOUT_RULES, width))
     seconds = lambda work: roofline.phase(chip, [(work, 1)], 0.0)["seconds"]  # noqa: E731
@@ -307,8 +296,7 @@ def of_case(case, phases: dict) -> dict:
     rows = compare(c, speeds, lengths, beside, prompt)
     out = {"basis": basis, "beside": beside, "rows": rows, "balance": {}}
     if beside:
-        servers = len(c.rollout.servers) or c.rollout.vllm.replicas * case.target.hosts
-        has = {"trainer": case.target.count, "engine": servers * c.rollout.vllm.tensor_parallel}
+        has = {"trainer": case.target.count, "engine": case.samplers * c.rollout.vllm.tensor_parallel}
         work = {side: rows[0][side] * rows[0]["step_seconds"] * n for side, n in has.items()}
         share = work["engine"] / sum(work.values())
         out["balance"] = {"engine": share * sum(has.values()), "trainer": (1 - share) * sum(has.values()), "has": has}

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
 from jaxrl.models import hf
 from jaxrl.parameters import DTYPES, source_of
-from jaxrl.planning import memory
+from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
 from jaxrl.rollout.engines import check_served, chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
@@ -60,6 +61,27 @@ class Case:
     @property
     def programs(self) -> list[str]:
         return memory.program_names(self.config, self.rollout)
+
+    @property
+    def samplers(self) -> int:
+        """Engines that share a step's completions: the embedded sampler of each process, or vLLM's servers."""
+        c = self.config
+        if self.rollout is not None:
+            return self.target.hosts
+        return len(c.rollout.servers) or c.rollout.vllm.replicas * self.target.hosts
+
+    @functools.cached_property
+    def sampler(self) -> tuple[dict, Any, int]:
+        """(mesh, shapes, bytes of a weight) of one of them. vLLM's servers count as devices of the target's kind."""
+        c = self.config
+        if self.rollout is not None:
+            return self.rollout
+        prompt, answer = workload.lengths(c)
+        slots = min(c.rollout.vllm.max_running, -(-c.data.prompts_per_step * c.rollout.group_size // self.samplers))
+        shapes = SimpleNamespace(slots=slots, cache_lengths=(prompt + answer,), prompt_lengths=(prompt,),
+                                 decode_steps=1, prefill_rows=max(1, slots // c.rollout.group_size))
+        mesh = dict.fromkeys(self.mesh, 1) | {"tp": c.rollout.vllm.tensor_parallel}
+        return mesh, shapes, SIZES[c.rollout.dtype]
 
     @property
     def rollout_mesh(self) -> dict | None:
@@ -113,9 +135,9 @@ def alone(config) -> bool:
 
 
 def _left_out(config, hf_config: dict) -> str:
-    """Why the completions of a job are not planned."""
+    """Why the completions of a job are not planned; "" where they are."""
     if not alone(config):
-        return f"{engine_of(config).title} makes them, whose seconds are not predicted"
+        return ""
     try:
         check_served(config, hf_config, models.FAMILIES[hf_config["model_type"]])
     except ConfigError as e:

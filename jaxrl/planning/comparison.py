@@ -22,9 +22,9 @@ def comparison(spec, job, step: int) -> PlanComparison:
 class PlanComparison:
     """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
 
-    Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Where
-    devices are unknown to the table of chips, roles have devices of their own, or CPU devices share cores, less or
-    nothing is predicted.
+    Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Of CPUs
+    memory alone is predicted, and nothing where devices are unknown to the table of chips or roles have devices of
+    their own.
     """
 
     def __init__(self, config, job, step: int):
@@ -78,7 +78,7 @@ def _predict(config, job) -> dict[str, float]:
     found = plan.predict(config, job.mesh, job.model)
     if "critic_seconds" in found:
         found["update_seconds"] += found.pop("critic_seconds")
-    if job.mesh.size > 1 and job.mesh.devices.flat[0].platform == "cpu":  # simulated devices share the machine's cores
+    if job.mesh.devices.flat[0].platform == "cpu":  # a roofline says little of its cores, which devices may share
         found = {name: x for name, x in found.items() if name == "peak_bytes"}
     return found
 

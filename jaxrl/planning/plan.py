@@ -20,6 +20,8 @@ import jax
 
 from jaxrl.config import editable
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.lengths import made_of
+from jaxrl.limits import ends
 from jaxrl.planning import asynchrony, compiling, fit, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
@@ -79,6 +81,7 @@ def make(config, search: bool = True) -> dict:
         plan["not_planned"] = {"rollout": case.left_out}
     if case.config.recipe.samples and not alone(case.config):
         plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
+    plan["run"] = _run(case.config, plan)
     if case.target.kind == "gpu":
         plan["error"] = _bounds(plan, temporaries)
         plan["cross_check"] = _cross_check(programs, tpu)
@@ -194,9 +197,9 @@ def times(case: Case, collectives: dict) -> dict:
     train = workload.train_work(c, case.model, case.mesh, rows)
     forward = workload.train_work(c, case.model, case.mesh, rows, forward_only=True)
     apply = workload.apply_work(c, case.model, case.mesh)
-    if case.rollout is not None:
-        inner, shapes, width = case.rollout
-        decode, prefill = workload.rollout_work(c, case.model, inner, shapes, case.target.hosts, width)
+    if c.recipe.samples and not alone(c):
+        inner, shapes, width = case.sampler
+        decode, prefill = workload.rollout_work(c, case.model, inner, shapes, case.samplers, width)
         moved = network("decode", decode.times / shapes.decode_steps) + network("prefill", prefill.times)
         out["rollout"] = roofline.phase(chip, [(decode, decode.times), (prefill, prefill.times)], moved)
     scored = [name for name in case.programs if name in ("score", "score_reference", "value")]
@@ -211,6 +214,16 @@ def times(case: Case, collectives: dict) -> dict:
         copied = workload.publish_work(c, case.model, case.mesh, case.rollout[2])
         out["publish"] = roofline.phase(chip, [(copied, 1)], network("publish", 1))
     return {"phases": out, **_totals(case, out)}
+
+
+def _run(config, plan: dict) -> dict:
+    """{"steps", "hours"} of the whole run, of those that the config says: of data.epochs alone 100 steps. Without
+    evaluations, checkpoints and compilation. A job that runs ahead has its simulated step."""
+    known = ends(config)
+    steps = min(known.values()) if known else 100
+    ahead = [row["step_seconds"] for row in plan.get("asynchrony", {}).get("rows", ())
+             if row["max_staleness"] == config.rollout.max_staleness > 0]
+    return {"steps": steps, "hours": steps * (ahead[0] if ahead else plan["step_seconds"]) / 3600}
 
 
 def _totals(case: Case, phases: dict) -> dict:
@@ -323,7 +336,7 @@ def _reason(case: Case, plan: dict) -> str:
 
 def _hints(case: Case, plan: dict) -> list[str]:
     """Remarks that do not depend on whether it fits."""
-    beyond = case.model.config.beyond(case.config.longest)
+    beyond = case.model.config.beyond(case.config.longest, made_of(case.config))
     out = [beyond] if beyond else []
     if case.target.kind == "gpu" and case.usable < 0.8 * case.memory and case.rollout is not None and not case.lent:
         out.append(f"jax takes {case.usable / case.memory:.0%} of a GPU by itself: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "

@@ -47,11 +47,18 @@ def table(plan: dict) -> str:
               + (f" (between {bound[0]:.3g} and {bound[1]:.3g})" if bound else "")
               + f", {plan['tokens_per_second_per_chip']:,.0f} tokens/s/chip, update {plan['mfu']:.1%} MFU, "
               f"communication {plan['communication_share']:.1%}"]
+    if run := plan.get("run"):
+        lines.append(f"{run['steps']:,d} steps take {_hours(run['hours'])}, without evaluations, checkpoints "
+                     "and compilation")
     if "largest" in plan:
         shown = ", ".join(f"{name} {n:,d}" for name, n in plan["largest"].items() if n is not None)
         lines.append(f"largest that fit, one at a time: {shown}")
     lines += [f"note: {text}" for text in plan.get("advice", []) if plan["fits"]]
     return "\n".join(lines)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.3g} minutes"
 
 
 def gib(n: float) -> str:

@@ -295,7 +295,7 @@ def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, floa
             if parts.rollouts is not None:
                 parts.rollouts.poll()  # while the device works
     metrics = averaged([host_scalars(m) for m in pending])
-    check_finite(policy.state, c.optimizer.max_nonfinite, parts.s.run_dir)
+    check_finite(policy.state, c)
     return metrics
 
 

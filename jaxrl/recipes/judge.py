@@ -18,7 +18,7 @@ from jaxrl import data as data_room
 from jaxrl import models, parameters, sharding, training
 from jaxrl.data.dataset import PromptError, Template
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import episodes
+from jaxrl.lengths import episodes, made_of
 from jaxrl.models import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rewards.items import RewardResult, metrics_of
@@ -89,7 +89,8 @@ class Judge(Role):
         self.tokens = Tokens() if read.render == "tokens" else Rendering(c, read.tokenizer, read.render)
         self._score = make_value_score(self.model, put=self.put)
         self.longest = o.max_sequence_tokens or (1 if read.render == "tokens" else 2) * c.longest
-        if beyond := self.model.config.beyond(self.longest):
+        by = f"reward.model.max_sequence_tokens={o.max_sequence_tokens}" if o.max_sequence_tokens else made_of(c)
+        if beyond := self.model.config.beyond(self.longest, by):
             log.warning("reward.model.path=%r: %s", o.path, beyond)
         held = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
         mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]

@@ -75,7 +75,7 @@ def run(config, given=None) -> dict:
             if s.step % c.log.every_steps == 0 or s.ended():
                 with s.phase("update"):  # where the devices are waited for
                     line = averaged(pending)
-                    check_finite(policy.state, c.optimizer.max_nonfinite, s.run_dir)
+                    check_finite(policy.state, c)
                 s.after_step(line | stream_metrics(s, job), evaluation, policy.export, steps=len(pending))
                 pending = []
         return s.finish(evaluation, policy.export)

@@ -59,7 +59,7 @@ def run(config, given=None) -> dict:
                 metrics["flops/update"] = speed.operations.update(batch.traj, c.train.share_prompts, head=False)
                 metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
                 s.advance(cursor, samples=len(rows))
-            check_finite(model.state, c.optimizer.max_nonfinite, s.run_dir)
+            check_finite(model.state, c)
             s.after_step(metrics | stream_metrics(s, job), evaluate, model.export)
         return s.finish(evaluate, model.export)
 

@@ -225,7 +225,7 @@ def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, flo
     for name, value in averaged([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
     for state in (parts.policy.state, *([critic.state] if of_critic else [])):
-        check_finite(state, s.spec.optimizer.max_nonfinite, s.run_dir)
+        check_finite(state, s.spec)
     return metrics
 
 

@@ -25,6 +25,7 @@ from jaxrl.kernels import check, low_precision
 from jaxrl.kernels.attention.packed.api import ORDERS, XLA
 from jaxrl.kernels.fallback import distrust
 from jaxrl.kernels.platform import platform
+from jaxrl.lengths import made_of
 from jaxrl.limits import ends
 from jaxrl.models import adapters, hf
 from jaxrl.models.feed_forward import gate_of
@@ -428,7 +429,7 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     sharding.check_experts(mesh.shape["ep"], model.config.num_experts)
     for role in set(meshes) & {"reference", "sampler"}:  # the others may have models of their own
         sharding.check_experts(meshes[role].shape["ep"], model.config.num_experts, f"mesh.roles.{role}.ep")
-    if beyond := model.config.beyond(spec.longest):
+    if beyond := model.config.beyond(spec.longest, made_of(spec)):
         if spec.recipe.samples and not engine_of(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
         log.warning("%s", beyond)

@@ -22,6 +22,7 @@ from jaxrl import data as data_room
 from jaxrl import models, parameters, sharding, training
 from jaxrl.distill_checks import teacher_kind
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.lengths import made_of
 from jaxrl.models import hf
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.processes.group import peers
@@ -102,7 +103,7 @@ class LocalTeacher(Role):
         self.model = models.build(described, compute_dtype=job.compute_dtype, scan_layers=not unrolled,
                                   attention=c.model.attention, experts=c.model.experts,
                                   ring=c.model.ring_attention)
-        if beyond := self.model.config.beyond(c.longest):
+        if beyond := self.model.config.beyond(c.longest, made_of(c)):
             raise ConfigError(f"teacher.path={self.options.path!r}: {beyond}")
         self.vocab = min(self.model.config.vocab_size, job.model.config.vocab_size)
         with self.on():

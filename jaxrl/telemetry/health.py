@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxrl.registry import recipe_of
+
 FIRST_STEPS = 3
 
 
@@ -38,8 +40,7 @@ RULES: tuple[Rule, ...] = (
          "the learning rate is still 0: shorten optimizer.warmup_steps (now {optimizer.warmup_steps}) or set "
          "optimizer.warmup_start above 0, and look at optimizer.floor and optimizer.decay_steps"),
     Rule("nonfinite", lambda m: m("optim/skipped") > 0.0,
-         "an update was skipped because its loss or gradient was not finite: lower optimizer.lr (now {optimizer.lr}), "
-         "or use train.compute_dtype=fp32"),
+         "an update was skipped because its loss or gradient was not finite: {finite}"),
     Rule("filtered_prompts", lambda m: m("data/filtered_fraction") > 0.05,
          "{data/filtered_fraction:.0%} of the prompts are longer than data.max_prompt_tokens (now "
          "{data.max_prompt_tokens}) and left out: raise it, or set data.overlong_prompt=truncate_left"),
@@ -195,7 +196,16 @@ class Health:
 def message(rule: Rule, config, run_dir, values: dict[str, float]) -> str:
     """What a broken rule says. config: group -> something whose attributes are the group's options."""
     # "{rollout.temperature}" reads the attribute of a config group, "{reward/mean}" a metric.
-    return rule.message.format_map(_Known(config.items(), **values, run_dir=run_dir))
+    return rule.message.format_map(_Known(config.items(), **values, run_dir=run_dir, finite=finite(config, run_dir)))
+
+
+def finite(config, run_dir) -> str:
+    """What to do where losses or gradients are not finite, of what this job has."""
+    samples, own = recipe_of(config).samples, config.algorithm.policy_loss or ""
+    out = [f"look for 0 x inf, log(0) and 0 / 0 in algorithm.policy_loss={own}"] * (samples and ":" in own)
+    out += [f"lower optimizer.lr (now {config.optimizer.lr})"]
+    out += ["use train.compute_dtype=fp32"] * (config.train.compute_dtype in ("bf16", "fp16"))
+    return ", or ".join(out + [f"look at the rewards in {run_dir}/rollouts"] * (samples and config.log.rollouts))
 
 
 class _Known(dict):

@@ -341,7 +341,26 @@ def test_a_plan_of_training_says_what_it_leaves_out(capsys, monkeypatch, tmp_pat
     said, found = capsys.readouterr().out, json.loads(path.read_text())
     assert found["fits"] and found["not_planned"] == {"rollout": "plan.part=training"} and set(found["phases"]) == {"update"}
     assert re.search("rollout +not planned: plan.part=training", said) and "running ahead" not in said
+    assert re.search(r"^\d+ steps take [\d.e-]+ minutes, without evaluations", said, re.M)
     assert re.search("was not checked: plan: compiling for a TPU.*took longer", said)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "jax"])
+def test_a_step_has_its_completions_and_a_run_its_hours(engine):
+    """Whoever makes the completions; twice the answers of as many slots take twice as long."""
+    def found(**options):
+        config = tiny(plan__target="h100:1", rollout__engine=engine, train__steps=7200, **options)
+        config.rollout.vllm.max_running = 8
+        case = cases.open_case(config)
+        return plan.times(case, {})["phases"], plan.times(case, {}) | {"asynchrony": {}}, case
+
+    phases, whole, case = found()
+    assert phases["rollout"]["seconds"] > 0 and not case.left_out
+    run = plan._run(case.config, whole)
+    assert run == {"steps": 7200, "hours": pytest.approx(2 * whole["step_seconds"])}
+    if engine == "vllm":
+        twice, _, _ = found(data__prompts_per_step=2 * case.config.data.prompts_per_step)
+        assert twice["rollout"]["seconds"] == pytest.approx(2 * phases["rollout"]["seconds"], rel=0.01)
 
 
 def test_what_is_counted_is_what_the_programs_hold():

@@ -685,13 +685,21 @@ def test_warm_up_as_a_fraction_and_from_a_start():
 
 def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
     def check(streak, limit):
-        limit = tiny("optimizer.max_nonfinite", limit).optimizer.max_nonfinite
-        check_finite(SimpleNamespace(step=np.int32(9), stats={"nonfinite_streak": np.int32(streak)}), limit, setup.Path("x"))
+        state = SimpleNamespace(step=np.int32(9), stats={"nonfinite_streak": np.int32(streak)})
+        check_finite(state, tiny("optimizer.max_nonfinite", limit, *more))
 
+    more = ()
     check(2, 3)
-    with pytest.raises(NothingFinite, match="optimizer.max_nonfinite=3"):
-        check(3, 3)
     check(3, 4)
+    with pytest.raises(NothingFinite, match="optimizer.max_nonfinite=3.*lower optimizer.lr .*, or look at the rewards"):
+        check(3, 3)
+    more = ("algorithm.policy_loss", "./mine.py:loss")
+    with pytest.raises(NothingFinite, match="look for 0 x inf, .* in algorithm.policy_loss=./mine.py:loss, or lower"):
+        check(3, 3)
+    more = ("run.recipe", "sft")
+    with pytest.raises(NothingFinite) as told:
+        check(3, 3)
+    assert "reward" not in str(told.value) and "lower optimizer.lr" in str(told.value)
 
 
 # -- train -----------------------------------------------------------------------------------------------------------

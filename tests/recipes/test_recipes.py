@@ -75,7 +75,7 @@ def test_a_run_says_what_was_planned_beside_what_it_took(finished):
     _, summary = finished
     planned, measured = summary["planned"], summary["measured"]
     assert set(measured) - {"peak_bytes"} == {f"{name}_seconds" for name in ("rollout", "score", "update", "publish", "step")}
-    assert set(measured) - set(planned) <= {"score_seconds"}  # grpo with one update scores nothing: only host work is in it
+    assert set(planned) == {"peak_bytes"}  # of a CPU no seconds
     assert all(x > 0 for x in (*planned.values(), *measured.values()))
     assert planned["peak_bytes"] > 12 * 1000  # fp32 parameters and two moments of a model of more than a thousand
 
@@ -323,7 +323,8 @@ def test_device_out_of_memory_names_the_remedies(tmp_path, monkeypatch, capsys, 
 def test_sequences_beyond_the_models_window_are_mentioned(tmp_path, caplog):
     """Before the first step; vLLM, which would refuse to serve them, is not even started."""
     c = config(tmp_path, train__steps=0, eval__sets=(), rollout__max_new_tokens=200)
-    wants = "may be 296 tokens .* made for 256 .*shorten them, or extend the model with model.config.rope_scaling"
+    wants = ("may be 296 tokens .data.max_prompt_tokens=96 . rollout.max_new_tokens=200., the model is made for 256 .*lower them, set "
+             "train.max_sequence_tokens, or extend the model with model.config.rope_scaling")
     with Session(resolve(c)) as s:
         setup.open_run(s)
         assert re.search(wants, caplog.text)
