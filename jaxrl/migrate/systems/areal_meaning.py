@@ -62,6 +62,17 @@ def reward(m: Migration):
             ACTOR + "overlong_penalty_factor",
             ACTOR + "reward_scaling",
         )
+    counted, longest = m.integer(ACTOR + "max_new_tokens"), m.integer(GCONFIG + "max_new_tokens")
+    if counted != longest and m.flag(ACTOR + "overlong_reward_penalty"):
+        m.lacks(
+            ACTOR + "max_new_tokens",
+            f"{counted}: AReaL's overlong penalty counts to this length, and here to gconfig.max_new_tokens={longest}",
+        )
+    elif counted != longest and m.given(ACTOR + "max_new_tokens"):
+        m.needs(
+            f"{ACTOR}max_new_tokens={counted} does not bound completions; the length of completions belongs at "
+            f"gconfig.max_new_tokens (now {longest})"
+        )
     _norm(m)
 
 
