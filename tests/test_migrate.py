@@ -726,3 +726,38 @@ def test_keys_of_another_version_ask_for_the_version(tmp_path, capsys, system, k
 def test_the_note_beside_a_key_is_about_it(system, key, value, kind, note):
     record = next(r for r in migrated(system, {**REQUIRED.get(system, {}), key: value}).records() if r.key == key)
     assert record.kind == kind and note in record.note
+
+
+JOBS = [  # system, what is not RL of a language model there, the recipe that does it
+    ("trl", {"packing": True, "max_length": 2048, "learning_rate": 2e-5}, "", "run.recipe=sft"),
+    ("trl", {"beta": 0.1, "max_length": 1024}, "trl dpo --beta", "run.recipe=preference"),
+    ("trl", {"learning_rate": 1e-5}, "accelerate launch examples/scripts/reward_modeling.py", "run.recipe=reward_model"),
+    ("trl", {"lmbda": 0.5, "temperature": 0.9}, "", "run.recipe=distill"),
+    ("areal", {"train_dataset.type": "sft", "model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
+    ("areal", {"train_dataset.type": "rw", "model.path": "a/b"}, "", "run.recipe=reward_model"),
+    ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
+    ("skyrl", {"train_datasets": ["a"], "strategy": "megatron", "num_steps": 9}, "python -m skyrl.train.main_sft", "run.recipe=sft"),
+    ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
+    ("verl", {"optim.lr": 1e-5, "model.path": "a/b", "data.train_batch_size": 0}, "torchrun -m verl.trainer.fsdp_sft_trainer", "run.recipe=sft"),
+    ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
+    ("roll", {"sft_train.model_args.dtype": "bf16", "sequence_length": 2048}, "", "run.recipe=sft"),
+    ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
+    ("cosmos_rl", {"train.train_policy.type": "sft", "train.train_policy.trainer_type": "dpo"}, "", "run.recipe=preference"),
+    ("roll", {"chosen_key": "a", "rejected_key": "b", "beta": 0.1}, "", "run.recipe=preference"),
+    ("roll", {"student.device_mapping": "list(range(0,8))", "teacher.device_mapping": "list(range(0,8))"}, "", "run.recipe=distill"),
+]
+
+
+@pytest.mark.parametrize("system, settings, program, recipe", JOBS)
+def test_another_job_is_refused_for_its_own_reason_alone(system, settings, program, recipe):
+    m = migrated(system, settings, command=program)
+    (key, why, refuse), = m.lacking
+    assert refuse and recipe in why and "is not carried over" in why and (key in settings or key in program)
+    assert m.needs_you == m.different == [] and not m.unknown and m.outcome(False) == "refused"
+    assert [r.key for r in m.records()] == sorted(settings)  # every key is in the report, and none as RL's
+    assert {(r.kind, r.note) for r in m.records()} <= {("unsupported", "of that job"), ("unsupported", why)}
+
+
+def test_words_without_a_dot_are_keys_of_the_systems_own_command(tmp_path):
+    status, report, _ = run(tmp_path, "NAME=x LIMIT=3 python -m skyrl.train.main_sft strategy=fsdp num_steps=10 optimizer_config.lr=1e-6\n")
+    assert status == 3 and [k["key"] for k in report["keys"]] == ["num_steps", "optimizer_config.lr", "strategy"]

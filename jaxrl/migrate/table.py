@@ -76,16 +76,43 @@ class Joint:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A job that a table does not carry over, and what does it here. It is recognised by a pattern of the command, or
+    by one of some keys (`a.b`, `a.**`, or `a.b=value`) where none of `unless` is set; if `file`, in a source without a
+    command. Its config is refused for this reason alone: no rule is run.
+    """
+
+    what: str
+    ours: str
+    command: str = ""
+    keys: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    file: bool = False
+
+
+SFT = "run.recipe=sft (configs/sft_chat.py)"
+PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/preferences.md)"
+REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/reward_models.md)"
+DISTILL = "run.recipe=distill (configs/distill.py, docs/distillation.md)"
+EVAL = "run.mode=eval, with eval.sets and model.path"
+EPISODES = "an environment (configs/env.py, docs/environments.md)"
+
+
+@dataclass(frozen=True)
 class Table:
-    """A system. versions: oldest first, the last is assumed. command: pattern of the command, in a script, that
-    starts a job. prefixes: put before keys that are not known, as in excerpts of the documentation. differs: what is
-    otherwise whatever the keys say."""
+    """A system.
+
+    versions: oldest first, the last is assumed. command: pattern of the command, in a script, that starts a job.
+    jobs: those that are refused as a whole. prefixes: put before keys that are not known, as in excerpts of the
+    documentation. differs: what is otherwise whatever the keys say.
+    """
 
     name: str
     title: str
     versions: tuple[str, ...]
     command: str
     rules: tuple[Key | Joint, ...]
+    jobs: tuple[Job, ...] = ()
     prefixes: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
@@ -115,6 +142,7 @@ class Migration:
         self.name, self.table, self.version, self.gpus = name, table, version, gpus
         self.notes, self.command = list(source.notes), source.command
         self.trained_on = 0  # GPUs of the policy, where a rule says it
+        self.other = ""  # what makes it a job that is refused as a whole
         self.elsewhere = False  # whether the engine has hosts of its own, whose servers you name
         self.unknown: list[tuple[Setting, str]] = []  # with what the report says of it
         self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
@@ -290,7 +318,32 @@ class Migration:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    def _other_job(self) -> tuple[str, Job] | None:
+        """The job of the table's `jobs` that the source describes, and the key or command that says so."""
+        for job in self.table.jobs:
+            if job.command and (found := re.search(job.command, self.command)):
+                return found[0].strip(), job
+            if job.file and self.command or any(self._set(key) for key in job.unless):
+                continue
+            for key in job.keys:
+                if found := self._set(key):
+                    return found.key, job
+        return None
+
+    def _set(self, key: str) -> Setting | None:
+        """The first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty table."""
+        name, eq, value = key.partition("=")
+        pattern = re.compile(_pattern(name))
+        of = (s for s in self.singles.values() if pattern.fullmatch(s.key) and s.value not in (None, False, {}, ""))
+        return next((s for s in of if not eq or str(s.value) == value), None)
+
     def run(self) -> Migration:
+        if other := self._other_job():
+            key, job = other
+            self.lacking.append((key, f"{job.what} is not carried over; {job.ours} does it", True))
+            self.other, self.facts["job"] = key, job.what
+            self.different, self.unknown = [], []
+            return self
         for rule in self.table.rules:
             keys = rule.keys if isinstance(rule, Joint) else (rule,)
             try:
@@ -368,6 +421,10 @@ class Migration:
 
     def records(self) -> list[Record]:
         """One record per key of the source, in its order."""
+        if self.other:
+            note = {key: why for key, why, _ in self.lacking}
+            rows = sorted(self.singles.values(), key=lambda s: s.key)
+            return [Record(s.key, s.value, s.where, "unsupported", {}, note.get(s.key, "of that job")) for s in rows]
         written, out = self.written(), []
         for name, settings in self.owned.items():
             key = self._known[name]

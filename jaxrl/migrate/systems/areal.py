@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.systems import areal_meaning as meaning
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -19,8 +19,18 @@ OWN_EVAL, LORA, SAPO = {EVAL + "temperature": 0.7}, {ACTOR + "use_lora": True}, 
 LONG = {ACTOR + "overlong_reward_penalty": True, ACTOR + "overlong_tokens": 100, ACTOR + "overlong_penalty_factor": 1.0}
 RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
 
+JOBS = (
+    Job("a config of AReaL before AReaL-lite", "run.recipe=rl (configs/grpo.py)", keys=("ppo.**", "exp_ctrl.**", "actor_train.**")),
+    Job("training of a reward model", REWARD_MODEL, keys=("train_dataset.type=rw",)),
+    Job("preference training", PREFERENCE, keys=("train_dataset.type=dpo",)),
+    Job("supervised fine-tuning", SFT, r"\bsft\w*\.py\b|_sft\.py\b", ("train_dataset.type=sft",)),
+    Job("supervised fine-tuning or a reward model", f"{SFT} or {REWARD_MODEL}", keys=("model.**",), unless=("actor.**",)),
+    Job("distillation from a teacher beside the reward", DISTILL, keys=("teacher.**",)),
+)
+
 TABLE = Table(
     name="areal", title="AReaL", command=r"areal|train", versions=("0.3", "0.4", "0.5", "1.0"),
+    jobs=JOBS,
     differs=(
         "mini-batches are of whole prompts, AReaL's of sequences of about as many tokens",
         "weight decay spares norms, biases and other vectors",
@@ -209,9 +219,8 @@ TABLE = Table(
         K(ACTOR + "enable_tree_training", "automatic", why="answers of a group share one copy of their prompt (train.share_prompts)"),
         K("server_only", "unsupported", fine=(False,), refuse=True, why="servers without training: `vllm serve`"),
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
-        K("ppo.**", "unsupported", refuse=True, also=("exp_ctrl.**", "actor_train.**"), why="configs of AReaL before AReaL-lite"),
-        K("model", "unsupported", refuse=True, also=("model.**",), why="its supervised and reward-model trainers: recipes of ours"),
-        K("teacher.**", "unsupported", refuse=True, why="a teacher beside the reward: run.recipe=distill is ours"),
+        K("model", "inert", why="read by its supervised and reward-model trainers alone"),
+        K("teacher", "inert", why="without a value there is no teacher"),
         K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/environments.md)",
           also=("rollout.openai.mode",)),
         K("rollout.agent.**", "inert", why="read by agents alone", also=("rollout.openai.**",)),

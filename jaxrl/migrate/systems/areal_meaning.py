@@ -483,14 +483,6 @@ def data(m: Migration):
     m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
     m.set("data.drop_last", m.flag(DATA + "drop_last"), DATA + "drop_last")
     m.set("data.workers", m.integer(DATA + "num_workers"), DATA + "num_workers")
-    kind = m.text(DATA + "type")
-    if kind in ("sft", "rw", "dpo"):
-        m.lacks(
-            DATA + "type",
-            "its supervised, reward-model and preference trainers are not read: run.recipe=sft, reward_model, "
-            "preference",
-            refuse=True,
-        )
     if m.text("valid_dataset.path"):
         split = m.text("valid_dataset.split")
         at = "" if m.text("valid_dataset.path").endswith((".jsonl", ".json", ".parquet", ".csv")) else f"@{split}"

@@ -11,7 +11,7 @@ from jaxrl.migrate.systems import cosmos_rl_jobs as jobs
 from jaxrl.migrate.systems import cosmos_rl_meaning as meaning
 from jaxrl.migrate.systems import cosmos_rl_rewards as scores
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, REMOTE, ROLL, TRAIN, VALID, P
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import PREFERENCE, Job, Joint, Key, Since, Table
 
 K = Key
 PAR, RPAR, LORA, SUB, TURN = (POLICY + "parallelism.", ROLL + "parallelism.", POLICY + "lora.", "profiler.sub_profiler_config.",
@@ -37,6 +37,7 @@ OTHERS = (  # keys that ask for no text model, their defaults, and those of othe
 TABLE = Table(
     name="cosmos_rl", title="Cosmos-RL", command=r"cosmos[-_]rl|launch_(all|controller|replica)",
     versions=("0.1", "0.2.9", "0.3.3", "0.3.5", "0.3.7", "0.4", "0.4.2", "0.4.4"),
+    jobs=(Job("preference training (DPO)", PREFERENCE, keys=(P + "trainer_type=dpo",)),),
     differs=(
         "the launcher's script may give a data set, rewards, a packer and hooks in Python: they are not read, see "
         "docs/from_cosmos_rl.md",

@@ -22,7 +22,7 @@ from jaxrl.migrate.systems.rlinf_meaning import (
     SAMPLE,
     SCHED,
 )
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 GAE, REINPP, FIX = {ALGO + "adv_type": "gae"}, {ALGO + "adv_type": "reinpp"}, {ALGO + "importance_sampling_fix": True}
@@ -77,8 +77,15 @@ AUTOMATIC = (
 )
 ROBOTS = "robots, images and videos are not trained here"
 
+JOBS = (
+    Job("supervised fine-tuning of a language model", SFT, keys=("runner.task_type=sft",), unless=(
+        "env.**", MODEL + "action_dim", MODEL + "openpi.**")),
+    Job("evaluation alone", EVAL, keys=("runner.task_type=reasoning_eval",)),
+)
+
 TABLE = Table(
     name="rlinf", title="RLinf", command=r"main_grpo|rlinf|train_\w+\.py|main_\w+\.py", versions=("docs", "0.1", "0.2", "0.3"),
+    jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors",

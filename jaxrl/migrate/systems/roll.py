@@ -24,7 +24,7 @@ from jaxrl.migrate.systems.roll_layout import (
          VALID,
          WORKER,
 )
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 GAE, KL_REWARD, KL_LOSS = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"use_kl_loss": True, "kl_loss_coef": 0.001}
@@ -94,17 +94,24 @@ NEVER = ("nothing reads it", ("use_reward_scaling", "use_reward_norm", "add_len_
                              "use_policy_loss_type", "val_greedy", "val_n_sample", "l2", "use_topr_loss"))
 OTHER = (
     ("user_defined_rollout_loop_cls", "a loop of its own in Python: write an episode (docs/environments.md)", ()),
-    ("custom_envs.**", "the agentic pipeline: write an episode (docs/environments.md)",
-     ("train_env_manager.**", "val_env_manager.**", "env_manager.**", "env_config.**", "custom_env.**", "env_manager_cls",
-       "max_actions_per_traj", "max_tokens_per_step")),
-    ("student.**", "its distillation pipeline; run.recipe=distill is ours", ("distill_**", "student_train.**", "student_infer.**", "teacher.**")),
+    ("max_actions_per_traj", "of the agentic pipeline: write an episode (docs/environments.md)", ("max_tokens_per_step",)),
+    ("distill_**", "of its distillation pipeline", ()),
     (TRAIN + DATA + "image_*", "only text is read", (TRAIN + DATA + "video_*", TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
-    ("sft_train.**", "its SFT pipeline; run.recipe=sft is ours", ()),
-    ("chosen_key", "its DPO pipeline; run.recipe=preference is ours", ("rejected_key", "beta", "ipo", "label_smoothing")),
+    ("beta", "of its DPO pipeline", ("label_smoothing",)),
+)
+
+JOBS = (
+    Job("the agentic pipeline", EPISODES, r"\bstart_agentic\w*", ("custom_envs.**", "train_env_manager.**", "val_env_manager.**", "env_manager.**",
+                                                              "env_config.**", "custom_env.**", "env_manager_cls")),
+    Job("distillation", DISTILL, r"\bstart_\w*distill\w*", (
+        "student.**", "student_train.**", "student_infer.**", "teacher.**", "use_opd", "is_pure_opd")),
+    Job("supervised fine-tuning", SFT, r"\bstart_sft\w*", ("sft_train.**",)),
+    Job("preference training (DPO)", PREFERENCE, r"\bstart_dpo\w*", ("chosen_key", "rejected_key", "ipo")),
 )
 
 TABLE = Table(
     name="roll", title="ROLL", command=r"start_\w*pipeline|roll[./]", versions=("0.1.0", "0.1.1", "0.1.3", "0.2.0", "0.2.1", "0.3.0"),
+    jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",

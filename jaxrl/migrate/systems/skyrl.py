@@ -10,7 +10,7 @@ from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 
@@ -24,9 +24,15 @@ _PLACE = "trainer.placement."
 _EVAL, _SAMPLE = GEN + "eval_sampling_params.", GEN + "sampling_params."
 NO_CHOICE = "one backend, jit over a mesh"
 
+JOBS = (
+    Job("supervised fine-tuning", SFT, r"\bmain_sft\w*|\bsft_trainer\b", ("train_datasets", "num_steps")),
+    Job("main_generate, which samples and scores without training,", EVAL, r"\bmain_generate\b"),
+)
+
 TABLE = Table(
     name="skyrl", title="SkyRL", command=r"skyrl|main_base|main_fully_async|main_dapo|-m examples\.",
     versions=("docs", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3"),
+    jobs=JOBS,
     prefixes=("trainer.", "generator.", "trainer.policy.", "data."),
     differs=(
         "the gradient does not depend on micro-batches, packing or the number of GPUs",
@@ -260,8 +266,6 @@ TABLE = Table(
         K(ENGINE + "speculative_config.**", "unsupported", why="speculative decoding"),
         K("trainer.mtp.**", "unsupported", fine=(None, {}, False, 0), why="multi-token prediction is not trained"),
         K(ENGINE + "speculative_config", "unsupported", why="speculative decoding"),
-        K("train_datasets", "unsupported", refuse=True, why="its supervised trainer is not read; run.recipe=sft is ours"),
-        K("num_steps", "unsupported", refuse=True, why="its supervised trainer is not read; run.recipe=sft is ours"),
         K("trainer.policy.language_model_only", "automatic", also=("trainer.ref.language_model_only",), why="only text is read"),
         K(GEN + "vision_language_generator", "unsupported", fine=(False,), refuse=True, why="only text is supported"),
         K(GEN + "step_wise_trajectories", "unsupported", fine=(False,), why="turns are one sequence as long as they can be"),

@@ -7,13 +7,26 @@ process, so that the number of processes must be known. A step is an optimizer s
 from __future__ import annotations
 
 from jaxrl.migrate.systems import trl_meaning as meaning
-from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, MISSING, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 IS = "vllm_importance_sampling_"
 VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "server"}, {"use_peft": True}, {
     "eval_strategy": "steps", "eval_steps": 10}
-SUPERVISED = "its other trainers are not read: run.recipe=sft, preference, reward_model or distill are ours"
+GRPO = ("num_generations", "max_completion_length", "epsilon", "epsilon_high", "scale_rewards", "num_iterations", "generation_batch_size",
+        "steps_per_generation", "use_vllm", "vllm_mode", "reward_funcs")
+JOBS = (
+    Job("distillation", DISTILL, r"\b(trl (gkd|gold|distillation|minillm)|(gkd|gold|distill)\w*\.py)\b", ("lmbda", "teacher_model_name_or_path")),
+    Job("training of a reward model", REWARD_MODEL, r"\b(trl reward|(reward_modeling|reward|prm)\.py)\b", ("center_rewards_coefficient",), GRPO),
+    Job("preference training (DPO, KTO and their kin)", PREFERENCE, r"\b(trl (dpo|kto|cpo|orpo|bco)|(dpo|kto|cpo|orpo|bco)\w*\.py)\b", (
+        "desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "loss_type=sigmoid", "loss_type=ipo",
+        "loss_type=hinge", "loss_type=apo_zero"), GRPO),
+    Job("supervised fine-tuning", SFT, r"\b(trl sft|sft\w*\.py)\b", ("packing", "assistant_only_loss", "completion_only_loss", "max_length",
+                                                                     "max_seq_length", "dataset_text_field"), GRPO),
+    Job("a file without reward_funcs or another key of GRPO alone (set num_generations if it is GRPO's): supervised fine-tuning", SFT,
+        keys=("dataset_name", "model_name_or_path", "learning_rate"), unless=(*GRPO, "beta", "loss_type", "temperature"), file=True),
+)
+SUPERVISED = "of its other trainers, and not of GRPO"
 
 AUTOMATIC = (  # key, what jaxrl does, further keys of which the same holds
     ("multi_gpu", "processes find each other (launch.hosts)", "num_machines", "machine_rank", "main_process_*", "rdzv_backend",
@@ -76,6 +89,7 @@ LACKS = (
 TABLE = Table(
     name="trl", title="TRL", command=r"grpo", flags=True,
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9"),
+    jobs=JOBS,
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",
         "no weight decay on norms, biases and other vectors (as transformers)",

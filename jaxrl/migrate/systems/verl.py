@@ -14,7 +14,7 @@ from jaxrl.migrate.systems import verl_meaning as meaning
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
 from jaxrl.migrate.systems.verl_optimizer import optimizer
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 GAE, GRPO = {ALGO + "adv_estimator": "gae"}, {ALGO + "adv_estimator": "grpo", ROLLOUT + "n": 8}
@@ -65,8 +65,15 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
         K(o + "muon_*", "inert", why="read by Muon alone", also=(o + "use_layer_wise_*",)))
 
 
+JOBS = (
+    Job("generation or evaluation without training", EVAL, r"\bmain_generation\w*|\bmain_eval\b|\bmain_\w*server\b"),
+    Job("supervised fine-tuning", SFT, r"\b\w*sft_trainer\w*", ("optim.**", "model.**", "engine.**", "engine"),
+        ("actor_rollout_ref.**", "algorithm.**")),
+)
+
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
+    jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",
