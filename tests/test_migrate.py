@@ -635,3 +635,129 @@ def test_shares_of_a_run_and_jobs_of_another_kind_are_said():
     assert m.options["eval.every_steps"][0] == m.options["checkpoint.every_steps"][0] == 0
     assert migrated("trl", {"num_processes": 8, "dataset_name": "some/set"}).outcome(False) == "refused"
     assert migrated("skyrl", command="python -m skyrl.train.entrypoints.main_generate").outcome(False) == "refused"
+
+
+MISPLACED = {  # keys of each system, below a table that does not have them
+    "areal": (
+        "actor.n_samples actor.max_head_offpolicyness actor.total_train_epochs rollout.temperature "
+        "rollout.eps_clip rollout.lr ref.n_samples critic.n_samples train_dataset.n_samples gconfig.eps_clip "
+        "gconfig.batch_size saver.lr"),
+    "cosmos_rl": (
+        "train.kl_beta train.temperature rollout.train_batch_per_replica rollout.kl_beta policy.optm_lr "
+        "policy.n_generation validation.optm_lr logging.output_dir"),
+    "rlinf": (
+        "actor.group_size actor.ratio_clip_eps rollout.group_size rollout.kl_beta data.group_size data.lr "
+        "actor.optim.temperature actor.model.lr critic.kl_beta"),
+    "roll": (
+        "actor_train.rollout_batch_size actor_train.pg_clip actor_train.adv_estimator "
+        "actor_infer.rollout_batch_size actor_infer.pg_clip reference.kl_loss_coef critic.ppo_epochs "
+        "actor_train.training_args.rollout_batch_size actor_train.data_args.prompt_length "
+        "actor_infer.generating_args.response_length"),
+    "skyrl": (
+        "trainer.policy.fsdp_config.lr trainer.ref.eps_clip_low trainer.critic.train_batch_size "
+        "generator.inference_engine.temperature data.dataloader.epochs trainer.policy.train_batch_size "
+        "generator.train_batch_size trainer.algorithm.epochs"),
+    "trl": (
+        "fsdp_config.learning_rate deepspeed_config.num_generations parallelism_config.max_steps "
+        "training.learning_rate grpo.num_generations"),
+    "verl": (
+        "data.ppo_mini_batch_size data.n data.use_kl_loss trainer.train_batch_size trainer.max_response_length "
+        "actor_rollout_ref.actor.train_batch_size actor_rollout_ref.actor.adv_estimator "
+        "actor_rollout_ref.rollout.ppo_mini_batch_size actor_rollout_ref.rollout.max_response_length "
+        "actor_rollout_ref.ref.clip_ratio critic.adv_estimator actor_rollout_ref.model.use_kl_loss"),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_key_in_another_table_than_its_own_is_named_with_the_place_where_it_belongs(system):
+    for key in MISPLACED[system].split():
+        m = migrated(system, {**REQUIRED.get(system, {}), key: 3})
+        record = next(r for r in m.records() if r.key == key)
+        assert record.kind == "unknown" and "unknown here; " in record.note and " belongs at " in record.note, (key, record)
+        assert m.outcome(False) != "full"
+    assert sum(len(keys.split()) for keys in MISPLACED.values()) >= 60
+
+
+def test_where_a_key_belongs():
+    def note(system, key):
+        return next(r.note for r in migrated(system, {**REQUIRED.get(system, {}), key: 3}).records() if r.key == key)
+
+    assert note("verl", "data.ppo_mini_batch_size").endswith("belongs at actor_rollout_ref.actor.ppo_mini_batch_size")
+    assert note("roll", "actor_train.rollout_batch_size").endswith("belongs at the top level")
+    assert note("areal", "rollout.eps_clip").endswith("belongs at actor.eps_clip")
+    areal = migrated("areal", {**AREAL, "actor.max_new_tokens": 512})  # a field of the actor, too: of its overlong penalty
+    assert any("belongs at gconfig.max_new_tokens" in text for text in areal.needs_you)
+    same = migrated("areal", {**AREAL, "actor.max_new_tokens": 512, "gconfig.max_new_tokens": 512})
+    assert not any("max_new_tokens" in text for text in same.needs_you)
+    penalty = {"actor.overlong_reward_penalty": True, "actor.overlong_tokens": 100, "actor.overlong_penalty_factor": 1.0}
+    assert [key for key, *_ in migrated("areal", AREAL | penalty).lacking if "max_new" in key] == ["actor.max_new_tokens"]
+
+
+@pytest.mark.parametrize("system, key, value, of", [
+    ("trl", "max_prompt_length", 700, "0.27"), ("verl", "data.chat_template", "x", "0.7"), ("skyrl", "generator.num_inference_engines", 1, "0.2"),
+    ("cosmos_rl", "train.validation_step", 5, "0.2.9"), ("areal", "actor.group_reward_norm", True, "0.3"),
+    ("roll", "alive_check_interval", 9, "0.1.3")])
+def test_keys_of_another_version_ask_for_the_version(tmp_path, capsys, system, key, value, of):
+    settings = {**REQUIRED.get(system, {}), "reward_funcs": ["accuracy_reward"]} if system == "trl" else REQUIRED.get(system, {})
+    tree: dict = {}
+    for name, x in {**settings, key: value}.items():
+        *above, leaf = name.split(".")
+        table = tree
+        for part in above:
+            table = table.setdefault(part, {})
+        table[leaf] = x
+    (tmp_path / "old.yaml").write_text(json.dumps(tree))
+    for flags, asked in (([], True), ([f"--from-version={of}"], False)):
+        command.main([system, str(tmp_path / "old.yaml"), f"--out={tmp_path / str(asked)}", *flags])
+        said = [line for line in capsys.readouterr().out.splitlines() if "needs you: version" in line]
+        assert len(said) == asked and all(key in line and line.endswith(f"give --from-version={of}") for line in said)
+
+
+@pytest.mark.parametrize("system, key, value, kind, note", [
+    ("trl", "benchmarks", ["math_500_v1"], "unsupported", "benchmarks"), ("trl", "do_eval", True, "inert", "eval_strategy"),
+    ("trl", "overwrite_output_dir", True, "automatic", "run.resume"), ("trl", "torch_empty_cache_steps", 5, "automatic", "allocator"),
+    ("trl", "load_best_model_at_end", True, "unsupported", "last checkpoint"), ("trl", "push_to_hub_revision", True, "automatic", "upload"),
+    ("trl", "remove_unused_columns", False, "automatic", "column"), ("areal", "actor.adv_norm.mean_leave1out", True, "unsupported", "mean of all"),
+    ("areal", "evaluator.fileroot", "x", "automatic", "evaluations"), ("areal", "weight_update_mode", "disk", "automatic", "transport"),
+    ("cosmos_rl", "policy.parallelism.cp_rotate_method", "allgather", "automatic", "mesh.cp"),
+    ("rlinf", "rollout.print_outputs", True, "automatic", "log.print_samples"), ("roll", "alive_check_interval", 9, "automatic", "heartbeat"),
+    ("roll", "router_args.router_name", "x", "automatic", "server"), ("skyrl", "trainer.tags", ["a"], "automatic", "TAGS"),
+    ("verl", "transfer_queue.enable", True, "automatic", "rows")])
+def test_the_note_beside_a_key_is_about_it(system, key, value, kind, note):
+    record = next(r for r in migrated(system, {**REQUIRED.get(system, {}), key: value}).records() if r.key == key)
+    assert record.kind == kind and note in record.note
+
+
+JOBS = [  # system, what is not RL of a language model there, the recipe that does it
+    ("trl", {"packing": True, "max_length": 2048, "learning_rate": 2e-5}, "", "run.recipe=sft"),
+    ("trl", {"beta": 0.1, "max_length": 1024}, "trl dpo --beta", "run.recipe=preference"),
+    ("trl", {"learning_rate": 1e-5}, "accelerate launch examples/scripts/reward_modeling.py", "run.recipe=reward_model"),
+    ("trl", {"lmbda": 0.5, "temperature": 0.9}, "", "run.recipe=distill"),
+    ("areal", {"train_dataset.type": "sft", "model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
+    ("areal", {"train_dataset.type": "rw", "model.path": "a/b"}, "", "run.recipe=reward_model"),
+    ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
+    ("skyrl", {"train_datasets": ["a"], "strategy": "megatron", "num_steps": 9}, "python -m skyrl.train.main_sft", "run.recipe=sft"),
+    ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
+    ("verl", {"optim.lr": 1e-5, "model.path": "a/b", "data.train_batch_size": 0}, "torchrun -m verl.trainer.fsdp_sft_trainer", "run.recipe=sft"),
+    ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
+    ("roll", {"sft_train.model_args.dtype": "bf16", "sequence_length": 2048}, "", "run.recipe=sft"),
+    ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
+    ("cosmos_rl", {"train.train_policy.type": "sft", "train.train_policy.trainer_type": "dpo"}, "", "run.recipe=preference"),
+    ("roll", {"chosen_key": "a", "rejected_key": "b", "beta": 0.1}, "", "run.recipe=preference"),
+    ("roll", {"student.device_mapping": "list(range(0,8))", "teacher.device_mapping": "list(range(0,8))"}, "", "run.recipe=distill"),
+]
+
+
+@pytest.mark.parametrize("system, settings, program, recipe", JOBS)
+def test_another_job_is_refused_for_its_own_reason_alone(system, settings, program, recipe):
+    m = migrated(system, settings, command=program)
+    (key, why, refuse), = m.lacking
+    assert refuse and recipe in why and "is not carried over" in why and (key in settings or key in program)
+    assert m.needs_you == m.different == [] and not m.unknown and m.outcome(False) == "refused"
+    assert [r.key for r in m.records()] == sorted(settings)  # every key is in the report, and none as RL's
+    assert {(r.kind, r.note) for r in m.records()} <= {("unsupported", "of that job"), ("unsupported", why)}
+
+
+def test_words_without_a_dot_are_keys_of_the_systems_own_command(tmp_path):
+    status, report, _ = run(tmp_path, "NAME=x LIMIT=3 python -m skyrl.train.main_sft strategy=fsdp num_steps=10 optimizer_config.lr=1e-6\n")
+    assert status == 3 and [k["key"] for k in report["keys"]] == ["num_steps", "optimizer_config.lr", "strategy"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.read import read
-from jaxrl.migrate.report import name_of, write
+from jaxrl.migrate.report import name_of, shown, write
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import Migration, Table
@@ -43,9 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         gpus = int(given) if re.fullmatch(r"[1-9][0-9]{0,6}", given) else 0
         if not gpus:
             raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
-        m = trained(Migration(
-            table, read(table, Path(file), overrides), version, gpus if "gpus" in flags else 0, name_of(file)
-        ).run())
+        source = read(table, Path(file), overrides)
+        m = trained(Migration(table, source, version, gpus if "gpus" in flags else 0, name_of(file)).run())
+        if "from-version" not in flags:
+            m.ask_version()
         data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)
     except Unreadable as e:
         print(f"jaxrl.migrate: {e}", file=sys.stderr)
@@ -102,6 +103,9 @@ def say(data: dict, out: Path) -> int:
     )
     for entry in data["lacks"]:
         print(f"  lacks {entry['key']}: {entry['why']}")
+    for key in data["keys"]:
+        if key["kind"] == "unknown":
+            print(f"  unknown {shown(key['key'])}: {key['note']}")
     for text in data["needs_you"]:
         print(f"  needs you: {text}")
     for command in data["commands"].values():

@@ -62,7 +62,7 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
     for command in shell.commands(path, environment, notes):
         line = " ".join(text for text, _ in command.words if not re.match(r"(?!--config)[\w.+~/-]+=", text))
         fits = bool(re.search(table.command, line))
-        settings = _command(table, command, path, notes)
+        settings = _command(table, command, path, notes, fits)
         if settings:
             found.append((fits, len(settings), line, settings))
     if not found:
@@ -74,7 +74,8 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
     return best[2], best[3]
 
 
-def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Setting]:
+def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool) -> list[Setting]:
+    """The settings of a command. fits: whether it is one of the system's, whose words without a dot are keys, too."""
     out: list[Setting] = []
     words = command.words
     folder, configs = "", []
@@ -103,7 +104,8 @@ def _command(table: Table, command: shell.Command, path: Path, notes) -> list[Se
                 Setting(flag[1].replace("-", "_"), True if not value else value[0] if len(value) == 1 else value, where)
             )
         elif not text.startswith("--"):
-            out += [s for s in override(text, where) if "." in s.key or len(out) or s.key in known]
+            mine = fits and not _NAME.fullmatch(text)
+            out += [s for s in override(text, where) if "." in s.key or len(out) or mine or s.key in known]
         i += 1
     return [*(s for config in configs for s in _named_config(path, folder, config, notes)), *out]
 

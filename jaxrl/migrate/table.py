@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,16 +76,43 @@ class Joint:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A job that a table does not carry over, and what does it here. It is recognised by a pattern of the command, or
+    by one of some keys (`a.b`, `a.**`, or `a.b=value`) where none of `unless` is set; if `file`, in a source without a
+    command. Its config is refused for this reason alone: no rule is run.
+    """
+
+    what: str
+    ours: str
+    command: str = ""
+    keys: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    file: bool = False
+
+
+SFT = "run.recipe=sft (configs/sft_chat.py)"
+PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/preferences.md)"
+REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/reward_models.md)"
+DISTILL = "run.recipe=distill (configs/distill.py, docs/distillation.md)"
+EVAL = "run.mode=eval, with eval.sets and model.path"
+EPISODES = "an environment (configs/env.py, docs/environments.md)"
+
+
+@dataclass(frozen=True)
 class Table:
-    """A system. versions: oldest first, the last is assumed. command: pattern of the command, in a script, that
-    starts a job. prefixes: put before keys that are not known, as in excerpts of the documentation. differs: what is
-    otherwise whatever the keys say."""
+    """A system.
+
+    versions: oldest first, the last is assumed. command: pattern of the command, in a script, that starts a job.
+    jobs: those that are refused as a whole. prefixes: put before keys that are not known, as in excerpts of the
+    documentation. differs: what is otherwise whatever the keys say.
+    """
 
     name: str
     title: str
     versions: tuple[str, ...]
     command: str
     rules: tuple[Key | Joint, ...]
+    jobs: tuple[Job, ...] = ()
     prefixes: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
@@ -114,8 +142,9 @@ class Migration:
         self.name, self.table, self.version, self.gpus = name, table, version, gpus
         self.notes, self.command = list(source.notes), source.command
         self.trained_on = 0  # GPUs of the policy, where a rule says it
+        self.other = ""  # what makes it a job that is refused as a whole
         self.elsewhere = False  # whether the engine has hosts of its own, whose servers you name
-        self.unknown: list[tuple[Setting, str]] = []
+        self.unknown: list[tuple[Setting, str]] = []  # with what the report says of it
         self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
         self.options: dict[str, tuple[Any, tuple[str, ...]]] = {}
         self.marks: dict[str, tuple[str, str]] = {}
@@ -133,22 +162,33 @@ class Migration:
     def _assign(self, settings):
         exact = {n: key.name for key in self._known.values() for n in key.names() if "*" not in n}
         wild = [(re.compile(_pattern(n)), key.name) for key in self._known.values() for n in key.names() if "*" in n]
+        carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
+        names = names_of(self.table.name)
         for s in settings.values():
-            owner = None
+            owner, name = None, s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
                 owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), None)
                 if owner:
                     break
-            passed = owner and name not in exact and self._known[owner].kind in ("automatic", "inert")
-            if passed and not self._named(s.key):
-                leaf = s.key.rpartition(".")[2]
-                near = difflib.get_close_matches(leaf, names_of(self.table.name), n=1, cutoff=0.6)
-                self.unknown.append((s, s.key.removesuffix(leaf) + near[0] if near else ""))
-            elif owner:
+            if owner and (name in exact or names.has(name)):
                 self.owned.setdefault(owner, []).append(s)
+                continue
+            leaf = s.key.rpartition(".")[2]
+            homes = [n for n in (*carried, *exact, *names.keys) if n.rpartition(".")[2] == leaf and "*" not in n]
+            row = self._known[owner] if owner else None
+            passes = row and row.kind in ("automatic", "inert")
+            if row and not passes and not (homes and row.kind == "unsupported" and not row.refuse):
+                self.owned.setdefault(owner, []).append(s)
+            elif homes:
+                home = max(homes, key=lambda n: (_shared(n, s.key), not n.startswith("critic.")))
+                home = home if "." in home else "the top level"
+                self.unknown.append((s, f"unknown here; {leaf} belongs at {home}"))
             else:
                 near = difflib.get_close_matches(s.key, list(exact), n=1, cutoff=0.5)
-                self.unknown.append((s, near[0] if near else ""))
+                if row:
+                    near = difflib.get_close_matches(leaf, names.leaves, n=1, cutoff=0.6)
+                    near = [s.key.removesuffix(leaf) + n for n in near]
+                self.unknown.append((s, f"no such key; the nearest is {near[0]}" if near else "no such key"))
         for name, found in self.owned.items():
             carried = self._known[name].kind in ("exact", "equivalent") and "*" not in name
             if carried:
@@ -159,11 +199,6 @@ class Migration:
                     found[-1].key,
                     f"is {found[0].key} of another version, which is set at {found[0].where}: set one of them",
                 )
-
-    def _named(self, key: str) -> bool:
-        """Whether the last part of a key is a name of the system, or an entry of a table whose keys are anybody's."""
-        *above, leaf = key.split(".")
-        return leaf in names_of(self.table.name) or leaf.isdigit() or any(map(ANYBODYS.search, above))
 
     def given(self, name: str) -> bool:
         """Whether the source sets the key."""
@@ -283,7 +318,32 @@ class Migration:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    def _other_job(self) -> tuple[str, Job] | None:
+        """The job of the table's `jobs` that the source describes, and the key or command that says so."""
+        for job in self.table.jobs:
+            if job.command and (found := re.search(job.command, self.command)):
+                return found[0].strip(), job
+            if job.file and self.command or any(self._set(key) for key in job.unless):
+                continue
+            for key in job.keys:
+                if found := self._set(key):
+                    return found.key, job
+        return None
+
+    def _set(self, key: str) -> Setting | None:
+        """The first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty table."""
+        name, eq, value = key.partition("=")
+        pattern = re.compile(_pattern(name))
+        of = (s for s in self.singles.values() if pattern.fullmatch(s.key) and s.value not in (None, False, {}, ""))
+        return next((s for s in of if not eq or str(s.value) == value), None)
+
     def run(self) -> Migration:
+        if other := self._other_job():
+            key, job = other
+            self.lacking.append((key, f"{job.what} is not carried over; {job.ours} does it", True))
+            self.other, self.facts["job"] = key, job.what
+            self.different, self.unknown = [], []
+            return self
         for rule in self.table.rules:
             keys = rule.keys if isinstance(rule, Joint) else (rule,)
             try:
@@ -332,6 +392,25 @@ class Migration:
                 given = f"{_short(self[name])}: " if name and "*" not in name else ""
                 raise Unreadable(self.where(name), name, f"{given}{e}") from None
 
+    def ask_version(self) -> Migration:
+        """Asks for the version where the source has keys that the assumed one has not."""
+        versions, names = self.table.versions, names_of(self.table.name)
+        strangers: dict[tuple[str, str], list[str]] = {}
+        for s in (s for found in self.owned.values() for s in found):
+            span = names.keys.get(s.key)
+            if span and not versions.index(span[0]) <= versions.index(self.version) <= versions.index(span[1]):
+                strangers.setdefault(span, []).append(s.key)
+        if strangers:
+            first, last = max(strangers, key=lambda span: len(strangers[span]))
+            keys = strangers[first, last]
+            what = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            of = first if first == last else f"{first} to {last}"
+            self.needs(
+                f"version: {what}: of {self.table.title} {of}, and the defaults here are those of {self.version}; if "
+                f"the file is older, give --from-version={last}"
+            )
+        return self
+
     # -- results -------------------------------------------------------------------------------------------------------
 
     def written(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
@@ -345,6 +424,10 @@ class Migration:
 
     def records(self) -> list[Record]:
         """One record per key of the source, in its order."""
+        if self.other:
+            note = {key: why for key, why, _ in self.lacking}
+            rows = sorted(self.singles.values(), key=lambda s: s.key)
+            return [Record(s.key, s.value, s.where, "unsupported", {}, note.get(s.key, "of that job")) for s in rows]
         written, out = self.written(), []
         for name, settings in self.owned.items():
             key = self._known[name]
@@ -354,17 +437,7 @@ class Migration:
                 if kind in ("exact", "equivalent") and not targets:
                     kind, note = "inert", "changes nothing, the other keys being what they are"
                 out.append(Record(s.key, s.value, s.where, kind, targets, note))
-        for s, near in self.unknown:
-            out.append(
-                Record(
-                    s.key,
-                    s.value,
-                    s.where,
-                    "unknown",
-                    {},
-                    f"no such key; the nearest is {near}" if near else "no such key",
-                )
-            )
+        out += [Record(s.key, s.value, s.where, "unknown", {}, note) for s, note in self.unknown]
         return sorted(out, key=lambda r: r.key)
 
     def outcome(self, strict: bool) -> str:
@@ -374,12 +447,55 @@ class Migration:
         return ("refused" if strict else "partial") if partial else "full"
 
 
+class Names(NamedTuple):
+    """The keys of a system's config classes and example files, over the versions that are read.
+
+    keys: dotted name -> (first, last) version that has it, None for all. parents: tables of these. loose: last parts
+    of names whose table is not known.
+    """
+
+    keys: dict[str, tuple[str, str] | None]
+    parents: frozenset[str]
+    patterns: tuple[re.Pattern, ...]
+    loose: frozenset[str]
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        return self.loose.union(n.rpartition(".")[2] for n in self.keys)
+
+    def has(self, key: str) -> bool:
+        """Whether some version has the key, or its table takes keys of any name."""
+        *above, leaf = key.split(".")
+        return (
+            key in self.keys
+            or key in self.parents
+            or leaf in self.loose
+            or leaf.isdigit()
+            or any(map(ANYBODYS.search, above))
+            or any(pattern.fullmatch(key) for pattern in self.patterns)
+        )
+
+
 @cache
-def names_of(system: str) -> frozenset[str]:
-    """Every name of a field or key in the config classes and config files of a system's versions, the last part of each
-    key; empty where its rules leave none to a pattern. A pattern's key of another name is none of that system."""
-    file = Path(__file__).parent / "names" / f"{system}.txt"
-    return frozenset(file.read_text("utf-8").split()) if file.is_file() else frozenset()
+def names_of(system: str) -> Names:
+    """The names in names/SYSTEM.txt: `a.b` or `a.b FIRST..LAST` on a line, `*.b` where the table of b is not known."""
+    keys: dict[str, tuple[str, str] | None] = {}
+    loose = []
+    for line in (Path(__file__).parent / "names" / f"{system}.txt").read_text("utf-8").splitlines():
+        name, _, versions = line.partition(" ")
+        if name.startswith("*."):
+            loose.append(name[2:])
+        else:
+            first, _, last = versions.partition("..")
+            keys[name] = (first, last) if last else None
+    parents = {name[:i] for name in keys for i, c in enumerate(name) if c == "."}
+    patterns = tuple(re.compile(_pattern(name)) for name in keys if "*" in name)
+    return Names(keys, frozenset(parents), patterns, frozenset(loose))
+
+
+def _shared(a: str, b: str) -> int:
+    """Tables that two dotted names have in common, from the first on."""
+    return len(os.path.commonprefix([a.split(".")[:-1], b.split(".")[:-1]]))
 
 
 def _pattern(name: str) -> str:

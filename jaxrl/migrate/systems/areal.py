@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.systems import areal_meaning as meaning
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -19,8 +19,18 @@ OWN_EVAL, LORA, SAPO = {EVAL + "temperature": 0.7}, {ACTOR + "use_lora": True}, 
 LONG = {ACTOR + "overlong_reward_penalty": True, ACTOR + "overlong_tokens": 100, ACTOR + "overlong_penalty_factor": 1.0}
 RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
 
+JOBS = (
+    Job("a config of AReaL before AReaL-lite", "run.recipe=rl (configs/grpo.py)", keys=("ppo.**", "exp_ctrl.**", "actor_train.**")),
+    Job("training of a reward model", REWARD_MODEL, keys=("train_dataset.type=rw",)),
+    Job("preference training", PREFERENCE, keys=("train_dataset.type=dpo",)),
+    Job("supervised fine-tuning", SFT, r"\bsft\w*\.py\b|_sft\.py\b", ("train_dataset.type=sft",)),
+    Job("supervised fine-tuning or a reward model", f"{SFT} or {REWARD_MODEL}", keys=("model.**",), unless=("actor.**",)),
+    Job("distillation from a teacher beside the reward", DISTILL, keys=("teacher.**",)),
+)
+
 TABLE = Table(
     name="areal", title="AReaL", command=r"areal|train", versions=("0.3", "0.4", "0.5", "1.0"),
+    jobs=JOBS,
     differs=(
         "mini-batches are of whole prompts, AReaL's of sequences of about as many tokens",
         "weight decay spares norms, biases and other vectors",
@@ -56,12 +66,16 @@ TABLE = Table(
             K(ACTOR + "overlong_reward_penalty", "equivalent", default=False, other=True, beside={k: v for k, v in LONG.items() if v is not True}),
             K(ACTOR + "overlong_tokens", "equivalent", other=50, beside=LONG),
             K(ACTOR + "overlong_penalty_factor", "equivalent", other=0.5, beside=LONG),
+            K(ACTOR + "max_new_tokens", "inert", default=1024, why="read by the overlong penalty alone; gconfig.max_new_tokens bounds completions"),
             K(ACTOR + "group_reward_norm", "equivalent", default=False, other=True),
             K(NORM + "mean_level", "equivalent", default="batch", other="group", beside={NORM + "std_level": "batch"}),
             K(NORM + "std_level", "equivalent", default="batch", other="group", beside={NORM + "mean_level": "group"}),
             K(NORM + "mean_leave1out", "equivalent", default=False, other=True, beside=GROUP),
             K(NORM + "std_unbiased", "equivalent", default=True)), meaning.reward),
-        K(NORM + "eps", "automatic", why="1e-6 is added", also=(ADV + "eps", ADV + "std_unbiased", ADV + "mean_leave1out")),
+        K(NORM + "eps", "automatic", why="1e-6 is added", also=(ADV + "eps",)),
+        K(ADV + "std_unbiased", "unsupported", fine=(True,), why="the deviation of advantages is the unbiased one"),
+        K(ADV + "mean_leave1out", "unsupported", fine=(False,), why="an advantage is centred by the mean of all; reward_norm.mean_leave1out is"
+          " algorithm.advantage=rloo"),
         Joint("advantage", (
             K(ACTOR + "discount", "equivalent", default=1.0, other=0.99),
             K(ACTOR + "gae_lambda", "equivalent", default=1.0, other=0.95),
@@ -204,10 +218,10 @@ TABLE = Table(
         K("rollout.request_timeout", to="rollout.timeout_seconds", default=3600, other=900),
         K("rollout.request_retries", to="rollout.vllm.retries", default=3, other=5),
         K(ACTOR + "enable_tree_training", "automatic", why="answers of a group share one copy of their prompt (train.share_prompts)"),
+        K("server_only", "unsupported", fine=(False,), refuse=True, why="servers without training: `vllm serve`"),
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
-        K("ppo.**", "unsupported", refuse=True, also=("exp_ctrl.**", "actor_train.**"), why="configs of AReaL before AReaL-lite"),
-        K("model", "unsupported", refuse=True, also=("model.**",), why="its supervised and reward-model trainers: recipes of ours"),
-        K("teacher.**", "unsupported", refuse=True, why="a teacher beside the reward: run.recipe=distill is ours"),
+        K("model", "inert", why="read by its supervised and reward-model trainers alone"),
+        K("teacher", "inert", why="without a value there is no teacher"),
         K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/environments.md)",
           also=("rollout.openai.mode",)),
         K("rollout.agent.**", "inert", why="read by agents alone", also=("rollout.openai.**",)),
@@ -222,25 +236,32 @@ TABLE = Table(
             (ACTOR + "fsdp.**", "the mesh and XLA decide", (ACTOR + "archon.**", ACTOR + "megatron.**", ACTOR + "ds_auto_tp.**")),
             (ACTOR + "scheduling_spec", "processes are started by jaxrl.launch or Slurm", (
                 ACTOR + "scheduling_spec.**", ACTOR + "scheduling_strategy.**", "rollout.scheduling_spec", "rollout.scheduling_spec.**",
-                "rollout.scheduling_strategy.**", "scheduler.**", "launcher.**", "cluster.**")),
-            ("enable_offload", "engine and trainer take turns where they share devices", ("weight_update_mode", ACTOR + "weight_update_mode")),
+                "rollout.scheduling_strategy.**", "scheduler.**", "launcher.**", "cluster.**", DATA + "scheduling_spec.**",
+                "valid_dataset.scheduling_spec.**")),
+            ("enable_offload", "engine and trainer take turns where they share devices", ()),
+            ("weight_update_mode", "rollout.vllm.transport", (ACTOR + "weight_update_mode",)),
             ("rollout.dump_to_file", "log.rollouts writes every step's", ("rollout.fileroot",)),
-            ("rollout.experiment_name", "the run's directory", ("rollout.trial_name", "rollout.tokenizer_path", ACTOR + "experiment_name",
-                                                                ACTOR + "trial_name")),
+            ("rollout.experiment_name", "the run's directory", ("rollout.trial_name", ACTOR + "experiment_name", ACTOR + "trial_name")),
+            ("rollout.tokenizer_path", "model.tokenizer", ()),
             (ACTOR + "mb_spec.*", "packed rows (train.tokens_per_microbatch)", ("mb_spec.**", CRITIC + "mb_spec.**")),
             (ACTOR + "disable_dropout", "the decoder has no dropout", ()),
             (ACTOR + "pad_to_maximum", "rows are packed to static lengths", ()),
-            (ACTOR + "attn_impl", "kernels are the platform's", (ACTOR + "use_kernels", ACTOR + "grad_reduce_dtype")),
+            (ACTOR + "attn_impl", "kernels are the platform's", (ACTOR + "use_kernels",)),
+            (ACTOR + "grad_reduce_dtype", "gradients are summed in fp32", ()),
             (ACTOR + "log_agent_stats", "metrics of episodes are logged", (ACTOR + "log_agent_stats_keys",)),
             (ACTOR + "**", "no counterpart is needed", ()),
             ("ref.**", "the reference is sharded as the policy", ()),
             (CRITIC + "**", "the critic is sharded as the policy", ()),
-            ("sglang.**", "vLLM's own choice", ("vllm.**", "server_only", "sglang")),
+            ("sglang.**", "vLLM's own choice", ("vllm.**", "sglang")),
             ("rollout.**", "as many requests are under way as staleness allows", ()),
-            (DATA + "*", "rows are read ahead by data.workers", (DATA + "dataset_kwargs.**", DATA + "scheduling_spec.**")),
-            ("valid_dataset.*", "all rows are evaluated", ("valid_dataset.dataset_kwargs.**", "valid_dataset.scheduling_spec.**", "valid_dataset")),
-            ("saver.*", "the run's directory", ("recover.*", "evaluator.*", "stats_logger.*", "stats_logger.**", "checkpointer.**")),
-            ("perf_tracer.**", "profile.steps", ("memory_profiler.**", "perf_tracer", "session_tracer.**")),
+            (DATA + "*", "rows are read ahead by data.workers", (DATA + "dataset_kwargs.**",)),
+            ("valid_dataset.*", "all rows are evaluated", ("valid_dataset.dataset_kwargs.**", "valid_dataset")),
+            ("saver.*", "checkpoints are below run.dir", ("recover.*", "checkpointer.**")),
+            ("evaluator.*", "evaluations are below run.dir", ()),
+            ("stats_logger.*", "metrics are below run.dir", ("stats_logger.**",)),
+            ("perf_tracer.**", "profile.steps", ("perf_tracer",)),
+            ("memory_profiler.**", "profile.memory", ()),
+            ("session_tracer.**", "log.rollouts has what was asked and answered", ()),
             ("async_training", "rollout.max_staleness", ()))),
     ),
 )

@@ -62,6 +62,17 @@ def reward(m: Migration):
             ACTOR + "overlong_penalty_factor",
             ACTOR + "reward_scaling",
         )
+    counted, longest = m.integer(ACTOR + "max_new_tokens"), m.integer(GCONFIG + "max_new_tokens")
+    if counted != longest and m.flag(ACTOR + "overlong_reward_penalty"):
+        m.lacks(
+            ACTOR + "max_new_tokens",
+            f"{counted}: AReaL's overlong penalty counts to this length, and here to gconfig.max_new_tokens={longest}",
+        )
+    elif counted != longest and m.given(ACTOR + "max_new_tokens"):
+        m.needs(
+            f"{ACTOR}max_new_tokens={counted} does not bound completions; the length of completions belongs at "
+            f"gconfig.max_new_tokens (now {longest})"
+        )
     _norm(m)
 
 
@@ -472,14 +483,6 @@ def data(m: Migration):
     m.set("data.shuffle", m.flag(DATA + "shuffle"), DATA + "shuffle")
     m.set("data.drop_last", m.flag(DATA + "drop_last"), DATA + "drop_last")
     m.set("data.workers", m.integer(DATA + "num_workers"), DATA + "num_workers")
-    kind = m.text(DATA + "type")
-    if kind in ("sft", "rw", "dpo"):
-        m.lacks(
-            DATA + "type",
-            "its supervised, reward-model and preference trainers are not read: run.recipe=sft, reward_model, "
-            "preference",
-            refuse=True,
-        )
     if m.text("valid_dataset.path"):
         split = m.text("valid_dataset.split")
         at = "" if m.text("valid_dataset.path").endswith((".jsonl", ".json", ".parquet", ".csv")) else f"@{split}"

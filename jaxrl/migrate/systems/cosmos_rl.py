@@ -11,7 +11,7 @@ from jaxrl.migrate.systems import cosmos_rl_jobs as jobs
 from jaxrl.migrate.systems import cosmos_rl_meaning as meaning
 from jaxrl.migrate.systems import cosmos_rl_rewards as scores
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, REMOTE, ROLL, TRAIN, VALID, P
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import PREFERENCE, Job, Joint, Key, Since, Table
 
 K = Key
 PAR, RPAR, LORA, SUB, TURN = (POLICY + "parallelism.", ROLL + "parallelism.", POLICY + "lora.", "profiler.sub_profiler_config.",
@@ -37,6 +37,7 @@ OTHERS = (  # keys that ask for no text model, their defaults, and those of othe
 TABLE = Table(
     name="cosmos_rl", title="Cosmos-RL", command=r"cosmos[-_]rl|launch_(all|controller|replica)",
     versions=("0.1", "0.2.9", "0.3.3", "0.3.5", "0.3.7", "0.4", "0.4.2", "0.4.4"),
+    jobs=(Job("preference training (DPO)", PREFERENCE, keys=(P + "trainer_type=dpo",)),),
     differs=(
         "the launcher's script may give a data set, rewards, a packer and hooks in Python: they are not read, see "
         "docs/from_cosmos_rl.md",
@@ -145,7 +146,8 @@ TABLE = Table(
             K(ROLL + "async_config.max_concurrent_requests", "equivalent", default=10, other=64,
               beside={ROLL + "mode": "async"})), jobs.layout),
         *(K(name, "automatic", why="there is no schedule of stages to choose") for name in (
-            PAR + "pp_dynamic_shape", PAR + "pp_micro_batch_size", PAR + "pp_schedule", PAR + "pp_layers_per_stage", PAR + "cp_rotate_method")),
+            PAR + "pp_dynamic_shape", PAR + "pp_micro_batch_size", PAR + "pp_schedule", PAR + "pp_layers_per_stage")),
+        K(PAR + "cp_rotate_method", "automatic", why="how the parts of a context are exchanged is jaxrl's choice (mesh.cp)"),
         *(K(RPAR + name, "ask", fine=(1, -1), why="vLLM has none; mesh.roles.sampler splits the embedded sampler") for name in (
             "dp_shard_size", "dp_replicate_size")),
         *(K(RPAR + name, "unsupported", fine=fine, why="of the engine's layouts there are tensor_parallel and replicas") for name, fine in (
@@ -304,10 +306,12 @@ TABLE = Table(
             K(DISTILL + "mini_batch", "equivalent", default=Since(("0.1", 2), ("0.4.2", 1)), other=4, beside=DIST),
             K(DISTILL + "max_token_len_per_mini_batch", "equivalent", other=50000, beside=DIST)), jobs.distillation),
         K(DISTILL + "batch_size_per_replica", "automatic", why="the teacher reads rows of train.score_tokens_per_microbatch",
-          also=(DISTILL + "sequence_packing", DISTILL + "model_max_length")),
+          also=(DISTILL + "sequence_packing",)),
+        K(DISTILL + "model_max_length", "automatic", why="the teacher reads prompt and completion whole"),
         K(DISTILL + "parallelism.*", "automatic", why="the teacher lies on the policy's devices; mesh.roles.teacher gives it its own"),
         K(DISTILL + "compile", "automatic", why="every program is compiled",
-          also=(DISTILL + "fsdp_reshard_after_forward", DISTILL + "fsdp_reduce_dtype")),
+          also=(DISTILL + "fsdp_reshard_after_forward",)),
+        K(DISTILL + "fsdp_reduce_dtype", "automatic", why="a teacher has no gradients"),
         K(DISTILL + "logprob_dtype", "automatic", why="log-probs are at least fp32"),
         K(DISTILL + "seed", "automatic", why="a teacher draws nothing"),
         K(DISTILL + "rollout_top_k_recompute", "automatic", why="the trainer scores the tokens"),
@@ -324,7 +328,8 @@ TABLE = Table(
             K("logging.project_name", "equivalent", default="cosmos_rl", other="mine"),
             K("logging.experiment_name", "equivalent", other="mine"),
             K("logging.group_name", "equivalent", other="mine")), jobs.loggers),
-        K("logging.log_interval", "automatic", why="every step is a line of metrics", also=("logging.report_mfu",)),
+        K("logging.log_interval", "automatic", why="every step is a line of metrics", ),
+        K("logging.report_mfu", "automatic", why="perf/mfu is a metric"),
         Joint("profiler", (
             K("profiler.enable_profiler", "equivalent", default=False, other=True),
             K(SUB + "wait_steps", "equivalent", default=1, other=5, beside=PROF),

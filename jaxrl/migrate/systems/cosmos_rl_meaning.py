@@ -31,8 +31,7 @@ def job(m: Migration):
     m.set("run.recipe", "distill" if distilled else "rl" if kind == "grpo" else "sft", P + "type", DISTILL + "enable")
     trainer, algo = m.text(P + "trainer_type"), m.text(P + "algo")
     if trainer not in ("", kind):
-        what = "run.recipe=preference is ours for DPO" if trainer == "dpo" else "a trainer of its own is not read"
-        m.lacks(P + "trainer_type", f"{trainer!r}: {what}", refuse=True)
+        m.lacks(P + "trainer_type", f"{trainer!r}: a trainer of its own is not read", refuse=True)
     if algo not in ("", "grpo"):
         m.lacks(P + "algo", f"{algo!r}: advantages of your own are functions (docs/extend.md)", refuse=True)
     m.facts["job"] = {"rl": "GRPO", "sft": "supervised", "distill": "on-policy distillation"}[recipe(m)]

@@ -22,7 +22,7 @@ from jaxrl.migrate.systems.rlinf_meaning import (
     SAMPLE,
     SCHED,
 )
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 GAE, REINPP, FIX = {ALGO + "adv_type": "gae"}, {ALGO + "adv_type": "reinpp"}, {ALGO + "importance_sampling_fix": True}
@@ -37,14 +37,17 @@ AUTOMATIC = (
     (RUNNER + "logger.**", "metrics are below run.dir", (RUNNER + "logger.path",)),
     (ALGO + "rollout_batch_size_per_gpu", "the engine batches requests by itself", (ALGO + "val_rollout_batch_size_per_gpu",)),
     (ALGO + "shuffle_rollout", "mini-batches are of shuffled prompts", ()),
-    (ROLLOUT + "group_name", "workers have no names", (ACTOR + "group_name", "inference.group_name", CRITIC + "group_name")),
+    (ROLLOUT + "group_name", "workers have no names", (ACTOR + "group_name", "inference.group_name", CRITIC + "group_name",
+                                                         REWARD + "group_name")),
     (ROLLOUT + "return_logprobs", "log-probs of what was sampled are always kept", ()),
     (ROLLOUT + "model_arch", "the model's config says it", (ROLLOUT + "model.model_type", MODEL + "model_type")),
     (ROLLOUT + "distributed_executor_backend", "vLLM's own choice", (ROLLOUT + "attention_backend", ROLLOUT + "disable_log_stats",
-     ROLLOUT + "use_torch_compile", ROLLOUT + "torch_compile_max_bs", ROLLOUT + "cuda_graph_max_bs", ROLLOUT + "sglang_decode_log_interval")),
-    (ROLLOUT + "detokenize", "completions are tokens", (ROLLOUT + "padding", ROLLOUT + "eos", ROLLOUT + "print_outputs")),
-    (ROLLOUT + "validate_weight", "rollout.verify_weights", (ROLLOUT + "validate_save_dir", ROLLOUT + "validate_weight_first_sync",
-      ROLLOUT + "weight_reload")),
+     ROLLOUT + "use_torch_compile", ROLLOUT + "torch_compile_max_bs", ROLLOUT + "cuda_graph_max_bs")),
+    (ROLLOUT + "sglang_decode_log_interval", "the engine is vLLM", ()),
+    (ROLLOUT + "detokenize", "completions are tokens", (ROLLOUT + "padding", ROLLOUT + "eos")),
+    (ROLLOUT + "print_outputs", "log.print_samples", ()),
+    (ROLLOUT + "validate_weight", "rollout.verify_weights", (ROLLOUT + "validate_save_dir", ROLLOUT + "validate_weight_first_sync")),
+    (ROLLOUT + "weight_reload", "rollout.vllm.transport", ()),
     (ROLLOUT + "sglang.**", "the engine is vLLM", ()),
     (ROLLOUT + "**", "vLLM's own choice", ()),
     (DATA + "type", "rows are read by their columns", (DATA + "dataset_name",)),
@@ -66,15 +69,23 @@ AUTOMATIC = (
     (OPTIM + "**", "the mesh and XLA decide", ()),
     (SCHED + "max_lr", "actor.optim.lr", ()),
     (SCHED + "**", "no counterpart is needed", ()),
-    (ACTOR + "tokenizer.use_fast", "tokenizers are fast where there is one", (ACTOR + "tokenizer.padding_side",)),
+    (ACTOR + "tokenizer.use_fast", "tokenizers are fast where there is one", ()),
+    (ACTOR + "tokenizer.padding_side", "rows are packed", ()),
     (FSDP + "**", "the mesh and XLA decide", ()),
     ("inference.**", "log-probs are computed by the trainer", ()),
     (CRITIC + "**", "the critic is sharded and scored as the policy", ()),
 )
 ROBOTS = "robots, images and videos are not trained here"
 
+JOBS = (
+    Job("supervised fine-tuning of a language model", SFT, keys=("runner.task_type=sft",), unless=(
+        "env.**", MODEL + "action_dim", MODEL + "openpi.**")),
+    Job("evaluation alone", EVAL, keys=("runner.task_type=reasoning_eval",)),
+)
+
 TABLE = Table(
     name="rlinf", title="RLinf", command=r"main_grpo|rlinf|train_\w+\.py|main_\w+\.py", versions=("docs", "0.1", "0.2", "0.3"),
+    jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors",
@@ -237,7 +248,7 @@ TABLE = Table(
             K(REWARD + "reward_min_val", "equivalent", default=-1.0, other=0.0),
             K(REWARD + "reward_max_val", "equivalent", default=1.0, other=2.0),
             K(REWARD + "use_reward_model", "equivalent", default=False)), meaning.reward),
-        K(REWARD + "tokenizer.**", "automatic", why="rewards get text", also=(REWARD + "group_name",)),
+        K(REWARD + "tokenizer.**", "automatic", why="rewards get text"),
         K(REWARD + "**", "ask", why="an option of a reward of its own"),
         K(ACTOR + "seed", to="run.seed", default=1234, other=7),
         Joint("places", (

@@ -24,7 +24,7 @@ from jaxrl.migrate.systems.roll_layout import (
          VALID,
          WORKER,
 )
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 GAE, KL_REWARD, KL_LOSS = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"use_kl_loss": True, "kl_loss_coef": 0.001}
@@ -43,15 +43,21 @@ AUTOMATIC = (
     ("rpc_timeout", "rollout.timeout_seconds and launch.wait_seconds", ()),
     ("system_envs.**", "set variables of the environment where you start it", ()),
     ("checkpoint_config.*", "a checkpoint is whole; checkpoint.upload names another place", ()),
-    ("logging_dir", "logs are below run.dir", ("base_dir", "rollout_dump_dir", "save_logging_board_dir", "profiler_output_dir", "otlp_output_dir",
+    ("logging_dir", "logs, rollouts and profiles are below run.dir", (
+        "base_dir", "rollout_dump_dir", "save_logging_board_dir", "profiler_output_dir", "otlp_output_dir",
                                                "length_profiler_dir")),
-    ("logging_steps", "every step is logged", ("report_length_and_rewards",)),
+    ("logging_steps", "every step is logged, lengths and rewards too", ("report_length_and_rewards",)),
     ("profiler_timeline", "profile.steps", ("profiler_memory",)),
     ("model_download_type", "models are of the Hugging Face hub or a folder", ()),
-    ("model_update_buffer_size_mb", "rollout.vllm.chunk_mb", ("transfer_backend.**",)),
+    ("model_update_buffer_size_mb", "rollout.vllm.chunk_mb", ()),
+    ("transfer_backend.**", "rollout.vllm.transport", ()),
     ("is_offload_states", "colocated engines sleep during the update", ("is_offload_optimizer_states_in_train_step", "offload_nccl")),
-    ("num_nodes", "counted from the devices", ("local_rank", "alive_check_interval")),
-    ("generate_opt_level", "requests are asynchronous", ("is_num_return_sequences_expand", "user_defined_rollout_loop_cls", "router_args.**")),
+    ("num_nodes", "counted from the devices", ()),
+    ("local_rank", "processes find each other (launch.hosts)", ()),
+    ("alive_check_interval", "launch.heartbeat_seconds", ()),
+    ("generate_opt_level", "requests are asynchronous", ()),
+    ("is_num_return_sequences_expand", "every completion is a request of its own", ()),
+    ("router_args.**", "requests go to the server that has fewest", ()),
     ("is_use_additional_prompts", "a step asks for as many prompts as it lacks", ("max_additional_running_prompts",)),
     ("val_batch_size", "all rows are asked at once, within what the engine takes", ()),
     ("enable_reference", "a reference is loaded where a KL asks for it", ()),
@@ -72,7 +78,8 @@ AUTOMATIC = (
     (TRAIN + CONFIG + "**", "the mesh and XLA decide", ()),
     (TRAIN + "**", "no counterpart is needed", ()),
     (INFER + "infer_batch_size", "the engine batches requests by itself", ()),
-    (INFER + CONFIG + "load_format", "servers start with dummy weights", (INFER + CONFIG + "sleep_level",)),
+    (INFER + CONFIG + "load_format", "servers start with dummy weights", ()),
+    (INFER + CONFIG + "sleep_level", "colocated engines sleep during the update", ()),
     (INFER + SAMPLE + "num_return_sequences", "num_return_sequences_in_group overwrites it", ()),
     (INFER + SAMPLE + "**", "no counterpart is needed", ()),
     (INFER + "**", "no counterpart is needed", ()),
@@ -86,17 +93,25 @@ AUTOMATIC = (
 NEVER = ("nothing reads it", ("use_reward_scaling", "use_reward_norm", "add_len_reward", "mask_type", "balance_length", "minibatch_data_iter_num",
                              "use_policy_loss_type", "val_greedy", "val_n_sample", "l2", "use_topr_loss"))
 OTHER = (
-    ("custom_envs.**", "the agentic pipeline: write an episode (docs/environments.md)",
-     ("train_env_manager.**", "val_env_manager.**", "env_manager.**", "env_config.**", "custom_env.**", "env_manager_cls",
-       "max_actions_per_traj", "max_tokens_per_step")),
-    ("student.**", "its distillation pipeline; run.recipe=distill is ours", ("distill_**", "student_train.**", "student_infer.**", "teacher.**")),
+    ("user_defined_rollout_loop_cls", "a loop of its own in Python: write an episode (docs/environments.md)", ()),
+    ("max_actions_per_traj", "of the agentic pipeline: write an episode (docs/environments.md)", ("max_tokens_per_step",)),
+    ("distill_**", "of its distillation pipeline", ()),
     (TRAIN + DATA + "image_*", "only text is read", (TRAIN + DATA + "video_*", TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
-    ("sft_train.**", "its SFT pipeline; run.recipe=sft is ours", ()),
-    ("chosen_key", "its DPO pipeline; run.recipe=preference is ours", ("rejected_key", "beta", "ipo", "label_smoothing")),
+    ("beta", "of its DPO pipeline", ("label_smoothing",)),
+)
+
+JOBS = (
+    Job("the agentic pipeline", EPISODES, r"\bstart_agentic\w*", ("custom_envs.**", "train_env_manager.**", "val_env_manager.**", "env_manager.**",
+                                                              "env_config.**", "custom_env.**", "env_manager_cls")),
+    Job("distillation", DISTILL, r"\bstart_\w*distill\w*", (
+        "student.**", "student_train.**", "student_infer.**", "teacher.**", "use_opd", "is_pure_opd")),
+    Job("supervised fine-tuning", SFT, r"\bstart_sft\w*", ("sft_train.**",)),
+    Job("preference training (DPO)", PREFERENCE, r"\bstart_dpo\w*", ("chosen_key", "rejected_key", "ipo")),
 )
 
 TABLE = Table(
     name="roll", title="ROLL", command=r"start_\w*pipeline|roll[./]", versions=("0.1.0", "0.1.1", "0.1.3", "0.2.0", "0.2.1", "0.3.0"),
+    jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",

@@ -10,7 +10,7 @@ from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 
@@ -24,9 +24,15 @@ _PLACE = "trainer.placement."
 _EVAL, _SAMPLE = GEN + "eval_sampling_params.", GEN + "sampling_params."
 NO_CHOICE = "one backend, jit over a mesh"
 
+JOBS = (
+    Job("supervised fine-tuning", SFT, r"\bmain_sft\w*|\bsft_trainer\b", ("train_datasets", "num_steps")),
+    Job("main_generate, which samples and scores without training,", EVAL, r"\bmain_generate\b"),
+)
+
 TABLE = Table(
     name="skyrl", title="SkyRL", command=r"skyrl|main_base|main_fully_async|main_dapo|-m examples\.",
     versions=("docs", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3"),
+    jobs=JOBS,
     prefixes=("trainer.", "generator.", "trainer.policy.", "data."),
     differs=(
         "the gradient does not depend on micro-batches, packing or the number of GPUs",
@@ -257,10 +263,9 @@ TABLE = Table(
         K(GEN + "chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
         K(GEN + "chat_template.*", "ask", fine=("name", None), why="name a Jinja file in model.chat_template"),
         K(GEN + "chat_template_kwargs", "automatic", why="empty"),
-        K(ENGINE + "speculative_config.**", "unsupported", why="speculative decoding", also=("trainer.mtp.**",)),
+        K(ENGINE + "speculative_config.**", "unsupported", why="speculative decoding"),
+        K("trainer.mtp.**", "unsupported", fine=(None, {}, False, 0), why="multi-token prediction is not trained"),
         K(ENGINE + "speculative_config", "unsupported", why="speculative decoding"),
-        K("train_datasets", "unsupported", refuse=True, why="its supervised trainer is not read; run.recipe=sft is ours"),
-        K("num_steps", "unsupported", refuse=True, why="its supervised trainer is not read; run.recipe=sft is ours"),
         K("trainer.policy.language_model_only", "automatic", also=("trainer.ref.language_model_only",), why="only text is read"),
         K(GEN + "vision_language_generator", "unsupported", fine=(False,), refuse=True, why="only text is supported"),
         K(GEN + "step_wise_trajectories", "unsupported", fine=(False,), why="turns are one sequence as long as they can be"),
@@ -284,13 +289,14 @@ TABLE = Table(
             ("trainer.policy.record_memory", "profile.memory writes what device memory holds", ()),
             ("trainer.policy.torch_profiler_config.**", "profile.steps traces", ("trainer.policy.megatron_config.torch_profiler_config.**",)),
             (MEGATRON + "**", "the mesh and XLA decide", ("trainer.ref.megatron_config.**", "trainer.critic.megatron_config.**")),
-            ("trainer.ref.sequence_parallel_size", "the reference is sharded as the policy", ("trainer.critic.sequence_parallel_size",)),
+            ("trainer.ref.sequence_parallel_size", "the reference is sharded as the policy", ()),
+            ("trainer.critic.sequence_parallel_size", "the critic is sharded as the policy", ()),
             ("trainer.ref.**", "the reference is sharded as the policy", ()),
             ("trainer.critic.**", "the critic is sharded as the policy", ()),
             ("trainer.optimizer_config.**", "see trainer.policy.optimizer_config", ()),
             ("trainer.logprobs_chunk_size", "train.logprob_chunk", ("trainer.vocab_entropy_chunk_size", "trainer.vocab_entropy_chunk_memory_mb",
                                                                   "trainer.fused_lm_head_logprob", "trainer.fused_lm_head_logprob_backend")),
-            ("trainer.tags", "names of runs are log.wandb_name", ()),
+            ("trainer.tags", "WANDB_TAGS in the environment", ()),
             ("trainer.num_logger_*", "log.print_samples", ("trainer.log_example_interval",)),
             ("trainer.enable_ray_gpu_monitor", "no Ray", ()),
             (ENGINE + "weight_sync_backend", "rollout.vllm.transport chooses by the machine", (GEN + "weight_sync_backend",)),
@@ -307,7 +313,8 @@ TABLE = Table(
             (GEN + "merge_stepwise_output", "turns are one sequence as long as they can be", ()),
             (GEN + "model_name", "the policy", ()),
             (GEN + "served_model_name", "the policy", ()),
-            (GEN + "enable_ray_prometheus_stats", "no Ray", ("generator.fully_sharded_loras",)))),
+            (GEN + "enable_ray_prometheus_stats", "no Ray", ()),
+            ("generator.fully_sharded_loras", "vLLM's own choice", ()))),
         *(K(name, "unsupported", fine=(None, {}), refuse=False, why=why) for name, why in (
             ("trainer.policy.model_config_kwargs.**", "write it into model.config"),
             ("trainer.rope_scaling.**", "write it into model.config"),

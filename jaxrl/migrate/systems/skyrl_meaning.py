@@ -324,12 +324,6 @@ def filtering(m: Migration):
 
 
 def lengths(m: Migration):
-    if "main_generate" in m.command:
-        m.lacks(
-            "data.val_data",
-            "main_generate samples and scores without training: run.mode=eval is ours, with eval.sets and model.path",
-            refuse=True,
-        )
     m.set("data.max_prompt_tokens", m.integer("trainer.max_prompt_length"), "trainer.max_prompt_length")
     m.set(
         "rollout.max_new_tokens",

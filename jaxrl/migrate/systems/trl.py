@@ -7,17 +7,89 @@ process, so that the number of processes must be known. A step is an optimizer s
 from __future__ import annotations
 
 from jaxrl.migrate.systems import trl_meaning as meaning
-from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, MISSING, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 IS = "vllm_importance_sampling_"
 VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "server"}, {"use_peft": True}, {
     "eval_strategy": "steps", "eval_steps": 10}
-SUPERVISED = "its other trainers are not read: run.recipe=sft, preference, reward_model or distill are ours"
+GRPO = ("num_generations", "max_completion_length", "epsilon", "epsilon_high", "scale_rewards", "num_iterations", "generation_batch_size",
+        "steps_per_generation", "use_vllm", "vllm_mode", "reward_funcs")
+JOBS = (
+    Job("distillation", DISTILL, r"\b(trl (gkd|gold|distillation|minillm)|(gkd|gold|distill)\w*\.py)\b", ("lmbda", "teacher_model_name_or_path")),
+    Job("training of a reward model", REWARD_MODEL, r"\b(trl reward|(reward_modeling|reward|prm)\.py)\b", ("center_rewards_coefficient",), GRPO),
+    Job("preference training (DPO, KTO and their kin)", PREFERENCE, r"\b(trl (dpo|kto|cpo|orpo|bco)|(dpo|kto|cpo|orpo|bco)\w*\.py)\b", (
+        "desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "loss_type=sigmoid", "loss_type=ipo",
+        "loss_type=hinge", "loss_type=apo_zero"), GRPO),
+    Job("supervised fine-tuning", SFT, r"\b(trl sft|sft\w*\.py)\b", ("packing", "assistant_only_loss", "completion_only_loss", "max_length",
+                                                                     "max_seq_length", "dataset_text_field"), GRPO),
+    Job("a file without reward_funcs or another key of GRPO alone (set num_generations if it is GRPO's): supervised fine-tuning", SFT,
+        keys=("dataset_name", "model_name_or_path", "learning_rate"), unless=(*GRPO, "beta", "loss_type", "temperature"), file=True),
+)
+SUPERVISED = "of its other trainers, and not of GRPO"
+
+AUTOMATIC = (  # key, what jaxrl does, further keys of which the same holds
+    ("multi_gpu", "processes find each other (launch.hosts)", "num_machines", "machine_rank", "main_process_*", "rdzv_backend",
+     "rdzv_endpoint", "same_network", "nnodes", "node_rank", "master_addr", "master_port", "local_rank", "distributed_type",
+     "compute_environment", "main_training_function"),
+    ("ddp_timeout", "launch.wait_seconds"),
+    ("ignore_bias_buffers", "there are no buffers to exchange: gradients are summed by XLA"),
+    ("gpu_ids", "mesh.* lays the job over the GPUs that are visible (CUDA_VISIBLE_DEVICES)"),
+    ("use_cpu", "JAX_PLATFORMS=cpu in the environment", "no_cuda"),
+    ("tpu_*", "jaxrl runs on the devices that JAX finds"),
+    ("enable_cpu_affinity", "left to the operating system"),
+    ("mixed_precision", "train.compute_dtype", "bf16_full_eval", "fp16_full_eval", "downcast_bf16"),
+    ("dynamo_*", "every program is compiled", "torch_compile", "torch_compile_*", "jit_mode_eval"),
+    ("deepspeed", "mesh.fsdp shards parameters, gradients and optimizer state", "deepspeed_config.**", "fsdp", "fsdp_config.**",
+     "fsdp_config", "ddp_*"),
+    ("ds3_gather_for_generation", "weights are laid out for the engine at every weight sync"),
+    ("parallelism_config.**", "mesh.*"),
+    ("log_level", "the log names progress, warnings and errors", "log_level_*"),
+    ("logging_*", "every step is a line of metrics", "log_unique_prompts", "log_completions_steps"),
+    ("log_completions", "log.print_samples and log.rollouts", "num_completions_to_print", "wandb_log_unique_prompts", "log_*"),
+    ("disable_tqdm", "progress is lines of the log"),
+    ("include_num_input_tokens_seen", "metrics count tokens"),
+    ("wandb_*", "log.wandb_*", "project"),
+    ("dataloader_*", "rows are read ahead by data.workers", "dataset_num_proc"),
+    ("dataset_streaming", "rows are read from a copy on disk"),
+    ("remove_unused_columns", "a reward gets every column of its row"),
+    ("group_by_length", "rows are packed", "pad_to_multiple_of"),
+    ("auto_find_batch_size", "run.mode=plan says what fits"),
+    ("per_device_eval_batch_size", "evaluation asks all rows at once, within what the engine takes", "eval_accumulation_steps"),
+    ("batch_eval_metrics", "metrics of evaluation are means over its completions"),
+    ("average_tokens_across_devices", "token counts are those of all devices"),
+    ("attn_implementation", "attention is the platform's (model.attention)", "use_kernels", "model_init_kwargs.attn_implementation"),
+    ("use_liger_kernel", "kernels of losses and layers are the platform's", "use_liger_loss"),
+    ("tf32", "XLA's default precision of fp32 products"),
+    ("cast_lm_head_to_fp32", "log-probs are computed in fp32"),
+    ("gradient_checkpointing_kwargs.**", "model.remat"),
+    ("use_cache", "the sampler's KV cache is the engine's, and training has none", "cache_implementation", "model_init_kwargs.use_cache"),
+    ("torch_empty_cache_steps", "XLA has its own allocator"),
+    ("use_transformers_*", "completions come from rollout.engine"),
+    ("overwrite_output_dir", "run.resume says what becomes of a run.dir that is there"),
+    ("hub_*", "checkpoint.upload.*", "push_to_hub_*", "overwrite_hub_revision"),
+    ("save_*", "a checkpoint is whole; exports are safetensors"),
+    ("do_train", "run.mode=train"),
+    ("full_determinism", "the same seed gives the same run"),
+    ("tags", "a model card's tags; checkpoint.upload takes the files as they are"),
+)
+INERT = (
+    ("debug", "a check of its own launcher"),
+    ("do_eval", "eval_strategy says whether there is evaluation"),
+    ("do_predict", "its trainer predicts nothing by itself"),
+    ("metric_for_best_model", "read with load_best_model_at_end alone", "greater_is_better"),
+)
+LACKS = (
+    ("load_best_model_at_end", "the last checkpoint is the result; evaluations of all are in the metrics"),
+    ("benchmarks", "run its benchmarks on the exported model; eval.sets evaluates files"),
+    ("callbacks", "a callback is Python: jaxrl.train(callbacks=...) (docs/extend.md)"),
+    ("model_init_kwargs.**", "write it into model.config"),
+)
 
 TABLE = Table(
     name="trl", title="TRL", command=r"grpo", flags=True,
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9"),
+    jobs=JOBS,
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",
         "no weight decay on norms, biases and other vectors (as transformers)",
@@ -168,27 +240,7 @@ TABLE = Table(
         *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
             "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
             "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),
-        *(K(name, "automatic", why=why, also=also) for name, why, also in (
-            ("multi_gpu", "processes find each other (launch.hosts)", (
-                "num_machines", "machine_rank", "main_process_*", "rdzv_backend", "same_network", "compute_environment", "distributed_type", "debug",
-                "downcast_bf16", "main_training_function", "mixed_precision", "tpu_*", "use_cpu", "enable_cpu_affinity", "nnodes",
-                "node_rank", "master_addr", "master_port", "gpu_ids", "dynamo_*", "rdzv_endpoint")),
-            ("deepspeed", "no DeepSpeed: mesh.fsdp", ("deepspeed_config.**", "fsdp", "fsdp_config.**", "fsdp_config", "ddp_*",
-                                                     "ds3_gather_for_generation", "parallelism_config.**")),
-            ("logging_*", "every step is a line of metrics", ("log_level", "log_completions", "log_level_*", "disable_tqdm", "log_*",
-                                                            "num_completions_to_print", "include_num_input_tokens_seen",
-                                                            "wandb_*", "trackio_*", "wandb_log_unique_prompts", "project")),
-            ("dataloader_*", "rows are read ahead by data.workers", ("remove_unused_columns", "group_by_length", "dataset_streaming",
-                                                                   "dataset_num_proc", "pad_to_multiple_of", "auto_find_batch_size",
-                                                                   "per_device_eval_batch_size", "eval_accumulation_steps",
-                                                                   "batch_eval_metrics", "average_tokens_across_devices")),
-            ("attn_implementation", "attention is the platform's (model.attention)", (
-                "use_liger_kernel", "use_liger_loss", "tf32", "torch_compile", "torch_compile_*", "cast_lm_head_to_fp32",
-                "gradient_checkpointing_kwargs.**", "use_cache", "model_init_kwargs.**", "torch_empty_cache_steps", "bf16_full_eval",
-                "fp16_full_eval", "cache_implementation", "use_transformers_*", "use_kernels")),
-            ("hub_*", "checkpoint.upload.*", ("push_to_hub_*", "overwrite_output_dir", "overwrite_hub_revision", "save_*", "do_train",
-                                             "do_eval", "do_predict", "load_best_model_at_end", "metric_for_best_model",
-                                             "greater_is_better", "full_determinism", "callbacks", "benchmarks", "tags")),
-            ("ignore_bias_buffers", "no process groups", ("ddp_timeout", "local_rank", "jit_mode_eval", "no_cuda")))),
+        *(K(name, kind, why=why, also=also, fine=(None, False, [], {}, "no") if kind == "unsupported" else ()) for kind, rows in (
+            ("automatic", AUTOMATIC), ("inert", INERT), ("unsupported", LACKS)) for name, why, *also in rows),
     ),
 )

@@ -282,10 +282,6 @@ def optimizer(m: Migration):
     m.set("optimizer.name", name or "adamw", "optim")
 
 
-OF_GRPO = ("num_generations", "max_completion_length", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards",
-           "num_iterations", "generation_batch_size", "steps_per_generation", "use_vllm", "vllm_mode", "temperature")
-
-
 def evaluation(m: Migration):
     kind, every = m.text("eval_strategy") or "no", m.number("eval_steps") or m.number("logging_steps")
     keys = ("eval_strategy", "eval_steps")
@@ -422,13 +418,6 @@ def rewards(m: Migration):
     if m.text("reward_model_name_or_path"):
         m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
     if not names and not m.text("reward_model_name_or_path"):
-        if not m.command and not any(m.given(key) for key in OF_GRPO):
-            m.lacks(
-                "reward_funcs",
-                "is not set, nor is any key of GRPO alone: a file of TRL's SFT looks like this. Which job is it? Set"
-                " num_generations, as GRPO has it, or run.recipe=sft is ours",
-                refuse=True,
-            )
         common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
         return
     m.set("reward.functions", tuple(functions), "reward_funcs")

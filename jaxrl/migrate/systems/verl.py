@@ -14,7 +14,7 @@ from jaxrl.migrate.systems import verl_meaning as meaning
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
 from jaxrl.migrate.systems.verl_optimizer import optimizer
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 GAE, GRPO = {ALGO + "adv_estimator": "gae"}, {ALGO + "adv_estimator": "grpo", ROLLOUT + "n": 8}
@@ -65,8 +65,15 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
         K(o + "muon_*", "inert", why="read by Muon alone", also=(o + "use_layer_wise_*",)))
 
 
+JOBS = (
+    Job("generation or evaluation without training", EVAL, r"\bmain_generation\w*|\bmain_eval\b|\bmain_\w*server\b"),
+    Job("supervised fine-tuning", SFT, r"\b\w*sft_trainer\w*", ("optim.**", "model.**", "engine.**", "engine"),
+        ("actor_rollout_ref.**", "algorithm.**")),
+)
+
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
+    jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",
@@ -365,7 +372,8 @@ TABLE = Table(
             (CRITIC + "**", "the critic is sharded as the policy", ()),
             (MODEL + "**", "kernels are the platform's", ()),
             (ROLLOUT + "mode", "requests are asynchronous", ()),
-            (ROLLOUT + "prompt_length", "data.max_prompt_tokens", (ROLLOUT + "response_length",)),
+            (ROLLOUT + "prompt_length", "data.max_prompt_tokens", ()),
+            (ROLLOUT + "response_length", "rollout.max_new_tokens", ()),
             (ROLLOUT + "load_format", "servers start with dummy weights", ()),
             (ROLLOUT + "free_cache_engine", "colocated engines sleep during the update", ()),
             (ROLLOUT + "calculate_log_probs", "log-probs of what was sampled are always kept", ()),
@@ -376,11 +384,13 @@ TABLE = Table(
             (DATA + "reward_fn_key", "the column data_source reaches the reward", ()),
             (DATA + "**", "no counterpart is needed", ()),
             (TRAINER + "balance_batch", "rows are packed evenly", ()),
-            (TRAINER + "log_val_generations", "every evaluation writes its answers", (TRAINER + "rollout_data_dir", TRAINER + "validation_data_dir")),
+            (TRAINER + "log_val_generations", "every evaluation writes its answers, every step its rollouts (log.rollouts)", (
+                TRAINER + "rollout_data_dir", TRAINER + "validation_data_dir")),
             (TRAINER + "max_critic_ckpt_to_keep", "one checkpoint holds both", ()),
             (TRAINER + "**", "no counterpart is needed", ()),
             ("actor_rollout_ref.hybrid_engine", "engine and trainer take turns", ()),
             ("actor_rollout_ref.nccl_timeout", "rollout.timeout_seconds and launch.wait_seconds", ()),
-            ("ray_kwargs.**", "no Ray", ("ray_init.**", "transfer_queue.**")))),
+            ("ray_kwargs.**", "no Ray", ("ray_init.**",)),
+            ("transfer_queue.**", "a step's rows stay in the process that sampled them", ()))),
     ),
 )

@@ -562,10 +562,8 @@ def column(m: Migration):
 
 
 def later(m: Migration):
-    """Which program runs; from 0.9 on, whether it samples ahead."""
-    if other := re.search(r"main_generation\w*|main_eval|main_\w*server", m.command):
-        m.lacks(MODEL + "path", f"{other[0]} trains nothing: run.mode=eval is ours", refuse=True)
-    elif other := AHEAD.search(m.command):
+    """Whether the program samples ahead."""
+    if other := AHEAD.search(m.command):
         m.lacks(MODEL + "path", f"{other[0]} samples while it trains: rollout.max_staleness is ours", refuse=True)
     mode = TRAINER + "v1.trainer_mode"
     if since(m, "0.9") and m.flag(TRAINER + "use_v1") and m.text(mode) != "sync":
