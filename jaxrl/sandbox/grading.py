@@ -133,7 +133,8 @@ def _judged(program: _Program, tests: Tests) -> list[bool]:
         left -= time.monotonic() - began
         found = next(iter(_lines(ran, nonce)), None)
         if found is None and ran.limit:
-            raise SandboxError(f"the row's tests ran into the limit {ran.limit}")
+            raise SandboxError(f"the row's tests ran into the limit {ran.limit}; raise sandbox.{ran.limit}, or leave "
+                               "the row out")
         if found is None or "error" in found:
             raise ValueError(f"the row's tests cannot be run: {found['error'] if found else ran.stderr[-300:].strip()}")
         if not (asked := [list(call) for call in {json.dumps(call): call for call in found["asked"]}.values()]):
