@@ -1,7 +1,8 @@
 """Processes that train together: finding each other, joining jax's coordinator, and learning who is gone.
 
 One process per host is usual. Where they are is read from explicit options, the local launcher's variables, Slurm, a
-Kubernetes JobSet or a TPU pod (`find`). `start` brings them together within a time limit and names whoever is missing;
+Kubernetes JobSet or a TPU pod (`find`). `start` brings them together within a time limit and names whoever is missing
+or lost meanwhile (greeting.py);
 from then on a watch in every process notices one that died or gave up, says which, and ends the others.
 
 Everything else is jax.distributed's: its coordinator lives in process 0 and its key-value store carries our messages.
@@ -9,40 +10,23 @@ Everything else is jax.distributed's: its coordinator lives in process 0 and its
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
 import re
-import selectors
 import socket
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 import jax
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.processes.greeting import PeerLost, Place, listens_on, meet_first
 
 log = logging.getLogger("jaxrl")
 PORT = 8476
 GRACE_SECONDS = 10.0  # from the news that a process is gone to the end of those that cannot end themselves
-GREETING = "jaxrl"
-
-
-class PeerLost(RunStopped):
-    """Another process of the run is gone, late, or gave up. The message names it."""
-
-
-class Place(NamedTuple):
-    """Where this process stands. coordinator: host:port of process 0, empty where jax finds it by itself."""
-
-    source: str
-    coordinator: str
-    processes: int
-    process: int
-    hosts: tuple[str, ...] = ()  # by process, where the environment tells
 
 
 # ---- where we are
@@ -116,113 +100,6 @@ def _kubernetes(options, environ) -> Place:
     pod = coordinator.split(":")[0].split(".")[0]
     hosts = tuple(f"{pod[:-1]}{i}" for i in range(processes)) if pod.endswith("-0") else ()
     return Place("kubernetes", coordinator, processes, _number(environ, "JOB_COMPLETION_INDEX", "kubernetes"), hosts)
-
-
-# ---- coming together
-
-
-def meet_first(place: Place, seconds: float) -> None:
-    """Waits until every process has greeted process 0, on the port that jax's coordinator takes afterwards.
-
-    (jax itself ends the process when somebody is missing, and does not say who.)
-
-    Raises PeerLost naming who did not come within `seconds`.
-    """
-    host, _, port = place.coordinator.rpartition(":")
-    end = time.monotonic() + seconds
-    if place.process:
-        return _greet(place, host.strip("[]"), int(port), end, seconds)
-    here, waiting = {0}, []
-    address = listens_on(host.strip("[]"))
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with (socket.create_server((address, int(port)), family=family, backlog=max(128, place.processes)) as server,
-          selectors.DefaultSelector() as ready):
-        ready.register(server, selectors.EVENT_READ)
-        silent: list[socket.socket] = []  # connections that have said nothing yet, the oldest first
-        while len(here) < place.processes and (left := end - time.monotonic()) > 0:
-            for key, _ in ready.select(left):
-                connection = key.fileobj
-                try:
-                    if connection is server:
-                        connection, _ = server.accept()
-                        connection.setblocking(False)
-                        ready.register(connection, selectors.EVENT_READ)
-                        silent.append(connection)
-                        if len(silent) > max(128, 4 * place.processes):
-                            ready.unregister(silent[0])
-                            silent.pop(0).close()
-                        continue
-                    if connection.fileno() < 0:  # closed for another one just now
-                        continue
-                    silent.remove(connection)
-                    ready.unregister(connection)
-                    words = connection.recv(256).decode(errors="replace").split()
-                except OSError:
-                    continue
-                named = len(words) == 3 and words[0] == GREETING and words[2] == str(place.processes)
-                if named and words[1].isdigit():
-                    here.add(int(words[1]))
-                    connection.settimeout(10)
-                    waiting.append(connection)
-                else:
-                    connection.close()
-        for connection in silent:
-            connection.close()
-        missing = sorted(set(range(place.processes)) - here)
-        text = f"missing {','.join(map(str, missing))}" if missing else "go"
-        for connection in waiting:
-            try:
-                connection.sendall(text.encode())
-            except OSError:
-                pass
-            connection.close()
-    if missing:
-        raise PeerLost(_absent(place, missing, seconds))
-
-
-def listens_on(host: str) -> str:
-    """The address on which process 0 is reached by the coordinator's name: its ports, which ask nobody for a key, are
-    then open in that network alone. Empty = all addresses, where the name leads elsewhere: to something in front of
-    this machine, or, as some /etc/hosts have it, from this machine to loopback."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    for family, *_, (address, *_) in sorted(found, key=lambda row: row[0] != socket.AF_INET):
-        if host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
-            continue
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as s:
-                s.bind((address, 0))
-        except OSError:
-            continue
-        return address
-    return ""
-
-
-def _greet(place: Place, host: str, port: int, end: float, seconds: float) -> None:
-    answer = ""
-    while not answer:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise PeerLost(f"process 0 does not answer at {place.coordinator} within "
-                           f"launch.connect_seconds={seconds:g}: it is "
-                           "not running, or this host cannot reach it (name, firewall, launch.coordinator)")
-        try:
-            with socket.create_connection((host, port), timeout=min(left, 5.0)) as connection:
-                connection.sendall(f"{GREETING} {place.process} {place.processes}".encode())
-                connection.settimeout(left + 5.0)
-                answer = connection.recv(4096).decode(errors="replace")
-        except OSError:
-            time.sleep(0.2)
-    if answer.startswith("missing "):
-        raise PeerLost(_absent(place, [int(i) for i in answer[8:].split(",")], seconds))
-
-
-def _absent(place: Place, missing: list[int], seconds: float) -> str:
-    names = ", ".join(f"{i} ({place.hosts[i]})" if place.hosts else str(i) for i in missing)
-    return (f"{len(missing)} of {place.processes} processes did not come within launch.connect_seconds={seconds:g}: "
-            f"{names}. Start them (they may have failed before: look at their logs), or wait longer")
 
 
 # ---- the group
@@ -465,13 +342,14 @@ def _join(place: Place, options) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     common = dict(heartbeat_timeout_seconds=int(1.5 * options.heartbeat_seconds + 5), shutdown_timeout_seconds=30)
     if place.coordinator:
-        meet_first(place, options.connect_seconds)
+        joining = meet_first(place, options.connect_seconds)
         left = max(10, int(options.connect_seconds - (time.monotonic() - begun)))
         host, _, port = place.coordinator.rpartition(":")
         address = "" if place.process else listens_on(host.strip("[]"))
         bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}" if address else None
-        jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,
-                                   cluster_detection_method="deactivate", coordinator_bind_address=bind, **common)
+        with joining:
+            jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,
+                                       cluster_detection_method="deactivate", coordinator_bind_address=bind, **common)
     else:
         jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
 

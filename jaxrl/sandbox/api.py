@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
+import subprocess
 import threading
 
 from jaxrl.sandbox import bwrap, remote, rlimits
 from jaxrl.sandbox.probe import check
+from jaxrl.sandbox.refusals import refusal
 from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
 from jaxrl.workers.loading import LoadError
 
 BACKENDS = {"bwrap": bwrap.run, "rlimits": rlimits.run, "remote": remote.run}
+LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes; Linux takes 255, and 4096 with the folder above
 _LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
 _state = {"settings": Settings(), "limits": Limits(), "probed": None}
 _lock = threading.Lock()
@@ -40,9 +44,20 @@ def run(argv: list[str], stdin: str | bytes = "", files: dict[str, str | bytes] 
       ValueError, TypeError: arguments that no sandbox takes.
     """
     limits = dataclasses.replace(_state["limits"], **limits)
+    for field in dataclasses.fields(limits):
+        value, kind = getattr(limits, field.name), type(field.default)
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value < math.inf:
+            raise ValueError(f"{field.name}={value!r}: expected a {'whole ' * (kind is int)}number above 0")
     argv, stdin, files = _checked(argv, stdin, files or {})
     probe()
-    return BACKENDS[_state["settings"].backend](argv, stdin, files, limits, _state["settings"])
+    return _run(argv, stdin, files, limits, _state["settings"])
+
+
+def _run(argv, stdin, files, limits: Limits, settings: Settings) -> Ran:
+    try:
+        return BACKENDS[settings.backend](argv, stdin, files, limits, settings)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise refusal(f"sandbox.backend={settings.backend}: a program cannot be started", e) from None
 
 
 async def run_async(argv, stdin="", files=None, **limits) -> Ran:
@@ -61,7 +76,7 @@ def probe() -> None:
     settings, limits = _state["settings"], _state["limits"]
     with _lock:
         if _state["probed"] != (os.getpid(), settings, limits):
-            check(settings, limits, BACKENDS[settings.backend])
+            check(settings, limits, _run)
             _state["probed"] = os.getpid(), settings, limits
 
 
@@ -81,6 +96,11 @@ def _checked(argv, stdin, files):
         parts = name.split("/")
         if not name or name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in parts):
             raise ValueError(f"the name of a file is a relative path inside of the program's folder, got {name!r}")
+        if len(os.fsencode(name)) > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
+            raise ValueError(f"the name of a file has at most {LONGEST_NAME} bytes, its path {LONGEST_PATH}, got "
+                             f"{name[:40]!r}...")
+        if above := next((above for k in range(1, len(parts)) if (above := "/".join(parts[:k])) in files), None):
+            raise ValueError(f"{above!r} is a file and the folder of {name!r}")
     return argv, _bytes(stdin), {name: _bytes(data) for name, data in files.items()}
 
 

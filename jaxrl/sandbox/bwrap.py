@@ -17,7 +17,8 @@ import time
 from pathlib import PurePosixPath
 
 from jaxrl.sandbox import seccomp
-from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
+from jaxrl.sandbox.refusals import missing, refusal
+from jaxrl.sandbox.types import Limits, Ran, Settings
 from jaxrl.sandbox.watch import watch
 from jaxrl.workers.supervisor import children
 
@@ -25,24 +26,22 @@ WORK = "/tmp/work"     # where a program starts and its files lie
 OWN = 2                # bubblewrap's own processes, outside and inside
 DESCRIPTORS = 256      # open files of a process
 CAP_SYS_ADMIN = 21
+FEWEST_USERS = 4096    # of a namespace of users, that some of them are nobody
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8",
                "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-REMEDY = ("install it (apt-get install bubblewrap); in Docker run the container with --security-opt seccomp=unconfined "
-          "--security-opt systempaths=unconfined or a profile that lets user namespaces through; on Ubuntu 24.04 "
-          "give /usr/bin/bwrap an AppArmor profile with userns (docs/sandbox.md); or use a sandbox elsewhere "
-          "(sandbox.backend=remote), or, against accidents only, sandbox.backend=rlimits")
 
 
 def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
-    """One program. Raises SandboxError."""
+    """One program. Raises SandboxError; OSError where it cannot be started."""
     deadline = time.monotonic() + limits.seconds
     with contextlib.ExitStack() as stack:
         def memory(data: bytes) -> int:
             fd = os.memfd_create("sandbox")
             stack.callback(os.close, fd)
-            os.write(fd, data)
+            with open(fd, "wb", closefd=False) as file:
+                file.write(data)
             os.lseek(fd, 0, os.SEEK_SET)
             return fd
 
@@ -56,16 +55,14 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
         if (filtered := seccomp.program()) is not None:
             fds.append(memory(filtered))
             options += ["--seccomp", str(fds[-1])]
-        user, way = _fresh_user(), _way()
+        way = _way()
+        user = 0 if way == "namespace" else _fresh_user()
         program = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
-        try:
-            process = subprocess.Popen(
-                [_program("bwrap"), *options, "--", *_become(user, way), *_limited(limits), *program],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pass_fds=fds, env={},
-                start_new_session=True,
-                **({"user": user, "group": user, "extra_groups": ()} if way == "other user" else {}))
-        except (OSError, subprocess.SubprocessError) as e:
-            raise SandboxError(f"bubblewrap cannot be started: {e}; {REMEDY}") from None
+        process = subprocess.Popen(
+            [_program("bwrap"), *options, "--", *_become(user, way), *_limited(limits), *program],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pass_fds=fds, env={},
+            start_new_session=True,
+            **({"user": user, "group": user, "extra_groups": ()} if way == "other user" else {}))
         try:
             out, err, limit = watch(process, stdin, limits, deadline, lambda: _kill(process), OWN)
         except BaseException:
@@ -91,7 +88,7 @@ def _ran(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> Ran
     if limit:
         return Ran(None, text, said, limit)
     if exit is None:
-        raise SandboxError(f"bubblewrap ended with {code} and ran nothing: {said[-300:].strip()}; {REMEDY}")
+        raise refusal(f"bubblewrap ended with {code} and ran nothing", said)
     return Ran(exit, text, said, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
 
 
@@ -99,20 +96,36 @@ def _ran(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> Ran
 def _way() -> str:
     """How a program becomes a user who is nobody else. An ordinary user makes a namespace of users, in which
     processes are counted apart; root, whom no count stops and who owns much, another user: inside, or where it may not
-    mount, before.
+    mount, before. Root of a namespace that has no users to spare makes a further one as an ordinary user does.
     """
-    if os.geteuid():
+    if os.geteuid() or _spare_users() is None:
         return "namespace"
     with open("/proc/self/status") as file:
         capable = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     return "root" if capable >> CAP_SYS_ADMIN & 1 else "other user"
 
 
+@functools.cache
+def _spare_users() -> range | None:
+    """Numbers that are of no user and no group: the last quarter of the longest range that this namespace has."""
+    rows = []
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}") as file:
+            lines = [tuple(map(int, line.split())) for line in file]
+        rows.append(max(lines, key=lambda row: row[2], default=(0, 0, 0)))
+    return _spare(rows)
+
+
+def _spare(rows: list[tuple[int, int, int]]) -> range | None:
+    """The same of the longest row of each map: (first number inside, first number outside, count)."""
+    first = max(row[0] for row in rows)
+    end = min(2**31, *(row[0] + row[2] for row in rows)) - 2  # 65534 is often somebody
+    return range(end - min(2**20, (end - first) // 4), end) if end - first >= FEWEST_USERS else None
+
+
 def _fresh_user() -> int:
-    """The number of a user that nobody is, so that the limit of its processes counts this program's alone."""
-    with open("/proc/self/uid_map") as file:
-        end = min(2**31, max(int(first) + int(count) for first, _, count in map(str.split, file)))
-    return end - 2 - secrets.randbelow(min(2**20, end // 4))
+    """One of them, so that the limit of its processes counts this program's alone."""
+    return secrets.choice(_spare_users())
 
 
 def _become(user: int, way: str) -> list[str]:
@@ -160,7 +173,7 @@ def _kill(process) -> None:
 def _program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
-        raise SandboxError(f"{name} is not installed: {REMEDY}")
+        raise missing(name)
     return found
 
 

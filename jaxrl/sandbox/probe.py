@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -57,18 +58,34 @@ OF_ACCIDENTS = ("memory", "forks")  # what rlimits promises
 ELSEWHERE = ("file", "network")      # what can be seen of a remote sandbox from here
 
 
+def _remedy(limit: str) -> str:
+    """For a first program that did not run and met this limit, "" = none."""
+    if limit.endswith("seconds"):
+        return f"it had {SECONDS:g} s: the machine that ran it is overloaded, or something there hangs"
+    if limit:
+        return f"raise sandbox.{limit}"
+    return ("the program is Python itself: sandbox.memory_mb must hold it, and the folders of the interpreter must be "
+            "visible (sandbox.paths)")
+
+
 def check(settings: Settings, limits: Limits, run) -> None:
     """Raises SandboxError, with a remedy, where the backend does not hold what it promises."""
     nonce = secrets.token_hex(8)
     limits = dataclasses.replace(limits, seconds=SECONDS, cpu_seconds=SECONDS, output_bytes=1 << 16)
     forks = 0 if settings.backend == "remote" else limits.processes + 50
     home = os.path.expanduser("~")  # which is nearer to what is at stake than a temporary folder
-    with tempfile.TemporaryDirectory(prefix=".canary", dir=home if os.access(home, os.W_OK) else None) as folder, \
-            socket.create_server(("127.0.0.1", 0)) as server:
-        os.chmod(folder, 0o777)  # it must be the sandbox that keeps it, also where programs are another user
-        canary = os.path.join(folder, "canary")
-        with open(canary, "w") as file:
-            file.write(nonce)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(
+                prefix=".canary", dir=home if os.access(home, os.W_OK) else None))
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            os.chmod(folder, 0o777)  # it must be the sandbox that keeps it, also where programs are another user
+            canary = os.path.join(folder, "canary")
+            with open(canary, "w") as file:
+                file.write(nonce)
+        except OSError as e:
+            raise SandboxError(f"the sandbox cannot be tried: {e}; the trial needs a file of its own in {home} or "
+                               f"{tempfile.gettempdir()}, and a port of 127.0.0.1") from None
         told = {"nonce": nonce, "canary": canary, "port": server.getsockname()[1], "forks": forks, "variable": "seen",
                 "memory": (limits.memory_mb + 64) << 20}
         ran = run(["python", "-I", "-S", "probe.py"], json.dumps(told).encode(), {"probe.py": PROGRAM.encode()},
@@ -76,7 +93,7 @@ def check(settings: Settings, limits: Limits, run) -> None:
     lines = [line.removeprefix(nonce).strip() for line in ran.stdout.splitlines() if line.startswith(nonce)]
     if not lines:
         raise SandboxError(f"sandbox.backend={settings.backend}: a first program did not run (exit {ran.exit}, limit "
-                           f"{ran.limit or 'none'}): {ran.stderr[-300:].strip()}")
+                           f"{ran.limit or 'none'}): {ran.stderr[-300:].strip()}; {_remedy(ran.limit)}")
     found = json.loads(lines[0])
     worked = {"file": found["file"] == nonce, "network": found["network"] == "connected",
               "write": found["write"] == "written", "memory": found["memory"] == "held",

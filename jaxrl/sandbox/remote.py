@@ -32,7 +32,8 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
     headers = {"Content-Type": "application/json"}
     if settings.key_env:
         if not os.environ.get(settings.key_env):
-            raise SandboxError(f"sandbox.key_env={settings.key_env}: there is no such environment variable here")
+            raise SandboxError(f"sandbox.key_env={settings.key_env}: there is no such environment variable here; set "
+                               "it to the service's key")
         headers["Authorization"] = f"Bearer {os.environ[settings.key_env]}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     for left in range(settings.retries, -1, -1):
@@ -41,7 +42,8 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
             break
         except _Again as e:
             if not left:
-                raise SandboxError(f"{settings.url}: {e} (after {settings.retries + 1} tries)") from None
+                raise SandboxError(f"{settings.url}: {e} (after {settings.retries + 1} tries); see that the service "
+                                   "runs, and that this host reaches it") from None
             time.sleep(0.2 * 2 ** (settings.retries - left) * (1.0 + random.random()))
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise SandboxError(f"{settings.url}: no answer of the API sandbox.api={settings.api}: "
@@ -65,7 +67,8 @@ def _answer(request, seconds: float):
         text = f"HTTP {e.code}: {e.read(300).decode('utf-8', 'replace')}"
         if e.code in AGAIN:
             raise _Again(text) from None
-        raise SandboxError(f"{request.full_url}: {text}") from None
+        remedy = "; its key belongs into the environment variable that sandbox.key_env names" * (e.code in (401, 403))
+        raise SandboxError(f"{request.full_url}: {text}{remedy}") from None
     except (OSError, EOFError) as e:  # refused, reset, late, TLS
         raise _Again(str(getattr(e, "reason", e)) or type(e).__name__) from None
     except Exception as e:  # http.client's

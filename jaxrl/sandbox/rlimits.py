@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from jaxrl.sandbox.bwrap import DESCRIPTORS, ENVIRONMENT
-from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
+from jaxrl.sandbox.types import Limits, Ran, Settings
 from jaxrl.sandbox.watch import watch
 
 START = """
@@ -31,7 +31,7 @@ except OSError as e:
 
 
 def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
-    """One program, in a temporary folder. Raises SandboxError."""
+    """One program, in a temporary folder. Raises OSError where it cannot be started."""
     deadline = time.monotonic() + limits.seconds
     numbers = (max(1, round(limits.cpu_seconds)), limits.memory_mb << 20, limits.disk_mb << 20, DESCRIPTORS)
     program = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
@@ -40,13 +40,10 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", START, *map(str, numbers), *program], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=folder, start_new_session=True,
-                env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder})
-        except OSError as e:
-            raise SandboxError(f"a program cannot be started: {e}") from None
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, *map(str, numbers), *program], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=folder, start_new_session=True,
+            env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder})
 
         def kill():
             with contextlib.suppress(OSError):

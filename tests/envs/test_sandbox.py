@@ -163,6 +163,22 @@ print(sandbox.run(["id", "-u"]).stdout, sandbox.run(["python", "-c", "import os\
     assert done.stdout.split()[0] == "65534"
 
 
+@pytest.mark.parametrize("flags", [["--map-root-user"], ["--map-current-user"]])
+def test_a_namespace_with_one_user_has_a_sandbox(flags):
+    """That of a rootless container: there is no other user to become, so each program has a namespace of its own."""
+    program = """
+from jaxrl import sandbox
+sandbox.configure({})
+sandbox.probe()
+print(sandbox.run(["id", "-u"]).stdout)
+"""
+    done = subprocess.run(["unshare", "--user", *flags, sys.executable, "-c", program], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(jaxrl.__file__))})
+    if "unshare failed" in done.stderr:
+        return  # root that may not make namespaces
+    assert done.stdout.split() == ["65534"], done.stderr
+
+
 @pytest.mark.parametrize("program, passed", [("def add(a, b): return a + b", [True, True]), ("print('all passed')", [False, False])])
 def test_unit_tests_in_two_sandboxes(program, passed):
     assert grade(program, ["assert add(1, 2) == 3", "assert add(add(1, 1), 1) == 3"]).passed == passed

@@ -4,7 +4,11 @@ unit tests of programs, which no program passes but one that computes what is as
 import base64
 import json
 import logging
+import os
+import re
+import resource
 import struct
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -147,26 +151,118 @@ def test_streams_and_ends(limits_alone):
 
 # -- a sandbox that fails is nobody's score ---------------------------------------------------------------------------------
 
-def test_bubblewrap_that_is_missing_or_fails_stops_with_a_remedy(monkeypatch, tmp_path):
-    sandbox.configure({})
+def test_a_reward_whose_sandbox_is_missing_stops_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(bwrap, "_program", bwrap._program.__wrapped__)
-    monkeypatch.setattr(bwrap, "_help", lambda: "")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match="bwrap is not installed: .*apt-get install bubblewrap.*remote"):
-        sandbox.run(["true"])
-    fake = tmp_path / "bwrap"
-    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    fake.chmod(0o755)
-    for name in ("setpriv", "prlimit"):
-        (tmp_path / name).symlink_to(fake)
-    with pytest.raises(SandboxError, match="ended with 1 and ran nothing: bwrap: No permissions.*AppArmor"):
-        sandbox.run(["true"])
     with pytest.raises(ConfigError, match="(?s)reward 'code' .* cannot be used: .*not installed"):
         config = default_config()
         config.reward.functions, config.reward.workers = ("code",), 1
         monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
         with RewardPool(config) as pool:
             pool.wait()
+
+
+@pytest.fixture
+def fake_bwrap(monkeypatch, tmp_path):
+    """fake_bwrap(words): a bubblewrap that writes these to standard error and ends; None = there is no program at all."""
+    sandbox.configure({})
+    monkeypatch.setattr(bwrap, "_program", bwrap._program.__wrapped__)
+    monkeypatch.setattr(bwrap, "_help", lambda: "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(words, programs=("bwrap", "setpriv", "prlimit")):
+        for name in programs:
+            (tmp_path / name).write_text(f"#!/bin/sh\necho 'bwrap: {words}' >&2\nexit 1\n")
+            (tmp_path / name).chmod(0o755)
+
+    yield make
+    sandbox.configure({})
+
+
+@pytest.mark.parametrize("words, remedy", [
+    ("No permissions to create new namespace, likely because the kernel does not allow", "AppArmor"),
+    ("setting up uid map: Permission denied", "seccomp=unconfined"),
+    ("Can\\047t mount proc on /newroot/proc: Operation not permitted", "systempaths"),
+    ("Creating new namespace failed: No space left on device", "user.max_user_namespaces"),
+    ("Can\\047t write data to file /tmp/work/a: No space left on device", "sandbox.disk_mb"),
+    ("Exceeded maximum number of arguments 9000", "one archive"), ("Can\\047t fork: Resource temporarily unavailable", "ulimit -u"),
+    ("Unknown option --perms", "version 0.5"), ("something new", "sandbox.backend=remote")])
+def test_every_refusal_of_bubblewrap_has_its_own_remedy(fake_bwrap, words, remedy):
+    fake_bwrap(words)
+    with pytest.raises(SandboxError) as e:
+        sandbox.run(["true"])
+    assert "ran nothing: bwrap: " in str(e.value) and remedy in str(e.value) and "apt-get install" not in str(e.value)
+
+
+def test_what_is_not_installed_is_named_with_its_package(fake_bwrap):
+    for there, name, package in ((), "bwrap", "bubblewrap"), (("bwrap",), "(setpriv|prlimit)", "util-linux"):
+        fake_bwrap("x", there)
+        with pytest.raises(SandboxError, match=f"{name} is not installed: install it .apt-get install {package}"):
+            sandbox.run(["true"])
+
+
+@pytest.mark.parametrize("backend", ["rlimits", pytest.param("bwrap", marks=pytest.mark.sandbox)])
+def test_what_does_not_fit_a_program_is_named(backend, monkeypatch):
+    """Texts and lists that are too long, files that are too many: of the kernel's own making."""
+    sandbox.configure({"backend": backend})
+    try:
+        sandbox.probe()
+        with pytest.raises(SandboxError, match="Argument list too long.*as files or on standard input"):
+            sandbox.run(["python", "-c", "x" * 200_000])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+        try:
+            with pytest.raises(SandboxError, match="Too many open files.*ulimit -n"):
+                held = []
+                while True:
+                    sandbox.run(["true"], files={f"f{k}": "" for k in range(100)})
+                    held.append(os.pipe())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for pair in held:
+                for fd in pair:
+                    os.close(fd)
+        if backend == "bwrap":
+            with pytest.raises(SandboxError, match="sandbox.disk_mb"):
+                sandbox.run(["true"], files={"big": bytes(3 << 20)}, disk_mb=1)
+            with pytest.raises(SandboxError, match="maximum number of arguments.*one archive|Argument list too long.*one archive"):
+                sandbox.run(["true"], files={f"f{k}": "" for k in range(3000)})
+    finally:
+        sandbox.configure({})
+
+
+@pytest.mark.parametrize("files, limits, words", [
+    ({"a": "", "a/b": ""}, {}, "'a' is a file and the folder of 'a/b'"), ({"x" * 256: ""}, {}, "at most 255 bytes"),
+    ({"ä" * 128: ""}, {}, "at most 255 bytes"), ({"x/" * 2000 + "x": ""}, {}, "its path 3800"),
+    ({}, {"memory_mb": 0}, "memory_mb=0"), ({}, {"processes": 2.5}, "processes=2.5: expected a whole number"),
+    ({}, {"seconds": float("nan")}, "seconds=nan"), ({}, {"seconds": float("inf")}, "seconds=inf"), ({}, {"disk_mb": "1"}, "disk_mb='1'"),
+    ({}, {"cpu_seconds": -1}, "cpu_seconds=-1"), ({}, {"seconds": True}, "seconds=True")])
+def test_arguments_that_no_sandbox_takes(limits_alone, files, limits, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        sandbox.run(["true"], files=files, **limits)
+
+
+def test_a_place_for_the_trial_is_asked_for_by_name(request, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "gone"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    request.addfinalizer(lambda: sandbox.configure({}))
+    sandbox.configure({"backend": "rlimits"})
+    with pytest.raises(SandboxError, match="cannot be tried: .*a port of 127.0.0.1"):
+        sandbox.probe()
+
+
+@pytest.mark.parametrize("users, groups, spare", [
+    ((0, 0, 4294967295), (0, 0, 4294967295), True), ((0, 0, 1), (0, 0, 1), False), ((0, 1000, 1), (0, 1000, 1), False),
+    ((1, 100000, 65536), (1, 100000, 65536), True), ((1, 100000, 65536), (0, 1000, 1), False), ((0, 0, 5), (0, 0, 5), False),
+    ((0, 0, 0), (0, 0, 0), False), ((0, 100000, 4100), (0, 100000, 65536), True)])
+def test_users_that_nobody_is(users, groups, spare):
+    """Only numbers that both maps have, none of them the last ones."""
+    found = bwrap._spare([users, groups])
+    assert (found is not None) == spare
+    if spare:
+        assert len(found) >= 1000
+        for first, _, count in (users, groups):
+            assert first + count // 2 <= found[0] or first + 1000 <= found[0]
+            assert found[-1] < first + count - 2 and found[-1] < 2**31
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -23,7 +23,7 @@ from jaxrl import config_checks, launch
 from jaxrl.config import default_config, put
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import Faults
-from jaxrl.processes import exchange, group
+from jaxrl.processes import exchange, greeting, group
 from jaxrl.processes.group import Peers, Place, expand_nodes, find
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
@@ -182,7 +182,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
             assert greeting.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0)
+    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0).close()
     greeting.join()
 
 
@@ -434,8 +434,93 @@ def test_connections_that_say_nothing_keep_nobody_apart():
             time.sleep(0.01)  # it does not listen yet
     silent[-1].sendall(b"hello")
     assert silent[-1].recv(10) == b""
-    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 120.0)
+    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 120.0).close()
     first.join(120.0)
-    assert met == [None]
+    met[0].close()
     for connection in silent:
         connection.close()
+
+
+# -- lost between the greeting and jax --------------------------------------------------------------------------------------
+
+
+def gathering(port, processes, seconds=600.0):
+    """(the thread of process 0, [what became of it])."""
+    out = []
+
+    def run():
+        try:
+            out.append(group.meet_first(Place("explicit", f"127.0.0.1:{port}", processes, 0), seconds))
+        except RunStopped as e:
+            out.append(str(e))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, out
+
+
+def greet(port, process, processes, host="there"):
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=120.0)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)  # it does not listen yet
+    connection.sendall(f"jaxrl {process} {processes} {host}".encode())
+    return connection
+
+
+def test_a_process_that_came_and_went_is_named_to_all(monkeypatch):
+    monkeypatch.setattr(greeting, "RETURN_SECONDS", 0.5)
+    port = launch_port()
+    first, out = gathering(port, 4)
+    waits = greet(port, 2, 4)
+    greet(port, 1, 4, "gpu7").close()
+    line = waits.makefile().read()
+    first.join()
+    assert out[0].startswith("process 1 (gpu7) was lost while the processes came together") and line == f"stop {out[0]}\n"
+
+
+def test_a_process_that_comes_again_is_one_process():
+    """After its connection broke, or while an earlier one is still open: that one is closed."""
+    port = launch_port()
+    first, out = gathering(port, 3)
+    greet(port, 1, 3).close()
+    earlier = greet(port, 1, 3)
+    again = greet(port, 1, 3)
+    assert earlier.recv(10) == b""
+    other = group.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 2), 600.0)
+    first.join()
+    assert again.recv(10) == b"go\n" and len(out[0]._connections) == 2
+    for one in (other, out[0], again):
+        one.close()
+
+
+DIES = """
+import os, sys
+from jaxrl.config import default_config
+from jaxrl.processes import group
+me, dies, count, port = map(int, sys.argv[1:])
+if me == dies:  # killed after its greeting, while jax would join it
+    joining = group.meet_first(group.Place("explicit", f"127.0.0.1:{port}", count, me), 600.0)
+    os.kill(os.getpid(), 9)
+config = default_config()
+config.launch.update({"hosts": "explicit", "coordinator": f"127.0.0.1:{port}", "processes": count, "process": me,
+                      "connect_seconds": 600.0})
+group.start(config)
+print("started")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_who_is_killed_while_jax_joins_them_is_named_by_the_others(dies):
+    """Long before launch.connect_seconds, and by more than jax's own words."""
+    count, port = 3, launch_port()
+    started = [subprocess.Popen([sys.executable, "-c", DIES, str(i), str(dies), str(count), str(port)],
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) for i in range(count)]
+    said = [p.communicate(timeout=300)[0] for p in started]
+    for i in set(range(count)) - {dies}:
+        assert re.search(rf"jaxrl: stopped: process {dies} \(.+\) was lost while the processes came together", said[i]), said[i]
+        assert "started" not in said[i] and started[i].returncode == 1
+    assert started[dies].returncode == -9
