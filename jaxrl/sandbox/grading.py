@@ -168,8 +168,8 @@ def _judged(program: _Program, tests: Tests) -> list[bool]:
 def _check_alone(ran: Ran, ended: bool, why: str) -> None:
     """Raises for tests that fail before a value of the program is there, which is the row's fault or the host's."""
     if not ended and ran.limit:
-        raise SandboxError(f"the row's tests ran into the limit {ran.limit} before they used a value of the program; raise"
-                           f" sandbox.{ran.limit}, or leave the row out")
+        raise SandboxError(f"the row's tests ran into the limit {ran.limit} before they used a value of the program; "
+                           f"raise sandbox.{ran.limit}, or leave the row out")
     if not ended or why:
         why = why or ran.stderr[-300:].strip() or f"their process ends with status {ran.exit}"
         raise ValueError(f"the row's tests cannot be run, whatever the program: {why}")
