@@ -1,8 +1,9 @@
-"""Checks of rewards that are asked over HTTP: reward.remote, reward.judge, and the tables of further ones."""
+"""Checks of what a config needs beside itself: rewards over HTTP (reward.remote, reward.judge), a logger's package."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -190,3 +191,11 @@ def _prompt(where, o) -> list[str]:
         return [f"{where}.rubric={o['rubric']!r}, rubric_column={o['rubric_column']!r}: the prompt has no "
                 "{rubric}"]
     return []
+
+
+def missing_logger(cfg) -> str:
+    """What a run of this config stops for and a plan does not need: a logger whose package is not installed; or ""."""
+    if not cfg.log.wandb or importlib.util.find_spec("wandb") is not None:
+        return ""
+    return ("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set "
+            "log.wandb=false")

@@ -761,3 +761,12 @@ def test_another_job_is_refused_for_its_own_reason_alone(system, settings, progr
 def test_words_without_a_dot_are_keys_of_the_systems_own_command(tmp_path):
     status, report, _ = run(tmp_path, "NAME=x LIMIT=3 python -m skyrl.train.main_sft strategy=fsdp num_steps=10 optimizer_config.lr=1e-6\n")
     assert status == 3 and [k["key"] for k in report["keys"]] == ["num_steps", "optimizer_config.lr", "strategy"]
+
+
+def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    script = "python -m skyrl.train.entrypoints.main_base trainer.logger={} data.train_data=['a.parquet']\n"
+    for logger, named in (("wandb", True), ("console", False)):
+        _, report, out = run(tmp_path, script.format(logger))
+        assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
+        assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrl import sealed
 from jaxrl.data.dataset import Dataset, Tables, day_of
 from jaxrl.data.sources import SUFFIXES, ArrowTable, resolve
 
@@ -37,7 +38,6 @@ APART = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "prefetch",
 SCORED = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
 ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut")
 LISTS = ("filtered", "filtered_rows", "unknown", "shortened", "split")
-BLOCK = 1 << 20
 
 
 class Unread(Tables):
@@ -49,7 +49,7 @@ class Unread(Tables):
 
     def look(self) -> list:
         """What the files hold now."""
-        return [self._limit, *([shown, _file_digest(Path(resolve(shown)))] for shown in self._paths)]
+        return [self._limit, *([shown, sealed.file_digest(Path(resolve(shown)))] for shown in self._paths)]
 
     @property
     def whole(self) -> Tables:
@@ -97,12 +97,9 @@ class Cache:
         if not self.folder.is_dir():
             return None
         try:
-            meta, digest = json.loads((self.folder / "meta.json").read_text("utf-8"))
-            if _digest_of(meta) != digest:
-                raise ValueError("meta.json is not what was written")
-            arrays = {}
+            meta, arrays = sealed.opened((self.folder / "meta.json").read_text("utf-8")), {}
             for key, digest in meta["digests"].items():
-                if _file_digest(self.folder / key) != digest:
+                if sealed.file_digest(self.folder / key) != digest:
                     raise ValueError(f"{key} is not what was written")
             for key in ARRAYS:
                 arrays[key] = np.load(self.folder / f"{key}.npy", mmap_mode="r")
@@ -140,8 +137,8 @@ class Cache:
             meta = {key: getattr(dataset, key) for key in LISTS} | {
                 "bad": dataset.bad.count, "messages": dataset.bad.messages, "truncated": dataset.truncated,
                 "content": dataset.content.hexdigest(), "commits": dataset.commits, "asked": dataset.asked,
-                "digests": {p.name: _file_digest(p) for p in draft.iterdir()}}
-            (draft / "meta.json").write_text(json.dumps([meta, _digest_of(meta)]), "utf-8")
+                "digests": {p.name: sealed.file_digest(p) for p in draft.iterdir()}}
+            (draft / "meta.json").write_text(sealed.sealed(meta), "utf-8")
             for path in draft.iterdir():
                 with path.open("rb") as f:
                     os.fsync(f.fileno())
@@ -173,15 +170,6 @@ class Held(Tables):
             raise IndexError(number)
         row, where = json.loads(self._text[self._ends[at]:self._ends[at + 1]].tobytes())
         return row, where
-
-
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _digest_of(meta: dict) -> str:
-    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
 class Digest:
@@ -216,14 +204,6 @@ def _alone(path: Path):
             yield False
             return
         yield True
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def unchanged(tables) -> bool:

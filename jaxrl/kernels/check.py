@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
+from jaxrl import sealed
 from jaxrl.kernels import attention as attention_op
 from jaxrl.kernels import experts as experts_op
 from jaxrl.kernels.attention.cached import api as cached
@@ -278,7 +278,7 @@ def _key(op: str, name: str, packages, case) -> str:
 
 def _read(memory: Path | None) -> dict[str, str]:
     try:
-        held = json.loads(memory.read_text("utf-8")) if memory is not None else {}
+        held = sealed.opened(memory.read_text("utf-8")) if memory is not None else {}
         return held if isinstance(held, dict) else {}
     except (OSError, ValueError):
         return {}
@@ -290,7 +290,7 @@ def _write(memory: Path | None, known: dict[str, str]) -> None:
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
         tmp = memory.with_suffix(".tmp")
-        tmp.write_text(json.dumps({**_read(memory), **known}, indent=1) + "\n", "utf-8")
+        tmp.write_text(sealed.sealed({**_read(memory), **known}, indent=1) + "\n", "utf-8")
         tmp.replace(memory)
     except OSError as e:
         log.debug("verdicts on kernels are not kept: %s", e)

@@ -6,6 +6,7 @@ Exit status: 0 the config is written, all of it or in part; 3 refused, the repor
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -108,6 +109,9 @@ def say(data: dict, out: Path) -> int:
             print(f"  unknown {shown(key['key'])}: {key['note']}")
     for text in data["needs_you"]:
         print(f"  needs you: {text}")
+    for text in data["packages"] if data["config"] else ():
+        if importlib.util.find_spec(text.partition(",")[0]) is None:
+            print(f"  not installed: {text}")
     for command in data["commands"].values():
         print(f"  cd {out} && {command}")
     return 3 if data["outcome"] == "refused" else 0

@@ -168,6 +168,7 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
         "differs": m.different,
         "needs_you": m.needs_you,
         "notes": m.notes,
+        "packages": packages(m),
         "files": sorted(m.files),
         "commands": {}
         if refused
@@ -178,6 +179,13 @@ def report(m: Migration, name: str, file: str, outcome: str) -> dict:
             "plan": f"{run} --config.run.mode=plan --config.plan.target={target}{left_out(m)}",
         },
     }
+
+
+def packages(m: Migration) -> list[str]:
+    """Packages beyond a plain install that a run of the config imports, and how to do without."""
+    if m.options.get("log.wandb", (False,))[0]:
+        return ["wandb, by log.wandb=True: pip install 'jaxrl[wandb]', or --config.log.wandb=false; a plan needs none"]
+    return []
 
 
 def left_out(m: Migration) -> str:
@@ -219,6 +227,7 @@ def markdown(data: dict) -> str:
     for title, items in (
         ("Lacks", [f"`{e['key']}`: {e['why']}" for e in data["lacks"]]),
         ("Needs you", data["needs_you"]),
+        ("Packages", data["packages"] if data["config"] else []),
         ("Not followed", data["notes"]),
     ):
         if items:

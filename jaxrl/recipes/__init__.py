@@ -74,7 +74,10 @@ def _on_no_device_of_its(config, given) -> dict:
     """`train` of the modes that a job's own devices have no part in."""
     if config.run.mode == "plan":  # nothing is read but the model's description
         from jaxrl.planning import plan
+        from jaxrl.service_checks import missing_logger
 
+        if missing := missing_logger(config):
+            print(f"a run stops here: {missing}", flush=True)
         return plan.run(config)
     from jaxrl.recipes import certify
     from jaxrl.telemetry import setup_logging

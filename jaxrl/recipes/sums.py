@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from jaxrl.models import adapters
 from jaxrl.processes.exchange import gather
 from jaxrl.recipes.algorithm import Reference
 
+log = logging.getLogger("jaxrl")
 KEY = 16  # bytes of an answer's key
-RECORD = np.dtype([("key", f"V{KEY}"), ("sum", "<f8")])
+RECORD = np.dtype([("key", f"V{KEY}"), ("sum", "<f8"), ("check", "V8")])  # check: of the two before it
 
 
 def sums_of(role, traj, layout) -> np.ndarray:
@@ -53,9 +55,9 @@ class OwnBase(Reference):
 class ReferenceSums:
     """Sums under the frozen reference: `sums(traj, layout, policy)` is [N] in nats, float64, at temperature 1.
 
-    Every sum is kept in <run.dir>/reference/<digest>.bin, records of an answer's key and its sum. The digest is of
-    the reference: its weights, model config and dtypes; sums of another one lie in another file. The model is
-    loaded when a sum is missing, and let go once a call found none missing.
+    Every sum is kept in <run.dir>/reference/<digest>.bin, records of an answer's key, its sum and a digest of both. The
+    file's digest is of the reference: its weights, model config and dtypes; sums of another one lie in another file.
+    The model is loaded when a sum is missing, and let go once a call found none missing.
     """
 
     def __init__(self, s, job, score):
@@ -64,6 +66,7 @@ class ReferenceSums:
         self.s, self.role = s, (OwnBase if self.own else Reference)(job, score)
         said = [reference_print(c), job.hf_config, c.reference.dtype, c.train.compute_dtype]
         said += [c.lora.base, c.lora.base_dtype] if self.own else []
+        said += ["checked"]  # files of before have no check
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.path = s.run_dir / "reference" / f"{digest}.bin"
         self.known = None
@@ -93,10 +96,11 @@ class ReferenceSums:
         if self.s.peers.first and self.s.spec.run.mode == "train":
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as f:
-                f.write(np.array(list(new.items()), RECORD).tobytes())
+                f.write(np.array([(key, x, _check(key, x)) for key, x in new.items()], RECORD).tobytes())
 
     def _read(self) -> dict[bytes, float]:
-        """What process 0 finds on its disk; a record that was cut off by the end of its process is dropped."""
+        """What process 0 finds on its disk; a record that was cut off by the end of its process is dropped, and so is
+        one that is not what was written: its answer is scored anew."""
         data = b""
         if self.s.peers.first and self.path.exists():
             data = self.path.read_bytes()
@@ -105,4 +109,12 @@ class ReferenceSums:
                 with self.path.open("r+b") as f:
                     f.truncate(len(data))
         found = np.frombuffer(gather(self.s.peers, "sums of the reference", data)[0], RECORD)
-        return {key.tobytes(): float(value) for key, value in zip(found["key"], found["sum"], strict=True)}
+        known = [(bytes(key), float(x)) for key, x, check in found.tolist() if check == _check(key, x)]
+        if len(known) < len(found) and self.s.peers.first:
+            log.warning("%s: %d of %d sums are not what was written and are computed anew", self.path,
+                        len(found) - len(known), len(found))
+        return dict(known)
+
+
+def _check(key: bytes, value: float) -> bytes:
+    return hashlib.blake2b(bytes(key) + np.float64(value).astype("<f8").tobytes(), digest_size=8).digest()

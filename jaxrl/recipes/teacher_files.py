@@ -7,8 +7,9 @@ A folder of safetensors files, each of which holds n sequences with t scored tok
     ids       int32 [t, K]     the highest first; -1 = none
     logprobs  float32 or float16 [t, K]
 
-and, as text in its metadata: vocabulary (teachers.vocabulary), temperature, teacher (a name, for people). The key is of
-token ids, so another template, tokenizer or system prompt is another key, and what is not there is an error.
+and, as text in its metadata: vocabulary (teachers.vocabulary), temperature, teacher (a name, for people), sha256 (of
+the bytes of the four arrays, one after the other; checked when the file is opened). The key is of token ids, so another
+template, tokenizer or system prompt is another key, and what is not there is an error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from safetensors.numpy import save_file
 from jaxrl.errors import ConfigError
 
 WIDTH = 16  # bytes of a key
+ARRAYS = ("keys", "offsets", "ids", "logprobs")
 
 
 def key(tokens, mask) -> bytes:
@@ -45,11 +47,19 @@ def write(folder, name: str, traj, ids, logprobs, *, vocabulary: str, temperatur
               "offsets": np.concatenate([[0], np.cumsum(scored)]).astype(np.int64),
               "ids": np.ascontiguousarray(ids[traj.loss_mask], np.int32),
               "logprobs": np.ascontiguousarray(logprobs[traj.loss_mask], np.float32)}
-    about = {"vocabulary": vocabulary, "temperature": repr(float(temperature)), "teacher": teacher}
+    about = {"vocabulary": vocabulary, "temperature": repr(float(temperature)), "teacher": teacher,
+             "sha256": _digest(arrays[name] for name in ARRAYS)}
     path = folder / f"{name}.safetensors"
     partial = path.with_suffix(".partial")
     save_file(arrays, partial, about)
     os.replace(partial, path)
+
+
+def _digest(arrays) -> str:
+    out = hashlib.sha256()
+    for array in arrays:
+        out.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return out.hexdigest()
 
 
 class TeacherFiles:
@@ -71,10 +81,13 @@ class TeacherFiles:
             try:
                 file = self._open.enter_context(safe_open(path, "numpy"))
                 about, keys, offsets = file.metadata() or {}, file.get_tensor("keys"), file.get_tensor("offsets")
-                held = file.get_slice("ids").get_shape()[1]
+                held, digest = file.get_slice("ids").get_shape()[1], _digest(map(file.get_tensor, ARRAYS))
             except (SafetensorError, OSError) as e:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what teacher.save writes ({e}); "
                                   "write it again") from None
+            if about.get("sha256") != digest:
+                raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what was written (its sha256 is "
+                                  "another one); bring it back, or write it again with teacher.save")
             if about.get("vocabulary") != vocabulary:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} is of a teacher with another vocabulary; its "
                                   "ids mean other tokens. Write it again with teacher.save for this tokenizer")

@@ -15,6 +15,7 @@ import json
 import os
 import re
 
+from jaxrl import sealed
 from jaxrl.rewards.calling import ServiceError
 from jaxrl.rewards.http import Budget, Service, at, field
 from jaxrl.workers.loading import plain
@@ -115,10 +116,10 @@ class Judge(Service):
     def _read(self, path: str) -> str | None:
         try:
             with open(path, encoding="utf-8") as file:
-                answer = json.load(file)["answer"]
-            return answer if isinstance(answer, str) else None
-        except (OSError, ValueError, KeyError, TypeError):
+                asked, answer = sealed.opened(file.read())
+        except (OSError, ValueError, TypeError):
             return None
+        return answer if isinstance(answer, str) and asked == os.path.basename(path) else None
 
     def _keep(self, path: str, answer: str) -> None:
         if not path:
@@ -126,7 +127,7 @@ class Judge(Service):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         part = f"{path}.{os.getpid()}.{id(answer)}.part"
         with open(part, "w", encoding="utf-8") as file:
-            json.dump({"answer": plain(answer)}, file)
+            file.write(sealed.sealed([os.path.basename(path), plain(answer)]))
         os.replace(part, path)
 
 

@@ -90,9 +90,10 @@ def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch)
     for other in (check.Heads(2, 1, 16), HEADS):
         with pytest.raises(TypeError):
             check.first_use(jnp.float32, other, 30.0, memory=memory)
-    memory.write_text("{ cut off")
-    with pytest.raises(TypeError):
-        check.first_use(jnp.float32, HEADS, memory=memory)
+    for broken in ("{ cut off", memory.read_text().replace("off by", "is by"), "{}"):
+        memory.write_text(broken)
+        with pytest.raises(TypeError):
+            check.first_use(jnp.float32, HEADS, memory=memory)
 
 
 def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_job
 
+import jaxrl
 from jaxrl import main as command
 from jaxrl import sharding
 from jaxrl.config import config_of, load_config
@@ -107,6 +109,17 @@ def test_a_plan_needs_neither_data_nor_tokenizer():
     check(c)
     c.run.mode = "train"
     with pytest.raises(ConfigError, match="model.tokenizer"):
+        check(c)
+
+
+def test_a_plan_says_that_a_loggers_package_is_missing_and_a_run_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, found=importlib.util.find_spec: None if name == "wandb" else found(name))
+    monkeypatch.setattr(plan, "run", lambda config: {"fits": True})
+    c = tiny(log__wandb=True)
+    assert jaxrl.train(c) == {"fits": True}
+    assert "log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]'" in capsys.readouterr().out
+    c.run.mode, c.model.tokenizer = "train", "jaxrl://arith/tokenizer"
+    with pytest.raises(ConfigError, match="log.wandb=True: the package wandb is not installed"):
         check(c)
 
 

@@ -202,6 +202,11 @@ def test_files_of_another_teacher_are_refused(tmp_path):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options(teacher_temperature=2.0))
     with pytest.raises(ConfigError, match=r"distill.top_k=5: a.safetensors .* holds 4"):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options(top_k=5))
+    content = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    with pytest.raises(ConfigError, match="a.safetensors is not what was written"):
+        teacher_files.TeacherFiles(str(tmp_path), "v", _options())
+    (tmp_path / "a.safetensors").write_bytes(content)
     save_file({"x": np.zeros(3)}, tmp_path / "b.safetensors")
     with pytest.raises(ConfigError, match="b.safetensors is not what teacher.save writes"):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options())

@@ -134,6 +134,19 @@ def test_the_reference_is_scored_once(trained):
     assert file.stat().st_size == 2 * (16 + 6) * sums.RECORD.itemsize and loads == 1  # eval.max_rows=6
 
 
+def test_a_sum_that_is_not_what_was_written_is_computed_anew(trained, tmp_path, caplog):
+    """A bit of each part of a record: key, sum, digest."""
+    folder, _, _ = trained
+    (file,) = (folder / "run" / "reference").iterdir()
+    whole, copy = file.read_bytes(), tmp_path / "sums.bin"
+    opened = SimpleNamespace(path=copy, s=SimpleNamespace(peers=SimpleNamespace(first=True, count=1)))
+    for at in (0, sums.KEY, sums.KEY + 8):
+        copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+        caplog.clear()
+        found = sums.ReferenceSums._read(opened)
+        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are not what was written" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_file_cut_off_and_another_reference(trained, tmp_path):
     """The torn record is dropped, and scored anew; a reference of other weights has a file of its own."""

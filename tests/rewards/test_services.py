@@ -240,6 +240,9 @@ def test_a_judge_reads_prompt_rubric_and_answer_and_is_asked_once(tmp_path):
         given["servers"] = (server.url,)
         assert service_scores("judge", rows, **given) == [(0.5, {"cached": 0.0})] * 2 and len(server.requests) == 2
         assert service_scores("judge", rows, **given) == [(0.5, {"cached": 1.0})] * 2 and len(server.requests) == 2
+        for path in (tmp_path / "kept").glob("*/*.json"):  # an answer that is not what was kept is asked for anew
+            path.write_text(path.read_text().replace("7.5", "9.5"))
+        assert service_scores("judge", rows, **given) == [(0.5, {"cached": 0.0})] * 2 and len(server.requests) == 4
         # what is asked and of whom decides; to read an answer in another way none is asked for
         assert service_scores("judge", rows, **given | {"pattern": r"is ..(\d)"})[0] == (0.4, {"cached": 1.0})
         for other in ({"rubric_column": ""}, {"cache": ""}):
