@@ -571,17 +571,11 @@ def _misc(cfg):
         out.append(f"profile.memory={cfg.profile.memory}: numbers of steps, from 0")
     if any(p < 0 for p in cfg.profile.processes):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
-<<<<<<< HEAD
     if cfg.log.every_steps != 1 and cfg.run.recipe in ("rl", "distill", "reward_model"):
         out.append(no_effect("log.every_steps", cfg.log.every_steps, f"with run.recipe={cfg.run.recipe}",
                              "leave it out: there is a line every step"))
-    if cfg.log.wandb and importlib.util.find_spec("wandb") is None:
-        out.append("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set "
-                   "log.wandb=false")
-=======
     if cfg.run.mode != "plan" and (missing := missing_logger(cfg)):
         out.append(missing)
->>>>>>> help-migration
     if unknown := set(cfg.run.accept_changed) - set(CHANGEABLE):
         out.append(f"run.accept_changed={cfg.run.accept_changed}: {', '.join(sorted(unknown))} unknown; choose from "
                    f"{', '.join(CHANGEABLE)}")
