@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxrl.registry import recipe_of
+from jaxrl.registry import RECIPES
 
 FIRST_STEPS = 3
 
@@ -200,12 +200,17 @@ def message(rule: Rule, config, run_dir, values: dict[str, float]) -> str:
 
 
 def finite(config, run_dir) -> str:
-    """What to do where losses or gradients are not finite, of what this job has."""
-    samples, own = recipe_of(config).samples, config.algorithm.policy_loss or ""
+    """What to do where losses or gradients are not finite, of what this job has. config: as in `message`; options that
+    it lacks count as not set."""
+    groups = dict(config.items())
+    read = lambda group, name: getattr(groups.get(group), name, None)  # noqa: E731
+    recipe, own = RECIPES.get(read("run", "recipe")), read("algorithm", "policy_loss") or ""
+    samples = recipe is None or recipe.samples
     out = [f"look for 0 x inf, log(0) and 0 / 0 in algorithm.policy_loss={own}"] * (samples and ":" in own)
-    out += [f"lower optimizer.lr (now {config.optimizer.lr})"]
-    out += ["use train.compute_dtype=fp32"] * (config.train.compute_dtype in ("bf16", "fp16"))
-    return ", or ".join(out + [f"look at the rewards in {run_dir}/rollouts"] * (samples and config.log.rollouts))
+    out += [f"lower optimizer.lr (now {read('optimizer', 'lr')})"]
+    out += ["use train.compute_dtype=fp32"] * (read("train", "compute_dtype") in ("bf16", "fp16"))
+    rollouts = samples and read("log", "rollouts")
+    return ", or ".join(out + [f"look at the rewards in {run_dir}/rollouts"] * bool(rollouts))
 
 
 class _Known(dict):
