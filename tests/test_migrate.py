@@ -770,3 +770,24 @@ def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypa
         _, report, out = run(tmp_path, script.format(logger))
         assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
         assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named
+
+
+def test_what_decides_a_branch_is_named(tmp_path, capsys):
+    script = ("DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}\ncase \"${DEVICE}\" in\n  gpu) n=8 ;;\n  npu) n=16 ;;\n"
+              "esac\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$n actor_rollout_ref.rollout.gpu_memory_utilization=0.$n\n")
+    assert run(tmp_path, script, system="verl")[0] == 2
+    assert capsys.readouterr().err.endswith("give what decides there, DEVICE=gpu or DEVICE=npu\n")
+    status, report, _ = run(tmp_path, script, "DEVICE=npu", system="verl")
+    assert status == 0 and report["facts"]["GPUs"] == 16
+
+
+def test_trls_gpus_are_the_processes_that_train(tmp_path, capsys):
+    job = "num_generations: 8\nreward_funcs: [accuracy_reward]\nper_device_train_batch_size: 8\nuse_vllm: true\nvllm_mode: server\n"
+    assert run(tmp_path, job, name="job.yaml", system="trl")[0] == 2
+    assert "give --gpus=N, the processes that train (without the GPUs of vLLM in server mode)" in capsys.readouterr().err
+    facts = run(tmp_path, job, "--gpus=7", name="job.yaml", system="trl")[1]["facts"]
+    assert facts["sequences per step"] == 7 * 8 and facts["GPUs"] == "7 that train; vLLM has its own"
+    facts = run(tmp_path, job + "num_processes: 4\n", "--gpus=7", name="job.yaml", system="trl")[1]["facts"]
+    assert facts["sequences per step"] == 4 * 8  # the file says it
+    command.main(["--help"])
+    assert "TRL: the processes that train" in capsys.readouterr().out

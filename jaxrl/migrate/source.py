@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MOST = 20_000  # settings of a config
+UNDECIDED = "is not decided by the text: give "  # in a note, before NAME=VALUE
 DEEPEST = 40  # levels of nesting, of includes and of interpolation
 
 
