@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -791,3 +792,18 @@ def test_trls_gpus_are_the_processes_that_train(tmp_path, capsys):
     assert facts["sequences per step"] == 4 * 8  # the file says it
     command.main(["--help"])
     assert "TRL: the processes that train" in capsys.readouterr().out
+
+
+def test_an_escaped_interpolation_is_its_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("name", "of this machine")
+    job = (r"data: {system_prompt: 'Say \${name:x}, then \${name} \\${trainer.total_epochs}', train_files: '${oc.env:HOME}/a.parquet'}" "\n"
+           "trainer: {total_epochs: 3}\n")
+    status, report, out = run(tmp_path, job, name="job.yaml", system="skyrl")
+    assert status == 0  # of any system: what is asked is the value
+    values = {k["key"]: k["value"] for k in report["keys"]}
+    assert values["data.system_prompt"] == r"Say ${name:x}, then ${name} \3" and values["data.train_files"] == "$HOME/a.parquet"
+    tree = {"data": {"rollout_batch_size": 64, "max_prompt_length": 512, "system_prompt": r"Say \${name} $HOME"}, "algorithm": {"group_size": 8},
+            "runner": {"seq_length": 2048}, "actor": {"optim": {"lr": 2e-5}}, "rollout": {"model": {"model_path": "$HOME/m"}}}
+    _, _, out = run(tmp_path, json.dumps(tree), name="own.yaml", system="rlinf")
+    config = load_config(str(out / "own.py"))
+    assert config.data.system_prompt == "Say ${name} $HOME" and config.model.path == os.path.expandvars("$HOME/m")
