@@ -737,6 +737,7 @@ JOBS = [  # system, what is not RL of a language model there, the recipe that do
     ("areal", {"train_dataset.type": "sft", "model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
     ("areal", {"train_dataset.type": "rw", "model.path": "a/b"}, "", "run.recipe=reward_model"),
     ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
+    ("areal", {"agent_run_args.max_turns": 2, "export_style": "concat", "actor.path": "a/c"}, "", "environments.md"),
     ("skyrl", {"train_datasets": ["a"], "strategy": "megatron", "num_steps": 9}, "python -m skyrl.train.main_sft", "run.recipe=sft"),
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
     ("verl", {"optim.lr": 1e-5, "model.path": "a/b", "data.train_batch_size": 0}, "torchrun -m verl.trainer.fsdp_sft_trainer", "run.recipe=sft"),
@@ -807,3 +808,13 @@ def test_an_escaped_interpolation_is_its_text(tmp_path, monkeypatch):
     _, _, out = run(tmp_path, json.dumps(tree), name="own.yaml", system="rlinf")
     config = load_config(str(out / "own.py"))
     assert config.data.system_prompt == "Say ${name} $HOME" and config.model.path == os.path.expandvars("$HOME/m")
+
+
+def test_areals_weights_in_bfloat16_are_said():
+    def said(**keys):
+        m = migrated("areal", AREAL | {k.replace("__", "."): v for k, v in keys.items()})
+        return any("bfloat16" in text for text in m.different)
+
+    assert said(allocation_mode="sglang.d4p1t1+d4p1t1") and said(rollout__backend="sglang:d4", actor__backend="fsdp:d4")
+    assert not said(rollout__backend="sglang:d4", actor__backend="megatron:d4") and not said(allocation_mode="sglang.d4+d2p2t1")
+    assert not said(rollout__backend="sglang:d4", actor__backend="fsdp:d4", actor__dtype="float32")
