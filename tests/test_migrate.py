@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -736,6 +737,7 @@ JOBS = [  # system, what is not RL of a language model there, the recipe that do
     ("areal", {"train_dataset.type": "sft", "model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
     ("areal", {"train_dataset.type": "rw", "model.path": "a/b"}, "", "run.recipe=reward_model"),
     ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
+    ("areal", {"agent_run_args.max_turns": 2, "export_style": "concat", "actor.path": "a/c"}, "", "environments.md"),
     ("skyrl", {"train_datasets": ["a"], "strategy": "megatron", "num_steps": 9}, "python -m skyrl.train.main_sft", "run.recipe=sft"),
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
     ("verl", {"optim.lr": 1e-5, "model.path": "a/b", "data.train_batch_size": 0}, "torchrun -m verl.trainer.fsdp_sft_trainer", "run.recipe=sft"),
@@ -770,3 +772,49 @@ def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypa
         _, report, out = run(tmp_path, script.format(logger))
         assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
         assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named
+
+
+def test_what_decides_a_branch_is_named(tmp_path, capsys):
+    script = ("DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}\ncase \"${DEVICE}\" in\n  gpu) n=8 ;;\n  npu) n=16 ;;\n"
+              "esac\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$n actor_rollout_ref.rollout.gpu_memory_utilization=0.$n\n")
+    assert run(tmp_path, script, system="verl")[0] == 2
+    assert capsys.readouterr().err.endswith("give what decides there, DEVICE=gpu or DEVICE=npu\n")
+    status, report, _ = run(tmp_path, script, "DEVICE=npu", system="verl")
+    assert status == 0 and report["facts"]["GPUs"] == 16
+
+
+def test_trls_gpus_are_the_processes_that_train(tmp_path, capsys):
+    job = "num_generations: 8\nreward_funcs: [accuracy_reward]\nper_device_train_batch_size: 8\nuse_vllm: true\nvllm_mode: server\n"
+    assert run(tmp_path, job, name="job.yaml", system="trl")[0] == 2
+    assert "give --gpus=N, the processes that train (without the GPUs of vLLM in server mode)" in capsys.readouterr().err
+    facts = run(tmp_path, job, "--gpus=7", name="job.yaml", system="trl")[1]["facts"]
+    assert facts["sequences per step"] == 7 * 8 and facts["GPUs"] == "7 that train; vLLM has its own"
+    facts = run(tmp_path, job + "num_processes: 4\n", "--gpus=7", name="job.yaml", system="trl")[1]["facts"]
+    assert facts["sequences per step"] == 4 * 8  # the file says it
+    command.main(["--help"])
+    assert "TRL: the processes that train" in capsys.readouterr().out
+
+
+def test_an_escaped_interpolation_is_its_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("name", "of this machine")
+    job = (r"data: {system_prompt: 'Say \${name:x}, then \${name} \\${trainer.total_epochs}', train_files: '${oc.env:HOME}/a.parquet'}" "\n"
+           "trainer: {total_epochs: 3}\n")
+    status, report, out = run(tmp_path, job, name="job.yaml", system="skyrl")
+    assert status == 0  # of any system: what is asked is the value
+    values = {k["key"]: k["value"] for k in report["keys"]}
+    assert values["data.system_prompt"] == r"Say ${name:x}, then ${name} \3" and values["data.train_files"] == "$HOME/a.parquet"
+    tree = {"data": {"rollout_batch_size": 64, "max_prompt_length": 512, "system_prompt": r"Say \${name} $HOME"}, "algorithm": {"group_size": 8},
+            "runner": {"seq_length": 2048}, "actor": {"optim": {"lr": 2e-5}}, "rollout": {"model": {"model_path": "$HOME/m"}}}
+    _, _, out = run(tmp_path, json.dumps(tree), name="own.yaml", system="rlinf")
+    config = load_config(str(out / "own.py"))
+    assert config.data.system_prompt == "Say ${name} $HOME" and config.model.path == os.path.expandvars("$HOME/m")
+
+
+def test_areals_weights_in_bfloat16_are_said():
+    def said(**keys):
+        m = migrated("areal", AREAL | {k.replace("__", "."): v for k, v in keys.items()})
+        return any("bfloat16" in text for text in m.different)
+
+    assert said(allocation_mode="sglang.d4p1t1+d4p1t1") and said(rollout__backend="sglang:d4", actor__backend="fsdp:d4")
+    assert not said(rollout__backend="sglang:d4", actor__backend="megatron:d4") and not said(allocation_mode="sglang.d4+d2p2t1")
+    assert not said(rollout__backend="sglang:d4", actor__backend="fsdp:d4", actor__dtype="float32")

@@ -24,7 +24,8 @@ USAGE = """usage: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N]
 SYSTEM is one of: {systems}. FILE is a config of it: a script (.sh), YAML or TOML, or a dump of a resolved config.
 Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
 script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
-  --gpus=N          GPUs of the job, where FILE does not say (and for the plan)
+  --gpus=N          GPUs of the job, where FILE does not say (and for the plan). TRL: the processes that train, which
+                    are what its batches are counted in; vLLM in server mode has further GPUs, which do not count
   --from-version=V  version of SYSTEM whose defaults hold: {versions}
   --strict          refuse what is not carried over whole"""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import is_secret
-from jaxrl.migrate.source import Unreadable
+from jaxrl.migrate.source import Literal, Unreadable
 from jaxrl.migrate.table import KINDS, MISSING, Migration
 from jaxrl.schema import free_tables, options
 
@@ -102,6 +102,8 @@ def _digest(body: str) -> str:
 
 def literal(option: str, value: Any) -> tuple[str, bool]:
     """A value as Python text, and whether it needs variables of the machine."""
+    if isinstance(value, Literal):
+        return repr(value), False
     if isinstance(value, str):
         path = value.replace("=~/", "=$HOME/", 1) if option == "eval.sets" else value
         path = "$HOME/" + path[2:] if path.startswith("~/") else path

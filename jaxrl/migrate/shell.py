@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl.migrate.source import DEEPEST, MOST, Unreadable, arithmetic
+from jaxrl.migrate.source import DEEPEST, MOST, UNDECIDED, Unreadable, arithmetic
 from jaxrl.migrate.yaml_files import text_of
 
 
@@ -216,6 +216,10 @@ class _Walk:
         if first in ("if", "elif", "while", "until"):
             return self.condition(first, words)
         if first in ("fi", "done", "esac", "}"):
+            if first == "esac" and self.blocks and self.blocks[-1].get("choices"):
+                block = self.blocks[-1]
+                choices = block["choices"] if len(block["choices"]) > 1 else [*block["choices"], "another value"]
+                self.script.note(f"{self.name}:{block['line']}: `case` {UNDECIDED}{' or '.join(choices)}")
             if self.blocks and first != "}" or self.blocks and self.blocks[-1]["kind"] == "function":
                 self.blocks.pop()
                 self.active.pop()
@@ -284,7 +288,11 @@ class _Walk:
 
     def _case(self, words):
         value = self.expand(words[1].text, words[1].line)[:1] if len(words) > 1 else [""]
-        self.blocks.append({"kind": "case", "value": value[0] if value else "", "done": False})
+        block = {"kind": "case", "value": value[0] if value else "", "done": False, "name": "", "line": words[0].line}
+        name = re.fullmatch(r"[\"']?\$\{?(\w+)\}?[\"']?", words[1].text) if len(words) > 1 else None
+        if self.on and name and "$" in block["value"]:
+            block |= {"name": name[1], "choices": []}
+        self.blocks.append(block)
         self.active.append(False)
         rest = words[3:]
         if rest and self.op() == ")":
@@ -295,6 +303,8 @@ class _Walk:
         block = self.blocks[-1]
         alternatives = [w.text.strip("'\"") for w in words]
         fits = any(fnmatch.fnmatchcase(block["value"], a) for a in alternatives) and not block["done"]
+        if block["name"]:
+            block["choices"] += [f"{block['name']}={a}" for a in alternatives if re.fullmatch(r"[\w.-]+", a)]
         self.active[-1], block["done"] = fits, block["done"] or fits
         self.i += 1  # past the bracket
         return None

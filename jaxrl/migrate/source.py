@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MOST = 20_000  # settings of a config
+UNDECIDED = "is not decided by the text: give "  # in a note, before NAME=VALUE
 DEEPEST = 40  # levels of nesting, of includes and of interpolation
 
 
@@ -18,6 +19,13 @@ class Unreadable(ValueError):
     def __init__(self, where: str, key: str, why: str):
         super().__init__(f"{where}: {key + ': ' if key else ''}{why}")
         self.where, self.key, self.why = where, key, why
+
+
+class Literal(str):
+    """Text whose `${...}` was escaped in the source: no variable of the machine."""
+
+    def __str__(self) -> str:
+        return self
 
 
 class Setting(NamedTuple):
@@ -159,8 +167,9 @@ def interpolate(
     environment: dict[str, str] | None = None,
 ) -> dict[str, Setting]:
     """Settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own resolvers
-    replaced. A variable of the environment that was not given stays as $NAME; a key that is not there stays as text
-    where the source has a default for it (the table knows), so that what reads it decides."""
+    replaced, and the escaped `\\${...}` as Literal text. A variable of the environment that was not given stays as
+    $NAME; a key that is not there stays as text where the source has a default for it (the table knows), so that what
+    reads it decides."""
     state = _Interpolation(settings, resolvers or {}, environment or {})
     return {key: s._replace(value=state.value(s.value, s, 0)) for key, s in settings.items()}
 
@@ -176,15 +185,21 @@ class _Interpolation:
             return value
         if depth > DEEPEST:
             raise Unreadable(at.where, at.key, f"{value!r} refers to itself")
-        start, out = 0, []
+        start, out, escaped = 0, [], False
         while (i := value.find("${", start)) >= 0:
+            before = value[start:i]
+            slashes = len(before) - len(before.rstrip("\\"))
+            before = before[: len(before) - (slashes + 1) // 2]  # OmegaConf's escape, `\\${` and `\\\\${`
+            if slashes % 2:
+                out, start, escaped = [*out, before, "${"], i + 2, True
+                continue
             end = self._end(value, i, at)
             inner = self.inner(value[i + 2 : end], at, depth + 1)
             if i == 0 and end == len(value) - 1:
                 return inner
-            out += [value[start:i], "" if inner is None else str(inner)]
+            out += [before, "" if inner is None else str(inner)]
             start = end + 1
-        return "".join([*out, value[start:]])
+        return (Literal if escaped else str)("".join([*out, value[start:]]))
 
     @staticmethod
     def _end(text, i, at):

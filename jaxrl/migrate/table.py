@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
-from jaxrl.migrate.source import Setting, Source, Unreadable, scalar
+from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, scalar
 from jaxrl.option import BOUNDS
 from jaxrl.schema import element_kind, free_tables, options
 
@@ -227,11 +227,17 @@ class Migration:
 
     def wrong(self, name: str, expected: str) -> Unreadable:
         value = self[name]
+        return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{self._unset(value)}")
+
+    def _unset(self, value) -> str:
+        """What to give where a value is a variable that has none: itself, or what decides the branch that sets it."""
         unset = re.search(r"\$\{?(\w+)", value) if isinstance(value, str) else None
-        remedy = f"; the variable {unset[1]} is not set here: give {unset[1]}=VALUE" if unset else ""
-        if unset and not unset[1].isupper():  # one that only a branch or a command of the script sets
-            remedy = f"; the script sets {unset[1]} where it was not followed: give what decides there, NAME=VALUE"
-        return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{remedy}")
+        if not unset:
+            return ""
+        if unset[1].isupper():
+            return f"; the variable {unset[1]} is not set here: give {unset[1]}=VALUE"
+        decides = next((note.rpartition(UNDECIDED)[2] for note in self.notes if UNDECIDED in note), "NAME=VALUE")
+        return f"; the script sets {unset[1]} where it was not followed: give what decides there, {decides}"
 
     def integer(self, name: str) -> int | None:
         """A whole number; None for null."""
@@ -390,7 +396,8 @@ class Migration:
                 self.options[option] = (fitting(option, value), keys)
             except (ConfigError, TypeError, ValueError) as e:
                 given = f"{_short(self[name])}: " if name and "*" not in name else ""
-                raise Unreadable(self.where(name), name, f"{given}{e}") from None
+                unset = self._unset(self[name]) if given else ""
+                raise Unreadable(self.where(name), name, f"{given}{e}{unset}") from None
 
     def ask_version(self) -> Migration:
         """Asks for the version where the source has keys that the assumed one has not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.systems import areal_meaning as meaning
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import DISTILL, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -26,6 +26,9 @@ JOBS = (
     Job("supervised fine-tuning", SFT, r"\bsft\w*\.py\b|_sft\.py\b", ("train_dataset.type=sft",)),
     Job("supervised fine-tuning or a reward model", f"{SFT} or {REWARD_MODEL}", keys=("model.**",), unless=("actor.**",)),
     Job("distillation from a teacher beside the reward", DISTILL, keys=("teacher.**",)),
+    Job("an agent or workflow of several turns, which is Python,", EPISODES, keys=(
+        "agent_run_args.**", "max_turns", "econfig.**", "n_trajs", "max_tokens_per_trajectory", "max_llm_calls_per_run", "judge_engine.**", "tir.**",
+        "agent_builder_path", "workflow")),
 )
 
 TABLE = Table(

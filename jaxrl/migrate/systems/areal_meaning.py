@@ -421,6 +421,13 @@ def layout(m: Migration):
     m.facts["layout"] = f"training {trainer or 'unset'}, rollouts {sampler or 'unset'}"
     devices.mesh(m, keys, keys, tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count)
     m.gpus = m.gpus or count
+    fsdp = a["p"] == 1 and not re.match(r"megatron|archon", trainer)  # its engine for what does not name another
+    if fsdp and common.DTYPES.get(m.text(ACTOR + "dtype")) == "bf16":
+        m.differs(
+            "AReaL's FSDP engine keeps the weights that are trained and Adam's moments in bfloat16 (actor.dtype); here "
+            "both are in float32, so that small updates are not rounded away, and take 6 bytes more per parameter. "
+            "train.param_dtype=bf16 keeps the weights as AReaL does"
+        )
     backend = re.match(r"[A-Za-z]+", sampler)
     name = backend[0].lower() if backend else "sglang"
     name = name if name in ("vllm", "sglang") else "sglang"

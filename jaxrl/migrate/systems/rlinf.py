@@ -33,6 +33,8 @@ COSINE = {**ON_FSDP, OPTIM + "lr_scheduler": "cosine"}
 HOST = {ACTOR + "offload_optimizer": True, ACTOR + "offload_weight": True}
 
 AUTOMATIC = (
+    ("cluster.auto_scheduler", "GPUs stay with their roles (mesh.roles, rollout.placement): the same steps, without its gain in time", (
+        "cluster.use_pre_process_policy", "cluster.use_wait_before_last_iter_policy")),
     ("cluster.**", "no Ray: jax.distributed and rollout.servers", ()),
     (RUNNER + "logger.**", "metrics are below run.dir", (RUNNER + "logger.path",)),
     (ALGO + "rollout_batch_size_per_gpu", "the engine batches requests by itself", (ALGO + "val_rollout_batch_size_per_gpu",)),

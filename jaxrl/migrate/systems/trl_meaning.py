@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from jaxrl.migrate import common, devices
+from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.table import Migration
 
 
 def processes(m: Migration) -> int:
-    """Processes that train: --gpus, or what accelerate is told."""
-    count = m.gpus or m.integer("num_processes")
-    m.gpus = m.gpus or count
-    m.facts["GPUs"] = count
-    return count
+    """Processes that train: what accelerate is told, or --gpus."""
+    if not m.given("num_processes") and not m.gpus:
+        raise Unreadable(
+            m.table.name,
+            "num_processes",
+            "is not set, and batches are completions per process: give --gpus=N, the processes that train (without the "
+            "GPUs of vLLM in server mode)",
+        )
+    m.gpus = m.integer("num_processes") if m.given("num_processes") else m.gpus
+    apart = m.flag("use_vllm") and m.text("vllm_mode") == "server"
+    m.facts["GPUs"] = f"{m.gpus} that train; vLLM has its own" if apart else m.gpus
+    return m.gpus
 
 
 def batch(m: Migration):
