@@ -11,6 +11,7 @@
 #    4  gradients of all layouts                              gradients.py
 #    5  kill -9 and resume                                    resume.py
 #    6  memory of the log-prob                                logprob_memory.py
+#       no text of a model is without a score                 absent.py (a quarter of an hour; not in "all")
 #    7  bad input                                             bad_input.py, pytest tests/test_config.py tests/data/test_data.py
 #    8  the export opens in transformers                      pytest tests/recipes/test_recipes.py
 #    9  the gain is learning                                  quickstart.py

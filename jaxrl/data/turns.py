@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from functools import cached_property, partial
 
 import numpy as np
@@ -23,7 +24,7 @@ from jaxrl.errors import ConfigError
 
 THINK = ("<think>", "</think>")
 HIDDEN = re.compile(r"QZc(\d{3,})ZXQ")
-STAND_INS = range(0xE000, 0xF8FF)  # characters of nobody's, which stand for a marker's token
+STAND_INS = (*range(0xE000, 0xF8FF), *range(0xF0000, 0xFFFFE))  # of private use, which stand for a marker's token
 USER, TOOL = ("user", False, False), ("tool", True, True)
 
 
@@ -126,8 +127,10 @@ class TurnRenderer:
             outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), types)
             text = outside if calls else text
         told = {"written": _spelled(whole, marks)} if any(call.error for call in calls) else {}
+        own = Counter(call.id for call in calls)
+        said = hashlib.sha256(np.asarray(ids, np.int64).tobytes()) if calls else None
         return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **told,
-                "calls": [_reported(call, i, ids, marks, [c.id for c in calls]) for i, call in enumerate(calls)]}
+                "calls": [_reported(call, i, said, marks, own) for i, call in enumerate(calls)]}
 
     def message(self, ids, tools=None) -> dict:
         """A turn as the assistant's message of a history that is rendered as a whole (`first`). Calls that cannot be
@@ -181,7 +184,8 @@ class TurnRenderer:
         while ids and ids[-1] in self.end_ids:
             ids.pop()
         whole, marks = self._decoded(ids), {}
-        free = (chr(c) for c in STAND_INS if chr(c) not in whole)
+        used = set(whole)
+        free = (chr(c) for c in STAND_INS if chr(c) not in used)
         marks = {mark: next(free) for mark in self._alone}
         here = {i: marks[mark] for mark, i in self._alone.items()}
         if not here.keys().isdisjoint(ids):
@@ -391,12 +395,14 @@ def _spelled(text: str, marks: dict[str, str]) -> str:
     return text
 
 
-def _reported(call: Call, i: int, ids, marks, own: list[str]) -> dict:
+def _reported(call: Call, i: int, said, marks, own: Counter) -> dict:
     """What an episode is told of a call: its own id where no other call has it, else one made of the turn's tokens,
-    nine letters and digits, as some templates want it."""
+    nine letters and digits, as some templates want it. said: hash of the turn's tokens."""
     arguments = call.arguments
     if arguments is not None:
         arguments = json.loads(_spelled(json.dumps(arguments, ensure_ascii=False), marks))
-    made = base64.b32encode(hashlib.sha256(np.array([i, *ids], np.int64).tobytes()).digest())[:9].decode()
-    return {"id": _spelled(call.id, marks) if call.id and own.count(call.id) == 1 else made,
+    said = said.copy()
+    said.update(i.to_bytes(8, "little"))
+    made = base64.b32encode(said.digest())[:9].decode()
+    return {"id": _spelled(call.id, marks) if call.id and own[call.id] == 1 else made,
             "name": _spelled(call.name, marks), "arguments": arguments, "error": _spelled(call.error, marks)}

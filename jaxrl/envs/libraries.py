@@ -99,20 +99,17 @@ class Gym:
         if self._kind == "Text":
             return str(text) if self._space.contains(str(text)) else None
         if self._kind == "Discrete":
-            words = "|".join(map(re.escape, self._names)) or "(?!)"
-            found = re.findall(rf"(?<![\w.-])(?:-?\d+(?![\w.]*\d)|{words})(?!\w)", text.lower())
-            if not found:
-                return None
-            first = int(self._space.start)
-            number = first + self._names.index(found[-1]) if found[-1] in self._names else int(found[-1])
-            return number if self._space.contains(number) else None
+            found = chosen(text, self._names)
+            number = None if found is None else int(self._space.start) * isinstance(found, str) + (
+                self._names.index(found) if isinstance(found, str) else found)
+            return number if number is not None and self._space.contains(number) else None
         import numpy
         for found in reversed(re.findall(r"\[[^\[\]]*\]", text)):
             try:
                 value = numpy.asarray(json.loads(found), self._space.dtype).reshape(self._space.shape)
             except (ValueError, TypeError, OverflowError):
                 continue
-            return value if self._space.contains(value) else None
+            return value if numpy.isfinite(value).all() and self._space.contains(value) else None
         return None
 
     def _shown(self, seen) -> str:
@@ -122,6 +119,15 @@ class Gym:
         # What is drawn in colours, the agent among it, is put in brackets.
         drawn = re.sub(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", r"[\1]", str(self._env.render()))
         return f"{re.sub(chr(27) + r'.[0-9;]*m', '', drawn).strip()}\nobservation: {text}"
+
+
+def chosen(text: str, names: tuple[str, ...]) -> int | str | None:
+    """The last number or name in a text, None where there is none. A number of more than 19 digits is another one."""
+    words = "|".join(map(re.escape, names)) or "(?!)"
+    found = re.findall(rf"(?<![\w.-])(?:-?\d++(?![\w.]*\d)|{words})(?!\w)", text.lower())
+    if not found:
+        return None
+    return found[-1] if found[-1] in names else int(found[-1][:20])
 
 
 def _render_modes(gymnasium, spec) -> list[str]:

@@ -24,7 +24,9 @@ SCHEMA_SECONDS = 20.0  # for a server to tell what its actions are
 FULL_SECONDS = 0.5     # between two looks at servers that have no room
 OPTIONS = ("action", "observation", "state", "prompt", "reset")
 KINDS = {"integer": int, "number": float, "boolean": bool}
-WORDS = {int: r"(?<![\w.])-?\d+(?![\w.]*\d)", float: r"-?\d+(?:\.\d+)?", bool: r"true|false"}
+WORDS = {int: r"(?<![\w.])-?\d++(?![\w.]*\d)", float: r"-?\d+(?:\.\d+)?", bool: r"true|false"}
+BRACES = 100       # at the end of an answer from which an object is read
+LARGEST, LONGEST = 2.0**63, 400  # of numbers that an answer names: amount and characters
 
 
 def find(servers: list[str], options: dict, step_seconds: float):
@@ -165,9 +167,13 @@ class OpenEnv:
         """The object that an answer means: its text in the field that takes it (of numbers the last one), or the last
         object that it holds. None where there is none."""
         if not self._field:
-            for begin in reversed([m.start() for m in re.finditer(r"\{", text)]):
+            begin = len(text)
+            for _ in range(BRACES):
+                if (begin := text.rfind("{", 0, begin)) < 0:
+                    break
                 try:
                     found, _ = json.JSONDecoder().raw_decode(text, begin)
+                    json.dumps(found, allow_nan=False)
                 except (ValueError, RecursionError):
                     continue
                 if set(found) <= set(self._fields) and set(found):
@@ -177,7 +183,10 @@ class OpenEnv:
         if kind is None:
             return {self._field: text.strip()}
         found = re.findall(WORDS[kind], text.lower())
-        return {self._field: found[-1] == "true" if kind is bool else kind(found[-1])} if found else None
+        if not found or kind is bool:
+            return {self._field: found[-1] == "true"} if found else None
+        fits = len(found[-1]) <= LONGEST and abs(float(found[-1])) < LARGEST
+        return {self._field: kind(found[-1])} if fits else None
 
 
 class Full(Exception):

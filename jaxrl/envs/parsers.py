@@ -2,7 +2,8 @@
 
 A parser is told how its markers appear in the text it is given: as they are spelled, or, where they are single tokens
 of the tokenizer, as characters that stand for those tokens alone (`data/turns.py`), so that a marker that was merely
-spelled is text. Whatever cannot be read becomes a call with `error`; no parser raises.
+spelled is text. Whatever cannot be read becomes a call with `error`; no parser raises, and each takes time in
+proportion to the text (evidence/absent.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 from collections.abc import Callable
 
 LONGEST_PYTHON = 100_000  # characters of a pythonic call
+SPACE = re.compile(r"\s*")
+FUNCTION, PARAMETER = re.compile(r"<function=([^<>\n]+)>"), re.compile(r"\s*<parameter=([^<>\n]+)>")
 
 
 @dataclasses.dataclass
@@ -76,7 +79,7 @@ def _json(text: str, start: int = 0) -> tuple[object, int]:
 
 def _skip(text: str, at: int) -> int:
     """The next place that is no white space."""
-    return at + len(text[at:]) - len(text[at:].lstrip())
+    return SPACE.match(text, at).end()
 
 
 def _from_json(value, keys: tuple[str, ...]) -> Call:
@@ -95,7 +98,7 @@ def _from_json(value, keys: tuple[str, ...]) -> Call:
 
 
 def _blocks(text: str, begin: str, end: str, read) -> tuple[str, list[Call]]:
-    """Calls between two markers, each read alone; the text around them."""
+    """Calls between two markers, each read alone; the text around them. read: text between -> its calls."""
     outside, calls, at = [], [], 0
     while (start := text.find(begin, at)) >= 0:
         outside.append(text[at:start])
@@ -104,7 +107,7 @@ def _blocks(text: str, begin: str, end: str, read) -> tuple[str, list[Call]]:
             calls.append(Call("", None, "the call has no end"))
             break
         at = stop + len(end)
-        calls.append(read(text[start + len(begin):stop]))
+        calls += read(text[start + len(begin):stop])
     return "".join([*outside, text[at:]]).strip(), calls
 
 
@@ -113,9 +116,9 @@ def _hermes(text, marks, types):
         try:
             value, end = _json(inside, _skip(inside, 0))
         except ValueError as e:
-            return Call("", None, f"no JSON: {e}")
-        return Call("", None, "more than one JSON value in a call") if inside[end:].strip() else _from_json(
-            value, ("arguments", "parameters"))
+            return [Call("", None, f"no JSON: {e}")]
+        return [Call("", None, "more than one JSON value in a call") if inside[end:].strip() else _from_json(
+            value, ("arguments", "parameters"))]
     return _blocks(text, *marks, read)
 
 
@@ -131,19 +134,17 @@ def _qwen(text, marks, types):
             return value  # a tool's own check of its arguments answers this
 
     def read(inside):
-        whole = re.fullmatch(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", inside, re.DOTALL)
-        if not whole:
-            return Call("", None, "a call is <function=name> ... </function>")
-        name, body, arguments, at = whole[1].strip(), whole[2], {}, 0
-        for found in re.finditer(r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>", body, re.DOTALL):
-            if found.start() != at:
-                break
-            at = found.end()
-            key = found[1].strip()
-            arguments[key] = typed(found[2], types.get(name, {}).get(key, ""))
+        inside, close = inside.strip(), "</function>"
+        head = FUNCTION.match(inside)
+        if not (head and inside.endswith(close) and head.end() + len(close) <= len(inside)):
+            return [Call("", None, "a call is <function=name> ... </function>")]
+        name, body, arguments, at = head[1].strip(), inside[head.end():-len(close)], {}, 0
+        while (found := PARAMETER.match(body, at)) and (end := body.find("</parameter>", found.end())) >= 0:
+            key, at = found[1].strip(), end + len("</parameter>")
+            arguments[key] = typed(body[found.end():end], types.get(name, {}).get(key, ""))
         if body[at:].strip():
-            return Call(name, None, "an argument is <parameter=name> ... </parameter>")
-        return Call(name, arguments)
+            return [Call(name, None, "an argument is <parameter=name> ... </parameter>")]
+        return [Call(name, arguments)]
     return _blocks(text, *marks, read)
 
 
@@ -223,30 +224,25 @@ def _python_call(node) -> Call:
         return Call(name, None, "an argument is no plain value")
 
 
-def _pythonic(text, marks, types):
-    begin, end = marks
-    if begin in text:
-        outside, _, rest = text.partition(begin)
-        inside, closed, after = rest.partition(end)
-        if not closed:
-            return outside.strip(), [Call("", None, "the call has no end")]
-        more, calls = _pythonic(after, marks, types) if begin in after else (after, [])
-        outside += more
-    else:
-        outside, inside, calls = "", text, []
-        if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", text):
-            return text.strip(), []
+def _python_list(text: str) -> list[Call]:
     try:
-        if len(inside) > LONGEST_PYTHON:
+        if len(text) > LONGEST_PYTHON:
             raise ValueError(f"longer than {LONGEST_PYTHON} characters")
-        tree = ast.parse(inside.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             raise ValueError("calls stand in a list: [name(argument=value)]")
-        calls = [*map(_python_call, tree.elts), *calls]
+        return list(map(_python_call, tree.elts))
     except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
         said = "nested too deeply" if isinstance(e, (RecursionError, MemoryError)) else str(e)
-        calls = [Call("", None, f"no list of calls: {said}"), *calls]
-    return outside.strip(), calls
+        return [Call("", None, f"no list of calls: {said}")]
+
+
+def _pythonic(text, marks, types):
+    if marks[0] in text:
+        return _blocks(text, *marks, _python_list)
+    if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", text):
+        return text.strip(), []
+    return "", _python_list(text)
 
 
 # In the order in which `auto` tries them: what is told apart by markers before what is told by its form alone.

@@ -237,7 +237,12 @@ def _fit(value, kind: dict, strict: bool) -> tuple | None:
         whole = isinstance(value, float) and value.is_integer() and not strict
         return (int(value),) if whole or isinstance(value, int) and not isinstance(value, bool) else None
     if name == "number":
-        return (float(value),) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        try:
+            return (float(value),)
+        except OverflowError:  # an integer beyond every float
+            return None
     if name == "array" and isinstance(value, list):
         wanted = kind.get("prefixItems", [kind.get("items", {})] * len(value))
         if len(wanted) != len(value):

@@ -21,7 +21,8 @@ from fractions import Fraction
 from jaxrl import sandbox
 from jaxrl.sandbox.grading import grade
 
-LIMIT = 2.0  # seconds of processor time for one completion, in the worker's main thread
+LIMIT = 2.0  # seconds of processor time for one completion, in the worker's main thread; at most SHARE of the run's
+SHARE = 0.2  # reward.timeout_seconds, which are of the wall: a busy machine must not make a wrong answer a late one
 READ = 8000  # characters that `math` reads: from the last box on, or at the end of a completion without one
 _FUNCTIONS: dict[str, Callable] = {}
 
@@ -74,8 +75,8 @@ def math_reward(prompt, completion, answer):
     return limit.score
 
 
-class _Expired(Exception):
-    """A completion took LIMIT seconds."""
+class _Expired(BaseException):
+    """A completion took LIMIT seconds. No library catches it by `except Exception`."""
 
 
 class _Limit:
@@ -88,15 +89,21 @@ def limited():
     thread. What follows the block then gives the score of a wrong answer, `limit.score`."""
     timed = hasattr(signal, "SIGVTALRM") and threading.current_thread() is threading.main_thread()
 
+    running = [True]
+
     def expire(*_):
-        raise _Expired
+        if running:
+            raise _Expired
 
     before = signal.signal(signal.SIGVTALRM, expire) if timed else None
     if timed:
-        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT, 0.1)  # again, for whoever catches everything
     try:
-        yield _Limit
-    except Exception:  # RecursionError, OverflowError, ValueError of long numbers, and whatever libraries raise
+        try:
+            yield _Limit
+        finally:
+            running.clear()
+    except (Exception, _Expired):  # RecursionError, OverflowError, ValueError of long numbers, what libraries raise
         pass
     finally:
         if timed:
@@ -259,7 +266,7 @@ def choice_reward(prompt, completion, answer):
 
 
 def _letter(text: str) -> str | None:
-    match = re.fullmatch(r"\s*(?:\\text(?:bf)?\{)?[(\[*\s]*([A-Za-z])[)\].:*\s]*\}?\s*", text)
+    match = re.fullmatch(r"(?:\\text(?:bf)?\{)?[(\[*\s]*+([A-Za-z])[)\].:*\s]*+\}?", text.strip())
     return match.group(1).upper() if match else None
 
 
@@ -267,7 +274,7 @@ def _chosen(completion: str) -> str | None:
     content = last_boxed(completion)
     if content is not None:
         return _letter(content)
-    said = re.findall(r"(?i:answer|option|choice)(?i:\s+is)?\s*[:=]?[\s(\[*]*([A-Z])(?![\w'])", completion)
+    said = re.findall(r"(?i:answer|option|choice)(?i:\s++is)?+\s*+[:=]?+[\s(\[*]*+([A-Z])(?![\w'])", completion)
     if said:
         return said[-1]
     alone = re.match(r"[\s(\[*]*([A-Z])(?=[)\].:,*]|\s*$)", completion)

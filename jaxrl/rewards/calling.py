@@ -33,10 +33,11 @@ def load_function(spec: str, setup: dict):
         return importlib.import_module(f"jaxrl.rewards.{options['kind']}").make(options, setup["places"][spec])
     if ":" in spec:
         return load(spec)
-    from jaxrl.rewards.builtin import registered
-    if spec not in registered():
+    from jaxrl.rewards import builtin
+    if spec not in builtin.registered():
         raise LoadError(f"there is no built-in reward {spec!r}")
-    return registered()[spec]
+    builtin.LIMIT = min(builtin.LIMIT, builtin.SHARE * setup.get("limit", math.inf))
+    return builtin.registered()[spec]
 
 
 class Call:

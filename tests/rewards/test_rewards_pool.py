@@ -254,11 +254,12 @@ def test_the_limit_of_an_answers_reward_is_the_configs(pool):
     assert pool("naps", timeout_seconds=1.0).score(items(600.0)).outcomes == [{"naps": "timeout"}]
 
 
-def test_catastrophic_format_pattern_is_killed(pool):
-    p = pool("format", format_pattern=r"(a+)+b", timeout_seconds=1.0)
+def test_a_catastrophic_format_pattern_is_a_wrong_answer(pool):
+    """In the time that reward.timeout_seconds gives, of which processor time is a share."""
+    p = pool("format", format_pattern=r"(a+)+b", timeout_seconds=4.0)
     result = p.score([RewardItem("q", "aab"), RewardItem("q", "a" * 64), RewardItem("q", "x")])
-    np.testing.assert_array_equal(result.parts["format"], [1.0, np.nan, 0.0])
-    assert [o["format"] for o in result.outcomes] == ["ok", "timeout", "ok"]
+    np.testing.assert_array_equal(result.parts["format"], [1.0, 0.0, 0.0])
+    assert [o["format"] for o in result.outcomes] == ["ok", "ok", "ok"]
 
 
 def test_results_keep_the_order_of_the_items(pool):
