@@ -27,18 +27,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-CHIPS = {"h100": ("NVIDIA H100 80GB HBM3", 84942979072, 3352320000000), "h200": ("NVIDIA H200 141GB HBM3e", 151397597184, 4800000000000)}
-HOPPER = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a" device_address_bits: 64 pcie_bandwidth: 34359738368
-  ecc_enabled: true name: "{name}" driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0" }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{name}"
-"""
 OUTSIDE = 41  # launches of a token that are of no layer: embedding, final norm, head, sampling without cut-offs
 BUDGET = {"weights copied in a layer": 0, "launches in a layer": 14, "host waits in a token": 1}
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
@@ -210,7 +198,7 @@ def main():
     parser.add_argument("--case", default="0.5B", help="of benchmarks/gpu_suite.py")
     parser.add_argument("--programs", default="decode")
     parser.add_argument("--attention", default="gpu", help="model.attention")
-    parser.add_argument("--chip", default="h200", choices=CHIPS)
+    parser.add_argument("--chip", default="h200", choices=("h100", "h200"))
     parser.add_argument("--flags", default="", help="of XLA")
     parser.add_argument("--keep", default="", help="folder for XLA's dumps")
     parser.add_argument("--verbose", action="store_true", help="names of kernels, too")
@@ -223,16 +211,12 @@ def main():
     sys.path[:0] = [str(root), str(root / "evidence"), str(root / "benchmarks")]
 
     import gpu_suite
-    from jax.experimental import topologies
 
     from jaxrl import sharding
     from jaxrl.config import put
-    from jaxrl.planning import programs
+    from jaxrl.planning import gpu_devices, programs
     from jaxrl.spec import Platform, resolve
 
-    name, memory, bandwidth = CHIPS[asked.chip]
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1",
-                                            target_config=HOPPER.format(name=name, memory=memory, bandwidth=bandwidth))
     config = gpu_suite.job(asked.case, str(folder / "run"))
     config.model.attention = asked.attention
     for option in asked.options:
@@ -240,7 +224,7 @@ def main():
         put(config, key, json.loads(value) if value[:1] in '[{"' or re.fullmatch(r"-?\d+(\.\d+)?", value) else value)
     described = gpu_suite.described(gpu_suite.CASES[asked.case].model or asked.case)
     spec = resolve(config, Platform("gpu", "bf16"), described)
-    mesh = sharding.make_mesh(SimpleNamespace(dp=1, fsdp=1, cp=1, ep=1, tp=1), topology.devices)
+    mesh = sharding.make_mesh(SimpleNamespace(dp=1, fsdp=1, cp=1, ep=1, tp=1), gpu_devices.devices(asked.chip))
     begin = time.process_time()
     found = programs.lower(spec, described, mesh, mesh, wanted=set(asked.programs.split(",")))
     gib = 1 << 30

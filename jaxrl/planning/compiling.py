@@ -35,7 +35,8 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     """Starts compiling; returns what `finish` takes.
 
     Args:
-      platform: cpu (as many devices of this machine as the target has) or tpu (a topology; needs libtpu).
+      platform: cpu (as many devices of this machine as the target has), tpu (a topology; needs libtpu) or gpu (needs
+        jax's CUDA plugin, see gpu_devices).
       target: targets.Target; for `tpu` it has a topology.
       mesh, rollout_mesh: axis sizes; None = no embedded sampler.
       wanted: names of programs; None = all.
@@ -56,8 +57,8 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
            "rollout_mesh": rollout_mesh, "wanted": None if wanted is None else sorted(wanted)}
     (Path(folder.name) / "job.json").write_text(json.dumps(job, default=str), "utf-8")
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-           "TF_CPP_MIN_LOG_LEVEL": "1", "XLA_FLAGS": FAST}
-    if fast:
+           "TF_CPP_MIN_LOG_LEVEL": "1", "XLA_FLAGS": "" if platform == "gpu" else FAST}
+    if fast and platform != "gpu":
         env["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1"
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     log = open(Path(folder.name) / "log", "w", encoding="utf-8")  # noqa: SIM115 (read by finish)
@@ -153,12 +154,12 @@ def _compile(job: dict) -> dict:
     with ThreadPoolExecutor(2) as pool:
         found = dict(pool.map(compiled, sorted(low.programs.items(),
                                                key=lambda item: item[0] not in ("update", "critic"))))
-    return {"programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()},
+    return {"platform": job["platform"], "programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()},
             "host": {name: programs.device_bytes(tree, in_host=True) for name, tree in low.live.items()}}
 
 
 def _meshes(job: dict):
-    """(mesh of training, mesh of one process's sampler or None), of CPU devices or of a TPU topology."""
+    """(mesh of training, mesh of one process's sampler or None), of CPU devices, or of a topology of TPUs or GPUs."""
     import jax
 
     from jaxrl import sharding
@@ -173,8 +174,10 @@ def _meshes(job: dict):
         mesh = make(job["mesh"], devices)
         inner = job["rollout_mesh"]
         return mesh, inner and (mesh if inner == job["mesh"] else make(inner, devices[:_size(inner)]))
-    mesh = _tpu_mesh(job["name"], job["topology"], job["mesh"])
     inner = job["rollout_mesh"]
+    if job["platform"] == "gpu":
+        return _gpu_meshes(job)
+    mesh = _tpu_mesh(job["name"], job["topology"], job["mesh"])
     if inner is None or inner == job["mesh"]:
         return mesh, inner and mesh
     return mesh, _tpu_mesh(job["name"], _host_topology(job["topology"], _size(inner)), inner)
@@ -188,6 +191,22 @@ def _host_topology(topology, devices: int):
     """The shape of one host of a slice: 2x2(x1) chips, or as many as there are."""
     shape = {4: (2, 2), 8: (2, 4), 2: (1, 2), 1: (1, 1)}[devices]
     return shape + (1,) * (len(topology) - 2)
+
+
+def _gpu_meshes(job: dict):
+    from jaxrl import sharding
+    from jaxrl.planning import gpu_devices
+
+    inner, hosts = job["rollout_mesh"], job["count"] // job["per_host"]
+    try:
+        found = gpu_devices.devices(job["name"], hosts, job["per_host"])
+    except Exception as e:  # the plugin's own errors have no common class
+        raise ConfigError(f"plan.target={job['name']}: jax's CUDA plugin makes no such devices "
+                          f"({str(e).splitlines()[0][:200]})") from None
+    mesh = sharding.make_mesh(SimpleNamespace(**job["mesh"]), found)
+    if inner is None or inner == job["mesh"]:
+        return mesh, inner and mesh
+    return mesh, sharding.make_mesh(SimpleNamespace(**inner), found[:_size(inner)])
 
 
 def _tpu_mesh(name: str, topology, mesh: dict):
