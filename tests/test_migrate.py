@@ -818,3 +818,10 @@ def test_areals_weights_in_bfloat16_are_said():
     assert said(allocation_mode="sglang.d4p1t1+d4p1t1") and said(rollout__backend="sglang:d4", actor__backend="fsdp:d4")
     assert not said(rollout__backend="sglang:d4", actor__backend="megatron:d4") and not said(allocation_mode="sglang.d4+d2p2t1")
     assert not said(rollout__backend="sglang:d4", actor__backend="fsdp:d4", actor__dtype="float32")
+
+
+@pytest.mark.parametrize("text", ["$(" * 3000 + ")" * 3000, "${X:-" * 2000 + "}" * 2000 + "\npython -m skyrl trainer.seed=1"])
+def test_a_script_without_end_of_nesting_is_one_line_that_names_it(tmp_path, capsys, text):
+    assert run(tmp_path, text)[0] == 2
+    err = capsys.readouterr().err
+    assert "job.sh: " in err and err.endswith("nested too deeply\n") and err.count("\n") == 1

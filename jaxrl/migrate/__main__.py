@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     except Unreadable as e:
         print(f"jaxrl.migrate: {e}", file=sys.stderr)
         return 2
+    except RecursionError:
+        print(f"jaxrl.migrate: {shown(file)}: quotes, brackets or tables are nested too deeply", file=sys.stderr)
+        return 2
     except OSError as e:
         print(f"jaxrl.migrate: {e.filename or ''}: {e.strerror or e}", file=sys.stderr)
         return 2
