@@ -117,7 +117,7 @@ def say(data: dict, out: Path) -> int:
         if importlib.util.find_spec(text.partition(",")[0]) is None:
             print(f"  not installed: {text}")
     for command in data["commands"].values():
-        print(f"  cd {out} && {command}")
+        print(f"  {command}")
     return 3 if data["outcome"] == "refused" else 0
 
 
