@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -308,7 +309,7 @@ def test_trls_flags_of_a_script(tmp_path):
     status, report, out = run(tmp_path, text, system="trl")
     found = {k["key"]: k["value"] for k in report["keys"]}
     assert status == 0 and found["learning_rate"] == 2e-6 and found["num_generations"] == 4 and found["num_processes"] == 4
-    assert load_config(str(out / "job.py")).reward.functions == ("math", "./job_reward.py:short")
+    assert load_config(str(out / "job.py")).reward.functions == ("math", f"{out / 'job_reward.py'}:short")
     assert "called" in (out / "job_reward.py").read_text()
 
 
@@ -818,3 +819,46 @@ def test_areals_weights_in_bfloat16_are_said():
     assert said(allocation_mode="sglang.d4p1t1+d4p1t1") and said(rollout__backend="sglang:d4", actor__backend="fsdp:d4")
     assert not said(rollout__backend="sglang:d4", actor__backend="megatron:d4") and not said(allocation_mode="sglang.d4+d2p2t1")
     assert not said(rollout__backend="sglang:d4", actor__backend="fsdp:d4", actor__dtype="float32")
+
+
+@pytest.mark.parametrize("text", ["$(" * 3000 + ")" * 3000, "${X:-" * 2000 + "}" * 2000 + "\npython -m skyrl trainer.seed=1"])
+def test_a_script_without_end_of_nesting_is_one_line_that_names_it(tmp_path, capsys, text):
+    assert run(tmp_path, text)[0] == 2
+    err = capsys.readouterr().err
+    assert "job.sh: " in err and err.endswith("nested too deeply\n") and err.count("\n") == 1
+
+
+def test_the_printed_command_works_where_the_migration_ran(tmp_path, monkeypatch, capsys):
+    """A config in another folder finds the reward file beside it, and that one the user's, by the path of the source."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.sh").write_text("python3 -m verl.trainer.main_ppo data.train_files=rows.jsonl data.val_files=rows.jsonl data.prompt_key=q "
+                                     "custom_reward_function.path=./own/mine.py custom_reward_function.name=mine trainer.n_gpus_per_node=1 "
+                                     "actor_rollout_ref.rollout.tensor_model_parallel_size=1 trainer.logger=console\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("raise RuntimeError('the own reward is reached')\n")
+    (tmp_path / "rows.jsonl").write_text('{"q": "1+1", "reward_model": {"ground_truth": "2"}, "data_source": "x"}\n' * 1024)
+    assert command.main(["verl", "job.sh", "--out=some where"]) == 0
+    printed = next(line.strip() for line in capsys.readouterr().out.splitlines() if "jaxrl.main" in line and "plan" not in line)
+    assert printed == "python -m jaxrl.main --config='some where/job.py'"
+    small = ["model.path=", "model.init=random", "model.tokenizer=jaxrl://arith/tokenizer", "data.chat=false", "rollout.engine=jax", "mesh.roles={}",
+             "rollout.placement=auto", "rollout.vllm.devices=", "model.config={'model_type': 'qwen2', 'hidden_size': 32, 'num_hidden_layers': 1,"
+             " 'num_attention_heads': 2, 'num_key_value_heads': 1, 'intermediate_size': 64, 'vocab_size': 512}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(command.__file__).parents[2])}
+    done = subprocess.run([sys.executable, *shlex.split(printed)[1:], *(f"--config.{o}" for o in small)], capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode and "the own reward is reached (mine.py:1" in done.stderr + done.stdout
+
+
+def test_a_key_has_one_answer():
+    """Not inert and asked for at once; used where a reward file uses it."""
+    def kinds(system, keys):
+        return {r.key: r.kind for r in migrated(system, {**REQUIRED.get(system, {}), **keys}).records()}
+
+    assert kinds("trl", {"reward_funcs": ["accuracy_reward"], "push_to_hub": True})["push_to_hub"] == "ask"
+    own = {"custom_reward_function.path": "mine.py", "custom_reward_function.name": "f", "custom_reward_function.reward_kwargs.scale": 2}
+    assert {k: v for k, v in kinds("verl", own).items() if k in own} == dict.fromkeys(own, "equivalent")
+
+
+def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
+    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
+    assert "train.py: a program in Python is not read: docs/from_trl.md says" in capsys.readouterr().err

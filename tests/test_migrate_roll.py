@@ -146,9 +146,8 @@ def test_a_config_with_relative_includes_passes_the_checks(tmp_path):
     c = load_config(str(out / "run.py"))
     assert (c.optimizer.lr, c.algorithm.dual_clip, c.algorithm.advantage_high, c.reward.clip) == (1e-6, 1.4, 2.0, 10.0)
     assert c.mesh.roles.policy.rest == "streamed" and c.rollout.vllm.engine_kwargs.block_size == 16 and c.eval.every_steps == 0
-    assert c.algorithm.keep_group == "./run_keep.py:keep" and c.data.answer_column == "ground_truth"
+    assert c.algorithm.keep_group == f"{out}/run_keep.py:keep" and c.data.answer_column == "ground_truth"
     text = (out / "run_keep.py").read_text()
     assert "0.1 < scores.mean() < 0.95" in text
-    c.algorithm.keep_group = f"{out}/run_keep.py:keep"
     c.run.mode, c.plan.target = "plan", "h100:16"
     check(c)

@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     except Unreadable as e:
         print(f"jaxrl.migrate: {e}", file=sys.stderr)
         return 2
+    except RecursionError:
+        print(f"jaxrl.migrate: {shown(file)}: quotes, brackets or tables are nested too deeply", file=sys.stderr)
+        return 2
     except OSError as e:
         print(f"jaxrl.migrate: {e.filename or ''}: {e.strerror or e}", file=sys.stderr)
         return 2
@@ -114,7 +117,7 @@ def say(data: dict, out: Path) -> int:
         if importlib.util.find_spec(text.partition(",")[0]) is None:
             print(f"  not installed: {text}")
     for command in data["commands"].values():
-        print(f"  cd {out} && {command}")
+        print(f"  {command}")
     return 3 if data["outcome"] == "refused" else 0
 
 

@@ -253,9 +253,9 @@ def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
     m.needs(f"{file}: write the reward ({clean}); until then the run stops before the model is loaded")
 
 
-def reward_file(m: Migration, text: str, key: str) -> str:
-    """A file with a function `score` beside the config. Returns its name."""
+def reward_file(m: Migration, text: str, *keys: str) -> str:
+    """A file with a function `score` beside the config, of what these keys say. Returns its name."""
     file = f"{m.name}_reward.py"
     m.files[file] = text
-    m.set("reward.functions", (f"./{file}:score",), key)
+    m.set("reward.functions", (f"./{file}:score",), *keys)
     return file

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +46,20 @@ def config_text(m: Migration, title: str) -> str:
     """The config file: options in the schema's order, the key and value they come from beside each."""
     written, order = m.written(), list(options())
     place = {name: i for i, name in enumerate(order)}
-    lines, group, variables = [], "", False
+    lines, group, used = [], "", set()
     for option in sorted(written, key=lambda o: (place.get(o, place.get(_table(o), len(order))), o)):
         value, keys = written[option]
         if option.split(".")[0] != group:
             group = option.split(".")[0]
             lines.append("")
-        text, variable = literal(option, value)
-        variables |= variable
+        text, helpers = literal(option, value, m.files)
+        used |= helpers
         target = "c." + option
         for table in free_tables():
             if option.startswith(table + "."):
                 target = f"c.{table}[{option[len(table) + 1 :]!r}]"
         lines.append(f"    {target} = {text}  # {because(m, keys)}")
-    helper = (
-        [
-            "",
-            "",
-            "def here(text):",
-            '    """The text with variables of this machine filled in."""',
-            "    return os.path.expandvars(text)",
-        ]
-        if variables
-        else []
-    )
+    helper = [line for name in sorted(used) for line in ("", "", *HELPERS[name])]
     body = "\n".join(
         [
             f'"""{title}',
@@ -75,7 +67,7 @@ def config_text(m: Migration, title: str) -> str:
             "report.md says what became of every key of the source.",
             '"""',
             "",
-            *(["import os", ""] if variables else []),
+            *(["import os", ""] if used else []),
             "import jaxrl",
             *helper,
             "",
@@ -100,23 +92,39 @@ def _digest(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
-def literal(option: str, value: Any) -> tuple[str, bool]:
-    """A value as Python text, and whether it needs variables of the machine."""
+HELPERS = {  # functions of a config file, where it needs them
+    "beside": (
+        "def beside(text):",
+        '    """A file of this folder."""',
+        "    return os.path.join(os.path.dirname(os.path.abspath(__file__)), text)",
+    ),
+    "here": (
+        "def here(text):",
+        '    """The text with variables of this machine filled in."""',
+        "    return os.path.expandvars(text)",
+    ),
+}
+
+
+def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
+    """A value as Python text, and the HELPERS that it calls. files: those that are written into the config's folder."""
     if isinstance(value, Literal):
-        return repr(value), False
+        return repr(value), set()
     if isinstance(value, str):
+        if value.startswith("./") and value[2:].partition(":")[0] in files:
+            return f"beside({value[2:]!r})", {"beside"}
         path = value.replace("=~/", "=$HOME/", 1) if option == "eval.sets" else value
         path = "$HOME/" + path[2:] if path.startswith("~/") else path
-        return (f"here({path!r})", True) if _VARIABLE.search(path) else (repr(value), False)
+        return (f"here({path!r})", {"here"}) if _VARIABLE.search(path) else (repr(value), set())
     if isinstance(value, list | tuple):
-        parts = [literal(option, v) for v in value]
+        parts = [literal(option, v, files) for v in value]
         inner = ", ".join(p for p, _ in parts)
         opening, closing = ("(", ",)" if len(parts) == 1 else ")") if isinstance(value, tuple) else "[]"
-        return f"{opening}{inner}{closing}", any(v for _, v in parts)
+        return f"{opening}{inner}{closing}", set().union(*(used for _, used in parts))
     if isinstance(value, dict):
-        parts = [(repr(k), literal(option, v)) for k, v in value.items()]
-        return "{" + ", ".join(f"{k}: {v[0]}" for k, v in parts) + "}", any(v[1] for _, v in parts)
-    return repr(value), False
+        parts = [(repr(k), *literal(option, v, files)) for k, v in value.items()]
+        return "{" + ", ".join(f"{k}: {v}" for k, v, _ in parts) + "}", set().union(*(used for *_, used in parts))
+    return repr(value), set()
 
 
 def because(m: Migration, keys: tuple[str, ...]) -> str:
@@ -135,10 +143,10 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
     return text[:157] + "..." if len(text) > 160 else text or f"{m.table.title}'s default"
 
 
-def report(m: Migration, name: str, file: str, outcome: str) -> dict:
-    """The report as plain data."""
+def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
+    """The report as plain data. Its commands are for the folder from which `out` is named."""
     target = f"h100:{m.trained_on or m.gpus or 8}"  # a plan is of the policy's devices
-    run = f"python -m jaxrl.main --config={name}.py"
+    run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}"
     written = m.written()
     refused = outcome == "refused"
     return {
@@ -277,7 +285,7 @@ def name_of(file: str) -> str:
 def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
     """Writes everything into a folder and returns the report. A config that was edited since is not overwritten."""
     name, outcome = name_of(file), m.outcome(strict)
-    data = report(m, name, Path(file).name, outcome)
+    data = report(m, name, Path(file).name, outcome, out)
     title = f"{shown(Path(file).name)} of {m.table.title} {m.version}".replace("\\", "/").replace('"', "'")
     files = {f"{name}.py": config_text(m, title)} if outcome != "refused" else {}
     out.mkdir(parents=True, exist_ok=True)

@@ -441,6 +441,9 @@ def score(prompt, completion, answer=None, data_source=None, extra_info=None, **
 '''
 
 
+OWN_KEYS = tuple(f"custom_reward_function.{name}" for name in ("path", "name", "reward_kwargs.*"))
+
+
 def reward(m: Migration):
     path, name = m.text("custom_reward_function.path"), m.text("custom_reward_function.name")
     m.set("data.answer_column", "reward_model.ground_truth", "custom_reward_function.path", RM + "enable")
@@ -464,7 +467,7 @@ def reward(m: Migration):
             f", {s.key.rsplit('.', 1)[1]}={s.value!r}" for s in m.all("custom_reward_function.reward_kwargs.*")
         )
         path = "$HOME/" + path[2:] if path.startswith("~/") else path
-        file = common.reward_file(m, OWN.format(path=path, name=name, more=more), "custom_reward_function.path")
+        file = common.reward_file(m, OWN.format(path=path, name=name, more=more), *OWN_KEYS)
         m.needs(
             f"{file} calls {name} of {path} once per completion, in a process without jax: what it imports must be "
             "installed there"
