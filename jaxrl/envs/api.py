@@ -16,7 +16,7 @@ import math
 
 from jaxrl.envs import tools as tools_module
 from jaxrl.envs.tools import BadEnvironment, ToolError
-from jaxrl.workers.loading import number
+from jaxrl.workers.loading import LARGEST, number
 
 __all__ = ["BadEnvironment", "Call", "Chat", "Observation", "Row", "Step", "Task", "ToolError", "Turn"]
 
@@ -151,7 +151,7 @@ class Chat:
 
     def note(self, **values: float) -> None:
         """Numbers to be reported, as means over episodes."""
-        self._notes |= {name: _finite(value, "chat.note") for name, value in values.items()}
+        self._notes |= {name: _finite(value, "chat.note", most=math.inf) for name, value in values.items()}
 
     def rewrite(self, messages) -> None:
         """The conversation is from now on these messages; the next `send` adds to them. What was sampled before is
@@ -228,12 +228,14 @@ class Chat:
                 "notes": self._notes, "counts": {"calls": self._calls, "malformed": self._malformed}}
 
 
-def _finite(value, what: str, wanted: str = "a number") -> float:
+def _finite(value, what: str, wanted: str = "a number", most: float = LARGEST) -> float:
     found = number(value)
     if found is None:
         raise BadEnvironment(f"{what} is of type {type(value).__name__}, expected {wanted}")
     if not math.isfinite(found):
         raise BadEnvironment(f"{what} is {found}, expected {wanted}")
+    if abs(found) > most:
+        raise BadEnvironment(f"{what} is beyond {most:g}, whose square fp32 can hold: scale it")
     return found
 
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 
-from jaxrl.workers.loading import LoadError, describe, load, number, plain, shown
+from jaxrl.workers.loading import LARGEST, LoadError, describe, load, number, plain, shown
 
 EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample")  # of the item, for functions that name them
 SHARED = ("user", "format_pattern", "code_score")  # of the run, for functions that name them
@@ -113,7 +113,8 @@ class Call:
 def outcome(value) -> dict:
     """What a function returned for one item, as {value, outcome, metrics}. value is None unless outcome is 'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number -> 'error: ...'. Never raises.
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number, and one beyond LARGEST -> 'error: ...'.
+    Never raises.
     """
     if isinstance(value, ServiceError):
         return failure(value)
@@ -139,6 +140,9 @@ def _outcome(value) -> dict:
         return {"value": None, "outcome": text, "metrics": {}}
     if not math.isfinite(found):
         return {"value": None, "outcome": "nan", "metrics": metrics}
+    if abs(found) > LARGEST:
+        wanted = f"a number of at most {LARGEST:g}, whose square fp32 can hold: scale it"
+        return {"value": None, "outcome": f"error: returned {found:g}, expected {wanted}", "metrics": {}}
     return {"value": found, "outcome": "ok", "metrics": metrics}
 
 

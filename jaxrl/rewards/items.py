@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.workers.loading import LARGEST
 
 
 @dataclasses.dataclass
@@ -160,6 +161,8 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. (Then reward.norm_mean and norm_std,
     over the whole batch; see recipes/rollouts.)
 
+    Raises RunStopped for a score beyond LARGEST, as weights and scale can make it: advantages in fp32 would be 0.
+
     Args:
       result: RewardResult. lengths: [N] tokens of the completions. truncated: [N] bool, cut by the length limit.
       reward: config.reward. max_new_tokens: the limit the completions were sampled under. buffer: of the overlong
@@ -171,6 +174,12 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     score = score * reward.scale + reward.bias
     if reward.clip is not None:
         score = np.clip(score, -reward.clip, reward.clip)
+    if (beyond := np.flatnonzero(np.abs(score) > LARGEST)).size:
+        i = beyond[0]
+        parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
+        raise RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
+                         f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {LARGEST:g}, whose square fp32 can "
+                         "hold; lower reward.weights or reward.scale, or set reward.clip")
     buffer = reward.overlong_buffer if buffer is None else buffer
     if buffer <= 0:
         return score

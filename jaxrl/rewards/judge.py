@@ -94,7 +94,7 @@ class Judge(Service):
                 return score, {"cached": 0.0}
             messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": AGAIN}]
         raise ServiceError("unparsable", f"{urls[0]} gives no score that reads as pattern={o['pattern']!r} within "
-                                         f"{o['lowest']:g}..{o['highest']:g}")
+                                         f"{o['lowest']:g}..{o['highest']:g}; its answer ends with {answer[-80:]!r}")
 
     def read(self, answer: str) -> float | None:
         """The last score of an answer, as a share of the scale; None where there is none or it lies beyond."""

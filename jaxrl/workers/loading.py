@@ -10,6 +10,8 @@ import os
 import sys
 import traceback
 
+LARGEST = 1e15  # of a reward, whatever its sign: sums of squares of larger ones are no finite fp32 numbers
+
 
 class LoadError(Exception):
     """A spec that leads to nothing callable."""

@@ -149,6 +149,7 @@ EPISODES = textwrap.dedent('''
         if kind == "column": task.row["target"]
         if kind == "state": chat.state({1, 2})
         if kind == "huge": return 10**400
+        if kind == "large": return {"env": 1e300}
         return None
 
     class Types:
@@ -502,6 +503,7 @@ WRONG = {
     "column": "the row has no column 'target'; it has: kind (in wrong)",
     "state": "TypeError in wrong",
     "huge": "OverflowError in wrong",
+    "large": "a value of the dict it returned is beyond 1e+15, whose square fp32 can hold: scale it (in wrong)",
 }
 
 

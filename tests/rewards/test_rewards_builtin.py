@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrl.config import default_config
+from jaxrl.errors import RunStopped
 from jaxrl.rewards import RewardResult, shape
 from jaxrl.rewards.builtin import boxed_reward, choice_reward, exact_reward, format_reward, last_boxed, math_reward
+from jaxrl.rewards.calling import outcome
 from jaxrl.rewards.items import overlong_penalty, weighted_sum
 
 
@@ -97,6 +99,17 @@ def test_shaping_order():
     out = shaped(total, lengths, truncated, zero_without_end=True, scale=2.0, bias=0.5, clip=3.0, overlong_buffer=10,
                  overlong_penalty=4.0)
     np.testing.assert_allclose(out, [2.5, 0.5 - 4.0, 3.0, np.nan, 2.5 - 2.0], rtol=1e-15)
+
+
+def test_a_score_that_fp32_cannot_square_is_named():
+    """Advantages of it would be 0, and the run would say that all rewards are equal."""
+    with pytest.raises(RunStopped, match=r"score of completion 1 of the batch is 1e\+20 .*reward.scale=1e\+10.*reward.clip"):
+        shaped([1.0, 1e10], [1, 1], [False, False], scale=1e10)
+    np.testing.assert_array_equal(shaped([1.0, 1e10], [1, 1], [False, False], scale=1e10, clip=5.0), [5.0, 5.0])
+    for value in (1e300, -1e300, 10**20):
+        found = outcome(value)
+        assert found["value"] is None and found["outcome"].startswith(f"error: returned {float(value):g}, expected a number of at most 1e+15")
+    assert outcome(1e15)["value"] == 1e15
 
 
 def test_shaping_is_pure():

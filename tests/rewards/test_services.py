@@ -22,8 +22,9 @@ from jaxrl.errors import ConfigError
 from jaxrl.recipes.judge_server import launch
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.http import retry_after
-from jaxrl.rewards.judge import CONTROL, FRAME
+from jaxrl.rewards.judge import CONTROL, FRAME, Judge
 from jaxrl.rewards.services import Server, find, named
+from jaxrl.schema import SCHEMA
 
 EVERY_DAY = ("429 at first", "half a JSON", "self-signed certificate")
 SLOW = ("slow", "restarts in mid-batch")
@@ -254,6 +255,16 @@ def test_a_judge_reads_prompt_rubric_and_answer_and_is_asked_once(tmp_path):
         assert service_scores("judge", bad, **given) == ["unparsable"]
         again = json.loads(server.requests[-1][2])["messages"]
         assert len(server.requests) == before + 2 and [m["role"] for m in again] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("said, score", [
+    ("Score: 7", 0.7), ("Score: 3\nno, **Score: 8.5**.", 0.85), ("score - 7/10", 0.7), ("Score: 10.", 1.0), ("Score: 7, I say", 0.7),
+    ("", None), ("It is good.", None), ("Score: -5", None), ("Score: 11", None), ("Score: " + "9" * 400, None), ("Score: 1e300", None),
+    ("Score: nan", None), ("Score: 0." + "3" * 400, 1 / 30), ("Score:" + " " * 100_000 + "7", None)])
+def test_what_a_judge_may_answer(said, score):
+    options = {name: option.default for name, option in SCHEMA["reward"]["judge"].items()} | {"lowest": 0.0, "highest": 10.0}
+    read = Judge(options, {"urls": [], "key_env": "", "cache": ""}).read(said)
+    assert read is None if score is None else read == pytest.approx(score)
 
 
 def test_what_is_judged_cannot_pass_for_the_frame():
