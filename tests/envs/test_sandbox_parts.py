@@ -144,7 +144,7 @@ def test_streams_and_ends(limits_alone):
     for name in ("/etc/x", "../x", "a/../x", "", "a//b", "./x"):
         with pytest.raises(ValueError, match="relative path"):
             sandbox.run(["true"], files={name: ""})
-    for argv in ([], ["a\0b"], [1]):
+    for argv in ([], ["a\0b"], [1], "true", {"true": 1}):
         with pytest.raises(TypeError, match="argv"):
             sandbox.run(argv)
 
