@@ -337,7 +337,7 @@ def test_faults_of_a_service_are_tried_again_and_then_nobodys_score(service, mon
         with pytest.raises(SandboxError, match=words):
             remote(url, retries=3)
         assert len(asked) == 1
-    with pytest.raises(SandboxError, match="refused"):
+    with pytest.raises(SandboxError, match="refused: see that the service runs"):
         remote("http://127.0.0.1:9", retries=1)
     assert remote(service((200, fine))[0], output_bytes=2).limit == "output_bytes"
 
