@@ -46,7 +46,13 @@ def meet_first(place: Place, seconds: float) -> Joining:
 
     Raises PeerLost naming who did not come within `seconds`, or came and was lost.
     """
-    return _greet(place, seconds) if place.process else _Gathering(place, seconds).all()
+    if place.process:
+        return _greet(place, seconds)
+    host, _, port = place.coordinator.rpartition(":")
+    address = listens_on(host.strip("[]"))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, int(port)), family=family, backlog=max(128, place.processes)) as server:
+        return _Gathering(place, seconds).all(server)
 
 
 def listens_on(host: str) -> str:
@@ -84,14 +90,10 @@ class _Gathering:
         self._names = dict(enumerate(place.hosts))
         self._ready = selectors.DefaultSelector()
 
-    def all(self) -> Joining:
+    def all(self, server: socket.socket) -> Joining:
         place = self._place
-        host, _, port = place.coordinator.rpartition(":")
-        address = listens_on(host.strip("[]"))
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            with socket.create_server((address, int(port)), family=family,
-                                      backlog=max(128, place.processes)) as server, self._ready:
+            with self._ready:
                 self._ready.register(server, selectors.EVENT_READ)
                 while len(self._here) < place.processes - 1 and time.monotonic() < self._end:
                     for key, _ in self._ready.select(min(0.5, max(0.0, self._end - time.monotonic()))):

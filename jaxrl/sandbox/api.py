@@ -89,8 +89,7 @@ def prepare() -> None:
 
 
 def _checked(argv, stdin, files):
-    argv = list(argv)
-    if not argv or not all(isinstance(a, str) and "\0" not in a for a in argv):
+    if not isinstance(argv, (list, tuple)) or not argv or not all(isinstance(a, str) and "\0" not in a for a in argv):
         raise TypeError(f"argv is a list of texts, got {argv!r}"[:200])
     for name in files:
         parts = name.split("/")
@@ -101,7 +100,7 @@ def _checked(argv, stdin, files):
                              f"{name[:40]!r}...")
         if above := next((above for k in range(1, len(parts)) if (above := "/".join(parts[:k])) in files), None):
             raise ValueError(f"{above!r} is a file and the folder of {name!r}")
-    return argv, _bytes(stdin), {name: _bytes(data) for name, data in files.items()}
+    return list(argv), _bytes(stdin), {name: _bytes(data) for name, data in files.items()}
 
 
 def _bytes(data: str | bytes) -> bytes:

@@ -42,8 +42,7 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
             break
         except _Again as e:
             if not left:
-                raise SandboxError(f"{settings.url}: {e} (after {settings.retries + 1} tries); see that the service "
-                                   "runs, and that this host reaches it") from None
+                raise SandboxError(f"{settings.url}: {e} (after {settings.retries + 1} tries)") from None
             time.sleep(0.2 * 2 ** (settings.retries - left) * (1.0 + random.random()))
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise SandboxError(f"{settings.url}: no answer of the API sandbox.api={settings.api}: "
@@ -70,7 +69,8 @@ def _answer(request, seconds: float):
         remedy = "; its key belongs into the environment variable that sandbox.key_env names" * (e.code in (401, 403))
         raise SandboxError(f"{request.full_url}: {text}{remedy}") from None
     except (OSError, EOFError) as e:  # refused, reset, late, TLS
-        raise _Again(str(getattr(e, "reason", e)) or type(e).__name__) from None
+        raise _Again(f"{getattr(e, 'reason', e) or type(e).__name__}: see that the service runs, and that this host "
+                     "reaches it") from None
     except Exception as e:  # http.client's
         raise _Again(f"{type(e).__name__}: {e}") from None
     try:

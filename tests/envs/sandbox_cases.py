@@ -174,7 +174,8 @@ EXHAUSTIONS = {  # name -> (program, whether a limit must be named)
 
 @contextlib.contextmanager
 def surroundings(folder: Path):
-    """What programs are pointed at; `.program(text, backend)` is the source of one, `.left()` whether one lives on."""
+    """What programs are pointed at; `.program(text, backend)` is the source of one, `.name` a file's name by which
+    `.left()` tells whether one lives on."""
     secret, long = secrets.token_hex(12), str(10**6 + secrets.randbelow(10**6))
     canary = folder / "canary"
     canary.write_text(secret)
@@ -194,7 +195,7 @@ def surroundings(folder: Path):
 
             def left():
                 """Whether a process that was to stay behind is there to stay; ends it."""
-                deadline, found = time.monotonic() + 0.5, [0]
+                deadline, found = time.monotonic() + 30.0, [0]
                 while time.monotonic() < deadline and found:
                     found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and long.encode() in _command(p)]
                     time.sleep(0.05)
@@ -202,7 +203,7 @@ def surroundings(folder: Path):
                     os.kill(pid, 9)
                 return bool(found)
 
-            yield SimpleNamespace(program=program, left=left, victim=victim)
+            yield SimpleNamespace(program=program, left=left, victim=victim, name=f"program{long}.py")
     finally:
         del os.environ["JAXRL_TEST_SECRET"]
         victim.kill()

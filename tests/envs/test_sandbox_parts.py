@@ -144,7 +144,7 @@ def test_streams_and_ends(limits_alone):
     for name in ("/etc/x", "../x", "a/../x", "", "a//b", "./x"):
         with pytest.raises(ValueError, match="relative path"):
             sandbox.run(["true"], files={name: ""})
-    for argv in ([], ["a\0b"], [1]):
+    for argv in ([], ["a\0b"], [1], "true", {"true": 1}):
         with pytest.raises(TypeError, match="argv"):
             sandbox.run(argv)
 
@@ -337,7 +337,7 @@ def test_faults_of_a_service_are_tried_again_and_then_nobodys_score(service, mon
         with pytest.raises(SandboxError, match=words):
             remote(url, retries=3)
         assert len(asked) == 1
-    with pytest.raises(SandboxError, match="refused"):
+    with pytest.raises(SandboxError, match="refused: see that the service runs"):
         remote("http://127.0.0.1:9", retries=1)
     assert remote(service((200, fine))[0], output_bytes=2).limit == "output_bytes"
 
