@@ -99,6 +99,7 @@ class _Gathering:
                     for key, _ in self._ready.select(min(0.5, max(0.0, self._end - time.monotonic()))):
                         self._look(server, key.fileobj)
                     self._stop_for_lost(RETURN_SECONDS)
+            server.close()  # before anybody goes on: the port is the coordinator's from here
             self._stop_for_lost(0.0)
             missing = sorted(set(range(1, place.processes)) - self._here.keys())
             if missing:
