@@ -154,7 +154,8 @@ def _compile(job: dict) -> dict:
     with ThreadPoolExecutor(2) as pool:
         found = dict(pool.map(compiled, sorted(low.programs.items(),
                                                key=lambda item: item[0] not in ("update", "critic"))))
-    return {"platform": job["platform"], "programs": found, "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()},
+    return {"platform": job["platform"], "programs": found,
+            "live": {name: programs.device_bytes(tree) for name, tree in low.live.items()},
             "host": {name: programs.device_bytes(tree, in_host=True) for name, tree in low.live.items()}}
 
 

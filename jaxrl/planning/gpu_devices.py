@@ -1,4 +1,5 @@
-"""H100 and H200 devices that are not here, for which jax's CUDA plugin compiles: no GPU, driver or CUDA library is asked."""
+"""H100 and H200 devices that are not here, for which jax's CUDA plugin compiles: no GPU, driver or CUDA library is
+asked."""
 
 from __future__ import annotations
 

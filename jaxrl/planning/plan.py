@@ -56,8 +56,8 @@ def make(config, search: bool = True) -> dict:
     """The plan of a config as a JSON-able dict. `search` False: without the largest that fits and without advice."""
     started = time.monotonic()
     case = open_case(config)
-    cpu, own, like = _compile(case)
-    live, programs, host = _memory(case, cpu, own)
+    cpu, exact, like = _compile(case)
+    live, programs, host = _memory(case, cpu, exact)
     lent = lent_memory(case)
     peaks = memory.peaks(live, programs, case.resting, lent)
     top = max(peaks, key=peaks.get)
@@ -65,7 +65,7 @@ def make(config, search: bool = True) -> dict:
     own = memory.parts(live, top, temporaries, peaks[top], case.resting, lent and lent[top in programs])
     plan = {
         "target": str(case.target), "fits": peaks[top] <= case.usable,
-        "basis": BASIS["compiled" if case.target.kind == "gpu" and own else case.target.kind]
+        "basis": BASIS["compiled" if case.target.kind == "gpu" and exact else case.target.kind]
         + (FULL if case.adapters else ""),
         "mesh": case.mesh,
         "rollout_mesh": case.rollout_mesh, "parameters": case.model.num_parameters,
@@ -85,14 +85,14 @@ def make(config, search: bool = True) -> dict:
         plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
     plan["run"] = _run(case.config, plan)
     if case.target.kind == "gpu":
-        plan["error"] = _bounds(plan, (GPU_COMPILED if own else GPU_TEMPORARIES) * temporaries)
+        plan["error"] = _bounds(plan, (GPU_COMPILED if exact else GPU_TEMPORARIES) * temporaries)
         plan["cross_check"] = _cross_check(programs, like)
     plan["reason"] = too_small(case) or ("" if plan["fits"] else _reason(case, plan))
     plan["fits"] = not plan["reason"]
     if search:
         plan |= _search(case, programs, plan)
     plan["compile_seconds"] = {"cpu": cpu["seconds"], **{found["platform"]: found["seconds"]
-                                                         for found in (own, like) if found and "platform" in found}}
+                                                         for found in (exact, like) if found and "platform" in found}}
     plan["seconds"] = round(time.monotonic() - started, 1)
     return plan
 
