@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -287,17 +288,18 @@ def test_trls_defaults_by_version():
     what = ("algorithm.kl.coef", "algorithm.aggregation", "rollout.temperature", "rollout.top_k", "data.overlong_prompt",
             "optimizer.schedule", "model.remat")
     by = {version: tuple(values(migrated("trl", {"num_processes": 8}, version))[o] for o in what)
-          for version in ("0.17", "0.18", "0.19", "0.22", "1.9")}
+          for version in ("0.17", "0.18", "0.19", "0.22", "1.9", "1.16")}
     assert by["0.17"] == (0.04, "token_mean", 0.9, 50, "truncate_left", "linear", "none")
     assert by["0.18"] == (0.04, "token_mean", 1.0, -1, "truncate_left", "linear", "none")
     assert by["0.19"] == (0.0, "token_mean", 1.0, -1, "truncate_left", "linear", "none")
     assert by["0.22"] == (0.0, "token_mean", 1.0, -1, "truncate_left", "linear", "full")
-    assert by["1.9"] == (0.0, "token_mean", 1.0, -1, "error", "linear", "full")
+    assert by["1.9"] == by["1.16"] == (0.0, "token_mean", 1.0, -1, "error", "linear", "full")
     vllm = {"num_processes": 8, "use_vllm": True, "vllm_mode": "colocate"}
     of = lambda version: tuple(values(migrated("trl", vllm, version)).get(f"algorithm.mismatch.{n}") for n in ("correction", "cap"))  # noqa: E731
     assert of("0.22") == ("none", None) and of("0.23") == ("token_tis", 2.0) and of("0.26") == ("sequence_mis", 3.0)
     table = table_of("trl")
-    assert command.version_of(table, "0.24.1") == "0.23" and command.version_of(table, "1.10") == "1.9"
+    assert command.version_of(table, "0.24.1") == "0.23"
+    assert command.version_of(table, "1.9.2") == "1.9" and command.version_of(table, "1.13") == "1.10"
     with pytest.raises(Unreadable):
         command.version_of(table, "0.9")
 
@@ -553,14 +555,16 @@ def test_a_hostile_script_leaves_nothing_behind_and_two_runs_the_same_bytes(syst
     script.write_text("touch $PWD/made; X=$(touch made2; echo 5)\n`touch made3`\ncat <(touch made4) > made5 &\n"
                       "eval 'touch made6'; exec 3<>/dev/tcp/127.0.0.1/9\ntrap 'touch made7' EXIT\n" + STARTS[system] +
                       "\nrm -rf \"$HOME\"; python -c 'open(\"made8\", \"w\")'\n")
-    for out in ("a", "b"):
-        done = subprocess.run([sys.executable, "-c", HOSTILE, system, str(script), f"--out={tmp_path / out}"],
+    runs = []
+    for _ in range(2):  # the second into a folder that is new again
+        done = subprocess.run([sys.executable, "-c", HOSTILE, system, str(script), f"--out={tmp_path / 'out'}"],
                               capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "job.sh"]
-    files = sorted(p.name for p in (tmp_path / "a").iterdir())
-    assert {"job.py", "report.json", "report.md"} <= set(files) <= {"job.py", "job_reward.py", "report.json", "report.md"}
-    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["job.sh", "out"]
+        runs.append({p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()})
+        shutil.rmtree(tmp_path / "out")
+    assert {"job.py", "report.json", "report.md"} <= set(runs[0]) <= {"job.py", "job_reward.py", "report.json", "report.md"}
+    assert runs[0] == runs[1]
 
 
 def test_what_was_edited_is_not_overwritten_and_strict_refuses_what_is_partial(tmp_path, capsys):
@@ -862,3 +866,14 @@ def test_a_key_has_one_answer():
 def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
     assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
     assert "train.py: a program in Python is not read: docs/from_trl.md says" in capsys.readouterr().err
+
+
+def test_trls_defaults_of_1_10_and_1_14():
+    """Completions of 512 tokens, KL terms weighed by the ratio, the loss of an optimizer step by its own tokens."""
+    base = {"num_processes": 8, "reward_funcs": ["accuracy_reward"], "beta": 0.1, "steps_per_generation": 4}
+    of = {v: migrated("trl", base, v) for v in ("1.9", "1.10", "1.16")}
+    assert [values(m)["rollout.max_new_tokens"] for m in of.values()] == [256, 512, 512]
+    assert [values(m)["algorithm.kl.estimator"] for m in of.values()] == ["k3", "k3_unbiased", "k3_unbiased"]
+    assert [any("gradient is 1/4" in text for text in m.different) for m in of.values()] == [True, False, False]
+    moe = base | {"router_aux_loss_coef": 0.001}
+    assert migrated("trl", moe, "1.9").lacking == [] and [key for key, *_ in migrated("trl", moe, "1.16").lacking] == ["router_aux_loss_coef"]

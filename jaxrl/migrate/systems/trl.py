@@ -1,6 +1,6 @@
 """TRL's GRPO: what its keys mean here (flat YAML, or flags of `trl grpo` and `accelerate launch`).
 
-Read from its code at the tags v0.17.0 to v1.9.0, and from transformers' TrainingArguments. Batches are completions per
+Read from its code at the releases 0.17.0 to 1.16.0, and from transformers' TrainingArguments. Batches are completions per
 process, so that the number of processes must be known. A step is an optimizer step there, a generation batch here.
 """
 
@@ -88,7 +88,7 @@ LACKS = (
 
 TABLE = Table(
     name="trl", title="TRL", command=r"grpo", flags=True,
-    versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9"),
+    versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
     jobs=JOBS,
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",
@@ -98,7 +98,7 @@ TABLE = Table(
     rules=(
         Joint("lengths", (
             K("max_prompt_length", "equivalent", default=Since(("0.17", 512), ("0.26", None)), other=700),
-            K("max_completion_length", "equivalent", default=256, other=700)), meaning.lengths),
+            K("max_completion_length", "equivalent", default=Since(("0.17", 256), ("1.10", 512)), other=700)), meaning.lengths),
         Joint("batch", (
             K("per_device_train_batch_size", "equivalent", default=8, other=16),
             K("gradient_accumulation_steps", "equivalent", default=1, other=4),
@@ -129,7 +129,7 @@ TABLE = Table(
         K("entropy_coef_min", "unsupported", fine=(0, 0.0), why="the adaptive coefficient begins at 0"),
         Joint("KL", (
             K("beta", "equivalent", default=Since(("0.17", 0.04), ("0.19", 0.0)), other=0.01),
-            K("use_bias_correction_kl", "equivalent", default=False, other=True, beside={"beta": 0.1}),
+            K("use_bias_correction_kl", "equivalent", default=Since(("0.17", False), ("1.10", True)), other=False, beside={"beta": 0.1}),
             K("sync_ref_model", "equivalent", default=False, other=True, beside={"beta": 0.1, "ref_model_mixup_alpha": 1.0}),
             K("ref_model_mixup_alpha", "equivalent", default=0.6),
             K("ref_model_sync_steps", "equivalent", default=512, other=64,
@@ -236,7 +236,8 @@ TABLE = Table(
         K("chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
         K("max_tool_calling_iterations", to="env.max_turns", other=4),
         K("disable_dropout", "automatic", why="the decoder has no dropout"),
-        K("router_aux_loss_coef", "unsupported", fine=(0.001, 0, 0.0), why="set train.router_balance by hand"),
+        K("router_aux_loss_coef", "unsupported", default=Since(("0.17", None), ("1.6", 0.001), ("1.14", None)), fine=(0, 0.0),
+          why="set train.router_balance by hand: its scale is another"),
         *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
             "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
             "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),

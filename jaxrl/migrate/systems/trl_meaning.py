@@ -47,6 +47,14 @@ def batch(m: Migration):
     bigger = [k for k in ("generation_batch_size", "steps_per_generation") if m[k]]
     common.batch(m, whole // group, group, (*keys, *bigger, "num_generations"), "num_generations")
     m.set("algorithm.num_minibatches", whole // step, *keys, *bigger)
+    versions = m.table.versions
+    whole_batch = m.text("loss_type") in ("dapo", "cispo") and versions.index(m.version) < versions.index("1.10")
+    if whole > step and whole_batch:
+        m.differs(
+            f"before 1.10 TRL divides the loss of an optimizer step by the tokens of all {whole // step} of a "
+            f"generation batch: its gradient is 1/{whole // step} of the one here, which AdamW undoes and "
+            "optimizer.max_grad_norm sees"
+        )
     m.set("algorithm.ppo_epochs", m.integer("num_iterations"), "num_iterations")
     m.facts["optimizer steps per step"] = updates(m)
 
