@@ -424,5 +424,8 @@ def test_a_run_with_a_judge_killed_and_resumed_is_the_unbroken_run(tmp_path):
         before = len(asked)
         status, told = job("killed")
         assert status == 0 and "resumed" in told, told
+    for name in ("killed", "unbroken"):  # what was judged before the kill came from the folder of answers, and says so
+        for file in (tmp_path / name / "metrics.jsonl", *(tmp_path / name / "rollouts").glob("*.jsonl")):
+            file.write_text(re.sub(r'("(?:reward/judge/)?cached": )[\d.]+', r"\g<1>0", file.read_text()))
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "unbroken")
     assert sorted(asked) == sorted(once) and len(set(asked)) == len(asked) and before
