@@ -7,6 +7,7 @@ It returns name -> (what is written, what the source's code makes of its keys). 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 
 
@@ -171,62 +172,321 @@ def trl(k: Keys, c, version: str) -> dict:
     }
 
 
+def _scale_of(c, name: str):
+    """An option of the critic's optimizer, which is the policy's where it is not the critic's own."""
+    return c.critic.optimizer.get(name, getattr(c.optimizer, name))
+
+
+def _table(k: Keys, name: str) -> str:
+    """The name of a table, references to a whole table (`optimizer: ${actor.optimizer}`) followed."""
+    m = re.fullmatch(r"\$\{([\w.]+)\}", str(k.raw(name, "")))
+    return m[1] if m else name
+
+
+def _norm_of_areal(k: Keys, name: str) -> dict | None:
+    """NormConfig (api/cli_args.py), None where its table is absent or null."""
+    if not any(key.startswith(name + ".") for key in k.keys):
+        return None
+    return {"mean": k(name + ".mean_level", default="batch"), "std": k(name + ".std_level", default="batch"),
+            "others": k(name + ".mean_leave1out", default=False), "ddof": 1 if k(name + ".std_unbiased", default=True) else 0,
+            "size": k(name + ".group_size", default=1)}
+
+
+def _correction_of_areal(k: Keys, version: str) -> tuple[str, float, float]:
+    """(correction, cap, low): ppo_actor_loss_fn of utils/functional; without the decoupled loss both policies are the same."""
+    a, r = "actor.", "actor.rejection_sampling."
+    if not k(a + "use_decoupled_loss", default=False):
+        return "none", 0.0, 0.0
+    if version < "1":  # areal/utils/functional.py: weights above the cap are dropped; without a cap all of them are applied
+        cap = k(a + "behav_imp_weight_cap")
+        return ("token_mis", cap, 0.0) if cap else ("token_tis", float("inf"), 0.0)
+    if not any(key.startswith(r) for key in k.keys):
+        return "none", 0.0, 0.0
+    level = {"token": "token", "sequence": "geometric"}[k(r + "level", default="token")]  # metric=ratio, agg=mean
+    return f"{level}_{'mis' if k(r + 'action', default='mask') == 'mask' else 'tis'}", k(r + "upper", default=5.0), k(r + "lower") or 0.0
+
+
 def areal(k: Keys, c, version: str) -> dict:
-    """areal/trainer/ppo/actor.py, areal/utils/functional, api/cli_args.py."""
-    a, o = "actor.", "actor.optimizer."
-    scale, bias = k(a + "reward_scaling", default=1.0), k(a + "reward_bias", default=0.0)
+    """1.0: areal/api/cli_args.py (defaults), trainer/rl_trainer.py, trainer/ppo/actor.py and critic.py, utils/functional/functional.py,
+    utils/data.py (Normalization), engine/fsdp_engine.py and megatron_engine.py (optimizer), infra/staleness_manager.py and
+    remote_inf_engine.py, examples/math/gsm8k_rl.py and boba_grpo.py (evaluation and filter). 0.3: areal/engine/ppo/actor.py,
+    areal/utils/functional.py, areal/engine/base_hf_engine.py and the same scripts."""
+    a, o, g, al = "actor.", _table(k, "actor.optimizer") + ".", "gconfig.", c.algorithm
+    scale, bias, clip = k(a + "reward_scaling", default=1.0), k(a + "reward_bias", default=0.0), k(a + "reward_clip", default=20.0)
+    within = lambda r: min(max(r, -clip), clip)  # noqa: E731
+    written = lambda r: min(max(c.reward.scale * r + c.reward.bias, -c.reward.clip), c.reward.clip)  # noqa: E731
+    decoupled, critic = k(a + "use_decoupled_loss", default=False), any(key.startswith("critic.") for key in k.keys)
+    rescored = decoupled or k(a + "recompute_logprob", default=False)
+    asynchronous = version >= "1" or k("async_training", default=True)  # 1.0 has prepare_batch alone; 0.3's scripts ask
+    batch, gamma, lam = k("train_dataset.batch_size", default=1), k(a + "discount", default=1.0), k(a + "gae_lambda", default=1.0)
+    top_k = k(g + "top_k", default=1e8)
     out = {
-        "prompts": (c.data.prompts_per_step, k("train_dataset.batch_size", default=1)),
-        "group": (c.rollout.group_size, k("gconfig.n_samples", default=1)),
-        "updates": (c.algorithm.num_minibatches, k(a + "ppo_n_minibatches", default=4)),
-        "lr": (c.optimizer.lr, k(o + "lr", default=1e-3)),
-        "longest": (c.rollout.max_new_tokens, k("gconfig.max_new_tokens", default=16384)),
-        "temperature": (c.rollout.temperature, k("gconfig.temperature", default=1.0)),
-        "staleness": (c.rollout.max_staleness, k("rollout.max_head_offpolicyness", default=0)),
-        "kl": (c.algorithm.kl.coef, k(a + "kl_ctl", default=0.1)),
-        "reward of 1": (min(max(c.reward.scale + c.reward.bias, -c.reward.clip), c.reward.clip),
-                        min(max((1 + bias) * scale, -k(a + "reward_clip", default=20.0)), k(a + "reward_clip", default=20.0))),
+        "recipe": (c.run.recipe, "rl"),
+        # data and batch arithmetic: a step is train_dataset.batch_size prompts over all ranks; drop_last and shuffle of the dataclass
+        "prompts": (c.data.prompts_per_step, batch),
         "epochs": (c.data.epochs, k("total_train_epochs", default=1)),
+        "steps": (c.train.steps, k("total_train_steps")),
+        "samples": (c.train.max_samples, k("total_train_n_seqs") or 0),
+        "shuffled": (c.data.shuffle, k("train_dataset.shuffle", default=True)),
+        "last step": (c.data.drop_last, k("train_dataset.drop_last", default=True)),
+        "seed": (c.run.seed, k("seed", default=1)),
+        # sampling: GenerationHyperparameters
+        "group": (c.rollout.group_size, k(g + "n_samples", default=1)),
+        "longest": (c.rollout.max_new_tokens, k(g + "max_new_tokens", default=16384)),
+        "shortest": (c.rollout.min_new_tokens, 0),  # the engines' requests do not have min_new_tokens
+        "temperature": (c.rollout.temperature, 0.0 if k(g + "greedy", default=False) else k(g + "temperature", default=1.0)),
+        "trainer's temperature": (al.temperature or c.rollout.temperature, k(a + "temperature", default=1.0)),
+        "top_p": (c.rollout.top_p, k(g + "top_p", default=1.0)),
+        "top_k": (c.rollout.top_k, -1 if top_k >= 1e8 else top_k),
+        "frequency": (c.rollout.frequency_penalty, k(g + "frequency_penalty", default=0.0)),
+        "minima": ((c.rollout.min_p, c.rollout.repetition_penalty), (0.0, 1.0)),  # it has none
+        # staleness_manager.py: (head + version + 1) consumer batches may have been begun; pause() hands what is begun to the new weights
+        "staleness": (c.rollout.max_staleness, math.ceil((k("rollout.max_head_offpolicyness", default=0) + 1) * k(
+            "rollout.consumer_batch_size", default=1) / batch) - 1 if asynchronous else 0),
+        "synced": (c.rollout.sync_every, 1),
+        # actor.py: (reward + bias) * scaling, clipped, then reward_norm; overlong_reward_penalty comes before all of it
+        "reward of 1": (written(1), within((1 + bias) * scale)),
+        "reward of 0": (written(0), within(bias * scale)),
+        "without an end": (c.reward.zero_without_end, k(a + "mask_no_eos_with_zero", default=False)),
+        "truncated": (bool(al.mask_truncated), False),
+        "dynamic": (al.dynamic_sampling, "mask" if version < "1" and k(a + "dynamic_sampling", default=False) else "off"),
+        # actor.py: the whole batch is split into ppo_n_minibatches, one pass
+        "updates": (al.num_minibatches * (al.ppo_epochs or 1), k(a + "ppo_n_minibatches", default=4)),
+        "loss": (al.policy_loss, "sapo" if k(a + "use_sapo_loss", default=False) else "clip"),
+        "ratio": (al.ratio, k(a + "importance_sampling_level", default="token")),
+        "mean": ((al.aggregation, al.aggregation_sequences), ("token_mean", 0)),  # loss_weight_fn: tokens of all microbatches and ranks
+        "second moment": (al.m2_threshold or 0.0, k(a + "m2_threshold") or 0.0),
+        "old log-probs": (al.old_logprobs, "recompute" if rescored else "rollout"),
+        "correction": ((al.mismatch.correction, al.mismatch.cap or 0.0, al.mismatch.low or 0.0), _correction_of_areal(k, version)),
+        "entropy": (al.entropy_coef or 0.0, 0.0),  # detached in grpo_loss_fn
+        # rl_trainer.py makes a reference for kl_ctl > 0 alone; KLEstimator's terms are subtracted from the rewards
+        "kl": (al.kl.coef, k(a + "kl_ctl", default=0.1)),
+        # optimizer and scheduler; step_lr_scheduler() is called once per RL step, so that a share of them is a share of updates
+        "optimizer": (c.optimizer.name, {"adam": "adamw", "adam_bf16": "adamw", "sgd": "sgd"}[k(o + "type", default="adam")]),
+        "lr": (c.optimizer.lr, k(o + "lr", default=1e-3 if version >= "1" else 2e-5)),
+        "betas": ((c.optimizer.b1, c.optimizer.b2), (k(o + "beta1", default=0.9), k(o + "beta2", default=0.999 if version >= "1" else 0.95))),
+        "eps": (c.optimizer.eps, k(o + "eps", default=1e-8 if version >= "1" else 1e-5)),
+        "weight decay": (c.optimizer.weight_decay, k(o + "weight_decay", default=0.01 if version >= "1" else 0.05)),
+        "gradient's clip": (c.optimizer.max_grad_norm, k(o + "gradient_clipping", default=1.0)),
+        "schedule": (c.optimizer.schedule, k(o + "lr_scheduler_type", default="constant")),
+        "warmup": (c.optimizer.warmup_fraction or c.optimizer.warmup_steps, k(o + "warmup_steps_proportion", default=0.001)),
+        # evaluator.py, timeutil.py
+        "eval every": ((c.eval.every_steps, c.eval.every_epochs, c.eval.every_seconds) if c.eval.sets else (0, 0, 0), tuple(
+            k(f"evaluator.freq_{x}") or 0 for x in ("steps", "epochs", "secs")) if c.eval.sets else (0, 0, 0)),
+        "eval before": (c.eval.before, k("evaluator.eval_before_train", default=False)),
+        "eval after": (c.eval.after, False),
+        # saver.py writes HF folders, recover.py what a run goes on from
+        "exports": ((c.checkpoint.export_every_steps, c.checkpoint.export_every_epochs, c.checkpoint.export_every_minutes), (
+            k("saver.freq_steps") or 0, k("saver.freq_epochs") or 0, (k("saver.freq_secs") or 0) / 60)),
     }
-    if c.algorithm.policy_loss == "clip":
+    if k("train_dataset.max_length") is not None:  # dataset/gsm8k.py: filter
+        out["prompt"] = ((c.data.max_prompt_tokens, c.data.overlong_prompt), (k("train_dataset.max_length"), "filter"))
+    elif "boba" in str(k("train_dataset.path")):  # examples/math/boba_grpo.py: dataset.filter
+        out["prompt"] = ((c.data.max_prompt_tokens, c.data.overlong_prompt), (1024, "filter"))
+    if c.eval.sets:  # the scripts: gconfig.new(temperature=0.6); rl_trainer.py: eval_gconfig.n_samples, which is gconfig's unless set
+        n = k(g + "n_samples", default=1)
+        out["eval sampling"] = ((c.eval.temperature, c.eval.samples, c.eval.max_new_tokens or c.rollout.max_new_tokens), (
+            0.6, k("eval_gconfig.n_samples", default=n) if version >= "1" else n, k(g + "max_new_tokens", default=16384)))
+    if k(a + "kl_ctl", default=0.1):
+        out["estimator"] = ((al.kl.estimator, al.kl.placement), (k(a + "kl_estimator", default="k1"), "reward"))
+        out["reference"] = (c.reference.path or c.model.path, k("ref.path"))
+    if k(a + "use_sapo_loss", default=False):
+        out["gates"] = ((al.sapo_tau_pos, al.sapo_tau_neg), (k(a + "sapo_tau_pos", default=1.0), k(a + "sapo_tau_neg", default=1.05)))
+    else:
         low = k(a + "eps_clip", default=0.2) or 1e-9  # 0 (M2PO's example) is a clip to 1, which 1 + 1e-9 is in fp32
-        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high), (low, k(a + "eps_clip_higher") or low))
+        high = k(a + "eps_clip_higher")
+        out["clip"] = ((al.clip_low, al.clip_high), (low, low if high is None else high))
+        out["dual clip"] = (al.dual_clip, k(a + "c_clip") or 0.0)
+    if k(a + "overlong_reward_penalty", default=False):  # before bias and scale, of the longest that actor.max_new_tokens says
+        out["overlong"] = ((c.reward.overlong_buffer, c.reward.overlong_penalty), (
+            k(a + "overlong_tokens"), k(a + "overlong_penalty_factor") * scale))
+        out["overlong from"] = (c.rollout.max_new_tokens, k(a + "max_new_tokens", default=1024))
+    else:
+        out["overlong"] = (c.reward.overlong_buffer + (al.overlong_buffer_fraction or 0.0), 0)
+    # actor.py: rewards at the last token, GAE without values is discount * lambda to go; then adv_norm over the batch's tokens
+    out["advantage"] = ((al.advantage, al.gamma, al.lam if critic else None), ("gae", gamma, lam) if critic else ("returns", gamma * lam, None))
+    whole = _norm_of_areal(k, a + "adv_norm")
+    out["whitened"] = (al.whiten, {None: False, ("batch", "batch", False): True}.get(whole and (whole["mean"], whole["std"], whole["others"]), whole))
+    reward = _norm_of_areal(k, a + "reward_norm") or {"mean": None, "std": None, "others": False, "ddof": 1, "size": 1}
+    mean, std = reward["mean"] or "none", reward["std"] or "none"
+    if reward["others"]:  # the mean of the group's others, with the deviation of all
+        out["scores"] = ((c.reward.norm_mean, c.reward.norm_std, al.advantage_mean, al.advantage_std), (
+            "none", "none", "leave_one_out", std if reward["ddof"] else std + "_population"))
+    else:
+        out["scores"] = ((c.reward.norm_mean, c.reward.norm_std, al.advantage_mean, al.advantage_std), (
+            mean, std if reward["ddof"] else std + "_population", "none", "none"))
+    if "group" in (mean, std):
+        out["group of scores"] = (c.rollout.group_size, reward["size"])
+    if critic:
+        v = _table(k, "critic.optimizer") + "."
+        out |= {
+            "critic's lr": (c.critic.lr, k(v + "lr", default=1e-3 if version >= "1" else 2e-5)),
+            "critic's clip": (c.critic.value_clip, k("critic.eps_clip", default=0.5)),
+            "critic's updates": (c.critic.num_minibatches or al.num_minibatches, k("critic.ppo_n_minibatches", default=4)),
+            "critic": (c.critic.path or c.model.path, k("critic.path")),
+            "critic alone": ((c.critic.shared, c.critic.warmup_steps, c.critic.normalize), (False, 0, False)),
+            "critic's lambda": (al.lam if al.critic_lam is None else al.critic_lam, lam),
+            "critic's decay": (_scale_of(c, "weight_decay"), k(v + "weight_decay", default=0.01 if version >= "1" else 0.05)),
+            "critic's betas": ((_scale_of(c, "b1"), _scale_of(c, "b2")), (
+                k(v + "beta1", default=0.9), k(v + "beta2", default=0.999 if version >= "1" else 0.95))),
+            "critic's schedule": (_scale_of(c, "schedule"), k(v + "lr_scheduler_type", default="constant")),
+            "critic's warmup": (_scale_of(c, "warmup_fraction"), k(v + "warmup_steps_proportion", default=0.001)),
+            "critic's gradient": (_scale_of(c, "max_grad_norm"), k(v + "gradient_clipping", default=1.0)),
+        }
+    if k(o + "lr_scheduler_type", default="constant") != "constant":  # fsdp_engine.py hands min_lr_ratio to cosine alone
+        megatron = "megatron" in str(k(a + "backend"))
+        out["floor"] = (c.optimizer.floor, k(o + "min_lr_ratio", default=0.0) if megatron or k(o + "lr_scheduler_type") == "cosine" else 0.0)
+    if k(a + "use_lora", default=False):
+        out["adapters"] = ((c.lora.rank, c.lora.alpha), (k(a + "lora_rank", default=32), k(a + "lora_alpha", default=16)))
+        out["adapted"] = (list(c.lora.targets), list(k.raw(a + "target_modules", [])))
+    else:
+        out["adapters"] = (c.lora.rank, 0)
     return out
 
 
+def _numbers(text) -> int:
+    """How many GPUs a placement names: 0-3,6."""
+    return sum(int(b or a) - int(a) + 1 for a, b in re.findall(r"(\d+)(?:-(\d+))?", str(text)))
+
+
 def rlinf(k: Keys, c, version: str) -> dict:
-    """rlinf/config.py (validate_cfg), workers/actor/*_actor_worker.py, algorithms/rewards/math, megatron's OptimizerParamScheduler."""
-    a, s, f = "algorithm.", "algorithm.sampling_params.", k("actor.training_backend", default="megatron") == "fsdp"
-    low, high = (k(a + n) if k(a + n) is not None else k(a + "ratio_clip_eps", default=0.2) for n in ("clip_ratio_low", "clip_ratio_high"))
-    warm = k("actor.lr_sched.lr_warmup_iters", default=0) or int(
-        (k("actor.lr_sched.lr_warmup_fraction") or 0) * (k("actor.lr_sched.lr_decay_iters") or 0))
-    scale, best, worst = k("reward.reward_scale", default=1.0), k("reward.reward_max_val", default=1.0), k("reward.reward_min_val", default=-1.0)
-    kind = k(a + "adv_type", default="grpo")
-    scaled = k(a + "use_valid_token_scale", default=False) and not f  # read in megatron's workers alone
-    whole = scaled or k("runner.enable_dynamic_batch_size", default=False)
-    dual = k(a + "clip_ratio_c", default=3.0 if f or version in ("docs", "0.1") else 0.0)
-    mean = k(a + "loss_agg_func", default="token-mean") == "token-mean"
-    return {
-        "token mean": (_mean_of(c) if mean else 0, (None if whole else k(a + "training_batch_size_per_gpu", default=1)) if mean else 0),
+    """0.3: rlinf/config.py (validate_reasoning_cfg, validate_megatron_cfg), runners/reasoning_runner.py, data/datasets/reasoning,
+    workers/megatron_worker.py, actor/megatron_actor_worker.py and fsdp_actor_worker.py, critic/megatron_critic_worker.py,
+    algorithms/advantages.py, losses.py and rewards, utils/placement.py and utils.py, hybrid_engines/fsdp/fsdp_model_manager.py, Megatron's
+    get_optimizer_param_scheduler. 0.1: the same names, workers/actor/megatron_actor_worker.py for both."""
+    a, s, o, sched, al = "algorithm.", "algorithm.sampling_params.", "actor.optim.", "actor.lr_sched.", c.algorithm
+    fsdp = k("actor.training_backend", default="megatron") == "fsdp"
+    mean = lambda low, high: (k(a + n) if k(a + n) is not None else k(a + "ratio_clip_eps", default=0.2) for n in (low, high))  # noqa: E731
+    low, high = mean("clip_ratio_low", "clip_ratio_high")
+    length = k("runner.seq_length") - k("data.max_prompt_length")
+    batches = k(a + "n_minibatches", default=1)
+    # placement.py: where the actor has GPUs of its own, or the scheduler moves them, workers train while others sample (is_pipeline)
+    together = any("actor" in name and "rollout" in name for name in k.keys if name.startswith("cluster.component_placement."))
+    pipeline = k("cluster.auto_scheduler", default=False) or not together
+    scaled = k(a + "use_valid_token_scale", default=False) and not fsdp  # fsdp_actor_worker.py does not read it
+    size = None if k("runner.enable_dynamic_batch_size", default=False) else k(a + "training_batch_size_per_gpu", default=1)
+    kind, agg = k(a + "adv_type", default="grpo"), k(a + "loss_agg_func", default="token-mean")
+    # _setup_valid_token_scale: tokens of the whole step, not of the mini-batch, so that a gradient is 1 / n_minibatches of the token
+    # mean's: a clip and an eps n_minibatches as large do the same. In a pipeline the tokens are the longest completion's x the sequences
+    # of one rank's mini-batch: a constant per completion over the number of ranks.
+    share = batches if scaled and not pipeline else 1
+    if scaled and pipeline:
+        ranks = _numbers(k.raw("cluster.component_placement.actor")) / (
+            k("actor.model.tensor_model_parallel_size", default=1) * k("actor.model.pipeline_model_parallel_size", default=1))
+        whole = ("constant", 0, length / ranks)
+    elif agg != "token-mean":
+        whole = ({"seq-mean-token-sum": "sequence_sum", "seq-mean-token-mean": "sequence_mean"}[agg], 0, 0.0)
+    else:  # masked_mean of a micro-batch, and the mean of those
+        whole = ("sequence_mean", 0, 0.0) if size == 1 and not scaled else ("token_mean", 0 if scaled or not size else size, 0.0)
+    corrected = k(a + "importance_sampling_fix", default=False)
+    recomputed = k(a + "recompute_logprobs", default=False) or corrected
+    kl = k(a + "reinpp_kl_beta", default=0.0) if kind == "reinpp" else k(a + "kl_beta", default=0.0)
+    scale = k("reward.reward_scale", default=1.0)
+    if k("reward.reward_type") == "math":  # rewards/math: two values times the scale; in 0.1 1 and -1
+        right, wrong = (k("reward.reward_max_val", default=1.0), k("reward.reward_min_val", default=-1.0)) if version >= "0.3" else (1, -1)
+    else:  # rewards/code: what the judge says times the scale
+        right, wrong = 1, 0
+    steps = k("runner.max_steps", default=-1)
+    precision = k("actor.model.precision")
+    if fsdp:
+        amp, mixed = "actor.fsdp_config.amp_autocast.", "actor.fsdp_config.mixed_precision.param_dtype"
+        precision = k(amp + "precision") if k(amp + "enabled", default=False) else k(mixed, default=precision)
+    out = {
+        "recipe": (c.run.recipe, "rl"),
+        # validate_reasoning_cfg: rollout_batch_size prompts x group_size over n_minibatches, one pass; reasoning_runner.py: drop_last=True
         "prompts": (c.data.prompts_per_step, k("data.rollout_batch_size")),
         "group": (c.rollout.group_size, k(a + "group_size")),
-        "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k(a + "n_minibatches", default=1)),
-        "lr": (c.optimizer.lr, k("actor.optim.lr")),
-        "warmup": (c.optimizer.warmup_steps, max(k("actor.optim.lr_warmup_steps", default=-1), 0) if f else warm),
-        "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length")),
-        "longest": (c.rollout.max_new_tokens, k("runner.seq_length") - k("data.max_prompt_length")),
-        "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0)),
-        "top_p": (c.rollout.top_p, k(s + "top_p", default=1.0)),
-        "clip": ((c.algorithm.clip_low, c.algorithm.clip_high), (low, high)),
-        "dual clip": (c.algorithm.dual_clip, dual or 0.0),
-        "kl": (c.algorithm.kl.coef, k(a + "reinpp_kl_beta", default=0.0) if kind == "reinpp" else k(a + "kl_beta", default=0.0)),
-        "right and wrong": ((c.reward.scale + c.reward.bias, c.reward.bias), (best * scale, worst * scale)),
-        "corrected": (c.algorithm.mismatch.correction != "none", k(a + "importance_sampling_fix", default=False)),
-        "whitened": (c.algorithm.whiten, kind == "reinpp" or k(a + "normalize_advantages", default=True)),
-        "staleness": (c.rollout.max_staleness, 0),
-        "eval every": (c.eval.every_steps, 0),
+        "updates": (al.num_minibatches * al.ppo_epochs, batches),
         "epochs": (c.data.epochs, k("runner.max_epochs", default=1)),
+        "steps": (c.train.steps, steps if steps >= 0 else None),
+        "last step": (c.data.drop_last, True),
+        "shuffled": (c.data.shuffle, k("data.shuffle", default=True)),
+        "order's seed": (c.run.seed if c.data.seed is None else c.data.seed, k("data.seed", default=1234)),
+        "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length")),
+        "filter": (c.data.overlong_prompt, "filter"),  # without filter_prompt_by_length the end is cut off, which nothing here does
+        "template": (c.data.chat != "false", bool(k("data.apply_chat_template", default=False)) and (
+            version >= "0.3" or bool(k("data.filter_prompt_by_length", default=False)))),  # 0.1 renders while it filters
+        # get_sampling_param(s)_from_config of sglang_worker.py and vllm_worker.py: these six alone
+        "longest": (c.rollout.max_new_tokens, length),
+        "shortest": (c.rollout.min_new_tokens, 0),  # min_new_tokens is read nowhere, nor are stop_token_ids
+        "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0) if k(s + "do_sample", default=True) else 0.0),
+        "trainer's temperature": (al.temperature or c.rollout.temperature, k(s + "temperature", default=1.0)),
+        "top_p": (c.rollout.top_p, k(s + "top_p", default=1.0)),
+        "top_k": (c.rollout.top_k, -1 if k(s + "top_k", default=1e6) >= 1e6 else k(s + "top_k")),
+        "repetition": (c.rollout.repetition_penalty, k(s + "repetition_penalty", default=1.0)),
+        "ends": (list(c.rollout.stop_token_ids), []),
+        "staleness": (c.rollout.max_staleness, 0),  # a step waits for its rollouts, in a pipeline, too
+        "synced": (c.rollout.sync_every, 1),
+        # losses.py, and the workers' clip_ratio_*
+        "loss": (al.policy_loss, "clip"),
+        "ratio": (al.ratio, "token"),
+        "clip": ((al.clip_low, al.clip_high), (low, high)),
+        "dual clip": (al.dual_clip, k(a + "clip_ratio_c", default=3.0 if fsdp or version == "0.1" else None) or 0.0),
+        "mean": ((al.aggregation, al.aggregation_sequences, al.aggregation_constant), whole),
+        "entropy": (al.entropy_coef or 0.0, k(a + "entropy_bonus", default=0.0) if k(a + "calculate_entropy", default=False) else 0.0),
+        "old log-probs": (al.old_logprobs in ("auto", "recompute"), bool(recomputed)),
+        # recomputed - rollout log-probs of a token, clamped above, times its advantage
+        "correction": ((al.mismatch.correction, al.mismatch.cap or 0.0), ("token_tis", k(a + "importance_sampling_clip")) if corrected
+                       else ("none", al.mismatch.cap or 0.0)),
+        # workers: masked_normalization over the tokens of the step; advantages.py whitens reinpp itself
+        "whitened": (al.whiten, kind == "reinpp" or bool(k(a + "normalize_advantages", default=True))),
+        "kl": (al.kl.coef, kl),
+        "right and wrong": ((c.reward.scale + c.reward.bias, c.reward.bias), (right * scale, wrong * scale)),
+        "reward's rest": ((c.reward.norm_mean, c.reward.norm_std, c.reward.overlong_buffer, c.reward.zero_without_end, c.reward.clip),
+                          ("none", "none", 0, False, None)),
+        "dynamic": (al.dynamic_sampling or "off", "off"),
+        # optim: torch's and Megatron's AdamW
+        "lr": (c.optimizer.lr, k(o + "lr")),
+        "betas": ((c.optimizer.b1, c.optimizer.b2), (k(o + "adam_beta1", default=0.9), k(o + "adam_beta2", default=0.999))),
+        "eps": (c.optimizer.eps, k(o + "adam_eps", default=1e-8) * share),
+        "weight decay": (c.optimizer.weight_decay, k(o + "weight_decay", default=0.01)),
+        "gradient's clip": (c.optimizer.max_grad_norm, k(o + "clip_grad", default=1.0) * share),
+        "schedule": (c.optimizer.schedule, k(o + "lr_scheduler", default="constant") if fsdp else k(sched + "lr_decay_style", default="constant")),
+        "warmup": (c.optimizer.warmup_steps, _warmup_of_rlinf(k, o, sched, fsdp)),
+        "dtype": (c.train.compute_dtype, precision),
+        "eval every": ((c.eval.every_steps, c.eval.every_epochs, c.eval.before, c.eval.after), (0, 0, False, False)),  # nothing evaluates
+        "saved every": (c.checkpoint.every_steps, max(k("runner.save_interval", default=-1), 0)),
     }
+    if batches > 1:  # megatron_actor_worker.py drops the micro-batch; FSDP's worker does not read it
+        out["early stop"] = (al.early_stop_ratio, 0.0 if fsdp else k(a + "early_stop_imp_ratio") or 0.0)
+    out["advantage"] = {  # advantages.py: group's deviation with ddof 1
+        "grpo": ((al.advantage, al.advantage_mean, al.advantage_std), ("outcome", "group", "group")),
+        "gae": ((al.advantage, al.gamma, al.lam), ("gae", k(a + "gamma", default=1), k(a + "gae_lambda", default=1))),
+        "reinpp": ((al.advantage, al.advantage_mean, al.advantage_std, al.gamma), (
+            "returns", "group" if k(a + "use_reinpp_baseline", default=False) else "none", "none", 1.0)),
+    }[kind]
+    if kl:
+        out["estimator"] = ((al.kl.estimator, al.kl.placement), ({"kl": "k1", "mse": "k2", "low_var_kl": "low_var", "k3": "low_var"}.get(
+            k(a + "kl_penalty_type"), k(a + "kl_penalty_type")), "reward" if kind == "reinpp" else "loss"))
+    if not fsdp and k("actor.model.moe_aux_loss_coeff") is not None:
+        out["balance"] = (c.train.router_balance, k("actor.model.moe_aux_loss_coeff"))
+    if k("critic.use_critic_model", default=False):
+        v, w = "critic.optim.", "critic.lr_sched."
+        out |= {
+            "critic's lr": (c.critic.lr, k(v + "lr")),
+            "critic's clip": (c.critic.value_clip, k(a + "value_cliprange")),  # huber_delta 10000: squares
+            "critic's updates": (c.critic.num_minibatches or al.num_minibatches, batches),
+            "critic alone": (c.critic.warmup_steps, k(a + "critic_warmup_steps", default=0)),
+            "critic's betas": ((_scale_of(c, "b1"), _scale_of(c, "b2")), (k(v + "adam_beta1", default=0.9), k(v + "adam_beta2", default=0.999))),
+            "critic's eps": (_scale_of(c, "eps"), k(v + "adam_eps", default=1e-8)),
+            "critic's decay": (_scale_of(c, "weight_decay"), k(v + "weight_decay", default=0.01)),
+            "critic's gradient": (_scale_of(c, "max_grad_norm"), k(v + "clip_grad", default=1.0)),
+            "critic's schedule": (_scale_of(c, "schedule"), k(w + "lr_decay_style", default="constant")),
+            "critic's warmup": (_scale_of(c, "warmup_steps"), _warmup_of_rlinf(k, v, w, False)),
+            "critic's end": ((_scale_of(c, "decay_steps"), _scale_of(c, "floor")), (
+                k(w + "lr_decay_iters", default=100_000) - _warmup_of_rlinf(k, v, w, False), k(w + "min_lr", default=0.0) / k(v + "lr"))),
+        }
+    return out
+
+
+def _warmup_of_rlinf(k: Keys, o: str, sched: str, fsdp: bool) -> int:
+    """Megatron: a share of lr_decay_iters (100000 unless said) wins over lr_warmup_iters; FSDP: optim.lr_warmup_steps, or a share of
+    total_training_steps, which is 0 unless said."""
+    if fsdp:
+        steps = k(o + "lr_warmup_steps", default=-1)
+        return int(steps if steps >= 0 else k(o + "lr_warmup_steps_ratio", default=0.0) * k(o + "total_training_steps", default=0))
+    share = k(sched + "lr_warmup_fraction")
+    return int(share * (k(sched + "lr_decay_iters") or 100_000)) if share is not None else k(sched + "lr_warmup_iters", default=0)
 
 
 def _devices(text) -> int:
