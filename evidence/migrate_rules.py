@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 
 
@@ -72,66 +73,185 @@ def skyrl(k: Keys, c, version: str) -> dict:
 
 
 def verl(k: Keys, c, version: str) -> dict:
-    """verl/trainer/ppo/ray_trainer.py, core_algos.py, the generated configs of the tags."""
-    a, r = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    """0.4 and 0.7: trainer/config/ppo_trainer.yaml (0.7: _generated_*), trainer/ppo/ray_trainer.py and core_algos.py, workers/fsdp_workers.py,
+    megatron_workers.py, actor/dp_actor.py, critic/dp_critic.py, utils/megatron/optimizer.py, experimental/agent_loop/agent_loop.py.
+    0.9: workers/engine_workers.py, engine/*/transformer_impl.py and utils/losses.py in place of the workers' files."""
+    a, r, al = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", c.algorithm
+    engines = version >= "0.8" or k("trainer.use_legacy_worker_impl", default="auto") == "disable"
+    megatron = _engine_of_verl(k) in ("megatron", "mindspeed")
+    mode, agg = k(a + "policy_loss.loss_mode", default="vanilla"), k(a + "loss_agg_mode", default="token-mean")
+    estimator, n = k("algorithm.adv_estimator", default="gae"), k(r + "n", default=1)
+    prompts, length = k("data.train_batch_size", default=1024), k("data.max_response_length", default=512)
+    in_loss, in_reward = k(a + "use_kl_loss", default=False), k("algorithm.use_kl_in_reward", default=False)
+    high, low = k(a + "clip_ratio_high", default=0.2), k(a + "clip_ratio_low", default=0.2)
+    low, high = (k(a + "clip_ratio", default=0.2) if x is None else x for x in (low, high))
+    steps = k("trainer.total_training_steps")
+    freq = k("trainer.test_freq", default=-1)
+    val = r + "val_kwargs."
     out = {
-        "prompts": (c.data.prompts_per_step, k("data.train_batch_size", default=1024)),
-        "group": (c.rollout.group_size, k(r + "n", default=1)),
-        "updates": (c.algorithm.num_minibatches * c.algorithm.ppo_epochs, k("data.train_batch_size", default=1024)
-                    / k(a + "ppo_mini_batch_size", default=256) * k(a + "ppo_epochs", default=1)),
-        "longest": (c.rollout.max_new_tokens, k("data.max_response_length", default=512)),
-        "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length", default=512)),
-        "temperature": (c.rollout.temperature, k(r + "temperature", default=1.0)),
-        "lr": (c.optimizer.lr, k(a + "optim.lr", default=1e-6)),
-        "warmup": ((c.optimizer.warmup_steps, c.optimizer.warmup_fraction), _warmup_of_verl(k, a + "optim.", c)),
+        # ray_trainer.py: a step is train_batch_size prompts x n, ppo_mini_batch_size prompts an update; drop_last=True
+        "prompts": (c.data.prompts_per_step, prompts),
+        "group": (c.rollout.group_size, n),
+        "updates": (al.num_minibatches * al.ppo_epochs, prompts / k(a + "ppo_mini_batch_size", default=256) * k(a + "ppo_epochs", default=1)),
         "epochs": (c.data.epochs, k("trainer.total_epochs", default=30)),
-        "eval every": (c.eval.every_steps, max(k("trainer.test_freq", default=-1), 0)),
-        "kl": (c.algorithm.kl.coef, k(a + "kl_loss_coef", default=0.001) if k(a + "use_kl_loss", default=False) else
-               k("algorithm.kl_ctrl.kl_coef", default=0.001) if k("algorithm.use_kl_in_reward", default=False) else 0.0),
+        "steps": (c.train.steps, steps),
+        "last step": (c.data.drop_last, True),
+        "shuffled": (c.data.shuffle, k("data.shuffle", default=True)),
+        "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length", default=512)),
+        "filter": (c.data.overlong_prompt, "filter" if k("data.filter_overlong_prompts", default=False) else {
+            "left": "truncate_left"}.get(k("data.truncation", default="error"), k("data.truncation", default="error"))),
+        "rows": (c.data.max_rows, max(k("data.train_max_samples", default=-1), 0)),
+        # rollout
+        "longest": (c.rollout.max_new_tokens, length),
+        "shortest": (c.rollout.min_new_tokens, 0),
+        "temperature": (c.rollout.temperature, k(r + "temperature", default=1.0)),
+        "trainer's temperature": (al.temperature or c.rollout.temperature, k(r + "temperature", default=1.0)),
+        "top_p": (c.rollout.top_p, k(r + "top_p", default=1.0)),
+        "top_k": (c.rollout.top_k, k(r + "top_k", default=-1)),
+        "repetition": (c.rollout.repetition_penalty, k(r + "repetition_penalty", default=1.0) if version >= "0.8" else 1.0),
+        "staleness": ((c.rollout.max_staleness, c.rollout.sync_every), (0, 1)),
+        "dynamic": (al.dynamic_sampling or "off", "off"),
+        # rewards: fixed kl_ctrl; the penalty is of the tokens' rewards
+        "kl": (al.kl.coef, k(a + "kl_loss_coef", default=0.001) if in_loss else
+               k("algorithm.kl_ctrl.kl_coef", default=0.001) if in_reward else 0.0),
+        "reward's rest": ((c.reward.norm_mean, c.reward.norm_std, c.reward.zero_without_end, c.reward.clip), ("none", "none", False, None)),
+        "entropy": (al.entropy_coef or 0.0, k(a + "entropy_coeff", default=0)),
+        "old log-probs": (al.old_logprobs in (None, "auto", "recompute"), True),  # the trainer's own, the update's where there is one
+        "truncated": (bool(al.mask_truncated), False),
+        # optimizer: AdamW of torch or Megatron with the eps of both
+        "lr": (c.optimizer.lr, k(a + "optim.lr", default=1e-6)),
+        "warmup": ((c.optimizer.warmup_steps, c.optimizer.warmup_fraction), _warmup_of_verl(k, a + "optim.", c, version, megatron)),
+        "weight decay": (c.optimizer.weight_decay, k(a + "optim.weight_decay", default=0.01)),
+        "betas": ((c.optimizer.b1, c.optimizer.b2), tuple(_list(k.raw(a + "optim.betas"), (0.9, 0.999)))),
+        "eps": (c.optimizer.eps, 1e-8),
+        # dp_actor.py reads actor.grad_clip, Megatron and the later engines optim.clip_grad alone
+        "gradient's clip": (c.optimizer.max_grad_norm, k(a + ("optim.clip_grad" if megatron or engines else "grad_clip"), default=1.0)),
+        "schedule": (c.optimizer.schedule, _schedule_of_verl(k, a + "optim.", megatron, version)),
+        # ray_trainer.py: test_freq and the last step; agent_loop.py: val_kwargs
+        "eval every": (c.eval.every_steps if c.eval.sets else max(freq, 0), max(freq, 0)),
+        "eval after": (c.eval.after, freq > 0),
+        "eval before": (c.eval.before, k("trainer.val_before_train", default=True)),
+        "saved every": (c.checkpoint.every_steps, max(k("trainer.save_freq", default=-1), 0)),
+        "adapters": (c.lora.rank, k("actor_rollout_ref.model." + ("lora.rank" if megatron and version >= "0.7" else "lora_rank"), default=0)),
     }
-    mode = k(a + "policy_loss.loss_mode", default="vanilla")
-    if mode == "vanilla" and k(a + "loss_agg_mode", default="token-mean") == "token-mean":
-        legacy = k("trainer.use_legacy_worker_impl", default="auto") != "disable" and not k(a + "use_dynamic_bsz", default=False)
-        legacy = legacy and version < "0.8"
-        out["token mean"] = (_mean_of(c), k(a + "ppo_micro_batch_size_per_gpu") if legacy else None)
+    if c.eval.sets:
+        out["eval sampling"] = ((c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.samples), (
+            k(val + "temperature", default=0), k(val + "top_p", default=1.0), k(val + "top_k", default=-1), k(val + "n", default=1)))
+    if k(a + "optim.lr_scheduler_type") == "cosine":
+        out["floor"] = (c.optimizer.floor, k(a + "optim.min_lr_ratio", default=0.0) or 0.0)
+    if al.kl.coef:
+        name = k(a + "kl_loss_type", default="low_var_kl") if in_loss else k("algorithm.kl_penalty", default="kl")
+        out["estimator"] = ((al.kl.estimator, al.kl.placement), ({"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var",
+                                                                  "k3": "low_var", "abs": "abs"}.get(name, name), "loss" if in_loss else "reward"))
+    # core_algos.py. ReMax is a reward to go less the greedy completion's reward: a sum of the completion only without a KL in it
+    std = "group" if k("algorithm.norm_adv_by_std_in_grpo", default=True) else "none"
+    to_go = (al.advantage, al.advantage_mean, al.advantage_std, al.whiten, al.gamma)
+    whole = to_go[:4]
+    gamma = k("algorithm.gamma", default=1.0)
+    out["advantage"] = {
+        "gae": ((al.advantage, al.gamma, al.lam, al.whiten), ("gae", gamma, k("algorithm.lam", default=1.0), True)),
+        "grpo": (whole, ("outcome", "group", std, False)),
+        "rloo": (whole, ("outcome", "leave_one_out", "none", False)),
+        "remax": (to_go, ("returns", "greedy", "none", False, 1.0)) if in_reward else (whole, ("outcome", "greedy", "none", False)),
+        "reinforce_plus_plus": (to_go, ("returns", "none", "none", True, gamma)),
+    }[estimator]
+    # one micro-batch's mean, and the mean of those (workers), or the mini-batch's over all ranks (engines)
+    size = None if engines or k(a + "use_dynamic_bsz", default=False) else k(a + "ppo_micro_batch_size_per_gpu")
+    agg = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}.get(mode, agg)
+    factor = k(a + "loss_scale_factor") or length
+    out["mean"] = ((al.aggregation, al.aggregation_sequences, al.aggregation_constant or 0.0), {
+        "token-mean": ("token_mean", size or 0, 0.0), "seq-mean-token-sum": ("sequence_sum", 0, 0.0),
+        "seq-mean-token-mean": ("sequence_mean", 0, 0.0),
+        # the workers divide a micro-batch's sum by the length alone
+        "seq-mean-token-sum-norm": ("constant", 0, factor if engines else factor / (size or 1))}[agg])
+    out["loss"] = ((al.policy_loss, al.ratio), {"gspo": ("clip", "sequence_token"), "geo_mean": ("clip", "geometric"), "sapo": ("sapo", "token"),
+                                                "cispo": ("cispo", "token"), "dppo_tv": ("dppo", "token")}.get(mode, ("clip", "token")))
     if mode in ("vanilla", "gspo", "geo_mean"):
-        out["clip"] = ((c.algorithm.clip_low, c.algorithm.clip_high),
-                       (k(a + "clip_ratio_low", default=0.2), k(a + "clip_ratio_high", default=0.2)))
-        out["dual clip"] = (c.algorithm.dual_clip, k(a + "clip_ratio_c", default=3.0) if mode == "vanilla" else 0.0)
+        out["clip"] = ((al.clip_low, al.clip_high), (low, high))
+        out["dual clip"] = (al.dual_clip, k(a + "clip_ratio_c", default=3.0) if mode == "vanilla" else 0.0)
+    elif mode == "cispo":  # clamp(ratio, 1 - low, 1 + high), which a ratio below 0 never meets
+        out["clip"] = ((al.cispo_min_ratio, al.cispo_max_ratio), (max(1 - low, 0.0), 1 + high))
+    elif mode == "sapo":
+        out["gates"] = ((al.sapo_tau_pos, al.sapo_tau_neg), (k(a + "tau_pos", default=1.0), k(a + "tau_neg", default=1.05)))
+    buffer = next((p for p in ("reward.reward_kwargs.overlong_buffer_cfg.", "reward_model.reward_kwargs.overlong_buffer_cfg.")
+                   if k(p + "enable", default=False)), None)  # reward_manager/dapo.py: overlong_buffer_cfg
+    out["overlong"] = ((c.reward.overlong_buffer, c.reward.overlong_penalty if buffer else 0.0),
+                       (k(buffer + "len"), k(buffer + "penalty_factor")) if buffer else (0, 0.0))
+    if estimator == "gae":
+        v, clip = "critic.optim.", "clip_grad" if _engine_of_verl(k, "critic.") in ("megatron", "mindspeed") or engines else None
+        theirs = _engine_of_verl(k, "critic.") in ("megatron", "mindspeed")
+        out |= {
+            "critic's lr": (c.critic.lr, k(v + "lr", default=1e-5)),
+            "critic's clip": (c.critic.value_clip, k("critic.cliprange_value", default=0.5)),
+            "critic": (c.critic.path or c.model.path, _place(k("critic.model.path", default="~/models/deepseek-llm-7b-chat"))),
+            "critic alone": ((c.critic.warmup_steps, c.critic.normalize, c.critic.shared), (k("trainer.critic_warmup", default=0), False, False)),
+            "critic's updates": (c.critic.num_minibatches or al.num_minibatches, prompts / k(
+                "critic.ppo_mini_batch_size", a + "ppo_mini_batch_size", default=256)),
+            "critic's warmup": ((_scale_of(c, "warmup_steps") if not _scale_of(c, "warmup_fraction") else 0, _scale_of(c, "warmup_fraction")),
+                                _warmup_of_verl(k, v, c, version, theirs)),
+            "critic's decay": (_scale_of(c, "weight_decay"), k(v + "weight_decay", default=0.01)),
+            "critic's gradient": (_scale_of(c, "max_grad_norm"), k(v + clip if clip else "critic.grad_clip", default=1.0)),
+            "critic's schedule": (_scale_of(c, "schedule"), _schedule_of_verl(k, v, theirs, version)),
+        }
+    if k("reward.reward_model.enable", "reward_model.enable", default=False):
+        out["reward model"] = (c.reward.model.path, _place(k("reward.reward_model.model_path", "reward_model.model.path")))
+    if out["adapters"][1] and not megatron:
+        out["adapted"] = (c.lora.alpha, k("actor_rollout_ref.model.lora_alpha", default=16))
+    correction = "algorithm.rollout_correction."  # rollout_corr_helper.py, of 0.7 on; two numbers are a mask, one is a cap
+    out["corrected"] = (al.mismatch.correction, "none" if k(correction + "bypass_mode", default=False) or not k(correction + "rollout_is")
+                        else k(correction + "rollout_is") + ("_mis" if "_" in str(k.raw(correction + "rollout_is_threshold")) else "_tis"))
+    if out["corrected"][1] != "none":
+        bounds = [float(x) for x in str(k.raw(correction + "rollout_is_threshold", 2.0)).split("_")]
+        out["bounds"] = ((al.mismatch.cap, al.mismatch.low or 0.0), (bounds[-1], bounds[0] if len(bounds) > 1 else 0.0))
+    if k("distillation.enabled", default=False):  # the policy's loss is dropped
+        del out["advantage"]
     if version >= "0.8":
         out |= _later_verl(k, c, version, mode)
     return out
 
 
+def _place(path: str) -> str:
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def _list(value, default):
+    """A list that stands in a file, or as a word [0.9,0.98]."""
+    return default if value is None else [float(x) for x in value.strip("[] ").split(",")] if isinstance(value, str) else value
+
+
+def _engine_of_verl(k: Keys, of: str = "actor_rollout_ref.actor.") -> str:
+    """fsdp, megatron, ...: strategy, or the config that a script starts from (--config-name, model_engine)."""
+    engine = k(of + "strategy") or {"dp": "fsdp"}.get(k("model_engine", default="dp"), k("model_engine", default="dp"))
+    if engine == "fsdp" and k(of + "strategy") is None and any(name.startswith(of + "megatron.") for name in k.keys):
+        return "megatron"  # ppo_megatron_trainer.yaml, the one config that has such a table
+    return engine
+
+
+def _schedule_of_verl(k: Keys, o: str, megatron: bool, version: str) -> str:
+    """fsdp_workers.py: warmup_style in 0.4, later lr_scheduler_type (warmup_style, if it is there, wins); Megatron: lr_decay_style."""
+    if megatron:
+        return k(o + "lr_decay_style", default="constant")
+    if version < "0.7":
+        return k(o + "warmup_style", default="constant")
+    veomni = version >= "0.8" and _engine_of_verl(k) == "veomni"
+    return k(o + "warmup_style") or k(o + "lr_scheduler_type", default="cosine" if veomni else "constant")
+
+
 def _later_verl(k: Keys, c, version: str, mode: str) -> dict:
     """workers/engine/*/transformer_impl.py, engine_workers.py, trainer/distillation/losses.py, rollout_corr_helper.py,
     config/model_engine, engine and model of 0.8 and 0.9."""
-    a, r, m = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-    engine = k(a + "strategy") or {"dp": "fsdp"}.get(k("model_engine", default="dp"), k("model_engine", default="dp"))
-    mega = engine in ("megatron", "mindspeed")
+    a, r, engine = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", _engine_of_verl(k)
     tp, cp = {"megatron": ("tensor_model_parallel_size", "context_parallel_size"), "veomni": ("", "ulysses_parallel_size"),
               "mindspeed": ("tensor_model_parallel_size", "context_parallel_size")}.get(engine, ("", ""))
     ulysses = k(a + "ulysses_sequence_parallel_size", a + "fsdp_config.ulysses_sequence_parallel_size", default=1)
-    correction = "algorithm.rollout_correction."
     out = {
         "tp": (c.mesh.tp, k(f"{a}{engine}.{tp}", default=1)),
         "cp": (c.mesh.cp, k(f"{a}{engine}.{cp}", default=1) if cp else ulysses),
         "most sequences": (c.rollout.vllm.max_running, k(r + "max_num_seqs", default=256 if version >= "0.9" else 1024)),
-        "gradient's clip": (c.optimizer.max_grad_norm, k(a + "optim.clip_grad", default=1.0)),  # grad_clip is read nowhere
-        "adapters": (c.lora.rank, k(m + ("lora.rank" if mega else "lora_rank"), default=0)),
-        "schedule": (c.optimizer.schedule, k(a + "optim.lr_decay_style", default="constant") if mega else
-                     k(a + "optim.lr_scheduler_type", default="cosine" if engine == "veomni" else "constant")),
-        "reward model": (c.reward.model.path, (k("reward.reward_model.model_path", "reward_model.model.path") or "")
-                         if k("reward.reward_model.enable", "reward_model.enable", default=False) else ""),
-        "corrected": (c.algorithm.mismatch.correction, "none" if k(correction + "bypass_mode", default=False) or
-                      not k(correction + "rollout_is") else k(correction + "rollout_is") + (
-                          "_mis" if "_" in str(k.raw(correction + "rollout_is_threshold")) else "_tis")),
         "taught": (c.run.recipe == "distill", k("distillation.enabled", default=False)),
     }
     if mode == "dppo_tv":
         out["trust region"] = ((c.algorithm.dppo_low, c.algorithm.dppo_high), (k(a + "clip_ratio_low"), k(a + "clip_ratio_high")))
-    if k("algorithm.adv_estimator", default="gae") == "gae":
-        out["critic's lr"] = (c.critic.lr, k("critic.optim.lr", default=1e-5))
     if out["taught"][1]:  # the teacher's advantage under a clip of its own; the policy's loss, its KL and entropy are dropped
         d = "distillation.distillation_loss."
         dense = k(d + "loss_mode") == "forward_kl_topk"  # the loss itself: no ratio, and nothing to correct
@@ -147,11 +267,12 @@ def _later_verl(k: Keys, c, version: str, mode: str) -> dict:
     return out
 
 
-def _warmup_of_verl(k: Keys, o: str, c) -> tuple[float, float]:
-    """fsdp_workers.py, megatron_workers.py: lr_scheduler.step() once per update_actor, whatever its mini-batches."""
+def _warmup_of_verl(k: Keys, o: str, c, version: str, megatron: bool) -> tuple[float, float]:
+    """The schedule moves once per step, whatever its mini-batches. lr_warmup_steps of 0 is none in the FSDP workers of 0.4 and 0.7
+    (num_warmup_steps < 0 asks for the share), and the share elsewhere (<= 0)."""
     steps, share = k(o + "lr_warmup_steps", default=-1), k(o + "lr_warmup_steps_ratio", default=0.0)
-    counts = steps is not None and (steps > 0 or steps == 0 and k("actor_rollout_ref.actor.strategy", default="fsdp") != "megatron")
-    return (steps * c.algorithm.num_minibatches * c.algorithm.ppo_epochs, 0.0) if counts else (0, share)
+    counts = steps is not None and (steps > 0 or steps == 0 and version < "0.8" and not megatron)
+    return (steps * c.algorithm.num_minibatches * c.algorithm.ppo_epochs, 0.0) if counts else (0, share or 0.0)
 
 
 def trl(k: Keys, c, version: str) -> dict:
