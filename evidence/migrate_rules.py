@@ -137,7 +137,10 @@ def verl(k: Keys, c, version: str) -> dict:
     if c.eval.sets:
         out["eval sampling"] = ((c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.samples), (
             k(val + "temperature", default=0), k(val + "top_p", default=1.0), k(val + "top_k", default=-1), k(val + "n", default=1)))
-    if k(a + "optim.lr_scheduler_type") == "cosine":
+    if megatron:
+        out["floor"] = (c.optimizer.floor if out["schedule"][1] != "constant" else 0.0,
+                        k(a + "optim.min_lr", default=0.0) / k(a + "optim.lr", default=1e-6) if out["schedule"][1] != "constant" else 0.0)
+    elif k(a + "optim.lr_scheduler_type") == "cosine":
         out["floor"] = (c.optimizer.floor, k(a + "optim.min_lr_ratio", default=0.0) or 0.0)
     if al.kl.coef:
         name = k(a + "kl_loss_type", default="low_var_kl") if in_loss else k("algorithm.kl_penalty", default="kl")
@@ -153,6 +156,7 @@ def verl(k: Keys, c, version: str) -> dict:
         "grpo": (whole, ("outcome", "group", std, False)),
         "rloo": (whole, ("outcome", "leave_one_out", "none", False)),
         "remax": (to_go, ("returns", "greedy", "none", False, 1.0)) if in_reward else (whole, ("outcome", "greedy", "none", False)),
+        "reinforce_plus_plus_baseline": (whole, ("outcome", "group", "none", True)),
         "reinforce_plus_plus": (to_go, ("returns", "none", "none", True, gamma)),
     }[estimator]
     # one micro-batch's mean, and the mean of those (workers), or the mini-batch's over all ranks (engines)
@@ -160,7 +164,7 @@ def verl(k: Keys, c, version: str) -> dict:
     agg = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}.get(mode, agg)
     factor = k(a + "loss_scale_factor") or length
     out["mean"] = ((al.aggregation, al.aggregation_sequences, al.aggregation_constant or 0.0), {
-        "token-mean": ("token_mean", size or 0, 0.0), "seq-mean-token-sum": ("sequence_sum", 0, 0.0),
+        "token-mean": ("sequence_mean", 0, 0.0) if size == 1 else ("token_mean", size or 0, 0.0), "seq-mean-token-sum": ("sequence_sum", 0, 0.0),
         "seq-mean-token-mean": ("sequence_mean", 0, 0.0),
         # the workers divide a micro-batch's sum by the length alone
         "seq-mean-token-sum-norm": ("constant", 0, factor if engines else factor / (size or 1))}[agg])
@@ -210,8 +214,8 @@ def verl(k: Keys, c, version: str) -> dict:
     return out
 
 
-def _place(path: str) -> str:
-    return os.path.expanduser(os.path.expandvars(path))
+def _place(path: str | None) -> str:
+    return os.path.expanduser(os.path.expandvars(path or ""))
 
 
 def _list(value, default):
@@ -229,8 +233,8 @@ def _engine_of_verl(k: Keys, of: str = "actor_rollout_ref.actor.") -> str:
 
 def _schedule_of_verl(k: Keys, o: str, megatron: bool, version: str) -> str:
     """fsdp_workers.py: warmup_style in 0.4, later lr_scheduler_type (warmup_style, if it is there, wins); Megatron: lr_decay_style."""
-    if megatron:
-        return k(o + "lr_decay_style", default="constant")
+    if megatron:  # ppo_megatron_trainer.yaml: linear in 0.4
+        return k(o + "lr_decay_style", default="constant" if version >= "0.7" else "linear")
     if version < "0.7":
         return k(o + "warmup_style", default="constant")
     veomni = version >= "0.8" and _engine_of_verl(k) == "veomni"
@@ -321,8 +325,9 @@ def _correction_of_areal(k: Keys, version: str) -> tuple[str, float, float]:
     if version < "1":  # areal/utils/functional.py: weights above the cap are dropped; without a cap all of them are applied
         cap = k(a + "behav_imp_weight_cap")
         return ("token_mis", cap, 0.0) if cap else ("token_tis", float("inf"), 0.0)
-    if not any(key.startswith(r) for key in k.keys):
-        return "none", 0.0, 0.0
+    if not any(key.startswith(r) for key in k.keys):  # 1.0.1 to 1.0.3 and two examples that still have it: the cap of before
+        cap = k(a + "behave_imp_weight_cap", a + "behav_imp_weight_cap")
+        return ("token_mis", cap, 0.0) if cap else ("none", 0.0, 0.0)
     level = {"token": "token", "sequence": "geometric"}[k(r + "level", default="token")]  # metric=ratio, agg=mean
     return f"{level}_{'mis' if k(r + 'action', default='mask') == 'mask' else 'tis'}", k(r + "upper", default=5.0), k(r + "lower") or 0.0
 
