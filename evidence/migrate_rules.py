@@ -207,6 +207,7 @@ def skyrl(k: Keys, c, version: str) -> dict:
         "eval temperature": (c.eval.temperature, k(e + "temperature", default=1.0 if own else 0.0)),
         "eval top_p": (c.eval.top_p, k(e + "top_p", default=1.0)),
         "eval top_k": (c.eval.top_k, k(e + "top_k", default=-1)),
+        "eval min_p": (c.eval.min_p, k(e + "min_p", default=0.0)),
         "eval longest": (c.eval.max_new_tokens or c.rollout.max_new_tokens, k(e + "max_generate_length", default=1024 if own else longest)),
         "eval answers": (c.eval.samples, k("generator.eval_n_samples_per_prompt", default=1)),
     }
@@ -337,6 +338,8 @@ def trl(k: Keys, c, version: str) -> dict:
         "seed": (c.run.seed, k("seed", default=42)),
         "prompt": (c.data.max_prompt_tokens, k("max_prompt_length", default=512)),
         "longer prompts": (c.data.overlong_prompt, "truncate_left"),  # prompt_ids[:, -max_prompt_length:]
+        "data": ((c.data.prompt_column, c.data.subset, c.data.split), (
+            k("dataset_prompt_column", default="prompt"), k("dataset_config") or "", (k("dataset_train_split", default="train"),))),
         "system prompt": (c.data.system_prompt, k.raw("system_prompt", "")),  # open_r1/grpo.py, make_conversation
         "longest": (c.rollout.max_new_tokens, longest),
         "temperature": (c.rollout.temperature, k("temperature", default=1.0)),
@@ -499,7 +502,8 @@ def roll(k: Keys, c, version: str) -> dict:
         "epochs": (c.data.epochs, 0),
         "seed": (c.run.seed, k("seed", default=42)),
         "prompt": (c.data.max_prompt_tokens, prompt),
-        "longer prompts": (c.data.overlong_prompt, "filter"),  # rlvr_pipeline.py, preprocess_dataset
+        "longer prompts": (c.data.overlong_prompt, "filter"),  # rlvr_pipeline.py, preprocess_dataset, get_encode_function
+        "prompts' column": (c.data.prompt_column, k("actor_train.data_args.messages", default="messages")),
         "longest": (c.rollout.max_new_tokens, longest),
     }
     out |= _optimizer_of_roll(k, t, strategy, first, c.optimizer, "")
@@ -665,6 +669,14 @@ def cosmos_rl(k: Keys, c, version: str) -> dict:
             "train.ckpt.enable_checkpoint", default=False) else (0, False)),
         "kept": (c.checkpoint.keep if c.checkpoint.every_steps else 0, k("train.ckpt.max_keep", default=5) if k(
             "train.ckpt.enable_checkpoint", default=False) else 0),
+        # save_checkpoint: an export beside each, and always of the last, which needs enable_checkpoint, too
+        "exported every": ((c.checkpoint.export_every_steps, c.checkpoint.export_at_end), (
+            k("train.ckpt.save_freq", default=20) if k("train.ckpt.export_safetensors", default=True) else 0, True) if k(
+                "train.ckpt.enable_checkpoint", default=False) else (0, False)),
+        "seed": (c.run.seed, k("train.seed", default=42 if k("train.deterministic", default=False) else c.run.seed)),
+        "data": ((c.data.subset, c.data.split), (k(p + "dataset.subset") or "", (k(p + "dataset.split", default="train"),))),
+        "fp8": (c.train.matmul, "default" if not k("train.fp8.enable_fp8", default=False) else {"rowwise": "fp8", "tensorwise": "fp8_tensor"}[
+            k("train.fp8.quant_recipe", default="rowwise")]),
         "tp": (c.mesh.tp, k(par + "tp_size", default=2)),
         "cp": (c.mesh.cp, k(par + "cp_size", default=1)),
     }
@@ -679,7 +691,9 @@ def cosmos_rl(k: Keys, c, version: str) -> dict:
         out["eval every"] = (c.eval.every_steps, 0)
     if sft:  # sft_trainer.py: batches of a data-parallel worker, one mean over all their tokens
         return {**out, "recipe": (c.run.recipe, "sft"), "rows": (c.data.prompts_per_step, size * shard * replicas),
-                "passes": (c.algorithm.ppo_epochs, 1)}
+                # dispatcher/data/packer/decoder_only_llm_data_packer.py: all answers are learnt, what is too long loses its end
+                "answers": ((c.data.prompt_column, c.data.train_turns, c.data.overlong_completion), (
+                    k(p + "conversation_column_name", default="conversations"), "all", "truncate"))}
     if asked and c.eval.sets:  # rollout/vllm_rollout/vllm_rollout.py, val_sampling_params
         longest = k(v + "max_response_length") or k("rollout.max_response_length", default=2048)
         out |= {
@@ -703,7 +717,8 @@ def cosmos_rl(k: Keys, c, version: str) -> dict:
         "staleness": (c.rollout.max_staleness, stale),
         "sync": (c.rollout.sync_every, sync),
         "longest": (c.rollout.max_new_tokens, answer),
-        "prompt": (c.data.max_prompt_tokens, whole - 1),
+        "prompt": ((c.data.max_prompt_tokens, c.data.prompt_column), (whole - 1, k(p + "prompt_column_name") or "prompt")),
+        "stop": (c.rollout.keep_stop, k("rollout.include_stop_str_in_output", default=False)),
         "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0)),
         # grpo_trainer.py: the trainer's logits are divided by a temperature of their own
         "trainer's temperature": (c.algorithm.temperature or c.rollout.temperature, k(p + "temperature", default=1.0)),
@@ -725,7 +740,8 @@ def cosmos_rl(k: Keys, c, version: str) -> dict:
     if distilled:  # grpo_trainer.py, post_process_teacher_kl_advantages; bypass_reward: advantages of 0 beside it
         top, jsd = k("distillation.top_k", default=0), k("distillation.jsd_beta", default=0.5)
         out |= {
-            "teacher": (c.teacher.path, k("distillation.model_name_or_path", default="Qwen/Qwen2.5-VL-7B-Instruct")),
+            "teacher": ((c.teacher.path, c.teacher.dtype), (k("distillation.model_name_or_path", default="Qwen/Qwen2.5-VL-7B-Instruct"),
+                                                            _DTYPES[k("distillation.master_dtype", default="float32")])),
             "teaching": ((c.distill.loss, c.distill.top_k), ({0: "forward", 1: "reverse"}.get(jsd, "jsd") if top else "sampled", top)),
             "teaching's weight": ((c.distill.coef, c.distill.gamma, c.distill.on_policy), (
                 k("distillation.kl_penalty_coef", default=1.0), k("distillation.kl_discount_factor", default=0.0), 1.0)),
