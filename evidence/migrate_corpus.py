@@ -203,8 +203,11 @@ source "$SCRIPT"
 """
 
 
+MODULE = "python -m"
+
+
 def keys_of_script(path: Path, root: Path) -> dict[str, str]:
-    """Keys and texts of the command with most `a.b=c`, as bash expands its words."""
+    """Keys and texts of the command with most `a.b=c`, as bash expands its words; under MODULE the module that it runs."""
     box = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr", "--ro-bind", str(root), str(root), "--tmpfs", "/tmp2",
            *(x for d in ("/lib", "/lib64", "/bin") if Path(d).exists() for x in ("--ro-bind", d, d)), "--proc", "/proc", "--dev", "/dev",
            "--clearenv", "--setenv", "SCRIPT", str(path), "--setenv", "PATH", "/none", "--chdir", str(root), "/bin/bash", "-c", BASH]
@@ -216,7 +219,8 @@ def keys_of_script(path: Path, root: Path) -> dict[str, str]:
         for word in words:
             if m := re.fullmatch(r"(?:\+\+|\+)?([A-Za-z_][\w./]*)=(.*)", word, re.S):
                 found[m[1]] = m[2]
-        best = found if len(found) > len(best) and any("." in k for k in found) else best
+        if len(found) > len(best) and any("." in k for k in found):
+            best = found | {MODULE: words[words.index("-m") + 1]} if "-m" in words else found
     return best
 
 
@@ -239,7 +243,7 @@ def same_keys(report: dict, mine: dict) -> list[str]:
     theirs = Counter(k["key"] for k in report["keys"])
     twice = [k for k, n in theirs.items() if n > 1]
     whole = lambda k: any(t.startswith(k + ".") for t in theirs)  # noqa: E731
-    return twice + [k for k in mine if k not in theirs and not whole(k) and not re.match(r"hydra|defaults$", k)]
+    return twice + [k for k in mine if k not in theirs and not whole(k) and not re.match(rf"hydra|defaults$|{MODULE}$", k)]
 
 
 # -- one config against the rules -------------------------------------------------------------------------------------
