@@ -877,3 +877,9 @@ def test_trls_defaults_of_1_10_and_1_14():
     assert [any("gradient is 1/4" in text for text in m.different) for m in of.values()] == [True, False, False]
     moe = base | {"router_aux_loss_coef": 0.001}
     assert migrated("trl", moe, "1.9").lacking == [] and [key for key, *_ in migrated("trl", moe, "1.16").lacking] == ["router_aux_loss_coef"]
+
+
+def test_the_terminal_shows_twenty_unknown_keys(tmp_path, capsys):
+    run(tmp_path, "trainer: {seed: 1}\n" + "".join(f"zz_{i}: 1\n" for i in range(30)), name="job.yaml", system="verl")
+    out = capsys.readouterr().out
+    assert out.count("  unknown zz_") == 20 and "10 further unknown keys; is job.yaml a config of verl?" in out

@@ -49,11 +49,15 @@ How to write a table
    Rules run in the order of the table; `m.options["rollout.max_new_tokens"][0]` is what an earlier one has set. An
    option is set once: two rules that give it different values are an error. Set what our checks refuse without effect
    (a KL's estimator, a critic's option) only where it acts. `common.py` has what most systems need.
-4. For the tests, `other` is another legal value of a key, and `beside` the settings under which it matters:
+4. A job that is not carried over at all (supervised, preferences, agents ...) is a `Job` of TABLE.jobs: how to
+   recognise it, and the recipe that does it here. `names/<name>.txt` has every key of the versions' config classes and
+   example files: `a.b` on a line, `a.b FIRST..LAST` where not every version has it, `*.b` where the table of b is not
+   known. A pattern passes no other key over, and a key that TABLE.versions' last one lacks asks for the version.
+5. For the tests, `other` is another legal value of a key, and `beside` the settings under which it matters:
    tests/test_migrate.py sets it and wants another config (mutation), writes the default down and wants the same one
    (deletion), and wants every option to exist. Keys without which the source does not run have default=MISSING and a
    value in REQUIRED there. Add the numbers that are easy to get wrong as a test of your own, and a section with the
    concepts side by side to docs/migrate.md.
-5. Never guess silently. What the text does not say is asked; what we lack is refused by name; what is nearly the same
+6. Never guess silently. What the text does not say is asked; what we lack is refused by name; what is nearly the same
    is carried over and said in m.differs.
 """

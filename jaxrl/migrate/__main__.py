@@ -18,6 +18,7 @@ from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import Migration, Table
 
+MOST_UNKNOWN = 20  # unknown keys that the terminal shows
 USAGE = """usage: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
 
@@ -108,9 +109,11 @@ def say(data: dict, out: Path) -> int:
     )
     for entry in data["lacks"]:
         print(f"  lacks {entry['key']}: {entry['why']}")
-    for key in data["keys"]:
-        if key["kind"] == "unknown":
-            print(f"  unknown {shown(key['key'])}: {key['note']}")
+    unknown = [key for key in data["keys"] if key["kind"] == "unknown"]
+    for key in unknown[:MOST_UNKNOWN]:
+        print(f"  unknown {shown(key['key'])}: {key['note']}")
+    if len(unknown) > MOST_UNKNOWN:
+        print(f"  {len(unknown) - MOST_UNKNOWN} further unknown keys; is {data['file']} a config of {data['system']}?")
     for text in data["needs_you"]:
         print(f"  needs you: {text}")
     for text in data["packages"] if data["config"] else ():

@@ -164,6 +164,7 @@ class Migration:
         wild = [(re.compile(_pattern(n)), key.name) for key in self._known.values() for n in key.names() if "*" in n]
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
+        tables = {n.split(".")[0] for n in (*exact, *names.keys)}
         for s in settings.values():
             owner, name = None, s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
@@ -177,6 +178,8 @@ class Migration:
             homes = [n for n in (*carried, *exact, *names.keys) if n.rpartition(".")[2] == leaf and "*" not in n]
             row = self._known[owner] if owner else None
             passes = row and row.kind in ("automatic", "inert")
+            if not row and "." in s.key and s.key.split(".")[0] not in tables:  # of a table that it knows nothing of
+                homes = [n for n in homes if "." not in n]
             if row and not passes and not (homes and row.kind == "unsupported" and not row.refuse):
                 self.owned.setdefault(owner, []).append(s)
             elif homes:
