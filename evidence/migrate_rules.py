@@ -348,8 +348,8 @@ def verl(k: Keys, c, version: str) -> dict:
     out["overlong"] = ((c.reward.overlong_buffer, c.reward.overlong_penalty if buffer else 0.0),
                        (k(buffer + "len"), k(buffer + "penalty_factor")) if buffer else (0, 0.0))
     if estimator == "gae":
-        v, clip = "critic.optim.", "clip_grad" if _engine_of_verl(k, "critic.") in ("megatron", "mindspeed") or engines else None
-        theirs = _engine_of_verl(k, "critic.") in ("megatron", "mindspeed")
+        v, theirs = "critic.optim.", k("critic.strategy", default="megatron" if megatron else "fsdp") in ("megatron", "mindspeed")
+        clip = "clip_grad" if theirs or engines else None
         out |= {
             "critic's lr": (c.critic.lr, k(v + "lr", default=1e-5)),
             "critic's clip": (c.critic.value_clip, k("critic.cliprange_value", default=0.5)),
@@ -389,8 +389,9 @@ def _list(value, default):
     return default if value is None else [float(x) for x in value.strip("[] ").split(",")] if isinstance(value, str) else value
 
 
-def _engine_of_verl(k: Keys, of: str = "actor_rollout_ref.actor.") -> str:
+def _engine_of_verl(k: Keys) -> str:
     """fsdp, megatron, ...: strategy, or the config that a script starts from (--config-name, model_engine)."""
+    of = "actor_rollout_ref.actor."
     engine = k(of + "strategy") or {"dp": "fsdp"}.get(k("model_engine", default="dp"), k("model_engine", default="dp"))
     if engine == "fsdp" and k(of + "strategy") is None and any(name.startswith(of + "megatron.") for name in k.keys):
         return "megatron"  # ppo_megatron_trainer.yaml, the one config that has such a table
@@ -647,8 +648,8 @@ def areal(k: Keys, c, version: str) -> dict:
     }
     if k("train_dataset.max_length") is not None:  # dataset/gsm8k.py: filter
         out["prompt"] = ((c.data.max_prompt_tokens, c.data.overlong_prompt), (k("train_dataset.max_length"), "filter"))
-    elif "boba" in str(k("train_dataset.path")):  # examples/math/boba_grpo.py: dataset.filter
-        out["prompt"] = ((c.data.max_prompt_tokens, c.data.overlong_prompt), (1024, "filter"))
+    else:  # no bound of its own; what a training script filters (boba_grpo.py: beyond 1024) is the script's, which is asked for
+        out["prompt"] = (c.data.overlong_prompt, "error")
     if c.eval.sets:  # the scripts: gconfig.new(temperature=0.6); rl_trainer.py: eval_gconfig.n_samples, which is gconfig's unless set
         n = k(g + "n_samples", default=1)
         out["eval sampling"] = ((c.eval.temperature, c.eval.samples, c.eval.max_new_tokens or c.rollout.max_new_tokens), (

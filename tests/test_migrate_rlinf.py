@@ -82,6 +82,36 @@ def test_fsdps_workers_do_not_scale_by_tokens_and_have_a_schedule_of_their_own()
     assert migrated({"runner.task_type": "math"}).outcome(False) == migrated({}).outcome(False) != "refused"
 
 
+def test_valid_tokens_are_those_of_the_step_and_in_a_pipeline_the_longest_completions():
+    scaled = {"algorithm.use_valid_token_scale": True, "algorithm.n_minibatches": 4, "actor.optim.clip_grad": 0.8, "actor.optim.adam_eps": 1e-5}
+    v = values(migrated(scaled))
+    assert v["algorithm.aggregation"] == "token_mean" and (v["optimizer.max_grad_norm"], v["optimizer.eps"]) == (3.2, 4e-5)
+    unscaled = values(migrated({**scaled, "algorithm.use_valid_token_scale": False}))
+    assert (unscaled["optimizer.max_grad_norm"], unscaled["optimizer.eps"]) == (0.8, 1e-5)
+    apart = {"cluster.component_placement.actor": "0-3", "cluster.component_placement.rollout": "4-7",
+             "actor.model.tensor_model_parallel_size": 2}
+    v = values(migrated({**scaled, **apart}))
+    assert (v["algorithm.aggregation"], v["algorithm.aggregation_constant"]) == ("constant", 512)  # (2048 - 1024) / 2 ranks
+    assert (v["optimizer.max_grad_norm"], v["optimizer.eps"]) == (0.8, 1e-5)
+    assert "algorithm.aggregation_constant" not in values(migrated({**scaled, "cluster.component_placement.actor,rollout": "all"}))
+    sgd = migrated({**scaled, "actor.optim.optimizer": "sgd"})
+    assert [k for k, _, _ in sgd.lacking] == ["algorithm.use_valid_token_scale"]
+
+
+def test_what_rlinfs_workers_do_not_read_does_nothing():
+    m = migrated({"actor.training_backend": "fsdp", "algorithm.n_minibatches": 4, "algorithm.early_stop_imp_ratio": 5.0,
+                  "algorithm.sampling_params.min_new_tokens": 1, "algorithm.sampling_params.stop_token_ids": [1]})
+    assert not {"algorithm.early_stop_ratio", "rollout.min_new_tokens", "rollout.stop_token_ids"} & values(m).keys()
+    assert {r.kind for r in m.records() if r.key.rpartition(".")[2] in ("early_stop_imp_ratio", "min_new_tokens", "stop_token_ids")} == {"inert"}
+    megatron = migrated({"algorithm.n_minibatches": 4, "algorithm.early_stop_imp_ratio": 5.0})
+    assert values(megatron)["algorithm.early_stop_ratio"] == 5.0
+
+
+def test_a_reward_that_is_not_of_math_is_scaled_alone():
+    code = values(migrated({"reward.reward_type": "code_offline", "reward.reward_scale": 2.0, "reward.reward_min_val": -1.0}))
+    assert (code["reward.scale"], code["reward.bias"]) == (2.0, 0.0)
+
+
 def test_clips_rewards_and_warm_up():
     v = values(migrated({"algorithm.clip_ratio_high": 0.28, "algorithm.clip_ratio_c": 3.0, "reward.reward_scale": 5.0}))
     assert (v["algorithm.clip_low"], v["algorithm.clip_high"], v["algorithm.dual_clip"]) == (0.2, 0.28, 3.0)
@@ -90,6 +120,10 @@ def test_clips_rewards_and_warm_up():
     assert values(migrated({**warm, "actor.lr_sched.lr_decay_iters": 10}))["optimizer.warmup_steps"] == 0
     assert values(migrated({**warm, "actor.lr_sched.lr_decay_iters": 3000}))["optimizer.warmup_steps"] == 30
     assert values(migrated(warm))["optimizer.warmup_steps"] == 1000  # of 100 000 iterations
+    share = {"lr_warmup_fraction": 0.0, "lr_warmup_iters": 7}  # a share of 0 is one, too
+    both = {f"{of}.lr_sched.{k}": x for of in ("actor", "critic") for k, x in share.items()}
+    v = values(migrated({**both, "algorithm.adv_type": "gae"}))
+    assert v["optimizer.warmup_steps"] == 0 and not v.get("critic.optimizer.warmup_steps")
     assert values(migrated({"algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False}))["algorithm.advantage_std"] == "group"
 
 

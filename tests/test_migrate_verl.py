@@ -63,6 +63,13 @@ def test_a_group_without_a_dot_and_a_named_config_are_read_from_a_script(tmp_pat
     assert source.settings["model_engine"].value == "megatron" and "--config-name=ppo_trainer" in source.command
 
 
+def test_remax_counts_the_kl_of_a_token_and_of_those_behind_it():
+    remax, kl = {"algorithm.adv_estimator": "remax"}, {"algorithm.use_kl_in_reward": True, "algorithm.gamma": 0.9}
+    v = values(verl({**remax, **kl}))
+    assert (v["algorithm.advantage"], v["algorithm.advantage_mean"], v["algorithm.gamma"]) == ("returns", "greedy", 1.0)
+    assert values(verl(remax))["algorithm.advantage"] == "outcome"
+
+
 def test_megatrons_adapters_are_of_a_table_of_their_own():
     lora = {"model_engine": "megatron", M + "lora.rank": 32, M + "lora.target_modules": ["linear_qkv", "linear_proj"]}
     v = values(verl(lora))

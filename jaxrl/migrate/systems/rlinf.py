@@ -152,7 +152,7 @@ TABLE = Table(
             K(SAMPLE + "do_sample", "equivalent", default=True)), meaning.sampling),
         K(SAMPLE + "stop", "inert", why="read by the router of online RL alone"),
         K(SAMPLE + "repetition_penalty", to="rollout.repetition_penalty", default=1.0, other=1.1),
-        K(SAMPLE + "min_new_tokens", to="rollout.min_new_tokens", default=1, other=5),
+        K(SAMPLE + "min_new_tokens", "inert", why="RLinf's engines are not given it", also=(SAMPLE + "stop_token_ids",)),
         Joint("optimizer", (
             K(OPTIM + "lr", "equivalent", other=1e-6),
             K(SCHED + "lr_decay_style", "equivalent", default="constant", other="linear"),
@@ -163,6 +163,8 @@ TABLE = Table(
             K(SCHED + "min_lr", "equivalent", default=0.0, other=1e-7, beside=LINEAR),
             K(OPTIM + "optimizer", "equivalent", default="adam", other="sgd"),
             K(OPTIM + "adam_beta1", "equivalent", default=0.9, other=0.8),
+            K(OPTIM + "adam_eps", "equivalent", default=1e-8, other=1e-5),
+            K(OPTIM + "clip_grad", "equivalent", default=1.0, other=0.8),
             K(OPTIM + "sgd_momentum", "equivalent", default=0.9, other=0.8, beside={OPTIM + "optimizer": "sgd"}),
             K(OPTIM + "lr_scheduler", "equivalent", default="constant", other="cosine", beside=ON_FSDP, also=(OPTIM + "warmup_style",)),
             K(OPTIM + "lr_warmup_steps", "equivalent", default=-1, other=7, beside=ON_FSDP),
@@ -174,9 +176,7 @@ TABLE = Table(
               beside={**ON_FSDP, OPTIM + "lr_warmup_steps": 7, ALGO + "n_minibatches": 4})), meaning.optimizer),
         K(OPTIM + "num_cycles", "unsupported", fine=(0.5,), why="a cosine falls once"),
         K(OPTIM + "adam_beta2", to="optimizer.b2", default=0.999, other=0.95),
-        K(OPTIM + "adam_eps", to="optimizer.eps", default=1e-8, other=1e-5),
         K(OPTIM + "weight_decay", to="optimizer.weight_decay", default=0.01, other=0.05),
-        K(OPTIM + "clip_grad", to="optimizer.max_grad_norm", default=1.0, other=0.8),
         Joint("critic's optimizer", (
             *(K(f"{CRITIC}optim.{n}", "equivalent", default=d, other=o, beside=GAE) for n, d, o in (
                 ("optimizer", "adam", "sgd"), ("adam_beta1", 0.9, 0.8), ("adam_beta2", 0.999, 0.9), ("adam_eps", 1e-8, 1e-6),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
-ALGO, DATA, RUNNER, ACTOR, ROLLOUT, CRITIC, REWARD = (
-    "algorithm.",
-    "data.",
-    "runner.",
-    "actor.",
-    "rollout.",
-    "critic.",
-    "reward.",
-)
+ALGO, DATA, RUNNER, ACTOR = "algorithm.", "data.", "runner.", "actor."
+ROLLOUT, CRITIC, REWARD = "rollout.", "critic.", "reward."
 SAMPLE, OPTIM, SCHED, MODEL = ALGO + "sampling_params.", ACTOR + "optim.", ACTOR + "lr_sched.", ACTOR + "model."
 PLACEMENT, FSDP = "cluster.component_placement.*", ACTOR + "fsdp_config."
 PATHS = (ROLLOUT + "model.model_path", ROLLOUT + "model_dir", MODEL + "model_path")
@@ -138,7 +132,8 @@ def loss(m: Migration):
 
 def _aggregation(m: Migration):
     """A token mean is one per micro-batch, and those weigh the same: with one sequence, a sequence mean. FSDP's workers
-    do not read use_valid_token_scale."""
+    do not read use_valid_token_scale; Megatron's divide by the step's tokens (see gradients_share), and where they
+    train while others sample by the longest completion's, for each sequence of one of their ranks."""
     name, micro = ALGO + "loss_agg_func", ALGO + "training_batch_size_per_gpu"
     dynamic = RUNNER + "enable_dynamic_batch_size"
     kind, scaled = m.choice(name, AGGREGATIONS), m.flag(ALGO + "use_valid_token_scale")
@@ -150,11 +145,25 @@ def _aggregation(m: Migration):
         m.mark(ALGO + "use_valid_token_scale", "inert", "of megatron: FSDP's workers do not read it")
     if kind == "token_mean" and not scaled:  # those of a number of tokens have about the same number of them
         common.token_mean(m, 0 if m.flag(dynamic) else m.integer(micro), *keys)
+    elif kind == "token_mean" and (ranks := ranks_beside_sampling(m)):
+        whole = (m.integer(RUNNER + "seq_length") or 0) - (m.integer(DATA + "max_prompt_length") or 0)
+        kind, keys = "constant", (*keys, PLACEMENT, RUNNER + "seq_length", DATA + "max_prompt_length")
+        m.set("algorithm.aggregation_constant", max(whole, 1) / ranks, *keys)
+        if m.flag("cluster.auto_scheduler"):
+            m.differs("auto_scheduler adds GPUs to the policy, and use_valid_token_scale weight to its loss; here not")
     elif kind != "token_mean" and scaled:
         m.lacks(ALGO + "use_valid_token_scale", "micro-batches of a sequence mean are not weighed by their tokens")
     if "algorithm.aggregation" not in m.options:
         m.set("algorithm.aggregation", kind, *keys)
     m.facts["aggregation"] = m.options["algorithm.aggregation"][0]
+
+
+def gradients_share(m: Migration) -> int:
+    """By how much RLinf's gradient is smaller than that of the mini-batch's mean: use_valid_token_scale divides by the
+    tokens of all mini-batches of the step. Of AdamW a clip and an epsilon as many times as large do the same."""
+    scaled = m.flag(ALGO + "use_valid_token_scale") and m.text(ACTOR + "training_backend") != "fsdp"
+    whole = AGGREGATIONS.get(m.text(ALGO + "loss_agg_func")) == "token_mean"
+    return common.updates(m) if scaled and whole and not ranks_beside_sampling(m) else 1
 
 
 KL = {"low_var_kl": "low_var", "k3": "low_var", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
@@ -182,7 +191,9 @@ def mismatch(m: Migration):
         return
     m.set("algorithm.old_logprobs", "auto" if again else "rollout", ALGO + "recompute_logprobs")
     stop = m.number(ALGO + "early_stop_imp_ratio")
-    if stop and m.options.get("algorithm.num_minibatches", (1, ()))[0] > 1:
+    if m.text(ACTOR + "training_backend") == "fsdp":
+        m.mark(ALGO + "early_stop_imp_ratio", "inert", "of megatron: FSDP's workers do not read it")
+    elif stop and m.options.get("algorithm.num_minibatches", (1, ()))[0] > 1:
         m.set("algorithm.early_stop_ratio", float(stop), ALGO + "early_stop_imp_ratio")
         m.differs("beyond early_stop_imp_ratio RLinf leaves out one micro-batch, here the rest of the step's updates")
 
@@ -206,8 +217,8 @@ def optimizer(m: Migration):
     m.set("optimizer.lr", needed(m, OPTIM + "lr", 1e-6), OPTIM + "lr")
     fsdp = m.text(ACTOR + "training_backend") == "fsdp"
     own = SCHED + "lr_decay_style" if not fsdp else OPTIM + "lr_scheduler"
-    decay, share, steps = (m.number(SCHED + n) for n in ("lr_decay_iters", "lr_warmup_fraction", "lr_warmup_iters"))
-    warm, keys = steps or 0, (SCHED + "lr_warmup_iters",)
+    decay = m.number(SCHED + "lr_decay_iters")
+    warm, keys = _megatrons_warmup(m, SCHED)
     if fsdp:
         warm, keys = _fsdps_warmup(m)
         names = ("decay_style", "decay_iters", "warmup_fraction", "warmup_iters", "warmup_init")
@@ -215,8 +226,6 @@ def optimizer(m: Migration):
             m.mark(
                 SCHED + key, "inert", "of megatron; with FSDP there are actor.optim.lr_scheduler and lr_warmup_steps"
             )
-    elif not warm and share:
-        warm, keys = int(share * (decay or 100_000)), (SCHED + "lr_warmup_fraction", SCHED + "lr_decay_iters", *keys)
     kind = m.text(own)
     common.schedule(m, own, kind, warm, None, own, *keys)
     _optimizer(m, fsdp)
@@ -239,6 +248,15 @@ FSDPS = ("lr_scheduler", "lr_warmup_steps", "lr_warmup_steps_ratio", "total_trai
 def _per(m: Migration) -> int:
     """Optimizer steps between two of FSDP's learning rates."""
     return 1 if m.flag(ACTOR + "lr_sched_sync_with_optim") else common.updates(m)
+
+
+def _megatrons_warmup(m: Migration, sched: str) -> tuple[int, tuple[str, ...]]:
+    """Updates of its warm-up, and their keys: a share of lr_decay_iters, 0 too, wins over a number of them."""
+    share, keys = m.number(sched + "lr_warmup_fraction"), (sched + "lr_warmup_iters",)
+    if share is None:
+        return m.integer(*keys) or 0, keys
+    decay = m.number(sched + "lr_decay_iters") or 100_000
+    return int(share * decay), (sched + "lr_warmup_fraction", sched + "lr_decay_iters", *keys)
 
 
 def _fsdps_warmup(m: Migration) -> tuple[int, tuple[str, ...]]:
@@ -277,6 +295,12 @@ def _optimizer(m: Migration, fsdp: bool):
     used, other = (momentum, first) if name == "sgd" else (first, momentum)
     m.set("optimizer.b1", m.number(used), used)
     m.mark(other, "inert", "of another optimizer")
+    share, scale = gradients_share(m), (ALGO + "use_valid_token_scale", ALGO + "n_minibatches")
+    for option, key in (("eps", "adam_eps"), ("max_grad_norm", "clip_grad")):
+        value = m.number(OPTIM + key)
+        m.set(f"optimizer.{option}", value and value * share, OPTIM + key, *(scale if share > 1 else ()))
+    if name == "sgd" and share > 1:
+        m.lacks(scale[0], f"of the tokens of {share} mini-batches, which SGD's steps are as much smaller by: divide lr")
 
 
 def _start_of_warmup(m: Migration, warm: float):
@@ -299,22 +323,16 @@ def critics_optimizer(m: Migration):
     name = m.choice(key, {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}) or "adamw"
     first = o + ("sgd_momentum" if name == "sgd" else "adam_beta1")
     own = {"name": (name, (key,)), "b1": (float(m.number(first)), (first,))}
-    for option, given in (
-        ("b2", "adam_beta2"),
-        ("eps", "adam_eps"),
-        ("weight_decay", "weight_decay"),
-        ("max_grad_norm", "clip_grad"),
-    ):
+    names = {"b2": "adam_beta2", "eps": "adam_eps", "weight_decay": "weight_decay", "max_grad_norm": "clip_grad"}
+    for option, given in names.items():
         own[option] = (float(m.number(o + given) or 0), (o + given,))
     kind = m.text(s + "lr_decay_style")
     if kind not in common.SCHEDULES:
         m.lacks(s + "lr_decay_style", f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
         kind = "constant"
     own["schedule"] = (common.SCHEDULES[kind], (s + "lr_decay_style",))
-    decay, share = m.number(s + "lr_decay_iters"), m.number(s + "lr_warmup_fraction")
-    warm, keys = int(m.number(s + "lr_warmup_iters") or 0), (s + "lr_warmup_iters",)
-    if not warm and share:
-        warm, keys = int(share * (decay or 100_000)), (s + "lr_warmup_fraction", s + "lr_decay_iters", *keys)
+    decay = m.number(s + "lr_decay_iters")
+    warm, keys = _megatrons_warmup(m, s)
     own["warmup_steps"] = (warm, keys)
     if "optimizer.warmup_fraction" in m.options:
         own["warmup_fraction"] = (0.0, keys)
@@ -333,33 +351,49 @@ def critics_optimizer(m: Migration):
 PLACE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def placed(m: Migration, total: int) -> dict[str, list[int]]:
-    """Devices of each component: 'actor,rollout: all', '0-3', '0,2'."""
+def _places(text: str, total: int) -> list[int] | None:
+    """Devices of 'all', '0-3', '0,2'; None: it is none of these."""
+    if text == "all":
+        return list(range(total))
+    found: list[int] = []
+    for part in text.split(","):
+        place = PLACE.fullmatch(part.strip())
+        if not place or int(place[2] or 0) > 100_000:
+            return None
+        found += range(int(place[1]), int(place[2] or place[1]) + 1)
+    return found
+
+
+def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
+    """Devices of each component of 'actor,rollout: all', and the key of one that cannot be read."""
     out: dict[str, list[int]] = {}
     for s in m.all(PLACEMENT):
-        text, found = str(s.value).strip(), []
-        if text == "all":
-            found = list(range(total))
-        else:
-            for part in text.split(","):
-                place = PLACE.fullmatch(part.strip())
-                if not place or int(place[2] or 0) > 100_000:
-                    m.lacks(
-                        s.key,
-                        f"{text!r}: expected all, 0-7 or numbers with commas, of devices of one kind",
-                        refuse=True,
-                    )
-                    return {}
-                found += range(int(place[1]), int(place[2] or place[1]) + 1)
+        found = _places(str(s.value).strip(), total)
+        if found is None:
+            return {}, s.key
         for role in s.key.removeprefix("cluster.component_placement.").split(","):
             out[role.strip()] = found
-    return out
+    return out, ""
+
+
+def ranks_beside_sampling(m: Migration) -> float:
+    """Data-parallel ranks of a policy that trains while other GPUs sample (RLinf's pipeline); 0: they take turns."""
+    total = m.integer("cluster.num_nodes") * m.integer("cluster.num_gpus_per_node")
+    roles, _ = placed(m, total)
+    train, infer = roles.get("actor", []), roles.get("rollout", [])
+    if not train or set(train) & set(infer) and not m.flag("cluster.auto_scheduler"):
+        return 0
+    split = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return len(train) / math.prod(m.integer(MODEL + n) or 1 for n in split)
 
 
 def layout(m: Migration):
     nodes, per = m.integer("cluster.num_nodes"), m.integer("cluster.num_gpus_per_node")
     total = nodes * per
-    roles = placed(m, total)
+    roles, unread = placed(m, total)
+    if unread:
+        text = f"{str(m[unread]).strip()!r}: expected all, 0-7 or numbers with commas, of devices of one kind"
+        m.lacks(unread, text, refuse=True)
     train, infer = roles.get("actor", []), roles.get("rollout", [])
     used = set(train) | set(infer)
     m.gpus = gpus = len(used) or total
@@ -492,6 +526,12 @@ def score(prompt, completion, answer=None, **columns):
 def reward(m: Migration):
     kind, scale = m.text(REWARD + "reward_type"), m.number(REWARD + "reward_scale")
     low, high = m.number(REWARD + "reward_min_val"), m.number(REWARD + "reward_max_val")
+    values = (REWARD + "reward_min_val", REWARD + "reward_max_val")
+    if kind != "math":  # what it says, times the scale
+        low, high = 0.0, 1.0
+        for key in values:
+            m.mark(key, "inert", "of the math reward")
+        values = ()
     if m.flag(REWARD + "use_reward_model"):
         m.lacks(REWARD + "use_reward_model", "a reward model of ours is reward.model.path", refuse=True)
     if kind == "math":
@@ -499,15 +539,10 @@ def reward(m: Migration):
         m.differs("math is judged by math-verify; RLinf has a verifier of its own")
     else:
         common.reward_stub(m, "RLinf", f"reward_type={kind}", REWARD + "reward_type")
-    m.set(
-        "reward.scale",
-        float((high - low) * scale),
-        REWARD + "reward_scale",
-        REWARD + "reward_max_val",
-        REWARD + "reward_min_val",
-    )
-    m.set("reward.bias", float(low * scale), REWARD + "reward_scale", REWARD + "reward_min_val")
-    m.facts["rewards"] = f"{high * scale:g} where right, {low * scale:g} where wrong"
+    m.set("reward.scale", float((high - low) * scale), REWARD + "reward_scale", *values)
+    m.set("reward.bias", float(low * scale), REWARD + "reward_scale", *values[:1])
+    right = f"{high * scale:g} where right, {low * scale:g} where wrong"
+    m.facts["rewards"] = right if values else f"{scale:g} x what {kind} says"
 
 
 def places(m: Migration):

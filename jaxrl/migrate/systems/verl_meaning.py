@@ -66,12 +66,16 @@ def advantage(m: Migration):
     std = "group" if std and m.flag(ALGO + "norm_adv_by_std_in_grpo") else "none"
     if m.integer(ROLLOUT + "n") == 1 and mean in ("group", "leave_one_out"):
         mean = std = "none"  # of a group of one verl takes the mean for 0 and the deviation for 1
-    m.set("algorithm.advantage", kind, name)
+    to_go = mean == "greedy" and m.flag(ALGO + "use_kl_in_reward")  # ReMax counts the KL of a token and those behind it
+    kind = "returns" if to_go else kind
+    m.set("algorithm.advantage", kind, name, *((ALGO + "use_kl_in_reward",) if to_go else ()))
     m.set("algorithm.advantage_mean", mean, name, ROLLOUT + "n")
     m.set("algorithm.advantage_std", std, name, ALGO + "norm_adv_by_std_in_grpo")
     m.set("algorithm.whiten", whiten, name)
     m.facts["advantage"] = m.text(name)
-    if kind in ("returns", "gae"):
+    if to_go:
+        m.set("algorithm.gamma", 1.0, name)
+    elif kind in ("returns", "gae"):
         m.set("algorithm.gamma", m.number(ALGO + "gamma"), ALGO + "gamma")
     if kind == "gae":
         m.set("algorithm.lam", m.number(ALGO + "lam"), ALGO + "lam")
