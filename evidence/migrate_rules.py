@@ -1029,7 +1029,7 @@ def cosmos_rl(k: Keys, c, version: str) -> dict:
     # scheduler with the optimizer; now n / (warm-up - 1), of GRPO's steps, whatever their updates (grpo_trainer.py). Here (n + 1) / warm-up
     warm = k.raw("train.optm_warmup_steps", 20)
     share = isinstance(warm, float) and warm <= 1
-    warm = warm + 1 if first else warm if share or sft else warm * batches * passes
+    warm = warm + (warm > 0) if first else warm if share or sft else warm * batches * passes
     decay, ratio = k("train.optm_decay_type"), k("train.optm_decay_ratio")
     decays = decay not in (None, "none") and ratio != 0
     out = {

@@ -135,6 +135,16 @@ def test_skyrls_evaluation_is_sampled_once_a_key_of_its_table_is_set():
     assert values(migrated("skyrl", {}, "docs"))["eval.temperature"] == 1.0
 
 
+def test_skyrls_example_of_one_step_ahead_and_its_checkpoints_of_epochs():
+    """main_async queues one batch and saves by steps alone; the trainer saves at an epoch's end, too, from 0.2 on."""
+    one = values(migrated("skyrl", {"trainer.placement.colocate_all": False}, command="python -m examples.train.async.main_async"))
+    assert one["rollout.max_staleness"] == 1 and "checkpoint.every_epochs" not in one
+    v = values(migrated("skyrl", command="python -m skyrl.train.entrypoints.main_base"))
+    assert "rollout.max_staleness" not in v and (v["checkpoint.every_epochs"], v["checkpoint.export_every_epochs"]) == (1.0, 0.0)
+    assert values(migrated("skyrl", {"trainer.ckpt_interval": -1}))["checkpoint.every_epochs"] == 0
+    assert "checkpoint.every_epochs" not in values(migrated("skyrl", version="0.1"))
+
+
 def test_skyrls_constant_of_dr_grpo():
     norm = {"trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm", "trainer.algorithm.grpo_norm_by_std": False}
     v = values(migrated("skyrl", {**norm, "trainer.max_prompt_length": 300}))
@@ -633,12 +643,15 @@ def test_areals_masks_of_1_0_1_and_rlinfs_whitening():
     assert migrated("roll", {"actor_train.model_update_frequency": 4}).options["rollout.sync_every"][0] == 4
 
 
-def test_shares_of_a_run_and_jobs_of_another_kind_are_said():
+def test_shares_of_a_run_are_steps_or_passes_and_jobs_of_another_kind_are_said():
     """TRL's steps below 1; a file that SFT's could be; SkyRL's generation alone."""
     base = {"num_processes": 8, "num_generations": 8, "reward_funcs": ["accuracy_reward"]}
     m = migrated("trl", base | {"save_strategy": "steps", "save_steps": 0.05, "eval_strategy": "steps", "eval_steps": 0.1})
-    assert {key for key, *_ in m.lacking} == {"save_steps", "eval_steps"} and m.outcome(False) == "partial"
-    assert m.options["eval.every_steps"][0] == m.options["checkpoint.every_steps"][0] == 0
+    v = values(m)  # of three passes, unless it says
+    assert not m.lacking and v["eval.every_steps"] == v["checkpoint.every_steps"] == 0
+    assert (round(v["eval.every_epochs"], 9), round(v["checkpoint.every_epochs"], 9)) == (0.3, 0.15)
+    bounded = values(migrated("trl", base | {"save_strategy": "steps", "save_steps": 0.05, "max_steps": 210}))
+    assert bounded["checkpoint.every_steps"] == 11 and "checkpoint.every_epochs" not in bounded  # ceil(10.5)
     assert migrated("trl", {"num_processes": 8, "dataset_name": "some/set"}).outcome(False) == "refused"
     assert migrated("skyrl", command="python -m skyrl.train.entrypoints.main_generate").outcome(False) == "refused"
 

@@ -242,7 +242,21 @@ def test_the_rewards_of_the_file():
     assert rules["single_choice"]("", "well <answer> B </answer>", "<answer>b</answer>") == 1
     assert rules["direct_math"]("", "Answer: $1,000$", "1000") == 1 and rules["direct_math"]("", "1000", "1000") == -1
     assert any("'mine'" in text for text in m.needs_you)
-    assert v["reward.overlong_buffer"] == 4095 and v["train.max_sequence_tokens"] == 4096  # a buffer of 4096, an answer of 4095
+    # its buffer of 4096 ends at 6000, of which answers of 4095 reach the 2191st token
+    assert (v["reward.overlong_buffer"], v["reward.overlong_penalty"], v["train.max_sequence_tokens"]) == (2191, 2191 / 4096, 4096)
+    far = values(of({P + "reward_function": ["gsm8k", "overlong"], R + "max_response_length": 20480}))
+    assert far["reward.overlong_buffer"] == 0  # it would begin at 16384
+
+
+def test_its_first_version_has_another_mean_warm_up_and_dtype_of_weights():
+    """v0.1.x: a token mean of each answer; (n + 1) / (warm-up + 1) of the rate in update n, however many a step has; no fp32 weights."""
+    two = {T + "train_batch_per_replica": 128, P + "mu_iterations": 2, P + "mini_batch": 8, T + "optm_warmup_steps": 10}
+    old, new = values(of(two, "0.1")), values(of(two))
+    assert (old["optimizer.warmup_steps"], old["algorithm.aggregation"], old["train.param_dtype"]) == (11, "sequence_mean", "bf16")
+    assert (new["optimizer.warmup_steps"], new["algorithm.aggregation"], new["train.param_dtype"]) == (20, "token_mean", "fp32")
+    assert new["algorithm.aggregation_sequences"] == 8 and "algorithm.aggregation_sequences" not in old
+    assert values(of({**two, T + "optm_warmup_steps": 0}, "0.1"))["optimizer.warmup_steps"] == 0
+    assert values(of({T + "param_dtype": "float32"}, "0.1"))["train.param_dtype"] == "fp32"
 
 
 def test_what_cannot_be_is_said_with_its_place(tmp_path, capsys):

@@ -73,6 +73,10 @@ def test_a_batch_is_of_prompts_and_a_minibatch_of_devices_times_accumulation():
     assert steps(32, "list(range(0,8))")[1] == 2
     both = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
     assert steps(32, "list(range(0,16))", **both)[1] == 8 and steps(32, "list(range(0,16))", expert_model_parallel_size=4)[1] == 1
+    for strategy in ("deepspeed_train", "fsdp2_train"):  # ranks that share a sequence are one
+        m = migrated({**BATCH, "actor_train.training_args.gradient_accumulation_steps": 16, "actor_train.device_mapping": "list(range(0,16))",
+                      "actor_train.strategy_args.strategy_name": strategy, "actor_train.model_args.ulysses_size": 2}, "0.2.0")
+        assert (values(m)["algorithm.num_minibatches"], values(m)["mesh.cp"]) == (4, 2)
     assert steps(33, "list(range(0,16))")[0].outcome(False) == "refused"  # 528 of 512
     assert steps(1, "list(range(0,2))")[0].outcome(False) == "refused"  # two of a group of eight
 
@@ -86,6 +90,27 @@ def test_dual_clip_is_of_pg_clip_and_sampling_is_not_of_the_whole_distribution()
     assert v["algorithm.aggregation"] == "sequence_mean"
     assert values(migrated(BATCH, "0.1.0", gpus=8))["algorithm.aggregation"] == "sequence_sum"
     assert values(migrated(BATCH, "0.1.0", gpus=8))["optimizer.warmup_fraction"] == 0.03
+
+
+def test_the_update_has_no_temperature_and_the_weights_are_those_of_the_strategy():
+    """Only vLLM is told the temperature; FSDP2 learns parameters in its param_dtype, Megatron keeps fp32."""
+    drawn, held = "actor_infer.generating_args.temperature", "actor_train.strategy_args.strategy_config.param_dtype"
+    v = values(migrated({**BATCH, drawn: 0.99, held: "bf16"}, gpus=8))
+    assert (v["rollout.temperature"], v["algorithm.temperature"], v["train.param_dtype"]) == (0.99, 1.0, "bf16")
+    v = values(migrated({**BATCH, drawn: 1.0, held: "bf16", "actor_train.strategy_args.strategy_name": "megatron_train"}, gpus=8))
+    assert "algorithm.temperature" not in v and v["train.param_dtype"] == "fp32"
+    compared = migrated({**BATCH, drawn: 0.99, "train_infer_correction.is_weight.enabled": True}, gpus=8)
+    assert "algorithm.temperature" not in values(compared) and [key for key, *_ in compared.lacking] == [drawn]
+
+
+@pytest.mark.parametrize("version, settings, found", [
+    ("0.1.0", {"reward_norm": "batch"}, ("batch", "batch")), ("0.1.0", {"reward_norm": "batch", "reward_shift": True}, ("batch", "none")),
+    ("0.1.0", {"reward_norm": "group", "reward_scale": True}, ("group", "group")), ("0.1.0", {"norm_mean_type": "batch"}, ("none", "none")),
+    ("0.1.0", {"adv_estimator": "grpo", "reward_shift": True}, ("group", "none")), ("0.1.1", {"reward_norm": "batch"}, ("none", "none")),
+    ("0.3.0", {"norm_mean_type": "batch"}, ("batch", "none")), ("0.3.0", {"adv_estimator": "grpo", "reward_shift": True}, ("group", "group"))])
+def test_what_normalises_rewards_is_said_by_the_keys_of_its_version(version, settings, found):
+    v = values(migrated({**BATCH, "adv_estimator": "reinforce", **settings}, version, gpus=8))
+    assert (v["algorithm.advantage_mean"], v["algorithm.advantage_std"]) == found
 
 
 def test_kl_has_no_weight_until_it_is_given_one():

@@ -159,6 +159,11 @@ def loss(m: Migration):
         m.differs("positive examples reach reward.pass_mark (1); in Cosmos-RL their reward is above 0")
 
 
+def first(m: Migration) -> bool:
+    """Whether it is the version whose token mean, warm-up and master weights are others."""
+    return m.version == "0.1"
+
+
 def _aggregation(m: Migration):
     kind, most = m.text(P + "loss_type"), m.integer(P + "unbiased_loss_max_tokens")
     mini = max(m.integer(P + "mini_batch"), 1)
@@ -168,6 +173,9 @@ def _aggregation(m: Migration):
     elif kind == "token-sum":  # of a mini-batch; mini-batches are averaged
         m.set("algorithm.aggregation", "constant", P + "loss_type")
         m.set("algorithm.aggregation_constant", 1.0 / mini, P + "loss_type", P + "mini_batch")
+    elif kind == "token-mean" and first(m):
+        m.set("algorithm.aggregation", "sequence_mean", P + "loss_type")
+        m.differs("the token mean of Cosmos-RL 0.1 is of each answer, and then of the answers")
     elif kind == "token-mean":
         replicas, workers = sizes(m)
         balanced, par = m.flag(P + "balance_dp_token"), POLICY + "parallelism."
@@ -183,6 +191,8 @@ def _aggregation(m: Migration):
         }
         found = m.choice(P + "loss_type", names)
         m.set("algorithm.aggregation", found or "token_mean", P + "loss_type")
+        if found and first(m):
+            m.lacks(P + "loss_type", "its seq-mean of 0.1 is divided by the longest row of a mini-batch")
 
 
 def _clip(m: Migration, variant: str):
@@ -337,15 +347,16 @@ def optimizer(m: Migration):
     m.set("optimizer.max_grad_norm", max(m.number(o + "grad_norm_clip"), 0.0), o + "grad_norm_clip")
     warmup = m.number(o + "warmup_steps")
     share = isinstance(warmup, float) and warmup <= 1
-    per = common.updates(m)  # its schedules move once per step
-    m.set("optimizer.warmup_steps", 0 if share else int(warmup) * per, o + "warmup_steps")
+    per = 1 if first(m) else common.updates(m)  # its schedules move once per step, in 0.1 with every update
+    ramp = int(warmup) + first(m) if warmup else 0  # update n has (n + 1) / (warm-up + 1) of the rate there
+    m.set("optimizer.warmup_steps", 0 if share else ramp * per, o + "warmup_steps")
     if share and warmup:
         m.set("optimizer.warmup_fraction", warmup, o + "warmup_steps")
     m.set("optimizer.warmup_start", m.number(o + "warmup_start_factor"), o + "warmup_start_factor")
     _decay(m, o)
     m.facts["learning rate"] = (
         f"{rates[0]}, {m.options['optimizer.schedule'][0]}, warm-up "
-        f"{f'{warmup} of all updates' if share else f'{int(warmup) * per} updates'}"
+        f"{f'{warmup} of all updates' if share else f'{ramp * per} updates'}"
     )
 
 
@@ -381,14 +392,17 @@ def _decay(m: Migration, o: str):
 
 def numbers(m: Migration):
     t = TRAIN
-    master = common.DTYPES.get(m.text(t + "master_dtype"))
+    held = t + ("param_dtype" if first(m) else "master_dtype")  # 0.1 has parameters in one dtype alone
+    master = common.DTYPES.get(m.text(held))
     compute = common.DTYPES.get(m.text(t + "param_dtype"))
+    if first(m):
+        m.mark(t + "master_dtype", "inert", "Cosmos-RL 0.1 does not read it")
     if master not in ("fp32", "bf16") or compute is None:
         m.lacks(
-            t + ("master_dtype" if compute else "param_dtype"),
+            held if compute else t + "param_dtype",
             "weights are held in float32 or bfloat16, computed in those or float16",
         )
-    m.set("train.param_dtype", master if master in ("fp32", "bf16") else "fp32", t + "master_dtype")
+    m.set("train.param_dtype", master if master in ("fp32", "bf16") else "fp32", held)
     m.set("train.compute_dtype", compute or "bf16", t + "param_dtype")
     if m.flag(t + "fp8.enable_fp8"):
         kind = {"rowwise": "fp8", "tensorwise": "fp8_tensor"}

@@ -124,10 +124,19 @@ def _overlong(m: Migration, weight: float | None, keys):
     if weight is None and not asked:
         return
     length, most = m.integer(o + "buffer_length"), m.options["rollout.max_new_tokens"][0]
-    if length > most:
-        m.lacks(o + "buffer_length", f"a buffer of {length} tokens in answers of {most}: it was made as long as they")
-    m.set("reward.overlong_buffer", min(length, most), o + "buffer_length", o + "enable_overlong_penalty", *keys)
     factor = m.number(o + "penalty_factor") * (1.0 if weight is None else weight)
+    # Its buffer ends at max_response_length, though the model's length may cut completions before.
+    left = most - m.integer(ROLL + "max_response_length") + length
+    if left > most:
+        m.lacks(o + "buffer_length", f"a buffer of {length} tokens in answers of {most}: it was made as long as they")
+    elif left <= 0:
+        m.differs(
+            f"overlong_reward never acts: it begins {-left} tokens behind what model_max_length lets be sampled"
+        )
+    else:
+        factor *= left / length
+    sources = (o + "buffer_length", o + "enable_overlong_penalty", ROLL + "max_response_length", *keys)
+    m.set("reward.overlong_buffer", min(max(left, 0), most), *sources)
     m.set("reward.overlong_penalty", factor, o + "penalty_factor", *keys)
     if weight is None:
         m.needs(

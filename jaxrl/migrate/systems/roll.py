@@ -144,9 +144,7 @@ TABLE = Table(
             K("adv_estimator", "equivalent", default="gae", other="grpo", beside={"num_return_sequences_in_group": 8}),
             K("norm_mean_type", "equivalent", other="group", beside=GROUPS),
             K("norm_std_type", "equivalent", other="batch", beside=GROUPS),
-            K("reward_norm", "equivalent", other="group", beside=GROUPS),
-            K("reward_shift", "equivalent", default=False, other=True, beside={**GROUPS, "reward_norm": "batch"}),
-            K("reward_scale", "equivalent", default=False, other=True, beside={**GROUPS, "reward_norm": "batch"}),
+            *(K(n, "equivalent", default=d) for n, d in (("reward_norm", None), ("reward_shift", False), ("reward_scale", False))),
             K("reward_clip", "equivalent", other=10, beside=GROUPS),
             K("gamma", "equivalent", default=1, other=0.99),
             K("lambd", "equivalent", default=0.95, other=0.9),
@@ -253,6 +251,7 @@ TABLE = Table(
         K(TRAIN + "model_update_frequency", to="rollout.sync_every", default=1, other=4),
         Joint("staleness", (K("async_generation_ratio", "equivalent", default=0, other=2, beside={
             TRAIN + "device_mapping": "list(range(0,4))", INFER + "device_mapping": "[4,5,6,7]", "rollout_batch_size": 64}),), places_.ahead),
+        Joint("master weights", (K(TRAIN + CONFIG + "param_dtype", "equivalent", other="bf16"),), places_.master_weights),
         Joint("memory", (
             K(TRAIN + "use_dynamic_batching_in_train", "equivalent", default=False, other=True,
               beside={TRAIN + "max_tokens_per_microbatch_in_train": 30000}),

@@ -84,7 +84,7 @@ def sizes(m: Migration) -> tuple[int, int, int, int]:
     tp, pp, cp, ep = (m.integer(name) or 1 for name in MEGATRON)
     if "megatron" not in m.text(STRATEGY):
         tp = pp = ep = 1
-        cp = (m.integer(ULYSSES) or 1) if "fsdp" in m.text(STRATEGY) else 1
+        cp = m.integer(ULYSSES) or 1
     return tp, pp, cp, ep
 
 
@@ -115,6 +115,16 @@ def layout(m: Migration):
         return
     engine(m, backend, key, tp=served, engines=engines, nodes=engines, gpus=0, colocated=False, keys=where)
     apart(m, train, infer, served, nodes, *where, policy=TRAIN + "device_mapping", all_keys=where)
+
+
+def master_weights(m: Migration):
+    """FSDP2 loads and learns parameters in its param_dtype (unset: fp32); others keep fp32 beside bf16."""
+    key = TRAIN + CONFIG + "param_dtype"
+    kind = common.DTYPES.get(m.text(key)) if m[key] is not None and "fsdp" in m.text(STRATEGY) else "fp32"
+    if kind not in ("fp32", "bf16"):
+        m.lacks(key, f"{m[key]}: weights are held in float32 or bfloat16")
+        kind = "fp32"
+    m.set("train.param_dtype", kind, key, STRATEGY)
 
 
 def memory(m: Migration):

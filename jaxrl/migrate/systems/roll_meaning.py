@@ -161,20 +161,26 @@ def advantage(m: Migration):
 
 
 def _norms(m: Migration, name: str) -> tuple[str, str]:
-    """(mean, deviation) that rewards are brought to: none, group or batch."""
-    if name == "grpo":
-        for key in ("norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale"):
+    """(mean, deviation) that rewards are brought to: none, group or batch. 0.1.0 has keys of its own for it."""
+    new, first = ("norm_mean_type", "norm_std_type"), m.version == "0.1.0"
+    for key in new if first else OLD_NORM:
+        m.mark(key, "inert", f"ROLL {m.version} does not read it")
+    if first:
+        at = ("reward_norm", "reward_norm")
+        mean = "group" if name == "grpo" else m.text("reward_norm")
+        std = "" if m.flag("reward_shift") else mean
+        if mean != "running":
+            m.mark("reward_scale", "inert", "read with reward_norm=running alone")
+    elif name == "grpo":
+        for key in new:
             m.mark(key, "inert", "adv_estimator=grpo takes the group's mean and deviation")
         return "group", "group"
-    old = m.text("reward_norm")
-    shift, scale = m.flag("reward_shift"), m.flag("reward_scale")
-    mean = m.text("norm_mean_type") or (old if not scale or shift else "")
-    std = m.text("norm_std_type") or (old if not shift or scale else "")
-    for key, value in (("norm_mean_type", mean), ("norm_std_type", std)):
+    else:
+        at, mean, std = new, m.text(new[0]), m.text(new[1])
+    for key, value in zip(at, (mean, std), strict=True):
         if value not in ("", "batch", "group"):
-            at = key if m.given(key) else "reward_norm"
             m.lacks(
-                at, f"{value!r}: rewards are normalised by group or batch here, not by running statistics", refuse=True
+                key, f"{value!r}: rewards are normalised by group or batch here, not by running statistics", refuse=True
             )
     if std == "group" and mean != "group":
         m.lacks("norm_std_type", "the group's deviation without its mean", refuse=True)
@@ -408,10 +414,8 @@ def sampling(m: Migration):
     if stop:
         m.set("rollout.stop", tuple(str(s) for s in stop), INFER + SAMPLE + "stop_strings")
     m.facts["sampling"] = ", ".join(f"{o} {v[0]}" for o, v in values.items() if o != "repetition_penalty")
-    if values["temperature"][0] not in (0, 1):
-        m.differs(
-            f"the update's log-probs are at the sampler's temperature ({values['temperature'][0]}); ROLL's are at 1"
-        )
+    if drawn := values["temperature"][0]:  # logits of the update are not divided by it
+        common.temperatures(m, 1.0, drawn, INFER + SAMPLE + "temperature")
 
 
 def _drawn(m: Migration, at: str) -> dict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
@@ -58,6 +60,10 @@ def asynchronous(m: Migration) -> bool:
 
 
 def staleness(m: Migration):
+    if re.search(r"\bmain_async\b", m.command):  # its example: a queue of one batch
+        m.set("rollout.max_staleness", 1, "trainer.fully_async.max_staleness_steps")
+        m.facts["staleness"] = 1
+        return
     if not asynchronous(m):
         return
     stale = m.integer("trainer.fully_async.max_staleness_steps")
@@ -563,6 +569,10 @@ def places(m: Migration):
     every = m.integer("trainer.hf_save_interval") or 0
     common.triggers(m, "checkpoint.export_every_steps", every, "trainer.hf_save_interval")
     common.checkpoints(m, "trainer.ckpt_interval", "trainer.max_ckpts_to_keep")
+    ends = m.table.versions.index(m.version) >= m.table.versions.index("0.2")
+    if ends and not re.search(r"\bmain_async\b", m.command):  # an epoch's end is saved, too, from 0.2 on
+        for option, key in (("every", "trainer.ckpt_interval"), ("export_every", "trainer.hf_save_interval")):
+            m.set(f"checkpoint.{option}_epochs", float((m.integer(key) or 0) > 0), key)
 
 
 def loggers(m: Migration):

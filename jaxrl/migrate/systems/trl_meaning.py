@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxrl.migrate import common, devices
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.table import Migration
@@ -301,18 +303,16 @@ def optimizer(m: Migration):
 def evaluation(m: Migration):
     kind, every = m.text("eval_strategy") or "no", m.number("eval_steps") or m.number("logging_steps")
     keys = ("eval_strategy", "eval_steps")
-    shared = kind == "steps" and _share(m, "eval_steps", every, "eval.every_steps")
-    every = 0 if shared else every
-    m.set("eval.every_steps", in_steps(m, "eval_steps", int(every)) if kind == "steps" and not shared else 0, *keys)
+    said = "none" if kind == "no" else "every epoch, as training"
+    if kind == "steps":
+        said = f"every {_every(m, 'eval_steps', every, 'eval.every_steps', *keys)}, as training"
+    else:
+        m.set("eval.every_steps", 0, *keys)
     m.set("eval.before", m.flag("eval_on_start") and kind != "no", "eval_on_start", "eval_strategy")
     m.set("eval.after", kind == "epoch", "eval_strategy")
     if kind == "epoch":
         m.set("eval.every_epochs", 1.0, "eval_strategy")
-    m.facts["evaluation"] = (
-        "none"
-        if kind == "no" or shared
-        else f"every {'epoch' if kind == 'epoch' else f'{every:g} steps'}, as training"
-    )
+    m.facts["evaluation"] = said
     if kind != "no":
         m.set("eval.temperature", m.number("temperature"), "temperature")
         m.set("eval.samples", m.integer("num_generations_eval") or m.integer("num_generations"), "num_generations_eval")
@@ -321,24 +321,26 @@ def evaluation(m: Migration):
             m.set("eval.sets", (f"test={m.text('dataset_name')}@{split}",), "dataset_name", "dataset_test_split")
 
 
-def _share(m: Migration, key: str, every: float | None, option: str) -> bool:
-    """Whether a number of steps is a share of the run's (TRL: below 1), which are known when it starts."""
-    if every is None or not 0 < every < 1:
-        return False
-    m.lacks(key, f"{every:g} is a share of the run's steps: write {every:g} times train.steps into {option}")
-    return True
+def _every(m: Migration, key: str, every: float, option: str, *keys: str) -> str:
+    """Sets `option` to a number of steps; below 1 it is a share of the run, of max_steps or of its epochs."""
+    whole, passes = m.integer("max_steps") or 0, m.number("num_train_epochs")
+    if not 0 < every < 1:
+        m.set(option, in_steps(m, key, int(every)), *keys)
+        return f"{every:g} steps"
+    if whole > 0:
+        m.set(option, in_steps(m, key, math.ceil(whole * every)), *keys, "max_steps")
+        return f"{math.ceil(whole * every)} steps"
+    m.set(option, 0, *keys)
+    m.set(option.replace("_steps", "_epochs"), every * passes, *keys, "num_train_epochs")
+    return f"{every * passes:g} epochs"
 
 
 def saving(m: Migration):
     kind, every = m.text("save_strategy"), m.number("save_steps")
     if kind == "steps":
-        _share(m, "save_steps", every, "checkpoint.every_steps")
-    m.set(
-        "checkpoint.every_steps",
-        in_steps(m, "save_steps", int(every)) if kind == "steps" and every >= 1 else 0,
-        "save_strategy",
-        "save_steps",
-    )
+        _every(m, "save_steps", every, "checkpoint.every_steps", "save_strategy", "save_steps")
+    else:
+        m.set("checkpoint.every_steps", 0, "save_strategy", "save_steps")
     m.set("checkpoint.every_minutes", 0.0, "save_strategy")
     if kind == "epoch":
         m.set("checkpoint.every_epochs", 1.0, "save_strategy")
