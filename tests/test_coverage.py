@@ -47,10 +47,11 @@ CHECKED_ONLY = {
 # Names under which files hold a group of the config.
 ALIASES = {
     "session.py": {"c": "checkpoint", "e": "eval"},
-    "roles.py": {"c": "checkpoint"},
+    "roles.py": {"c": "checkpoint", "options": "lora"},
     "algorithms/losses.py": {"cfg": "algorithm"},
     "algorithms/preference.py": {"o": "preference", "options": "preference"},
-    "training/objective.py": {"o": "algorithm algorithm.mismatch"},
+    "training/objective.py": {"o": "algorithm algorithm.mismatch", "options": "algorithm"},
+    "training/update.py": {"how": "train.loss_scale"},
     "training/optimizer.py": {"c": "optimizer", "config": "optimizer"},
     "rollout/shapes.py": {"roll": "rollout"},
     "recipes/trajectories.py": {"group": "rollout eval"},
