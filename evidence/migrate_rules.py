@@ -369,7 +369,7 @@ def areal(k: Keys, c, version: str) -> dict:
         "minima": ((c.rollout.min_p, c.rollout.repetition_penalty), (0.0, 1.0)),  # it has none
         # staleness_manager.py: (head + version + 1) consumer batches may have been begun; pause() hands what is begun to the new weights
         "staleness": (c.rollout.max_staleness, math.ceil((k("rollout.max_head_offpolicyness", default=0) + 1) * k(
-            "rollout.consumer_batch_size", default=1) / batch) - 1 if asynchronous else 0),
+            "rollout.consumer_batch_size", default=batch) / batch) - 1 if asynchronous else 0),
         "synced": (c.rollout.sync_every, 1),
         # actor.py: (reward + bias) * scaling, clipped, then reward_norm; overlong_reward_penalty comes before all of it
         "reward of 1": (written(1), within((1 + bias) * scale)),
@@ -422,7 +422,7 @@ def areal(k: Keys, c, version: str) -> dict:
     else:
         low = k(a + "eps_clip", default=0.2) or 1e-9  # 0 (M2PO's example) is a clip to 1, which 1 + 1e-9 is in fp32
         high = k(a + "eps_clip_higher")
-        out["clip"] = ((al.clip_low, al.clip_high), (low, low if high is None else high))
+        out["clip"] = ((al.clip_low, al.clip_high), (low, low if high is None else high or 1e-9))
         out["dual clip"] = (al.dual_clip, k(a + "c_clip") or 0.0)
     if k(a + "overlong_reward_penalty", default=False):  # before bias and scale, of the longest that actor.max_new_tokens says
         out["overlong"] = ((c.reward.overlong_buffer, c.reward.overlong_penalty), (
@@ -442,8 +442,8 @@ def areal(k: Keys, c, version: str) -> dict:
     else:
         out["scores"] = ((c.reward.norm_mean, c.reward.norm_std, al.advantage_mean, al.advantage_std), (
             mean, std if reward["ddof"] else std + "_population", "none", "none"))
-    if "group" in (mean, std):
-        out["group of scores"] = (c.rollout.group_size, reward["size"])
+    if "group" in (mean, std):  # a size that refers to what is not set is gconfig's default
+        out["group of scores"] = (c.rollout.group_size, reward["size"] or 1)
     if critic:
         v = _table(k, "critic.optimizer") + "."
         out |= {
@@ -465,7 +465,7 @@ def areal(k: Keys, c, version: str) -> dict:
         out["floor"] = (c.optimizer.floor, k(o + "min_lr_ratio", default=0.0) if megatron or k(o + "lr_scheduler_type") == "cosine" else 0.0)
     if k(a + "use_lora", default=False):
         out["adapters"] = ((c.lora.rank, c.lora.alpha), (k(a + "lora_rank", default=32), k(a + "lora_alpha", default=16)))
-        out["adapted"] = (list(c.lora.targets), list(k.raw(a + "target_modules", [])))
+        out["adapted"] = (list(c.lora.targets), list(k.raw(a + "target_modules") or ["all-linear"]))
     else:
         out["adapters"] = (c.lora.rank, 0)
     return out
@@ -485,7 +485,7 @@ def rlinf(k: Keys, c, version: str) -> dict:
     fsdp = k("actor.training_backend", default="megatron") == "fsdp"
     mean = lambda low, high: (k(a + n) if k(a + n) is not None else k(a + "ratio_clip_eps", default=0.2) for n in (low, high))  # noqa: E731
     low, high = mean("clip_ratio_low", "clip_ratio_high")
-    length = k("runner.seq_length") - k("data.max_prompt_length")
+    length, longest = k("runner.seq_length") - k("data.max_prompt_length"), k("algorithm.sampling_params.max_new_tokens")
     batches = k(a + "n_minibatches", default=1)
     # placement.py: where the actor has GPUs of its own, or the scheduler moves them, workers train while others sample (is_pipeline)
     together = any("actor" in name and "rollout" in name for name in k.keys if name.startswith("cluster.component_placement."))
@@ -534,7 +534,7 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "template": (c.data.chat != "false", bool(k("data.apply_chat_template", default=False)) and (
             version >= "0.3" or bool(k("data.filter_prompt_by_length", default=False)))),  # 0.1 renders while it filters
         # get_sampling_param(s)_from_config of sglang_worker.py and vllm_worker.py: these six alone
-        "longest": (c.rollout.max_new_tokens, length),
+        "longest": (c.rollout.max_new_tokens, longest if isinstance(longest, float | int) else length),  # else ${subtract:...}, the same
         "shortest": (c.rollout.min_new_tokens, 0),  # min_new_tokens is read nowhere, nor are stop_token_ids
         "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0) if k(s + "do_sample", default=True) else 0.0),
         "trainer's temperature": (al.temperature or c.rollout.temperature, k(s + "temperature", default=1.0)),
@@ -569,7 +569,8 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "weight decay": (c.optimizer.weight_decay, k(o + "weight_decay", default=0.01)),
         "gradient's clip": (c.optimizer.max_grad_norm, k(o + "clip_grad", default=1.0) * share),
         "schedule": (c.optimizer.schedule, k(o + "lr_scheduler", default="constant") if fsdp else k(sched + "lr_decay_style", default="constant")),
-        "warmup": (c.optimizer.warmup_steps, _warmup_of_rlinf(k, o, sched, fsdp)),
+        "warmup": (c.optimizer.warmup_steps, _warmup_of_rlinf(k, o, sched, fsdp) * (  # once a step without sync, else once an update
+            1 if not fsdp or k("actor.lr_sched_sync_with_optim", default=True) else batches)),
         "dtype": (c.train.compute_dtype, precision),
         "eval every": ((c.eval.every_steps, c.eval.every_epochs, c.eval.before, c.eval.after), (0, 0, False, False)),  # nothing evaluates
         "saved every": (c.checkpoint.every_steps, max(k("runner.save_interval", default=-1), 0)),
@@ -600,9 +601,10 @@ def rlinf(k: Keys, c, version: str) -> dict:
             "critic's gradient": (_scale_of(c, "max_grad_norm"), k(v + "clip_grad", default=1.0)),
             "critic's schedule": (_scale_of(c, "schedule"), k(w + "lr_decay_style", default="constant")),
             "critic's warmup": (_scale_of(c, "warmup_steps"), _warmup_of_rlinf(k, v, w, False)),
-            "critic's end": ((_scale_of(c, "decay_steps"), _scale_of(c, "floor")), (
-                k(w + "lr_decay_iters", default=100_000) - _warmup_of_rlinf(k, v, w, False), k(w + "min_lr", default=0.0) / k(v + "lr"))),
         }
+        if k(w + "lr_decay_style", default="constant") != "constant":
+            out["critic's end"] = ((_scale_of(c, "decay_steps"), _scale_of(c, "floor")), (
+                k(w + "lr_decay_iters", default=100_000) - _warmup_of_rlinf(k, v, w, False), k(w + "min_lr", default=0.0) / k(v + "lr")))
     return out
 
 
