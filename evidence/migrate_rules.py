@@ -108,7 +108,7 @@ def verl(k: Keys, c, version: str) -> dict:
         "trainer's temperature": (al.temperature or c.rollout.temperature, k(r + "temperature", default=1.0)),
         "top_p": (c.rollout.top_p, k(r + "top_p", default=1.0)),
         "top_k": (c.rollout.top_k, k(r + "top_k", default=-1)),
-        "repetition": (c.rollout.repetition_penalty, k(r + "repetition_penalty", default=1.0) if version >= "0.8" else 1.0),
+        "repetition": (c.rollout.repetition_penalty, 1.0),  # agent_loop.py hands 1.0 to the engine
         "staleness": ((c.rollout.max_staleness, c.rollout.sync_every), (0, 1)),
         "dynamic": (al.dynamic_sampling or "off", "off"),
         # rewards: fixed kl_ctrl; the penalty is of the tokens' rewards
@@ -135,7 +135,9 @@ def verl(k: Keys, c, version: str) -> dict:
         "adapters": (c.lora.rank, k("actor_rollout_ref.model." + ("lora.rank" if megatron and version >= "0.7" else "lora_rank"), default=0)),
     }
     if c.eval.sets:
-        out["eval sampling"] = ((c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.samples), (
+        greedy = version < "0.7" and not k(val + "do_sample", default=False)  # vllm_rollout_spmd.py
+        asked = (c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.samples)
+        out["eval sampling"] = (asked, (0, 1.0, -1, 1) if greedy else (
             k(val + "temperature", default=0), k(val + "top_p", default=1.0), k(val + "top_k", default=-1), k(val + "n", default=1)))
     if megatron:
         out["floor"] = (c.optimizer.floor if out["schedule"][1] != "constant" else 0.0,
@@ -147,14 +149,15 @@ def verl(k: Keys, c, version: str) -> dict:
         out["estimator"] = ((al.kl.estimator, al.kl.placement), ({"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var",
                                                                   "k3": "low_var", "abs": "abs"}.get(name, name), "loss" if in_loss else "reward"))
     # core_algos.py. ReMax is a reward to go less the greedy completion's reward: a sum of the completion only without a KL in it
-    std = "group" if k("algorithm.norm_adv_by_std_in_grpo", default=True) else "none"
+    alone = n == 1  # of a group of one the mean is 0 and the deviation 1
+    std = "none" if alone else "group" if k("algorithm.norm_adv_by_std_in_grpo", default=True) else "none"
     to_go = (al.advantage, al.advantage_mean, al.advantage_std, al.whiten, al.gamma)
     whole = to_go[:4]
     gamma = k("algorithm.gamma", default=1.0)
     out["advantage"] = {
         "gae": ((al.advantage, al.gamma, al.lam, al.whiten), ("gae", gamma, k("algorithm.lam", default=1.0), True)),
-        "grpo": (whole, ("outcome", "group", std, False)),
-        "rloo": (whole, ("outcome", "leave_one_out", "none", False)),
+        "grpo": (whole, ("outcome", "none" if alone else "group", std, False)),
+        "rloo": (whole, ("outcome", "none" if alone else "leave_one_out", "none", False)),
         "remax": (to_go, ("returns", "greedy", "none", False, 1.0)) if in_reward else (whole, ("outcome", "greedy", "none", False)),
         "reinforce_plus_plus_baseline": (whole, ("outcome", "group", "none", True)),
         "reinforce_plus_plus": (to_go, ("returns", "none", "none", True, gamma)),
@@ -187,8 +190,9 @@ def verl(k: Keys, c, version: str) -> dict:
         out |= {
             "critic's lr": (c.critic.lr, k(v + "lr", default=1e-5)),
             "critic's clip": (c.critic.value_clip, k("critic.cliprange_value", default=0.5)),
-            "critic": (c.critic.path or c.model.path, _place(k("critic.model.path", default="~/models/deepseek-llm-7b-chat"))),
-            "critic alone": ((c.critic.warmup_steps, c.critic.normalize, c.critic.shared), (k("trainer.critic_warmup", default=0), False, False)),
+            "critic": (c.critic.path or c.model.path, _place(k("critic.model.path", "actor_rollout_ref.model.path"))),
+            "critic alone": ((c.critic.warmup_steps, c.critic.normalize, c.critic.shared), (
+                max(k("trainer.critic_warmup", default=0) - 1, 0), False, False)),  # critic_warmup <= global_steps, from 1
             "critic's updates": (c.critic.num_minibatches or al.num_minibatches, prompts / k(
                 "critic.ppo_mini_batch_size", a + "ppo_mini_batch_size", default=256)),
             "critic's warmup": ((_scale_of(c, "warmup_steps") if not _scale_of(c, "warmup_fraction") else 0, _scale_of(c, "warmup_fraction")),
